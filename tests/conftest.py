@@ -17,7 +17,7 @@ from pushing import FastTime, Made, check_secrets, make
 from tiny_chains import TEXT, make_model
 from tiny_models import offline
 
-from fp4convert.storage.hub.http import Patience
+from fp4convert.storage.hub.api import Patience
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,6 +82,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
         ("HF_TOKEN", TOKEN),
     ):
         monkeypatch.setenv(name, value)
+    # Shards of a few KB stand for large ones here; test_small_shards.py has those that are small.
+    monkeypatch.setattr("fp4convert.storage.hub.source.WHOLE_NBYTES", 0)
     for asking in ("fp4convert.storage.hub.source", "fp4convert.storage.hub.upload"):
         monkeypatch.setattr(f"{asking}.Patience", lambda: Patience(1.0, first_seconds=0.01))
     yield fake

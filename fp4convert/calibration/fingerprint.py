@@ -9,17 +9,15 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.safetensors import TensorRef
-from fp4convert.storage.source import Checkpoint, Source, stopping
+from fp4convert.storage.source import Checkpoint, Source, read_each
 
 SMALL_NBYTES, SAMPLE_NBYTES = 64 << 10, 4096
 SMALL_TENSORS, SAMPLES = 2048, 1024  # that are read: each may be two requests to the Hub
 TENSOR_SAMPLES = 16  # of a large tensor, where few others are
-READERS = 8
 
 
 def fingerprint_of(source: Source) -> str:
@@ -44,9 +42,8 @@ def weights_of(source: Source) -> str:
         source.read_into(place, 0, memoryview(data))
         return data
 
-    with ThreadPoolExecutor(READERS) as pool, stopping(source):
-        for data in pool.map(read, telling_ranges(source.checkpoint)):
-            found.update(data)
+    for data in read_each(source, read, telling_ranges(source.checkpoint)):
+        found.update(data)
     return found.hexdigest()
 
 

@@ -14,7 +14,6 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -25,11 +24,10 @@ from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E4M3_MAX, GLOBAL_RANGE, Format
 from fp4convert.recipes.recipe import ScaleGroup
-from fp4convert.storage.source import Source, stopping
+from fp4convert.storage.source import Source, read_each
 
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
 OPTION = "--input-scale"
-REQUESTS = 8  # to the Hub at once
 HEAD_NBYTES = 1 << 16  # of a file, in which it says what it is
 SLACK = 1e-6  # of a float32 beside the float64 that it was rounded from
 
@@ -246,11 +244,7 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
     found: dict[str, float] = {}
     missing: list[str] = []
     source = scales.artifact.source if isinstance(scales, Copied) else None
-    if source and source.is_streamed:  # side by side, for every answer takes its time
-        with ThreadPoolExecutor(REQUESTS) as pool, stopping(source):
-            values = list(pool.map(scales.find, fed))
-    else:
-        values = list(map(scales.find, fed))
+    values = read_each(source, scales.find, fed) if source else map(scales.find, fed)
     for one, value in zip(fed, values, strict=True):
         if value is None:
             missing += [] if one.has_own else [one.module]

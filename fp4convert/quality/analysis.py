@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +34,7 @@ from fp4convert.quality.losses import (
 )
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.recipe import Target, build_recipe
-from fp4convert.storage.source import Source, stopping
+from fp4convert.storage.source import Source, read_each
 
 STANDS_OUT = 1.15  # times the output error of the whole, before a kind is named
 MOST_NAMED = 3  # of them
@@ -228,9 +227,6 @@ def _percent(loss: Loss) -> str:
     return f"{100 * math.sqrt(loss.output):.2f} %"
 
 
-ASKED_AT_ONCE = 8  # of a Hub
-
-
 @dataclass(frozen=True, slots=True)
 class Study:
     """What `analyze` is asked for.
@@ -314,7 +310,8 @@ def _measure(
         for kind, own in samples.items()
     }
 
-    def measure(kind: str, sample: Sample) -> list[Loss]:
+    def measure(place: tuple[str, Sample]) -> list[Loss]:
+        kind, sample = place
         linear = sample.linear
         x = rows_of(linear.coding.weights(linear, source), sample.strips)
         try:
@@ -327,17 +324,12 @@ def _measure(
         report(linear.name, sample.nbytes)
         return found
 
-    threads = max(processors(), ASKED_AT_ONCE) if source.is_streamed else processors()
-    with ThreadPoolExecutor(threads) as pool, stopping(source):
-        coming = {
-            kind: [pool.submit(measure, kind, sample) for sample in own]
-            for kind, own in samples.items()
-        }
-        try:
-            found = {kind: [future.result() for future in own] for kind, own in coming.items()}
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    places = [(kind, sample) for kind, own in samples.items() for sample in own]
+    found: dict[str, list[list[Loss]]] = {kind: [] for kind in samples}
+    for (kind, _), losses in zip(
+        places, read_each(source, measure, places, processors()), strict=True
+    ):
+        found[kind].append(losses)
     return {
         kind: dict(zip(wanted[kind], map(list, zip(*own, strict=True)), strict=True))
         for kind, own in found.items()

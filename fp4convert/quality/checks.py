@@ -27,14 +27,13 @@ from fp4convert.planning.kv_cache_scales import stored_float
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.stored_scalars import (
     find_agreements,
-    read_each,
     read_global_scales,
     read_input_scales,
 )
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import gather_groups, group_members, model_recipe, scale_groups
 from fp4convert.storage.safetensors import WEIGHT
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Source, read_each
 
 
 def check_cache(artifact: Artifact) -> Iterator[Finding]:

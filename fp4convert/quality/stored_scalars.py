@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.recipes.recipe import gather_groups, group_members, scale_groups
 from fp4convert.storage.safetensors import TensorRef
-from fp4convert.storage.source import Source, stopping
+from fp4convert.storage.source import Source, read_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +45,7 @@ def find_agreements(artifact: Artifact, stored: Mapping[str, float]) -> list[Agr
     ]
 
 
-REQUESTS = 8  # at once
 NBYTES = 4  # of a float32
-
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
-
-
-def read_each(
-    source: Source, read: Callable[[Item], Answer], items: Iterable[Item]
-) -> list[Answer]:
-    """What `read` gives for each item; asked side by side where every answer takes its time."""
-    if not source.is_streamed:
-        return [read(item) for item in items]
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(REQUESTS) as pool, stopping(source):
-        return list(pool.map(read, items))
 
 
 def read_global_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:

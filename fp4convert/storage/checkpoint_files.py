@@ -12,8 +12,10 @@ from fp4convert.errors import InputError
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header
 
-PLAN_FILE = ".fp4convert/plan.json"  # in a folder that fp4convert writes: the plan being carried out, or carried out
+# In a folder that fp4convert writes: the plan being carried out, or carried out.
+PLAN_FILE = ".fp4convert/plan.json"
 
+CONFIG = "config.json"
 RECORD = "quantization_config.json"
 
 CARD = "README.md"  # the model card: for people, who edit it
@@ -22,17 +24,14 @@ UNDIGESTED = frozenset({CARD, REPORT})  # no engine reads them, and no digest co
 
 GGUF = ".gguf"
 
-SINGLES = (
-    "model.safetensors",
-    "diffusion_pytorch_model.safetensors",
-)  # as transformers and as Diffusers name them
+# As transformers and as Diffusers name them.
+SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 INDEXES = tuple(f"{single}.index.json" for single in SINGLES)
 PIPELINE = "model_index.json"  # of Diffusers: which folders are its components, and of which class
 CONVERTED = "transformer"  # how the names begin of components that are checkpoints to convert
 WEIGHTS = ".safetensors"
-OTHER_INDEX = re.compile(
-    r"[^/]*\.safetensors\.index\.\w+\.json"
-)  # of a variant: model.safetensors.index.fp16.json
+# Of a variant: model.safetensors.index.fp16.json.
+OTHER_INDEX = re.compile(r"[^/]*\.safetensors\.index\.\w+\.json")
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d{1,9})\.safetensors")
 MOST_NAMED = 20  # folders that a message names
 OTHER_WEIGHTS = frozenset(
@@ -42,27 +41,33 @@ PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
 def no_subfolder(where: object, subfolder: str, folders: Iterable[str]) -> InputError:
-    """The error for a subfolder that is not there; `folders` are."""
+    """Return the error for a subfolder that is not there.
+
+    folders  those that are
+    """
     there = sorted(folders)
-    some = ", ".join(there[:MOST_NAMED]) + (
-        f" and {len(there) - MOST_NAMED} more" if len(there) > MOST_NAMED else ""
-    )
+    some = ", ".join(there[:MOST_NAMED])
+    if len(there) > MOST_NAMED:
+        some += f" and {len(there) - MOST_NAMED} more"
     detail = f"{where} has no folder {subfolder!r}; it has {some or 'no folders'}"
-    return InputError(
-        "no-subfolder",
-        detail,
-        "Choose one: --subfolder FOLDER." if there else "Leave --subfolder out.",
-    )
+    next_step = "Choose one: --subfolder FOLDER." if there else "Leave --subfolder out."
+    return InputError("no-subfolder", detail, next_step)
 
 
 def index_file(shards: Iterable[str]) -> str:
-    """The name of the index of such shards: Diffusers' where they are named so, else transformers'."""
+    """Return the name of the index of such shards.
+
+    Diffusers' where they are named so, else transformers'.
+    """
     stem = SINGLES[1].removesuffix(WEIGHTS)
     return INDEXES[1] if any(shard.startswith(stem) for shard in shards) else INDEXES[0]
 
 
 def find_index(names: Collection[str]) -> str | None:
-    """The index among those files; InputError where there are two."""
+    """Find the index among those files.
+
+    Raises  InputError where there are two
+    """
     found = [index for index in INDEXES if index in names]
     if len(found) > 1:
         raise InputError(
@@ -74,64 +79,60 @@ def find_index(names: Collection[str]) -> str | None:
 
 
 def read_index(text: bytes, index: str = INDEXES[0]) -> dict[str, str]:
-    """Tensor name -> shard of an index, checked; raises InputError."""
+    """Read tensor name -> shard of an index, and check it.
+
+    Raises  InputError
+    """
     weight_map = parse_json_object(text, f"{index}: index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError("index", f"{index}: no weight_map that maps tensors to files")
     sound: set[object] = set()
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or file not in sound:
-            _check_shard_name(tensor, file, index)
-            sound.add(file)
+        if isinstance(file, str) and file in sound:
+            continue
+        if not isinstance(file, str):
+            detail = f"{index}: weight_map gives {file!r} for {tensor!r}; expected a file name"
+            raise InputError("index", detail)
+        found = f"{index}: {tensor!r} is said to lie in {file!r}"
+        if len(PurePosixPath(file).parts) != 1 or file in (".", "..") or "\0" in file:
+            detail = f"{found}, outside the folder; expected a name in it"
+            raise InputError("index-outside", detail)
+        if not file.endswith(WEIGHTS):
+            raise InputError("index", f"{found}; expected a {WEIGHTS} file")
+        sound.add(file)
     files = set(weight_map.values())
     folded = Counter(file.lower() for file in files)
     if twins := sorted(file for file in files if folded[file.lower()] > 1):
-        detail = (
-            f"{index}: weight_map names {twins[0]!r} and {twins[1]!r}, which differ only in case"
-        )
-        raise InputError(
-            "index",
-            f"{detail}; expected names that any file system keeps apart",
-            "Rename one, in the index too.",
-        )
+        found = f"{index}: weight_map names {twins[0]!r} and {twins[1]!r}"
+        detail = f"{found}, which differ only in case; expected names that any file system"
+        next_step = "Rename one, in the index too."
+        raise InputError("index", f"{detail} keeps apart", next_step)
     return dict(weight_map)
 
 
-def _check_shard_name(tensor: str, file: object, index: str) -> None:
-    if not isinstance(file, str):
-        raise InputError(
-            "index", f"{index}: weight_map gives {file!r} for {tensor!r}; expected a file name"
-        )
-    if len(PurePosixPath(file).parts) != 1 or file in (".", "..") or "\0" in file:
-        raise InputError(
-            "index-outside",
-            f"{index}: {tensor!r} is said to lie in {file!r}, outside the folder; expected a name in it",
-        )
-    if not file.endswith(".safetensors"):
-        raise InputError(
-            "index", f"{index}: {tensor!r} is said to lie in {file!r}; expected a .safetensors file"
-        )
-
-
 def find_homes(shards: Sequence[Header]) -> dict[str, str]:
-    """Tensor name -> the shard that holds it; InputError when two do."""
+    """Find the shard of every tensor: name -> shard.
+
+    Raises  InputError where two shards hold one
+    """
     homes = {ref.name: shard.file for shard in shards for ref in shard.tensors}
     if len(homes) < sum(len(shard.tensors) for shard in shards):
         first: dict[str, str] = {}
         for ref in (ref for shard in shards for ref in shard.tensors):
             if ref.name in first:
-                detail = (
-                    f"{ref.name!r} is in two shards, {first[ref.name]} and {ref.file}; expected one"
-                )
-                raise InputError(
-                    "tensor-twice", detail, "Remove the file that does not belong.", ref.name
-                )
+                found = f"{ref.name!r} is in two shards, {first[ref.name]} and {ref.file}"
+                next_step = "Remove the file that does not belong."
+                raise InputError("tensor-twice", f"{found}; expected one", next_step, ref.name)
             first[ref.name] = ref.file
     return homes
 
 
 def check_index(homes: dict[str, str], weight_map: dict[str, str], index: str) -> tuple[str, ...]:
-    """The tensors that an index omits, of those that `find_homes` found; InputError where it contradicts the headers."""
+    """Find the tensors that an index omits.
+
+    homes   what `find_homes` found
+    Raises  InputError where the index contradicts the headers
+    """
     if homes == weight_map:
         return ()
     for tensor, file in weight_map.items():
@@ -145,75 +146,77 @@ def check_index(homes: dict[str, str], weight_map: dict[str, str], index: str) -
 def choose_shards(
     where: object, names: Collection[str], weight_map: dict[str, str] | None
 ) -> list[str]:
-    """The files that are the checkpoint, of those beside one another: what the index names, or else what engines read.
+    """Choose the files that are the checkpoint.
+
+    What the index names, or else what engines read.
 
     where   how messages name the place
+    names   of the files beside one another
     Raises  InputError where there are none, or where names contradict the index
     """
-    found = sorted(name for name in names if name.endswith(WEIGHTS)) or sorted(
-        name for name in names if name.endswith(GGUF)
-    )
-    if len(found) > 1 and found[0].endswith(GGUF):
-        detail = f"{where}: {len(found)} GGUF files, the first {found[0]}; expected one, each is a model of its own"
-        raise InputError("gguf", detail, f"Choose one: {where}/{found[0]}.")
+    found = sorted(name for name in names if name.endswith(WEIGHTS))
+    if not found:
+        found = sorted(name for name in names if name.endswith(GGUF))
+        if len(found) > 1:
+            detail = f"{where}: {len(found)} GGUF files, the first {found[0]}; expected one"
+            next_step = f"Choose one: {where}/{found[0]}."
+            raise InputError("gguf", f"{detail}, each is a model of its own", next_step)
     single = next((single for single in SINGLES if single in found), None)
-    unlisted = [single] if single else found  # without an index, as engines read a folder
-    if weight_map is not None and single in set(found) - set(weight_map.values()):
-        detail = f"the folder holds both {single} and {find_index(names)}, which does not name it; expected one of them"
-        raise InputError("index-and-single", detail, "Remove the one that does not belong.")
-    if weight_map is None:
-        _check_complete(unlisted)
-    shards = unlisted if weight_map is None else sorted(set(weight_map.values()))
-    for missing in sorted(set(shards) - set(names)):
-        raise InputError(
-            "missing-shard", f"{missing} is missing, the index names it", "Download the file again."
-        )
+    if weight_map is not None:
+        listed = set(weight_map.values())
+        if single in set(found) - listed:
+            detail = f"the folder holds both {single} and {find_index(names)}"
+            detail += ", which does not name it; expected one of them"
+            next_step = "Remove the one that does not belong."
+            raise InputError("index-and-single", detail, next_step)
+        for missing in sorted(listed - set(names)):
+            detail = f"{missing} is missing, the index names it"
+            raise InputError("missing-shard", detail, "Download the file again.")
+        return sorted(listed)
+
+    # Without an index, as engines read a folder; names may say that there are more shards.
+    shards = [single] if single else found
+    sets = Counter(
+        (match[1], int(match[3])) for name in shards if (match := NUMBERED.fullmatch(name))
+    )
+    for (stem, expected), count in sets.items():
+        if count < expected:
+            detail = f"{stem}*{WEIGHTS}: {count} shards, whose names say that there are {expected}"
+            next_step = "Download the whole checkpoint again."
+            raise InputError("missing-shard", f"{detail}; there is no index either", next_step)
     return shards
 
 
-def _check_complete(shards: Sequence[str]) -> None:
-    """InputError where names say that a checkpoint has more shards than there are, and no index says otherwise."""
-    sets: dict[tuple[str, int], int] = {}
-    for name in shards:
-        if match := NUMBERED.fullmatch(name):
-            key = match[1], int(match[3])
-            sets[key] = sets.get(key, 0) + 1
-    for (stem, expected), found in sets.items():
-        if found < expected:
-            detail = f"{stem}*{WEIGHTS}: {found} shards, whose names say that there are {expected}; there is no index either"
-            raise InputError("missing-shard", detail, "Download the whole checkpoint again.")
-
-
 def no_weights(where: object, names: Iterable[str]) -> InputError:
-    """The error for a place without weights that can be read."""
-    detail = f"{where}: no safetensors file; expected model.safetensors or shards with an index"
+    """Return the error for a place without weights to read."""
     if {os.path.splitext(name)[1] for name in names} & PICKLES:
-        detail = f"{where}: only pickle weights (.bin, .pt), which run code when they are loaded; expected safetensors"
         return InputError(
             "pickle",
-            detail,
+            f"{where}: only pickle weights (.bin, .pt), which run code when they are loaded;"
+            " expected safetensors",
             "Convert them first, in a sandbox: save_pretrained of transformers writes safetensors.",
         )
     if PIPELINE in names:
-        detail = (
-            f"{where}: {PIPELINE} names no {CONVERTED}, and there is no safetensors file beside it"
-        )
         return InputError(
             "no-weights",
-            detail,
+            f"{where}: {PIPELINE} names no {CONVERTED}, and there is no safetensors file beside it",
             "Name the folder of the checkpoint: --subfolder unet, for example.",
         )
-    return InputError("no-weights", detail)
+    expected = "expected model.safetensors or shards with an index"
+    return InputError("no-weights", f"{where}: no safetensors file; {expected}")
 
 
 def sort_others(
     files: Iterable[str], shards: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of all files beside the shards, those that travel unchanged, and weights in another form, which stay behind."""
+    """Sort the files beside the shards: those that travel, and others.
+
+    Those that travel do so unchanged; the others are weights in another form, which stay behind.
+    """
     sidecars: list[str] = []
     left_out: list[str] = []
     for file in files:
-        if file not in shards and file not in ("config.json", *INDEXES):
+        if file not in shards and file not in (CONFIG, *INDEXES):
             is_root_weight = "/" not in file and (
                 file.endswith(WEIGHTS) or OTHER_INDEX.fullmatch(file)
             )
@@ -223,32 +226,30 @@ def sort_others(
 
 
 def find_components(text: bytes, folders: Collection[str]) -> tuple[str, ...]:
-    """The folders that a model_index.json names as transformers; InputError where one of them is not there."""
-    named = parse_json_object(text, PIPELINE)
-    components = tuple(
-        sorted(
-            key
-            for key, value in named.items()
-            if key.startswith(CONVERTED) and _is_component(value)
-        )
-    )
+    """Find the folders that a model_index.json names as transformers.
+
+    Raises  InputError where one of them is not there
+    """
+    components = []
+    for key, value in sorted(parse_json_object(text, PIPELINE).items()):
+        # [library, class]; a component that a pipeline does without is [null, null].
+        kinds = [type(word) for word in value] if isinstance(value, list) else []
+        if key.startswith(CONVERTED) and kinds == [str, str]:
+            components.append(key)
     for missing in (component for component in components if component not in folders):
-        detail = f"{PIPELINE} names {missing!r}, and there is no such folder; expected the whole pipeline"
-        raise InputError("missing-component", detail, "Download it again.")
-    return components
-
-
-def _is_component(value: object) -> bool:
-    """True for [library, class]; a component that a pipeline does without is [null, null]."""
-    return (
-        isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)
-    )
+        detail = f"{PIPELINE} names {missing!r}, and there is no such folder"
+        next_step = "Download it again."
+        raise InputError("missing-component", f"{detail}; expected the whole pipeline", next_step)
+    return tuple(components)
 
 
 def sort_pipeline(
     files: Iterable[str], components: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of all files outside the components, those that travel unchanged, and weights in no folder, which stay behind."""
+    """Sort the files outside the components, as sort_others does.
+
+    Weights in no folder stay behind.
+    """
     outside = [file for file in files if file.partition("/")[0] not in components]
     left_out = [
         file

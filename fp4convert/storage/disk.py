@@ -19,10 +19,14 @@ from fp4convert.errors import OutputError
 
 HASH_NBYTES = 512 << 10  # read and hashed at once: what stays in a core's own cache
 WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
+UNKNOWN_HERE = (errno.EINVAL, errno.EOPNOTSUPP)  # of a file system that knows no such thing
+LOOKS, LOOK_SECONDS = 12, 0.001  # at the file system's clock; most go on every 1 to 10 ms
 
 
 class Mark(NamedTuple):
-    """What changes whenever a file does: written, replaced or renamed over, even by one of the same size and time.
+    """What changes whenever a file does, whichever way.
+
+    Written, replaced or renamed over, even by one of the same size and time.
 
     written_ns, changed_ns  times of its data and of its inode
     """
@@ -44,23 +48,19 @@ def told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
-        code = (
-            "disk-full"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            else "cannot-write"
-        )
-        next_step = (
-            "Make room and run the same command again: what is finished stays."
-            if code == "disk-full"
-            else ""
-        )
-        raise OutputError(
-            code, f"{path}: cannot be written{need}: {error.strerror}", next_step
-        ) from error
+        code, next_step = "cannot-write", ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            code = "disk-full"
+            next_step = "Make room and run the same command again: what is finished stays."
+        detail = f"{path}: cannot be written{need}: {error.strerror}"
+        raise OutputError(code, detail, next_step) from error
 
 
 def nbytes_there(path: Path) -> int | None:
-    """The size of a file; None where there is none, or no more: other processes move theirs."""
+    """Return the size of a file, None where there is none.
+
+    Or none any more: other processes move theirs.
+    """
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: no name that a file can have
@@ -69,22 +69,25 @@ def nbytes_there(path: Path) -> int | None:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Have the disk keep so much room, where it can: a full one is known before the first byte.  Raises OSError."""
+    """Have the disk keep so much room, where it can.
+
+    A full disk is known before the first byte then.
+
+    Raises  OSError
+    """
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.EOPNOTSUPP,
-        ):  # a file system that reserves nothing
+        if error.errno not in UNKNOWN_HERE:
             raise
 
 
 def begin_flush(fd: int, start: int, nbytes: int) -> None:
     """Have the disk begin with these bytes, where it can be told.
 
-    Nothing waits for them, unless the disk has more to do than it can note down; a later fsync tells what failed.
+    Nothing waits for them, unless the disk has more to do than it can note down; a later fsync
+    tells what failed.
     """
     if begin := _sync_file_range():
         begin(fd, start, nbytes, WRITE_NOW)
@@ -92,7 +95,7 @@ def begin_flush(fd: int, start: int, nbytes: int) -> None:
 
 @cache
 def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
-    """Linux's; None elsewhere."""
+    """Return Linux's function; None elsewhere."""
     import ctypes
 
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
@@ -102,22 +105,22 @@ def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Have the names in it on the disk, where its file system knows such a thing; OSError where it fails."""
+    """Have the names in a folder on the disk, where it can.
+
+    Raises  OSError where it fails
+    """
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.EOPNOTSUPP,
-        ):  # a file system that knows no such thing for folders
+        if error.errno not in UNKNOWN_HERE:
             raise
     finally:
         os.close(fd)
 
 
 def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> str:
-    """The sha256 of a file, as hex.
+    """Return the sha256 of a file, as hex.
 
     each  called with the size of every block that was read; what it raises ends the reading
     """
@@ -126,9 +129,7 @@ def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> 
 
 
 def hash_stream(stream: BinaryIO, each: Callable[[int], None] = lambda nbytes: None) -> str:
-    """The sha256 of what is left of a stream, as hex; `each` as in hash_file."""
-    import hashlib
-
+    """Return the sha256 of what is left of a stream, as hash_file."""
     found, block = hashlib.sha256(), memoryview(bytearray(HASH_NBYTES))
     while count := cast(RawIOBase, stream).readinto(block):
         found.update(block[:count])
@@ -136,11 +137,11 @@ def hash_stream(stream: BinaryIO, each: Callable[[int], None] = lambda nbytes: N
     return found.hexdigest()
 
 
-LOOKS, LOOK_SECONDS = 12, 0.001  # at the file system's clock; most go on every 1 to 10 ms
-
-
 def boot_id() -> str:
-    """A word that this machine has had since it was started, and no other has; "" where it is not told."""
+    """Return a word of this machine since it was started.
+
+    No other machine has it; "" where it is not told.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -148,17 +149,19 @@ def boot_id() -> str:
 
 
 def seal(path: Path, sha256: str, clock: Path) -> str:
-    """The seal of a file that has its final name; "" where later changes might not show in it.
+    """Return the seal of a file that has its final name.
 
-    clock  a folder of ours on the same file system, whose time is set, to learn what time it is there: a change within the same
-           tick as the last one would leave the file's times as they are
+    "" where later changes might not show in it.
+
+    clock  a folder of ours on the same file system, whose time is set, to learn what time it is
+           there: a change within the same tick as the last one would leave the file's times as they
+           are
     """
     try:
         for _ in range(LOOKS):
             os.utime(clock)
-            now = (
-                clock.stat().st_mtime_ns
-            )  # before the file: whatever changes it afterwards is later
+            # Before the file: whatever changes it afterwards is later.
+            now = clock.stat().st_mtime_ns
             found, changed_ns = _look(path, sha256)
             if changed_ns < now:
                 return found
@@ -169,7 +172,7 @@ def seal(path: Path, sha256: str, clock: Path) -> str:
 
 
 def is_sealed(path: Path, sha256: str, found: str | None) -> bool:
-    """True where the file is what was sealed as having that sha256."""
+    """Tell whether a file is what was sealed with that sha256."""
     try:
         return bool(found) and _look(path, sha256)[0] == found
     except OSError:
@@ -177,16 +180,18 @@ def is_sealed(path: Path, sha256: str, found: str | None) -> bool:
 
 
 def _look(path: Path, sha256: str) -> tuple[str, int]:
-    """The seal that a file has now, and when it last changed by its file system's clock, in ns."""
+    """Return the seal that a file has now, and its last change.
+
+    The change in ns, by the clock of its file system.
+    """
     fd = os.open(path, os.O_RDONLY)  # opened: a network file system asks its server then
     try:
         status = os.fstat(fd)
     finally:
         os.close(fd)
     machine, mark = boot_id(), Mark.of(status)
-    sealed = (
-        hashlib.sha256(json.dumps([machine, status.st_dev, *mark, sha256]).encode()).hexdigest()
-        if machine
-        else ""
-    )
+    sealed = ""
+    if machine:
+        text = json.dumps([machine, status.st_dev, *mark, sha256])
+        sealed = hashlib.sha256(text.encode()).hexdigest()
     return sealed, max(mark.written_ns, mark.changed_ns)

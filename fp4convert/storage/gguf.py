@@ -1,8 +1,10 @@
 """Read a GGUF header; lay out one file in the frame of another.
 
-The key-value section is carried byte for byte, whatever it holds; only the list of tensors is written anew.  A tensor of one of
-GGUF's types of blocks has that type's name as its dtype, and a shape whose last part counts bytes.
-llama.cpp's package gguf knows types and names.  Its reader is not used: it trusts every count and length of a damaged file.
+The key-value section is carried byte for byte, whatever it holds; only the list of tensors is
+written anew.  A tensor of one of GGUF's types of blocks has that type's name as its dtype, and a
+shape whose last part counts bytes.
+llama.cpp's package gguf knows types and names.  Its reader is not used: it trusts every count and
+length of a damaged file.
 Source: ggml, docs/gguf.md, and src/gguf.cpp for what llama.cpp refuses.
 """
 
@@ -17,20 +19,14 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from fp4convert.errors import InputError
-from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec
+from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec, nbytes_of
 
-SCALED_ARCHITECTURES = (
-    "llama",
-    "qwen3",
-    "mistral3",
-)  # run with llama.cpp of 2026-10; ten others gave NaN or garbage
+# Run with llama.cpp of 2026-10; ten others gave NaN or garbage.
+SCALED_ARCHITECTURES = ("llama", "qwen3", "mistral3")
 _HEAD = "4sIQQ"  # magic, version, tensors, keys
 _MAGIC, _VERSION, _VERSIONS = b"GGUF", 3, (2, 3)
-_NUMBERS = dict(enumerate("BbHhIif?")) | {
-    10: "Q",
-    11: "q",
-    12: "d",
-}  # a value's kind -> its struct code
+# A value's kind -> its struct code.
+_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _LIST = 8, 9
 _ALIGNMENT, _WIDEST, _MOST_DIMENSIONS = 32, 1 << 20, 4
 _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some 20 MB
@@ -56,28 +52,35 @@ class GgufFrame:
 
     @property
     def reads_global_scales(self) -> bool:
-        """llama.cpp loads a .scale for every architecture, and most of its graphs pass over it."""
+        """Tell whether llama.cpp applies a .scale of this architecture.
+
+        It loads one for every architecture, and most of its graphs pass over it.
+        """
         return self.facts.get("general.architecture") in SCALED_ARCHITECTURES
 
     def lay_out(
         self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
     ) -> tuple[bytes, tuple[TensorRef, ...]]:
-        """The bytes before the tensors, and each tensor's address: in the frame's order, a new one behind its module's weight."""
-        ordered = sorted(specs, key=self._place)
+        """Return the bytes before the tensors, and each one's address.
+
+        In the frame's order, a new one behind its module's weight.
+        """
+        gguf, ordered = _package(), sorted(specs, key=self._place)
         infos, offset, offsets = b"", 0, []
         for spec in ordered:
-            kind, dimensions = _described(spec)
-            name = spec.name.encode("utf-8")
+            name, kind = spec.name.encode("utf-8"), gguf.GGMLQuantizationType[spec.dtype]
+            # GGUF counts elements, and names the length of a row first.
+            *others, row = spec.shape
+            if spec.dtype not in DTYPE_BITS:
+                block, block_nbytes = gguf.GGML_QUANT_SIZES[kind]
+                row = row // block_nbytes * block
+            dimensions = [row, *reversed(others)]
             infos += struct.pack(f"<Q{len(name)}sI", len(name), name, len(dimensions))
-            infos += struct.pack(f"<{len(dimensions)}QIQ", *dimensions, kind, offset)
+            infos += struct.pack(f"<{len(dimensions)}QIQ", *dimensions, int(kind), offset)
             offsets.append(offset)
-            offset += (
-                -(-TensorRef(spec.name, spec.dtype, spec.shape, file, 0).nbytes // self.alignment)
-                * self.alignment
-            )
-        head = (
-            struct.pack(f"<{_HEAD}", _MAGIC, _VERSION, len(ordered), self.keys) + self.text + infos
-        )
+            offset += -(-nbytes_of(spec.dtype, spec.shape) // self.alignment) * self.alignment
+        head = struct.pack(f"<{_HEAD}", _MAGIC, _VERSION, len(ordered), self.keys)
+        head += self.text + infos
         head += bytes(-len(head) % self.alignment)
         refs = (
             TensorRef(spec.name, spec.dtype, spec.shape, file, len(head) + place)
@@ -93,7 +96,10 @@ class GgufFrame:
 
 
 def read_gguf_header(path: Path) -> Header:
-    """The header of a GGUF file; InputError where it is none, damaged, truncated, or one part of several."""
+    """Read the header of a GGUF file.
+
+    Raises  InputError where it is none, damaged, truncated, or one part of several
+    """
     try:
         with (
             path.open("rb") as stream,
@@ -105,12 +111,12 @@ def read_gguf_header(path: Path) -> Header:
         raise InputError("gguf", detail, "Download the file again.") from None
 
 
+@dataclass(slots=True)
 class _Cursor:
     """Reads a file from its beginning; ValueError where it ends too early."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data = data
-        self.at = 0
+    data: mmap.mmap
+    at: int = 0
 
     def take(self, nbytes: int) -> bytes:
         self.skip(nbytes)
@@ -119,27 +125,23 @@ class _Cursor:
     def skip(self, nbytes: int) -> None:
         self.at += nbytes
         if self.at > min(len(self.data), _LIMIT):
-            raise ValueError(
-                f"its head needs more than {self.at} bytes, of {len(self.data)} that it has and {_LIMIT} allowed"
-            )
+            limits = f"of {len(self.data)} that it has and {_LIMIT} allowed"
+            raise ValueError(f"its head needs more than {self.at} bytes, {limits}")
 
     def unpack(self, code: str) -> tuple[Any, ...]:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
 
-    def text(self) -> bytes:
-        return self.take(self.unpack("Q")[0])
-
     def name(self) -> str:
-        stored = self.text()
+        stored = self.take(self.unpack("Q")[0])
         try:
             return stored.decode("utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"the name {stored[:60]!r} is not UTF-8") from None
 
     def value(self, kind: int) -> object:
-        """A single number or string; None for a list, which is passed over."""
+        """Read a single number or string; None for a list, passed over."""
         if kind == _STRING:
-            return self.text().decode("utf-8", "replace")
+            return self.take(self.unpack("Q")[0]).decode("utf-8", "replace")
         if kind in _NUMBERS:
             return self.unpack(_NUMBERS[kind])[0]
         if kind != _LIST:
@@ -172,34 +174,33 @@ def _parse(file: str, cursor: _Cursor) -> Header:
         detail = f"{file}: one of {parts} parts of a GGUF file; expected a whole one"
         raise InputError("gguf-split", detail, "Join them: llama-gguf-split --merge FIRST OUT.")
     alignment = facts.get("general.alignment", _ALIGNMENT)
-    if (
-        not isinstance(alignment, int)
-        or not 0 < alignment <= _WIDEST
-        or alignment & (alignment - 1)
-    ):
+    is_power = isinstance(alignment, int) and alignment > 0 and not alignment & (alignment - 1)
+    if not isinstance(alignment, int) or not is_power or alignment > _WIDEST:
         raise ValueError(f"its tensors are aligned to {alignment!r} bytes")
     text = cursor.data[begin : cursor.at]
-    tensors = _place(
-        file,
-        [_read_tensor(cursor) for _ in range(count)],
-        -(-cursor.at // alignment) * alignment,
-        alignment,
-    )
+
+    # The tensors lie one behind the other, as llama.cpp wants them.
+    described = [_read_tensor(cursor) for _ in range(count)]
+    start, expected, tensors = -(-cursor.at // alignment) * alignment, 0, []
+    for spec, offset in described:
+        if offset != expected:
+            place = f"{spec.name!r} lies at offset {offset}"
+            raise ValueError(f"{place}; behind the one before it, {expected}")
+        tensors.append(TensorRef(spec.name, spec.dtype, spec.shape, file, start + offset))
+        expected += -(-tensors[-1].nbytes // alignment) * alignment
     end, nbytes = max((ref.start + ref.nbytes for ref in tensors), default=0), len(cursor.data)
     if end > nbytes:
-        raise InputError(
-            "truncated",
-            f"{file}: is truncated: its tensors end at byte {end}, the file has {nbytes}",
-        )
+        detail = f"{file}: is truncated: its tensors end at byte {end}, the file has {nbytes}"
+        raise InputError("truncated", detail)
     places = {ref.name: number for number, ref in enumerate(tensors)}
     if len(places) < count:
         raise ValueError("two of its tensors have one name")
     single = {key: value for key, value in facts.items() if value is not None}
-    return Header(file, nbytes, tensors, GgufFrame(keys, text, alignment, places, single))
+    return Header(file, nbytes, tuple(tensors), GgufFrame(keys, text, alignment, places, single))
 
 
 def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
-    """A tensor, and where it lies behind the head."""
+    """Read a tensor's entry: the tensor, and its place behind the head."""
     gguf, name = _package(), cursor.name()
     (dimensions,) = cursor.unpack("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
@@ -209,9 +210,8 @@ def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
         kind = gguf.GGMLQuantizationType(number)
         block, block_nbytes = gguf.GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError):
-        raise ValueError(
-            f"{name!r} is of type {number}, which the installed package gguf does not know"
-        ) from None
+        known = "which the installed package gguf does not know"
+        raise ValueError(f"{name!r} is of type {number}, {known}") from None
     row, *others = sizes
     if min(sizes) < 0 or row % block:
         raise ValueError(f"{name!r} has the sizes {sizes}, rows in blocks of {block}")
@@ -219,46 +219,24 @@ def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
     return TensorSpec(name, kind.name, (*reversed(others), row)), offset
 
 
-def _place(
-    file: str, described: list[tuple[TensorSpec, int]], start: int, alignment: int
-) -> tuple[TensorRef, ...]:
-    """The addresses of tensors that lie one behind the other, as llama.cpp wants them."""
-    refs, expected = [], 0
-    for spec, offset in described:
-        if offset != expected:
-            raise ValueError(
-                f"{spec.name!r} lies at offset {offset}; behind the one before it, {expected}"
-            )
-        refs.append(TensorRef(spec.name, spec.dtype, spec.shape, file, start + offset))
-        expected += -(-refs[-1].nbytes // alignment) * alignment
-    return tuple(refs)
-
-
 def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
-    """llama.cpp's names of a model's modules, without .weight; those that it does not know are left out.
+    """Return llama.cpp's names of a model's modules, without .weight.
 
-    Raises InputError where the architecture is unknown to the installed package
+    Those that it does not know are left out.
+
+    Raises  InputError where the architecture is unknown to the installed package
     """
     gguf = _package()
     architecture = str(frame.facts.get("general.architecture"))
-    number = next(
-        (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None
-    )
+    numbers = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    number = numbers.get(architecture)
     blocks = frame.facts.get(f"{architecture}.block_count")
     if number is None or not isinstance(blocks, int):
-        detail = f"the GGUF file is of the architecture {architecture!r}, which the package gguf does not know"
+        found = f"the GGUF file is of the architecture {architecture!r}"
+        detail = f"{found}, which the package gguf does not know"
         raise InputError("gguf", detail, "Install a newer one: pip install --upgrade gguf.")
     names = gguf.get_tensor_name_map(number, blocks)
     return {module: name for module in modules if (name := names.get_name(module)) is not None}
-
-
-def _described(spec: TensorSpec) -> tuple[int, list[int]]:
-    """GGUF's number of a tensor's type, and its dimensions, the row's length first."""
-    gguf = _package()
-    kind = gguf.GGMLQuantizationType[spec.dtype]
-    block, block_nbytes = gguf.GGML_QUANT_SIZES[kind]
-    row = spec.shape[-1] if spec.dtype in DTYPE_BITS else spec.shape[-1] // block_nbytes * block
-    return int(kind), [row, *reversed(spec.shape[:-1])]
 
 
 def _package() -> ModuleType:

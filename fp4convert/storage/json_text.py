@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from fp4convert.errors import InputError
@@ -18,22 +19,23 @@ DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127
 
 
 def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:
-    """A JSON object, strictly: UTF-8, no duplicate keys, numbers that fit a float.
+    """Read a JSON object, strictly.
+
+    UTF-8, no duplicate keys, numbers that fit a float.
 
     where          how messages name the text, such as "model.safetensors: header"
     has_constants  accept NaN and Infinity, which JSON lacks and model configs hold
     Raises         InputError
     """
     expected = "expected one JSON object"
-    constant = float if has_constants else refuse_constant
     try:
         decoded = text.decode("utf-8")
         numbers: dict[str, Any] = {
-            "parse_constant": constant,
+            "parse_constant": float if has_constants else refuse_constant,
             "parse_int": _integer,
             "parse_float": _finite,
         }
-        parsed = json.loads(decoded, object_pairs_hook=_unique(where), **numbers)
+        parsed = json.loads(decoded, object_pairs_hook=partial(_unique, where), **numbers)
         if "\\u" in decoded:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -54,19 +56,14 @@ def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> d
     return parsed
 
 
-def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object]]:
-    def build(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        built = dict(pairs)
-        if len(built) < len(pairs):
-            twice = next(
-                name for name, count in Counter(name for name, _ in pairs).items() if count > 1
-            )
-            raise InputError(
-                "duplicate-key", f"{where} holds the duplicate key {twice!r}; expected each once"
-            )
-        return built
-
-    return build
+def _unique(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    built = dict(pairs)
+    if len(built) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        detail = f"{where} holds the duplicate key {twice!r}; expected each once"
+        raise InputError("duplicate-key", detail)
+    return built
 
 
 def refuse_constant(constant: str) -> NoReturn:
@@ -85,7 +82,7 @@ def _finite(digits: str) -> float:
 
 
 def depth_of(value: object) -> int:
-    """How many lists and objects stand inside one another."""
+    """Count the lists and objects that stand inside one another."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max(map(depth_of, inner), default=0) if isinstance(value, dict | list) else 0
 
@@ -96,7 +93,10 @@ QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
 
 
 def unquantized(config: Mapping[str, object]) -> dict[str, object]:
-    """The config without a word on quantization, in itself or in the configs of its parts."""
+    """Return a config without a word on quantization.
+
+    Nor in the configs of its parts.
+    """
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     return {
         key: unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()
@@ -107,15 +107,19 @@ _NESTED = (dict, list, tuple)  # what JSON nests
 
 
 def as_text(value: object) -> str:
-    """The JSON of a small file, whichever stage writes it: what json.dumps makes with an indent of 2, in ten times as long.
+    """Write the JSON of a small file, whichever stage writes it.
 
-    tests/storage/test_json_text.py holds them together.
+    What json.dumps makes with an indent of 2, in a tenth of the time; they are held together by
+    tests/storage/test_json_text.py.
     """
     return f"{_indented(value)}\n"
 
 
 def _indented(value: object, lead: str = "\n") -> str:
-    """The JSON of a value in a line that begins so; a list or an object of plain values is spelled at once.  Keys are strings."""
+    """Write the JSON of a value in a line that begins so.
+
+    A list or an object of plain values is spelled at once.  Keys are strings.
+    """
     inner = f"{lead}  "
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     children = (

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from fp4convert.errors import InputError, SourceError
 from fp4convert.storage.checkpoint_files import (
+    CONFIG,
     GGUF,
     PIPELINE,
     WEIGHTS,
@@ -35,10 +36,14 @@ from fp4convert.storage.safetensors_header import read_header
 from fp4convert.storage.source import Checkpoint, name_of
 
 SCALAR_NBYTES = 8
+AGAIN = "Run the command again once it stays as it is."
 
 
 class LocalSource:
-    """Maps shards into memory; a tensor's bytes are read when they are touched and belong to the page cache."""
+    """Maps shards into memory.
+
+    A tensor's bytes are read when they are touched, and belong to the page cache.
+    """
 
     is_streamed = False
     held_nbytes = 0
@@ -60,16 +65,23 @@ class LocalSource:
     def read(self, ref: TensorRef) -> memoryview:
         with self._lock:
             if ref.file not in self._maps:
-                self._maps[ref.file] = self._map(ref.file)
-            mapped = self._maps[ref.file]
-        return memoryview(mapped)[ref.start : ref.start + ref.nbytes]
+                with self.open_file(ref.file) as stream:
+                    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                shards = self.checkpoint.shards
+                nbytes = next(shard.nbytes for shard in shards if shard.file == ref.file)
+                if len(mapped) != nbytes:
+                    found = f"it had {nbytes} bytes and now has {len(mapped)}"
+                    detail = f"{ref.file} changed while it was read: {found}"
+                    raise SourceError("source-changed", detail, AGAIN)
+                mapped.madvise(mmap.MADV_SEQUENTIAL)  # read ahead of a missing page, not around it
+                self._maps[ref.file] = mapped
+            return memoryview(self._maps[ref.file])[ref.start : ref.start + ref.nbytes]
 
     def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
         if stop - start > SCALAR_NBYTES:
             return self.read(ref)[start:stop]
-        buffer = memoryview(
-            bytearray(stop - start)
-        )  # through a mapping, the system would fetch much around it
+        # Through a mapping, the system would fetch much around it.
+        buffer = memoryview(bytearray(stop - start))
         self.read_into(ref, start, buffer)
         return buffer
 
@@ -82,29 +94,12 @@ class LocalSource:
             try:
                 count = os.preadv(fd, [buffer[done:]], ref.start + start + done)
             except OSError as error:
-                raise SourceError(
-                    "source-unreadable",
-                    f"{ref.file} cannot be read: {error.strerror}",
-                    "Run it again.",
-                ) from error
+                detail = f"{ref.file} cannot be read: {error.strerror}"
+                raise SourceError("source-unreadable", detail, "Run it again.") from error
             if not count:
                 detail = f"{ref.file} changed while it was read: it ends inside {ref.name!r}"
-                raise SourceError(
-                    "source-changed", detail, "Run the command again once it stays as it is."
-                )
+                raise SourceError("source-changed", detail, AGAIN)
             done += count
-
-    def _map(self, file: str) -> mmap.mmap:
-        with self.open_file(file) as stream:
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        expected = next(shard.nbytes for shard in self.checkpoint.shards if shard.file == file)
-        if len(mapped) != expected:
-            detail = f"{file} changed while it was read: it had {expected} bytes and now has {len(mapped)}"
-            raise SourceError(
-                "source-changed", detail, "Run the command again once it stays as it is."
-            )
-        mapped.madvise(mmap.MADV_SEQUENTIAL)  # read ahead of a page that is missing, not around it
-        return mapped
 
     def has_file(self, file: str) -> bool:
         return self._single is None and (self._folder / file).exists()
@@ -113,19 +108,14 @@ class LocalSource:
         try:
             return _regular(self._folder, file).open("rb")
         except OSError as error:
-            raise self._lost(file, _unreadable(file, error), "source-unreadable") from None
+            refusal, code = _unreadable(file, error), "source-unreadable"
         except InputError as error:
-            raise self._lost(file, error, "source-changed") from None
-
-    def _lost(self, file: str, error: InputError, code: str) -> InputError | SourceError:
-        """The same error; of a file that was there when headers were read, as one that a re-run may not meet."""
+            refusal, code = error, "source-changed"
         if file not in self._stamps:
-            return error
-        return SourceError(
-            code,
-            f"{error.message}; it was there before",
-            "Run the same command again once it is back.",
-        )
+            raise refusal
+        # It was there when headers were read: a re-run may find it again.
+        detail = f"{refusal.message}; it was there before"
+        raise SourceError(code, detail, "Run the same command again once it is back.")
 
     def file_nbytes(self, file: str) -> int:
         return _regular(self._folder, file).stat().st_size
@@ -140,7 +130,9 @@ class LocalSource:
     def stream(self, file: str) -> Iterator[None]:
         try:
             yield
-        finally:  # a mapping takes its time to go, a thirtieth of a second for 1 GB: now, beside other work, and not in the end
+        finally:
+            # A mapping takes its time to go, a thirtieth of a second for 1 GB: now, beside other
+            # work, and not in the end.
             with self._lock:
                 mapped = self._maps.pop(file, None)
             del mapped  # outside of the lock: other readers need not wait for it
@@ -149,7 +141,7 @@ class LocalSource:
         return nullcontext()
 
     def stop(self) -> None:
-        """Nothing to do: a disk does not keep anyone waiting."""
+        """Do nothing: a disk does not keep anyone waiting."""
 
     def holds(self, path: Path) -> bool:
         place, root = path.resolve(), self._root.resolve()
@@ -162,20 +154,33 @@ class LocalSource:
             raise _unreadable(self._folder, error) from None
         if self._single and not self._single.endswith((WEIGHTS, GGUF)):
             raise no_weights(self._folder / self._single, names)
-        if PIPELINE in names and not self._single and (components := self._components()):
-            return self._pipeline(components)
+
+        # A pipeline: its components are checkpoints, and what lies beside them travels.
+        if PIPELINE in names and not self._single:
+            components = find_components(self._text(PIPELINE), _folders_of(self._folder))
+            if components:
+                sidecars, left_out = sort_pipeline(self._files(components), components)
+                stamps = self._stamps_of(*sidecars)
+                return Checkpoint(None, None, {}, (), sidecars, left_out, (), stamps, components)
+
+        # The shards: one file, or what the index or their names say.
         index = find_index(names)
-        weight_map = self._index(index) if index else None
+        weight_map = read_index(self._text(index), index) if index else None
         shards = [self._single] if self._single else choose_shards(self._folder, names, weight_map)
         if not shards and not may_be_empty:
             raise no_weights(self._folder, names)
         headers = tuple(self._header(name) for name in shards)
         homes = find_homes(headers)
         sidecars, left_out = sort_others(self._files(), shards)
+
+        # The config of the folder; that beside a single file too, for it says what the names mean.
+        config: dict[str, object] = {}
+        if (self._folder / CONFIG).exists():
+            config = parse_json_object(self._text(CONFIG), CONFIG, has_constants=True)
         return Checkpoint(
             repo=None,
             revision=None,
-            config=self._config(),
+            config=config,
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
@@ -183,73 +188,49 @@ class LocalSource:
             stamps=self._stamps_of(*shards, *sidecars),
         )
 
-    def _components(self) -> tuple[str, ...]:
-        with self.open_file(PIPELINE) as stream:
-            return find_components(stream.read(), _folders_of(self._folder))
-
-    def _pipeline(self, components: tuple[str, ...]) -> Checkpoint:
-        """What lies beside the components of a pipeline."""
-        sidecars, left_out = sort_pipeline(self._files(components), components)
-        return Checkpoint(
-            None, None, {}, (), sidecars, left_out, (), self._stamps_of(*sidecars), components
-        )
+    def _text(self, file: str) -> bytes:
+        with self.open_file(file) as stream:
+            return stream.read()
 
     def _stamps_of(self, *files: str) -> dict[str, str]:
-        for file in files:
-            _regular(self._folder, file)
-        return {file: _stamp(self._folder / file) for file in files}
-
-    def _index(self, index: str) -> dict[str, str]:
-        with self.open_file(index) as stream:
-            return read_index(stream.read(), index)
+        return {file: _stamp(_regular(self._folder, file)) for file in files}
 
     def _header(self, name: str) -> Header:
         if name.endswith(GGUF):
             return read_gguf_header(_regular(self._folder, name))
         with self.open_file(name) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            return read_header(
-                name, size, lambda offset, length: os.pread(stream.fileno(), length, offset)
-            )
-
-    def _config(self) -> dict[str, object]:
-        """config.json of the folder; that beside a single file too, for it says what the names mean."""
-        if not (self._folder / "config.json").exists():
-            return {}
-        with self.open_file("config.json") as stream:
-            return parse_json_object(stream.read(), "config.json", has_constants=True)
+            fd = stream.fileno()
+            nbytes = os.fstat(fd).st_size
+            return read_header(name, nbytes, lambda offset, length: os.pread(fd, length, offset))
 
     def _files(self, apart: Collection[str] = ()) -> list[str]:
-        """Every file of the folder, but for hidden ones and those of the folders `apart`."""
+        """List the files of the folder and of those in it.
+
+        But for hidden ones, and those of the folders `apart`.
+        """
         found: list[str] = []
-        for folder, folders, files in (
-            () if self._single else os.walk(self._folder, onerror=_refuse)
-        ):
-            is_top = folder == str(self._folder)
+        errors: list[OSError] = []
+        walk = () if self._single else os.walk(self._folder, onerror=errors.append)
+        for folder, folders, files in walk:
+            left_out = apart if folder == str(self._folder) else ()
             folders[:] = sorted(
-                name
-                for name in folders
-                if not name.startswith(".") and not (is_top and name in apart)
+                name for name in folders if not name.startswith(".") and name not in left_out
             )
             for link in (name for name in folders if os.path.islink(os.path.join(folder, name))):
-                raise InputError(
-                    "folder-link",
-                    f"{link} is a link to a folder; expected a folder, or files",
-                    "Copy what it leads to.",
-                )
+                detail = f"{link} is a link to a folder; expected a folder, or files"
+                raise InputError("folder-link", detail, "Copy what it leads to.")
             names = sorted(name for name in files if not name.startswith("."))
             found += [os.path.relpath(os.path.join(folder, name), self._folder) for name in names]
+        for error in errors:
+            raise _unreadable(error.filename, error)
         return found
 
 
 def _folders_of(folder: Path) -> list[str]:
-    """The folders in a folder that are not hidden."""
+    """List the folders in a folder that are not hidden."""
     try:
-        return [
-            place.name
-            for place in folder.iterdir()
-            if place.is_dir() and not place.name.startswith(".")
-        ]
+        places = [place for place in folder.iterdir() if place.is_dir()]
+        return [place.name for place in places if not place.name.startswith(".")]
     except OSError as error:
         raise _unreadable(folder, error) from None
 
@@ -259,47 +240,32 @@ def _stamp(path: Path) -> str:
 
 
 def _unreadable(place: object, error: OSError) -> InputError:
-    return InputError(
-        "unreadable", f"{place} cannot be read: {error.strerror}", "See that this user may read it."
-    )
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise _unreadable(error.filename, error)
+    detail = f"{place} cannot be read: {error.strerror}"
+    return InputError("unreadable", detail, "See that this user may read it.")
 
 
 def _regular(folder: Path, name: str) -> Path:
-    """The path of a regular file inside `folder`; links may lead inside it, or into the blobs of the Hub's own cache."""
+    """Return the path of a regular file inside a folder.
+
+    Links may lead inside it, or into the blobs of the Hub's own cache.
+    """
     path, root = folder / name, folder.resolve()
-    allowed = [root]
-    allowed += [
-        place.parent.parent / "blobs"
-        for place in (root, *root.parents)
-        if place.parent.name == "snapshots"
-    ]
+    caches = [place for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    allowed = [root, *(place.parent.parent / "blobs" for place in caches)]
     try:
         name.encode("utf-8")
         target = path.resolve()
         mode = path.stat().st_mode
     except UnicodeEncodeError:
-        raise InputError(
-            "file-name",
-            f"the name of {name!r} is not UTF-8; expected one that records can hold",
-            "Rename it.",
-        ) from None
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # RuntimeError: a link that leads to itself; ValueError: NUL
-        raise InputError(
-            "unreadable", f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        detail = f"the name of {name!r} is not UTF-8; expected one that records can hold"
+        raise InputError("file-name", detail, "Rename it.") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: a link that leads to itself; ValueError: NUL.
+        words = getattr(error, "strerror", None) or error
+        raise InputError("unreadable", f"{name} cannot be read: {words}") from None
     if not any(target.is_relative_to(place) for place in allowed):
-        raise InputError(
-            "link-outside",
-            f"{name} is a link to {target}, outside the folder; expected a file in it",
-        )
+        detail = f"{name} is a link to {target}, outside the folder; expected a file in it"
+        raise InputError("link-outside", detail)
     if not stat.S_ISREG(mode):
         raise InputError("not-a-file", f"{name} is not a regular file; expected one")
     return path

@@ -13,11 +13,13 @@ REPOSITORY = r"[A-Za-z0-9_-][\w.-]*/[\w.-]+"  # organisation/name
 
 
 def open_source(reference: str, access: Access | None = None, may_be_empty: bool = False) -> Source:
-    """The checkpoint of that name: a folder or one file on this disk, else a repository on the Hub.
+    """Open the checkpoint of that name, on this disk or on the Hub.
 
+    reference     a folder, one file, or a repository
     may_be_empty  accept a folder without weights: a conversion that has not got to its first shard
-    Raises        InputError where it is none of them, or is not a sound checkpoint, or is a pipeline of several; SourceError
-                  where the Hub cannot be reached or has nothing cached, AccessError where it gives no access
+    Raises        InputError where it is none of them, or is not a sound checkpoint, or is a
+                  pipeline of several; SourceError where the Hub cannot be reached or has nothing
+                  cached, AccessError where it gives no access
     """
     source = _open(reference, access or Access(), may_be_empty)
     if source.checkpoint.components:
@@ -26,7 +28,9 @@ def open_source(reference: str, access: Access | None = None, may_be_empty: bool
 
 
 def open_with_components(reference: str, access: Access) -> tuple[Source, dict[str, Source]]:
-    """The source of that name, and where it is a pipeline, each of its components, all of the same commit.
+    """Open the source of that name, and the components of a pipeline.
+
+    All of them are of the same commit.
 
     Raises  what open_source raises
     """
@@ -37,7 +41,9 @@ def open_with_components(reference: str, access: Access) -> tuple[Source, dict[s
 
 
 def open_original(reference: str, access: Access) -> Source:
-    """The checkpoint that an artifact was made from; of a pipeline the component `access.subfolder`, or the only one.
+    """Open the checkpoint that an artifact was made from.
+
+    Of a pipeline it is the component `access.subfolder`, or the only one.
 
     Raises  what open_source raises
     """
@@ -46,32 +52,25 @@ def open_original(reference: str, access: Access) -> Source:
     names = source.checkpoint.components
     if not names:
         return source
-    if wanted not in names and len(names) > 1:
-        raise _pipeline(reference, source)
-    return _open(
-        reference,
-        access_to(access, source, next((name for name in names if name == wanted), names[0])),
-    )
+    if wanted not in names:
+        if len(names) > 1:
+            raise _pipeline(reference, source)
+        wanted = names[0]
+    return _open(reference, access_to(access, source, wanted))
 
 
 def access_to(access: Access, pipeline: Source, component: str) -> Access:
-    """How a component of a pipeline is opened, at the commit that the pipeline was."""
-    checkpoint = pipeline.checkpoint
-    return replace(
-        access,
-        subfolder=_joined(access.subfolder, component),
-        revision=checkpoint.revision or access.revision,
-    )
-
-
-def _joined(*folders: str | None) -> str:
-    return "/".join(folder.strip("/") for folder in folders if folder)
+    """Return how a component is opened, at the pipeline's commit."""
+    folders = [folder.strip("/") for folder in (access.subfolder, component) if folder]
+    revision = pipeline.checkpoint.revision or access.revision
+    return replace(access, subfolder="/".join(folders), revision=revision)
 
 
 def _pipeline(reference: str, source: Source) -> InputError:
     source.stop()
     names = source.checkpoint.components
-    detail = f"{reference} is a Diffusers pipeline, whose {' and '.join(names)} is a checkpoint by itself; expected one checkpoint"
+    found = f"{reference} is a Diffusers pipeline, whose {' and '.join(names)} is a checkpoint"
+    detail = f"{found} by itself; expected one checkpoint"
     return InputError("pipeline", detail, f"Name the folder: --subfolder {names[0]}.")
 
 
@@ -92,8 +91,8 @@ def _open(reference: str, access: Access, may_be_empty: bool = False) -> Source:
         return LocalSource(path, may_be_empty, subfolder_of(access))
     if not re.fullmatch(REPOSITORY, reference):
         name = reference or "the source without a name"
-        detail = f"{name}: no such file or folder; expected a checkpoint on this disk, or organisation/name on the Hub"
-        raise InputError("no-source", detail)
+        expected = "expected a checkpoint on this disk, or organisation/name on the Hub"
+        raise InputError("no-source", f"{name}: no such file or folder; {expected}")
     from fp4convert.storage.hub.source import HubSource
 
     return HubSource(reference, access)

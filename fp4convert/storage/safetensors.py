@@ -1,6 +1,7 @@
 """Addresses of tensors; lay out and write safetensors files.
 
-The header stands before the data, so every offset is known before the first weight is read; safetensors_header.py reads it.
+The header stands before the data, so every offset is known before the first weight is read;
+safetensors_header.py reads it.
 This module knows nothing of folders, models or quantization.
 """
 
@@ -20,17 +21,13 @@ from fp4convert.errors import OutputError
 from fp4convert.storage.disk import begin_flush, hash_file, reserve, told
 
 SHAPES = 1 << 12  # that are remembered: models have few
-WRITE_NBYTES = (
-    64 << 10
-)  # by one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads out
-FLUSH_NBYTES, LEAST_FLUSH_NBYTES = (
-    4 << 20,
-    64 << 10,
-)  # of an output, which the disk is told to begin with
+# By one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads
+# out.
+WRITE_NBYTES = 64 << 10
+FLUSH_NBYTES, LEAST_FLUSH_NBYTES = 4 << 20, 64 << 10  # that the disk is told to begin with
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
-ENGINE_NOTES = (
-    "_quantization_metadata",
-)  # what says that tensors are quantized: written anew, or left out
+# What says that tensors are quantized: written anew, or left out.
+ENGINE_NOTES = ("_quantization_metadata",)
 WEIGHT = ".weight"  # how the name of a linear layer's tensor ends
 DTYPE_BITS = {
     **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32},
@@ -41,7 +38,9 @@ DTYPE_BITS = {
 
 
 class TensorRef(NamedTuple):
-    """The address of one stored tensor; holds no data.  A tuple: its fields, in this order, are part of the keys of tasks.
+    """The address of one stored tensor; holds no data.
+
+    A tuple: its fields, in this order, are part of the keys of tasks.
 
     dtype  safetensors' name, or GGUF's name of a type of blocks, whose shape counts bytes
     file   name of the shard, relative to its checkpoint
@@ -65,12 +64,15 @@ class TensorRef(NamedTuple):
 
 @lru_cache(SHAPES)
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor, as TensorRef has dtype and shape."""
+    """Count the bytes of a tensor of such a TensorRef."""
     return math.prod(shape) * DTYPE_BITS.get(dtype, 8) // 8
 
 
 def total_nbytes(refs: Iterable[TensorRef]) -> int:
-    """Bytes of all these tensors; without the property of each, which takes a call more."""
+    """Count the bytes of all these tensors.
+
+    Without the property of each, which takes a call more.
+    """
     return sum([nbytes_of(ref.dtype, ref.shape) for ref in refs])
 
 
@@ -105,7 +107,9 @@ class Frame(Protocol):
     def lay_out(
         self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
     ) -> tuple[bytes, tuple[TensorRef, ...]]:
-        """The bytes that stand before the tensors, and the address of each tensor, in the order of the file.
+        """Return the bytes before the tensors, and each one's address.
+
+        The addresses are in the order of the file.
 
         notes  what engines want to read in the file itself, by its key
         """
@@ -113,7 +117,11 @@ class Frame(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one shard says of itself: its tensors in file order, its frame, its size in bytes."""
+    """What one shard says of itself.
+
+    nbytes   of the file
+    tensors  in the order of the file
+    """
 
     file: str
     nbytes: int
@@ -133,45 +141,39 @@ class SafetensorsFrame:
     def lay_out(
         self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
     ) -> tuple[bytes, tuple[TensorRef, ...]]:
-        """The header bytes of a shard and the address of each tensor in it.
+        """Return a shard's header, and the address of each tensor in it.
 
-        Wider dtypes stand first, so that every tensor is aligned to its own type, then names decide: the bytes do not depend
-        on the order of `specs`, and an artifact carried to another dialect and back is the same file.
+        Wider dtypes stand first, so that every tensor is aligned to its own type, then names
+        decide: the bytes do not depend on the order of `specs`, and an artifact carried to another
+        dialect and back is the same file.
         """
         ordered = sorted(sorted(specs), key=lambda spec: -DTYPE_BITS[spec.dtype])
         kept = {key: value for key, value in self.metadata.items() if key not in ENGINE_NOTES}
-        metadata = json.dumps(
-            DEFAULT_METADATA | kept | notes, ensure_ascii=False, separators=(",", ":")
-        )
-        entries = [f'"__metadata__":{metadata}']
+        metadata = DEFAULT_METADATA | kept | notes
+        text = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
+        entries = [f'"__metadata__":{text}']
         places, end = [], 0
-        for (
-            name,
-            dtype,
-            shape,
-            _,
-        ) in (
-            ordered
-        ):  # what json.dumps spells so too, in twice the time: tests/storage/test_safetensors.py
+        # What json.dumps spells so too, in twice the time: tests/storage/test_safetensors.py.
+        for name, dtype, shape, _ in ordered:
             begin, end = end, end + nbytes_of(dtype, shape)
             sizes = ",".join(map(str, shape))
-            entries.append(
-                f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}'
-            )
+            fields = f'"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]'
+            entries.append(f"{encode_basestring(name)}:{{{fields}}}")
             places.append(begin)
-        text = f"{{{','.join(entries)}}}".encode()
-        text += b" " * (-len(text) % 8)
-        start = 8 + len(text)
+        header = f"{{{','.join(entries)}}}".encode()
+        header += b" " * (-len(header) % 8)
+        start = 8 + len(header)
         refs = tuple(
             TensorRef(spec.name, spec.dtype, spec.shape, file, start + place)
             for spec, place in zip(ordered, places, strict=True)
         )
-        return len(text).to_bytes(8, "little") + text, refs
+        return len(header).to_bytes(8, "little") + header, refs
 
 
 class ShardWriter:
-    """One shard on its way: the header first, then each tensor's bytes appended at the place the plan gave it; zeros between.
+    """One shard that is being written.
 
+    The header first, then each tensor's bytes at the place that the plan gave it; zeros between.
     Threads may append to different tensors at once.
     """
 
@@ -194,7 +196,10 @@ class ShardWriter:
         self._filled = {ref.name: 0 for ref in self._outputs}
 
     def append(self, ref: TensorRef, data: memoryview) -> None:
-        """Write the next bytes of that output; on Linux the disk begins with them, so that the end waits for little."""
+        """Write the next bytes of an output.
+
+        On Linux the disk begins with them, so that the end waits for little.
+        """
         flat, before = data.cast("B"), self._filled[ref.name]
         after = before + flat.nbytes
         with told(self.path, self._nbytes):
@@ -212,7 +217,10 @@ class ShardWriter:
             data, offset = data[written:], offset + written
 
     def finish(self) -> str:
-        """Flush to the disk and close; every output must be whole.  Returns the sha256, taken while the disk works."""
+        """Flush to the disk and close; return the sha256.
+
+        Every output must be whole.  The hash is taken while the disk works.
+        """
         short = [ref.name for ref in self._outputs if self._filled[ref.name] != ref.nbytes]
         if short:
             raise RuntimeError(f"{self.path.name}: {short[0]!r} was not filled")

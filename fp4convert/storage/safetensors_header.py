@@ -1,15 +1,15 @@
 """Parse and check the header of a safetensors file.
 
-Checks follow the format's own rules (huggingface/safetensors README, "Format", and its tensor.rs) and refuse whatever
-safetensors refuses.  All entries of a header are looked at together first; they are looked at one by one, to say which is wrong
-and why, where any of them could be.
+Checks follow the format's own rules (huggingface/safetensors README, "Format", and its tensor.rs)
+and refuse whatever safetensors refuses.  All entries of a header are looked at together first; they
+are looked at one by one, to say which is wrong and why, where any of them could be.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain, repeat, takewhile
 from operator import add, itemgetter
@@ -35,45 +35,41 @@ BYTE_BITS = 8
 
 
 def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
-    """The checked header of a shard of `nbytes` bytes; `read(offset, length)` gives its bytes.
+    """Read and check the header of a shard.
 
-    Raises InputError on anything that safetensors refuses, naming the file, what was found and what was expected.
+    nbytes  of the file
+    read    (offset, length) gives its bytes
+    Raises  InputError on anything that safetensors refuses, naming the file, what was found and
+            what was expected
     """
     head = read(0, min(nbytes, 64))
     if head.startswith(b"version https://git-lfs"):
-        raise _bad(
-            file,
-            "lfs-pointer",
-            "is a Git LFS pointer, not the weights",
-            "Fetch them: git lfs pull.",
-        )
+        detail = "is a Git LFS pointer, not the weights"
+        raise _bad(file, "lfs-pointer", detail, "Fetch them: git lfs pull.")
     if nbytes < 8:
-        raise _bad(
-            file,
-            "header-length",
-            f"has {nbytes} bytes, shorter than the 8 bytes of a header length",
-        )
+        detail = f"has {nbytes} bytes, shorter than the 8 bytes of a header length"
+        raise _bad(file, "header-length", detail)
     length = int.from_bytes(head[:8], "little")
     if length > HEADER_LIMIT or length > nbytes - 8:
-        detail = f"gives a header length of {length}, but the file has {nbytes} bytes and the limit is {HEADER_LIMIT}"
-        raise _bad(file, "header-length", detail)
+        limits = f"the file has {nbytes} bytes and the limit is {HEADER_LIMIT}"
+        raise _bad(file, "header-length", f"gives a header length of {length}, but {limits}")
     text = read(8, length)
     if not text.startswith(b"{"):
-        raise _bad(
-            file, "header", "has a header that does not begin with '{'; expected one JSON object"
-        )
+        detail = "has a header that does not begin with '{'; expected one JSON object"
+        raise _bad(file, "header", detail)
     return read_together(file, text, nbytes) or read_one_by_one(file, text, nbytes)
 
 
 def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
-    """The header of that text where nothing in it is out of the ordinary; None where anything may be, sound or not.
+    """Read a header in which nothing is out of the ordinary.
 
-    Of equal keys the parser keeps the last.  Without backslashes every string is two quotation marks, so none was dropped, and
-    no entry has other keys, where the strings that there must be are half as many as the marks in the text.
+    None where anything may be, sound or not.
+    Of equal keys the parser keeps the last.  Without backslashes every string is two quotation
+    marks, so none was dropped, and no entry has other keys, where the strings that there must be
+    are half as many as the marks in the text.
     """
-    if b"\\" in text or (
-        b"-" in text and b"-0" in text
-    ):  # -0 is no integer, which the parser makes it; "-" alone is found fast
+    # -0 is no integer, which the parser makes it; "-" alone is found fast.
+    if b"\\" in text or (b"-" in text and b"-0" in text):
         return None
     try:
         entries = json.loads(text.decode("utf-8"), parse_constant=refuse_constant)
@@ -106,15 +102,14 @@ def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
     fields = zip(
         entries, dtypes, shapes, repeat(file), map(data_start.__add__, begins), strict=False
     )
-    refs = tuple(
-        map(tuple.__new__, repeat(TensorRef), fields)
-    )  # as TensorRef itself makes them, in a third of the time
+    # As TensorRef itself makes them, in a third of the time.
+    refs = tuple(map(tuple.__new__, repeat(TensorRef), fields))
     return Header(file, nbytes, refs, SafetensorsFrame(metadata or {}))
 
 
 @lru_cache(SHAPES)
 def _whole_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor whose entry may say so; ValueError for what `_entry` refuses."""
+    """Count the bytes of a tensor; ValueError for what `_entry` refuses."""
     is_possible = (
         dtype in DTYPE_BITS
         and all(0 <= size < NUMBER_LIMIT for size in shape)
@@ -126,24 +121,42 @@ def _whole_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _is_too_large(shape: tuple[int, ...]) -> bool:
-    """True also where sizes overflow before one of 0: the reference reader multiplies from the left."""
+    """Tell whether a tensor would have too many elements.
+
+    Also where sizes overflow before one of 0: the reference reader multiplies from the left.
+    """
     return math.prod(shape) >= ELEMENT_LIMIT or math.prod(takewhile(bool, shape)) >= OVERFLOW
 
 
 def read_one_by_one(file: str, text: bytes, nbytes: int) -> Header:
-    """The header of that text; InputError says which of its entries is wrong."""
+    """Read a header; say which of its entries is wrong.
+
+    Raises  InputError
+    """
     entries, data_start = parse_json_object(text, f"{file}: header"), 8 + len(text)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise _bad(
-            file, "header", "has a header whose __metadata__ does not map strings to strings"
-        )
-    refs = sorted(
-        (_entry(file, name, entry, data_start) for name, entry in entries.items()), key=_place
-    )
-    _check_tiling(file, refs, data_start, nbytes)
+        detail = "has a header whose __metadata__ does not map strings to strings"
+        raise _bad(file, "header", detail)
+    refs = [_entry(file, name, entry, data_start) for name, entry in entries.items()]
+    refs.sort(key=lambda ref: (ref.start, ref.nbytes))
+
+    # The tensors cover the data: no overlap, no hole, nothing missing, nothing after the last.
+    end = data_start
+    for ref in refs:
+        if ref.start != end:
+            fault, name = ("overlap", "an overlap") if ref.start < end else ("hole", "a hole")
+            where = f"begins at byte {ref.start}, the tensor before it ends at {end}"
+            raise _bad(file, fault, f"{ref.name!r} leaves {name} in the data: it {where}")
+        end += ref.nbytes
+    if end > nbytes:
+        detail = f"is truncated: the header describes {end} bytes, the file has {nbytes}"
+        raise _bad(file, "truncated", detail)
+    if end < nbytes:
+        detail = f"has {nbytes - end} bytes after its last tensor; expected none"
+        raise _bad(file, "trailing-bytes", detail)
     return Header(file, nbytes, tuple(refs), SafetensorsFrame(metadata))
 
 
@@ -153,12 +166,8 @@ def _bad(
     return InputError(code, f"{file}: {detail}", next_step)
 
 
-def _place(ref: TensorRef) -> tuple[int, int]:
-    return ref.start, ref.nbytes
-
-
 def _counts(value: object) -> tuple[int, ...] | None:
-    """A list of non-negative 64-bit integers as a tuple, or None."""
+    """Return a list of non-negative 64-bit integers as a tuple, or None."""
     if not isinstance(value, list) or not all(
         type(item) is int and 0 <= item < NUMBER_LIMIT for item in value
     ):
@@ -173,53 +182,18 @@ def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
         raise _bad(file, "header", f"header entry {name!r} is nested too deep")
     dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise _bad(
-            file, "dtype", f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}"
-        )
+        detail = f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}"
+        raise _bad(file, "dtype", detail)
     if shape is None or _is_too_large(shape):
         raise _bad(file, "shape", f"{name!r} has the impossible shape {str(entry['shape'])[:80]}")
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _bad(
-            file,
-            "offset",
-            f"{name!r} has bad offsets {str(entry['data_offsets'])[:80]}; expected [begin, end]",
-        )
-    bits, found = math.prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
+        found = f"{name!r} has bad offsets {str(entry['data_offsets'])[:80]}"
+        raise _bad(file, "offset", f"{found}; expected [begin, end]")
+    bits, found_nbytes = math.prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
+    what = f"{name!r}: {dtype} of shape {list(shape)}"
     if bits % BYTE_BITS:
-        raise _bad(
-            file, "shape", f"{name!r}: {dtype} of shape {list(shape)} does not end on a whole byte"
-        )
-    if bits // BYTE_BITS != found:
-        raise _bad(
-            file,
-            "shape",
-            f"{name!r}: {dtype} of shape {list(shape)} takes {bits // BYTE_BITS} bytes, its offsets {found}",
-        )
+        raise _bad(file, "shape", f"{what} does not end on a whole byte")
+    if bits // BYTE_BITS != found_nbytes:
+        detail = f"{what} takes {bits // BYTE_BITS} bytes, its offsets {found_nbytes}"
+        raise _bad(file, "shape", detail)
     return TensorRef(name, dtype, shape, file, data_start + offsets[0])
-
-
-def _check_tiling(file: str, refs: Sequence[TensorRef], data_start: int, nbytes: int) -> None:
-    """The tensors cover the data exactly: no overlap, no hole, nothing missing, nothing after the last."""
-    end = data_start
-    for ref in refs:
-        if ref.start != end:
-            fault = "overlap" if ref.start < end else "hole"
-            where = f"begins at byte {ref.start}, the tensor before it ends at {end}"
-            raise _bad(
-                file,
-                fault,
-                f"{ref.name!r} leaves an {fault} in the data: it {where}".replace(
-                    "an hole", "a hole"
-                ),
-            )
-        end += ref.nbytes
-    if end > nbytes:
-        raise _bad(
-            file,
-            "truncated",
-            f"is truncated: the header describes {end} bytes, the file has {nbytes}",
-        )
-    if end < nbytes:
-        raise _bad(
-            file, "trailing-bytes", f"has {nbytes - end} bytes after its last tensor; expected none"
-        )

@@ -31,6 +31,7 @@ HOMES = {  # where a heavy package, or one that only some systems have, may be i
     "cupy_backends": ("numerics.backends.",),
     "huggingface_hub": ("storage.hub.", "storage.source", "storage.open", "report.model_card"),
     "hf_xet": ("storage.hub.xet",),
+    "urllib3": ("storage.hub.",),
     "gguf": ("storage.gguf",),
     "ray": ("conversion.ray_workers",),
     "plotly": ("report.html",),

@@ -1,33 +1,110 @@
-"""Ask the Hub through huggingface_hub, with retries.
+"""Ask the Hub again until it answers, and say why it does not.
 
-huggingface_hub retries some requests itself, waits forever for others, and prints signed links while it does; here it is kept
-from all but the first.  No message holds an address or what looks like a token.
+huggingface_hub retries some requests itself, waits forever for others, and prints signed links
+while it does; here it is kept from all but the first.  No message holds an address or what looks
+like a token.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
+import random
 import re
+import socket
+import ssl
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
-from fp4convert.errors import AccessError, Fp4Error, OutputError
-from fp4convert.storage.hub.http import PASSING, Patience, host_of, no_access, pause_of
+from fp4convert.errors import AccessError, OutputError
 
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # replies that another try may not get
+LONGEST_PAUSE = 900.0  # seconds; of what a server asks for
+FAILURES: tuple[tuple[type[BaseException], str], ...] = (
+    (ConnectionRefusedError, "it refuses the connection: nothing listens there"),
+    (socket.gaierror, "no such host is known here (DNS)"),
+    (ssl.SSLCertVerificationError, "its certificate is not trusted here (TLS)"),
+    (ssl.SSLError, "no secure connection could be made (TLS)"),
+    (TimeoutError, "it did not answer in time"),
+    (ConnectionError, "it broke the connection off"),
+    (http.client.IncompleteRead, "the reply ended early"),
+    (http.client.HTTPException, "it does not speak HTTP"),
+    (UnicodeError, "no host can have that name (DNS)"),
+)
 AGAIN = "Run the same command again: what is uploaded stays."
-CHANGED = 412  # the head is not the parent that a commit names: somebody else's, or our own whose reply was lost
+# The head is not the parent that a commit names: somebody else's, or our own whose reply was lost.
+CHANGED = 412
 ANSWER_FACTOR = 6  # a commit of many files takes the Hub longer than a piece of a file
-NOISY = (
-    "huggingface_hub.utils._http",
-    "huggingface_hub.hf_api",
-    "huggingface_hub._commit_api",
-)  # the first logs links
+NOISY = tuple(f"huggingface_hub.{name}" for name in ("utils._http", "hf_api", "_commit_api"))
 WAITS = "Rate limited"  # how it begins to say that it waits
+_RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
+_SECONDS = re.compile(r"\s*[0-9]+\s*")  # other digits, such as a raised 2, are no number
 _UNSAID = re.compile(r"\S+://\S+|hf_\w+")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the network is waited for.
+
+    tries  without a byte of progress
+    """
+
+    timeout_seconds: float = 20.0
+    tries: int = 6
+    first_seconds: float = 0.5
+    longest_seconds: float = 60.0
+
+
+class Retry:
+    """Waits between two tries; threads that ask one server share it.
+
+    tell  gets a line for people when the server makes everybody wait
+    """
+
+    def __init__(self, patience: Patience, tell: Callable[[str], None]) -> None:
+        self.patience = patience
+        self.stopped = threading.Event()  # once it is set, nobody waits
+        self._tell = tell
+        self._paused_until = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, failures: int, asked_seconds: float | None = None) -> bool:
+        """Wait before the next try; tell whether there is one.
+
+        failures       one after the other, without any progress
+        asked_seconds  what the server asks for: every thread waits so long
+        """
+        if failures >= self.patience.tries:
+            return False
+        # Doubled each time, and spread, so that threads do not come together.
+        doubled = self.patience.first_seconds * 2 ** max(0, failures - 1)
+        seconds = min(self.patience.longest_seconds, doubled) * random.uniform(0.5, 1.5)
+        if asked_seconds is None:
+            self.stopped.wait(seconds)
+            return True
+        seconds = max(seconds, asked_seconds)
+        with self._lock:
+            until = time.monotonic() + seconds
+            is_news = until > self._paused_until + 1
+            self._paused_until = max(self._paused_until, until)
+        if is_news:
+            self._tell(f"rate limited by the Hub: waiting {seconds:.0f} s")
+        self.wait_while_paused()
+        return True
+
+    def wait_while_paused(self) -> None:
+        """Wait as long as the server asked any thread to."""
+        while (left := self._paused_until - time.monotonic()) > 0 and not self.stopped.is_set():
+            self.stopped.wait(left)
 
 
 class Asker:
@@ -43,125 +120,173 @@ class Asker:
     ) -> None:
         self._repo = repo
         self._token = token
-        self._patience = patience
         self._tell = tell
-        self._stopped = threading.Event()
+        self._retry = Retry(patience, tell)
 
     @property
     def api(self) -> Any:
-        """huggingface_hub's own interface, to be called by what `ask` is given."""
+        """Return huggingface_hub's own interface, for what `ask` calls."""
         from huggingface_hub import HfApi, constants
 
         return HfApi(endpoint=constants.ENDPOINT, token=self._token)
 
     @property
     def is_stopped(self) -> bool:
-        return self._stopped.is_set()
+        return self._retry.stopped.is_set()
 
     def begin(self) -> None:
-        """Keep huggingface_hub from printing, for good: a request under way outlives `stop`."""
+        """Keep huggingface_hub from printing, for good.
+
+        For good, as a request under way outlives `stop`.
+        """
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
         for name in NOISY:
             logger = logging.getLogger(name)
-            for old in [one for one in logger.filters if isinstance(one, _LinkFilter)]:
+            for old in [one for one in logger.filters if getattr(one, "func", None) is _drop_links]:
                 logger.removeFilter(old)
-            logger.addFilter(_LinkFilter(self._tell))
+            logger.addFilter(partial(_drop_links, self._tell))
 
     def stop(self) -> None:
-        """Make every question to come, and every wait between two tries, end at once."""
-        self._stopped.set()
+        """End every wait at once, and answer no question to come."""
+        self._retry.stopped.set()
 
     def check(self) -> None:
-        """OutputError once `stop` was called."""
-        if self._stopped.is_set():
+        """Raise OutputError once `stop` was called."""
+        if self.is_stopped:
             raise OutputError("push-stopped", f"{self._repo}: pushing was stopped", AGAIN)
 
     def ask(self, trouble: str, call: Callable[[], T]) -> T:
-        """What the call returns, made again until the Hub answers.
+        """Return what the call returns; make it again until the Hub answers.
 
         trouble  what a message says where it does not, such as "it cannot be made"
-        Raises   AccessError where the Hub gives no access; OutputError where it refuses, or does not answer
+        Raises   AccessError where the Hub gives no access;
+                 OutputError where it refuses, or does not answer
         """
         from huggingface_hub import constants, get_session
         from huggingface_hub.errors import HfHubHTTPError
 
-        no_reply = cast(
-            type[Exception], HfHubHTTPError.__bases__[0]
-        )  # of the HTTP library that huggingface_hub is built on
-        for failures in range(1, self._patience.tries + 1):
+        # Of the HTTP library that huggingface_hub is built on.
+        no_reply = cast(type[Exception], HfHubHTTPError.__bases__[0])
+        failures = 0
+        while True:
             self.check()
-            get_session().timeout = (
-                ANSWER_FACTOR * self._patience.timeout_seconds
-            )  # it would wait forever
+            # It would wait forever.
+            get_session().timeout = ANSWER_FACTOR * self._retry.patience.timeout_seconds
             try:
                 return call()
             except (no_reply, OSError, RuntimeError, ValueError) as error:
+                failures += 1
                 reason, seconds = self._judge(trouble, error)
-            if failures < self._patience.tries:
-                self._pause(failures, seconds)
-        detail = f"{self._repo}: {trouble}: {self._patience.tries} tries at {host_of(constants.ENDPOINT)}, the last: {reason}"
-        raise OutputError("hub-unreachable", detail, AGAIN)
-
-    def _pause(self, failures: int, asked_seconds: float | None) -> None:
-        seconds = max(self._patience.wait_seconds(failures), asked_seconds or 0.0)
-        if asked_seconds is not None:
-            self._tell(f"rate limited by the Hub: waiting {seconds:.0f} s")
-        self._stopped.wait(seconds)
+                if not self._retry.wait(failures, seconds):
+                    detail = (
+                        f"{failures} tries at {host_of(constants.ENDPOINT)}, the last: {reason}"
+                    )
+                    raise OutputError(
+                        "hub-unreachable", f"{self._repo}: {trouble}: {detail}", AGAIN
+                    ) from None
 
     def _judge(self, trouble: str, error: BaseException) -> tuple[str, float | None]:
-        """Why a call failed, and the seconds that the server asks to wait; raises where another try is no use."""
+        """Return why a call failed, and how long the server asks to wait.
+
+        Raises  OutputError or AccessError where another try is no use
+        """
+        from huggingface_hub import constants
+
         if isinstance(error, RuntimeError) and error.__cause__ is not None:
             error = error.__cause__  # an upload's own
         if (response := getattr(error, "response", None)) is not None:
-            self._judge_status(trouble, response)
-            return f"HTTP {response.status_code}", pause_of(response.headers.get)
+            status, code = response.status_code, response.headers.get("X-Error-Code")
+            host = host_of(constants.ENDPOINT)
+            # The storage's links expire: another try gets a new one.
+            is_storage = host_of(str(response.url)) != host
+            if status in PASSING or status == CHANGED or is_storage:
+                return f"HTTP {status}", pause_of(response.headers.get)
+            if status in (401, 403) and code == "GatedRepo":
+                page = f"{constants.ENDPOINT}/{self._repo}"
+                raise no_access(self._repo, page, status, code) from None
+            if status in (401, 403) or code == "RepoNotFound":
+                expected = "expected one that may write there"
+                detail = f"{self._repo}: {trouble} with this token (HTTP {status}); {expected}"
+                next_step = "hf auth login, or set HF_TOKEN; or name a repository of your own."
+                raise AccessError("no-write", detail, next_step) from None
+            detail = f"{self._repo}: {trouble}: {host} answers HTTP {status}"
+            raise OutputError("push-refused", detail, AGAIN) from None
         if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
             words = " ".join(_UNSAID.sub("...", str(error)).split())[:300]
             raise OutputError("push-refused", f"{self._repo}: {trouble}: {words}", AGAIN) from None
         if isinstance(error, OSError) and error.filename is not None:
-            raise OutputError(
-                "cannot-read", f"{error.filename}: cannot be read: {error.strerror}", AGAIN
-            ) from None
+            detail = f"{error.filename}: cannot be read: {error.strerror}"
+            raise OutputError("cannot-read", detail, AGAIN) from None
         return type(error).__name__, None
 
-    def _judge_status(self, trouble: str, response: Any) -> None:
-        from huggingface_hub import constants
 
-        status, code = response.status_code, response.headers.get("X-Error-Code")
-        if (
-            status in PASSING
-            or status == CHANGED
-            or host_of(str(response.url)) != host_of(constants.ENDPOINT)
-        ):
-            return  # the storage's links expire: another try gets a new one
-        if status in (401, 403) or code == "RepoNotFound":
-            raise self._no_access(trouble, status, code) from None
-        detail = f"{self._repo}: {trouble}: {host_of(constants.ENDPOINT)} answers HTTP {status}"
-        raise OutputError("push-refused", detail, AGAIN) from None
+def _drop_links(tell: Callable[[str], None], record: logging.LogRecord) -> bool:
+    """Drop what is logged, for it holds links.
 
-    def _no_access(self, trouble: str, status: int, code: str | None) -> Fp4Error:
-        from huggingface_hub import constants
+    That the Hub makes everybody wait is passed on.
+    """
+    with suppress(TypeError, ValueError):
+        message = record.getMessage()
+        if message.startswith(WAITS):
+            tell(f"the Hub: {_UNSAID.sub('...', message)}")
+    return False
 
-        if code == "GatedRepo":
-            return no_access(self._repo, f"{constants.ENDPOINT}/{self._repo}", status, code)
-        detail = f"{self._repo}: {trouble} with this token (HTTP {status}); expected one that may write there"
+
+def no_access(name: str, url: str, status: int, code: str | None) -> AccessError:
+    """Return the error for a 401 or 403 of the Hub.
+
+    url  of the repository or a file in it
+    """
+    page = f"{urlsplit(url).scheme}://{host_of(url)}{urlsplit(url).path.partition('/resolve/')[0]}"
+    if code == "GatedRepo":
         return AccessError(
-            "no-write", detail, "hf auth login, or set HF_TOKEN; or name a repository of your own."
+            "gated",
+            f"{name}: the repository is gated, and this token or nobody was granted access"
+            f" (HTTP {status})",
+            f"Accept the licence at {page}, then: hf auth login, or set HF_TOKEN.",
         )
+    return AccessError(
+        "no-access",
+        f"{name}: the Hub gives no access (HTTP {status}): the repository is private or not there,"
+        " or the token is wrong",
+        "Look for a typing error; then: hf auth login, or set HF_TOKEN.",
+    )
 
 
-class _LinkFilter(logging.Filter):
-    """Drops what is logged, for it holds links; that the Hub makes everything wait is passed on."""
+def pause_of(header: Callable[[str], str | None]) -> float | None:
+    """Return the seconds that a server asks to wait, by a reply's headers.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__()
-        self._tell = tell
+    At most 15 minutes; None where it names none.
+    """
+    asked = header("Retry-After") or ""
+    if match := _RATE_LIMIT.search(header("RateLimit") or ""):
+        asked = match[1]
+    if _SECONDS.fullmatch(asked):
+        return min(float(asked), LONGEST_PAUSE)
+    try:
+        return max(0.0, min(parsedate_to_datetime(asked).timestamp() - time.time(), LONGEST_PAUSE))
+    except (TypeError, ValueError, OverflowError, IndexError):
+        return None
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        with suppress(TypeError, ValueError):
-            message = record.getMessage()
-            if message.startswith(WAITS):
-                self._tell(f"the Hub: {_UNSAID.sub('...', message)}")
-        return False
+
+def plain_words(error: BaseException) -> str:
+    """Say what happened on the network, for a person.
+
+    What the error came from says it best.
+    """
+    known: BaseException | None = error
+    while known is not None:
+        for kind, words in FAILURES:
+            if isinstance(known, kind):
+                return words
+        if isinstance(known, OSError) and known.strerror:
+            return known.strerror
+        known = known.__cause__ or known.__context__
+    return FAILURES[4][1] if "Timeout" in type(error).__name__ else type(error).__name__
+
+
+def host_of(url: str) -> str:
+    """Return host and port of an address, without its password."""
+    return urlsplit(url).netloc.rpartition("@")[2]

@@ -1,10 +1,13 @@
 """Fetch pieces of files ahead of their readers, and hash them.
 
-A file that is read from its first byte to its last has a Stream: it brings the pieces in the order of the file, a few ahead of
-the readers, and hashes them.  Readers who run ahead of the hash wait for it, lest a piece is fetched for them and again for it;
-one who wants a piece from elsewhere in the file has it fetched at once.
-A piece that no stream hashes is fetched by two requests and compared, until two bring the same bytes.
-A piece that a stream hashes may go before its last reader came: fetched again, it must be what was hashed, or what went.
+A file that is read from its first byte to its last has a Stream: it brings the pieces in the order
+of the file, a few ahead of the readers, and hashes them.  Readers who run ahead of the hash wait
+for it, lest a piece is fetched for them and again for it; one who wants a piece from elsewhere in
+the file has it fetched at once.
+A small file is one piece, which its hash checks.  Any other piece that no stream hashes is fetched
+by two requests and compared, until two bring the same bytes.
+A piece that a stream hashes may go before its last reader came: fetched again, it must be what was
+hashed, or what went.
 Where pieces come from, others decide.
 """
 
@@ -15,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 from weakref import finalize
@@ -24,19 +28,25 @@ from numpy.typing import NDArray
 
 from fp4convert.errors import CORRUPT, SourceError
 
-CONNECTIONS = 8  # pieces fetched at once; a storage that limits each connection gives eight times what it gives one
+# Pieces fetched at once; a storage that limits each connection gives eight times what it gives one.
+CONNECTIONS = 8
 PIECE_NBYTES = 8 << 20
 REQUESTS = 4  # for a piece that comes differently each time, after the first
 LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
-AHEAD = 4  # pieces of a stream that nobody has asked for yet; as many may have been asked for that are not hashed yet
+# Pieces of a stream that nobody has asked for yet; as many may have been asked for that are not
+# hashed yet.
+AHEAD = 4
+# Of the budget: what scale groups leave to everything else.
+SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES
+AGAIN = "Run the same command again."
 T = TypeVar("T")
-SPARE_NBYTES = (
-    AHEAD + CONNECTIONS
-) * PIECE_NBYTES  # of the budget: what scale groups leave to everything else
 
 
 class Piece(NamedTuple):
-    """A range of a file; whoever asks for it hashes the whole file, or does not."""
+    """A range of a file.
+
+    is_hashed  whoever asks for it hashes the whole file
+    """
 
     file: str
     start: int
@@ -45,20 +55,26 @@ class Piece(NamedTuple):
 
 
 class Hashed(NamedTuple):
-    """What a piece must be when it is fetched again: a hash as it stood before those bytes, and its digest after them."""
+    """What a piece must be: a hash before its bytes, and the digest after."""
 
     before: hashlib._Hash
     digest: bytes
 
 
 class Buffers:
-    """Memory for pieces, used again once nobody looks at it: pages that the system has to make cost more than what fills them."""
+    """Memory for pieces, used again once nobody looks at it.
+
+    Pages that the system has to make cost more than what fills them.
+    """
 
     def __init__(self) -> None:
         self._free: list[NDArray[np.uint8]] = []
 
     def take(self, nbytes: int) -> memoryview:
-        """So many bytes, holding anything; free again when no view of them is left."""
+        """Return so many bytes, which hold anything.
+
+        They are free again when no view of them is left.
+        """
         if nbytes > PIECE_NBYTES or nbytes <= PIECE_NBYTES // 2:
             return np.empty(nbytes, np.uint8).data
         try:
@@ -71,7 +87,10 @@ class Buffers:
 
 
 class Fetchers:
-    """A few threads that do what waits for a network; the end of the program waits for none of them."""
+    """A few threads that do what waits for a network.
+
+    The end of the program waits for none of them.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -84,7 +103,10 @@ class Fetchers:
         self._error: Exception | None = None
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Its result as soon as it is there; work begins in the order in which it is asked for."""
+        """Return the future of what the work returns.
+
+        Work begins in the order in which it is asked for.
+        """
         future: Future[T] = Future()
         with self._lock:
             if self._error is not None:
@@ -107,16 +129,11 @@ class Fetchers:
                 if future in self._coming:
                     self._coming.remove(future)
                     future.set_exception(error) if error else future.set_result(result)
-            del (
-                future,
-                work,
-                arguments,
-                result,
-                error,
-            )  # lest they keep memory while the next is awaited
+            # Lest they keep memory while the next is awaited.
+            del future, work, arguments, result, error
 
     def close(self, error: Exception) -> None:
-        """Everybody who waits for a result, or asks for another, gets this error at once."""
+        """Give this error to everybody who waits or asks, at once."""
         with self._lock:
             self._error = error
             coming, self._coming = self._coming, set()
@@ -125,7 +142,9 @@ class Fetchers:
 
 
 class Pieces:
-    """The pieces that are in memory or on their way; first those go that were read, then the least recently used.
+    """The pieces that are in memory or on their way.
+
+    Those go first that were read, then the least recently used.
 
     read_into    (file, start, buffer): fills the buffer, called by several threads
     budget       bytes to be kept; pieces on their way come on top where it is less than they are
@@ -140,20 +159,18 @@ class Pieces:
         connections: int | None = None,
         is_sure: Callable[[str], bool] = lambda file: False,
     ) -> None:
-        self._is_sure = is_sure
-        self.failure = SourceError(
-            "source-stopped", "reading was stopped"
-        )  # for whoever asks after the end
         self._read_into = read_into
         self._budget_nbytes = budget_nbytes
-        self.buffers = Buffers()
+        self._is_sure = is_sure
         self.connections = connections or CONNECTIONS
+        self.buffers = Buffers()
+        # For whoever asks after the end.
+        self.failure = SourceError("source-stopped", "reading was stopped")
         self._pool = Fetchers(self.connections)
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
-        self._spent: set[Piece] = (
-            set()
-        )  # of these, what a stream needs no more but for a second reading
+        self._spent: set[Piece] = set()  # what a stream needs no more but for a second reading
         self._hashed: dict[Piece, Hashed] = {}
+        self._whole: dict[str, tuple[Piece, Hashed]] = {}  # small files, by name
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
         self._held_nbytes = 0
@@ -161,52 +178,80 @@ class Pieces:
         self._released = threading.Condition()
 
     def fetch(self, piece: Piece) -> Future[memoryview]:
-        """The bytes of a piece, read-only, as soon as they are there; SourceError after the end."""
+        """Return the future of a piece's bytes, read-only.
+
+        Raises  SourceError after the end
+        """
         with self._lock:
             future = self._known.pop(piece, None)
             if future is None or (future.done() and future.exception()):
                 if future is None:
                     self._nbytes += piece.stop - piece.start
                     self._make_room()
-                future = self._submit(piece)
+                if piece.is_hashed or self._is_sure(piece.file):
+                    future = self._pool.submit(self._fetch, piece)
+                else:
+                    # Begun first: one that waits for it waits for nothing behind itself.
+                    other = self._pool.submit(self._fetch, piece)
+                    future = self._pool.submit(self._compare, piece, other)
             self._known[piece] = future
             return future
 
-    def _submit(self, piece: Piece) -> Future[memoryview]:
-        if piece.is_hashed or self._is_sure(piece.file):
-            return self._pool.submit(self._fetched, piece)
-        other = self._pool.submit(
-            self._fetched, piece
-        )  # begun first: one that waits for it waits for nothing behind itself
-        return self._pool.submit(self._agreed, piece, other)
+    def _fetch(self, piece: Piece) -> memoryview:
+        """Fetch a piece, until it is what its hash says, if one is known.
 
-    def _fetched(self, piece: Piece) -> memoryview:
-        """Fetch a piece; one that was here before, until it is what it was."""
+        That of a small file, or of the piece when it was here before.
+        """
+        whole, of_file = self._whole.get(piece.file, (None, None))
         for _ in range(REQUESTS):
             data = self.buffers.take(piece.stop - piece.start)
             self._read_into(piece.file, piece.start, data)
-            hashed = self._hashed.get(piece)
-            if hashed is None or _is_what_was(hashed, data):
+            expected = of_file if piece == whole else self._hashed.get(piece)
+            if expected is None:
                 return data.toreadonly()
-        detail = f"{piece.file}: bytes {piece.start}-{piece.stop - 1} came otherwise than before in each of {REQUESTS} requests"
-        self.failure = SourceError(CORRUPT, detail, "Run the same command again.")
+            found = expected.before.copy()
+            found.update(data)
+            if found.digest() == expected.digest:
+                return data.toreadonly()
+        came = f"bytes {piece.start}-{piece.stop - 1} came otherwise than before"
+        detail = f"{piece.file}: {came} in each of {REQUESTS} requests"
+        self.failure = SourceError(CORRUPT, detail, AGAIN)
+        if of_file is not None and piece == whole:
+            self.failure = corrupt(piece.file, of_file.digest.hex(), found.hexdigest())
         raise self.failure
 
+    def fetch_whole(self, file: str, nbytes: int, oid: str) -> Future[memoryview]:
+        """Fetch a small file by one request, which its hash checks.
+
+        From then on `cover` gives that piece for every range of the file.
+        """
+        piece = Piece(file, 0, nbytes, True)
+        self._whole[file] = piece, Hashed(hasher(nbytes, oid), bytes.fromhex(oid))
+        return self.fetch(piece)
+
+    def cover(self, file: str, start: int, stop: int) -> list[Piece]:
+        """Return the pieces that hold a range which no stream brings."""
+        if file in self._whole:
+            return [self._whole[file][0]]
+        return split(file, start, stop)
+
     def note_hash(self, piece: Piece, hashed: Hashed) -> None:
-        """Whoever fetches the piece again gets the bytes that were hashed so, or SourceError."""
+        """Note what a piece must be when it is fetched again."""
         with self._lock:
             self._hashed[piece] = hashed
 
-    def _agreed(self, piece: Piece, other: Future[memoryview]) -> memoryview:
-        found = [self._fetched(piece)]
+    def _compare(self, piece: Piece, other: Future[memoryview]) -> memoryview:
+        """Fetch a piece until two requests bring the same bytes."""
+        found = [self._fetch(piece)]
         latest = other.result()
         while not any(_is_same(latest, each) for each in found):
             if len(found) == REQUESTS:
-                detail = f"{piece.file}: bytes {piece.start}-{piece.stop - 1} came differently in each of {REQUESTS + 1} requests"
-                self.failure = SourceError(CORRUPT, detail, "Run the same command again.")
+                came = f"bytes {piece.start}-{piece.stop - 1} came differently"
+                detail = f"{piece.file}: {came} in each of {REQUESTS + 1} requests"
+                self.failure = SourceError(CORRUPT, detail, AGAIN)
                 raise self.failure
             found.append(latest)
-            latest = self._fetched(piece)
+            latest = self._fetch(piece)
         return latest
 
     def spend(self, pieces: Iterable[Piece]) -> None:
@@ -215,28 +260,33 @@ class Pieces:
             self._spent.update(piece for piece in pieces if piece in self._known)
 
     def _make_room(self) -> None:
-        held = self._held
-        if self._nbytes > (kept_nbytes := SPARE_NBYTES + self._held_nbytes):
-            self._drop(
-                [
-                    piece
-                    for piece in self._known
-                    if piece in self._spent and not _overlaps(piece, held)
-                ],
-                kept_nbytes,
-            )
+        """Drop what was read and is not held, then whatever is oldest."""
+        kept_nbytes = SPARE_NBYTES + self._held_nbytes
+        if self._nbytes > kept_nbytes:
+            held = self._held
+            spent = [
+                piece
+                for piece in self._known
+                if piece in self._spent
+                and not any(
+                    other.file == piece.file
+                    and other.start < piece.stop
+                    and piece.start < other.stop
+                    for other in held
+                )
+            ]
+            self._drop(spent, kept_nbytes)
         if self._nbytes > self._budget_nbytes:
             self._drop(list(self._known), self._budget_nbytes)
 
     def _drop(self, pieces: list[Piece], kept_nbytes: int) -> None:
-        """Remove the first of these pieces that are there, until no more than so many bytes are known."""
+        """Drop the first of these that are there, down to so many bytes."""
         for piece in pieces:
             if self._known[piece].done():
                 future = self._known.pop(piece)
                 if piece.is_hashed and piece not in self._hashed and not future.exception():
-                    self._hashed[piece] = Hashed(
-                        hashlib.sha256(), hashlib.sha256(future.result()).digest()
-                    )
+                    digest = hashlib.sha256(future.result()).digest()
+                    self._hashed[piece] = Hashed(hashlib.sha256(), digest)
                 self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
                 if self._nbytes <= kept_nbytes:
@@ -244,9 +294,11 @@ class Pieces:
 
     @contextmanager
     def room_for(self, nbytes: int, ranges: Iterable[Piece] = ()) -> Iterator[None]:
-        """Waits until so much, which will be read more than once, fits beside what others read so; one always may.
+        """Hold memory for bytes that are read more than once.
 
-        ranges  of which every byte will be: they stay
+        Waits until they fit beside what others hold; one always may.
+
+        ranges  of which every byte will be read again: they stay
         """
         limit, ranges = max(0, self._budget_nbytes - SPARE_NBYTES), tuple(ranges)
         with self._released:
@@ -267,7 +319,7 @@ class Pieces:
                 self._released.notify_all()
 
     def forget(self, file: str) -> None:
-        """Fetch every piece of a file anew when it is next wanted, whatever it was."""
+        """Drop every piece of a file, whatever it was."""
         self.end_hash(file)
         with self._lock:
             for piece in [piece for piece in self._known if piece.file == file]:
@@ -276,25 +328,21 @@ class Pieces:
                 self._nbytes -= piece.stop - piece.start
 
     def end_hash(self, file: str) -> None:
-        """Forget what the pieces of a file were: its hash is known, or another is begun."""
+        """Forget what the pieces of a file were.
+
+        Its hash is known, or another is begun.
+        """
         with self._lock:
             for piece in [piece for piece in self._hashed if piece.file == file]:
                 del self._hashed[piece]
 
     def close(self) -> None:
-        """Nothing more comes: who waits, or asks, gets the error."""
+        """End: whoever waits or asks gets the error."""
         self._pool.close(self.failure)
 
 
-def _overlaps(piece: Piece, ranges: Iterable[Piece]) -> bool:
-    return any(
-        other.file == piece.file and other.start < piece.stop and piece.start < other.stop
-        for other in ranges
-    )
-
-
 def split(file: str, start: int, stop: int) -> list[Piece]:
-    """A range as pieces that are fetched side by side; nothing beside it is fetched."""
+    """Split a range into pieces that are fetched side by side."""
     nbytes = min(PIECE_NBYTES, max(LEAST_NBYTES, -(-(stop - start) // CONNECTIONS)))
     return [Piece(file, first, min(first + nbytes, stop)) for first in range(start, stop, nbytes)]
 
@@ -326,7 +374,10 @@ class Stream:
         self._thread.start()
 
     def cover(self, start: int, stop: int) -> list[Piece]:
-        """The pieces that hold a range, once the hash is not far from its end, or waits for readers itself."""
+        """Return the pieces that hold a range.
+
+        Waits until the hash is not far from them, or waits for readers itself.
+        """
         numbers = range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES))
         if not self._wanted.issuperset(numbers):
             with self._changed:
@@ -338,7 +389,10 @@ class Stream:
         return [self._all[number] for number in numbers]
 
     def have_read(self, start: int, stop: int) -> None:
-        """Note that a reader has that range; pieces that were read to their last byte need not stay."""
+        """Note that a reader has that range.
+
+        Pieces that were read to their last byte need not stay.
+        """
         for number in range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES)):
             piece = self._all[number]
             with self._changed:
@@ -350,7 +404,10 @@ class Stream:
             self._pieces.spend([self._all[number]])
 
     def end(self) -> None:
-        """Bring and hash what is left; SourceError where the content is not what its hash says."""
+        """Bring and hash what is left.
+
+        Raises  SourceError where the content is not what its hash says
+        """
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
@@ -368,22 +425,27 @@ class Stream:
 
     def _run(self) -> None:
         try:
-            for number in range(len(self._all)):
-                self._wait_for_readers(number)
+            for number, piece in enumerate(self._all):
+                with self._changed:
+                    self._is_waiting = not self._may_go_on(number)
+                    self._changed.notify_all()
+                    self._changed.wait_for(partial(self._may_go_on, number))
+                    self._is_waiting = False
                 if self._is_stopped:
                     return
-                coming = [
-                    self._pieces.fetch(later)
-                    for later in self._all[number : number + self._pieces.connections]
-                ]
+                last = number + self._pieces.connections
+                coming = [self._pieces.fetch(later) for later in self._all[number:last]]
                 data = coming[0].result()
-                self._compare_head(self._all[number], data)
+                known = memoryview(self._head)[piece.start : piece.stop]
+                if not _is_same(known, data[: known.nbytes]):
+                    detail = f"{piece.file} begins with other bytes than when its header was read"
+                    raise SourceError(CORRUPT, detail, AGAIN)
                 before = self._hash.copy()
                 self._hash.update(data)
                 with self._changed:
                     if self._is_stopped:  # what another stream of the file notes may not be ours
                         return
-                    self._pieces.note_hash(self._all[number], Hashed(before, self._hash.digest()))
+                    self._pieces.note_hash(piece, Hashed(before, self._hash.digest()))
                     self._at = number + 1
                     self._changed.notify_all()
                 self._spend(number)
@@ -392,47 +454,30 @@ class Stream:
         finally:
             self.stop()
 
-    def _compare_head(self, piece: Piece, data: memoryview) -> None:
-        known = memoryview(self._head)[piece.start : piece.stop]
-        if not _is_same(known, data[: known.nbytes]):
-            detail = f"{piece.file} begins with other bytes than when its header was read"
-            raise SourceError(CORRUPT, detail, "Run the same command again.")
-
-    def _wait_for_readers(self, number: int) -> None:
-        def may_go_on() -> bool:
-            is_over = self._is_ending or self._is_stopped or number in self._wanted
-            return is_over or number - sum(wanted < number for wanted in self._wanted) < AHEAD
-
-        with self._changed:
-            self._is_waiting = not may_go_on()
-            self._changed.notify_all()
-            self._changed.wait_for(may_go_on)
-            self._is_waiting = False
+    def _may_go_on(self, number: int) -> bool:
+        """Tell whether readers are near enough to fetch a piece for."""
+        if self._is_ending or self._is_stopped or number in self._wanted:
+            return True
+        return number - sum(wanted < number for wanted in self._wanted) < AHEAD
 
 
 def _is_same(one: memoryview, other: memoryview) -> bool:
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
-def _is_what_was(hashed: Hashed, data: memoryview) -> bool:
-    found = hashed.before.copy()
-    found.update(data)
-    return found.digest() == hashed.digest
-
-
 def hasher(nbytes: int, oid: str) -> hashlib._Hash:
-    """A fresh hash of the kind that an oid is; git's begins with what and how long the content is."""
-    return (
-        hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
-        if len(oid) == 40
-        else hashlib.sha256()
-    )
+    """Begin a hash of the kind that an oid is.
+
+    Git's, of 40 digits, begins with what the content is and how long.
+    """
+    if len(oid) == 40:
+        return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
+    return hashlib.sha256()
 
 
 def corrupt(file: str, oid: str, found: str) -> SourceError:
-    detail = f"{file} came damaged: its hash is {found[:16]}..., and the Hub lists {oid[:16]}..."
     return SourceError(
         CORRUPT,
-        detail,
+        f"{file} came damaged: its hash is {found[:16]}..., and the Hub lists {oid[:16]}...",
         "Run the same command again; where the file is in the Hub's cache, remove it there.",
     )

@@ -1,7 +1,8 @@
 """Read a repository at one commit, without storing it.
 
-What the Hub's own cache holds already is read from there.  Either way a shard that is read whole is hashed as it flows.  What is
-read beside that comes by two requests that must agree, or from a file of the cache that is hashed before it is first used so.
+What the Hub's own cache holds already is read from there.  Either way a shard that is read whole is
+hashed as it flows, and a small one at once.  What is read beside that comes by two requests that
+must agree, or from a file of the cache that is hashed before it is first used so.
 With HF_HUB_OFFLINE the cache is all there is.
 """
 
@@ -10,13 +11,13 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from fp4convert.errors import CORRUPT, InputError, SourceError
 from fp4convert.storage.checkpoint_files import (
+    CONFIG,
     PIPELINE,
     WEIGHTS,
     check_index,
@@ -29,7 +30,8 @@ from fp4convert.storage.checkpoint_files import (
     sort_others,
     sort_pipeline,
 )
-from fp4convert.storage.hub.http import Patience, RangeReader, RemoteFile, check_token
+from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
 from fp4convert.storage.hub.listing import list_files
 from fp4convert.storage.hub.prefetch import (
     CONNECTIONS,
@@ -47,15 +49,18 @@ from fp4convert.storage.hub.xet import XetReader
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef
 from fp4convert.storage.safetensors_header import read_header
-from fp4convert.storage.source import Access, Checkpoint, name_of, stopping
+from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, stopping
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
-HEADERS_AT_ONCE = 8
+WHOLE_NBYTES = 1 << 20  # a shard no larger is fetched whole, as its hash then checks its header
 TRANSPORTS = ("http", "xet")
 
 
 class HubSource:
-    """Fetches pieces of shards when they are asked for, and keeps them while the memory that it may use lasts."""
+    """Fetches pieces of shards when they are asked for.
+
+    It keeps them while the memory that it may use lasts.
+    """
 
     is_streamed = True
 
@@ -64,30 +69,24 @@ class HubSource:
         from huggingface_hub.utils._headers import build_hf_headers
 
         if access.transport not in TRANSPORTS:
-            raise InputError(
-                "transport",
-                f"transport {access.transport!r} is not known; expected {' or '.join(TRANSPORTS)}",
-            )
+            expected = f"expected {' or '.join(TRANSPORTS)}"
+            detail = f"transport {access.transport!r} is not known; {expected}"
+            raise InputError("transport", detail)
         patience = patience or Patience()
         self.name = name_of(reference)
         self._repo = reference
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
         check_token(headers)
-        listing = Fetchers(1).submit(
-            list_files, reference, access, patience
-        )  # an interrupt does not wait for name servers
+        # In a thread: an interrupt does not wait for name servers.
+        listing = Fetchers(1).submit(list_files, reference, access, patience)
         self._commit, self._files, self._cached = listing.result()
         self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
         if access.transport == "xet":
             token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
             self._reader = XetReader(self._reader, token_url, headers)
-        self._pieces = Pieces(
-            self._fill,
-            access.memory_nbytes + SPARE_NBYTES,
-            access.connections,
-            lambda file: file in self._cached,
-        )
         self.held_nbytes = access.memory_nbytes + SPARE_NBYTES
+        is_cached = self._cached.__contains__
+        self._pieces = Pieces(self._fill, self.held_nbytes, access.connections, is_cached)
         self._streams: dict[str, Stream] = {}
         self._heads: dict[str, bytes] = {}  # what each shard's header was made of
         self._sound: set[str] = set()  # files of the cache that were hashed
@@ -107,16 +106,15 @@ class HubSource:
         return whole.toreadonly()
 
     def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
-        _copy_into(
-            self._views(ref.file, ref.start + start, ref.start + start + buffer.nbytes), buffer
-        )
+        first = ref.start + start
+        _copy_into(self._views(ref.file, first, first + buffer.nbytes), buffer)
 
     def _views(self, file: str, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes of a range, in parts that follow one another."""
+        """Yield the bytes of a range, in parts that follow one another."""
         stream = self._streams.get(file)
         if not stream and file in self._cached:
             self._check_cached(file)
-        pieces = stream.cover(start, stop) if stream else split(file, start, stop)
+        pieces = stream.cover(start, stop) if stream else self._pieces.cover(file, start, stop)
         coming = [self._pieces.fetch(piece) for piece in pieces]
         for piece, data in zip(pieces, coming, strict=True):
             yield data.result()[max(start - piece.start, 0) : stop - piece.start]
@@ -124,14 +122,15 @@ class HubSource:
             stream.have_read(start, stop)
 
     def _check_cached(self, file: str) -> None:
-        """Hash a file of the cache once; what is damaged there is fetched instead, or SourceError offline."""
+        """Hash a file of the cache once.
+
+        What is damaged there is fetched instead, or SourceError offline.
+        """
         with self._lock:
             if file in self._sound or file not in self._cached:
                 return
-            remote, found = (
-                self._files[file],
-                hasher(self._files[file].nbytes, self._files[file].oid),
-            )
+            remote = self._files[file]
+            found = hasher(remote.nbytes, remote.oid)
             with self._cached[file].open("rb") as stream:
                 while data := stream.read(PIECE_NBYTES):
                     found.update(data)
@@ -144,6 +143,7 @@ class HubSource:
                 raise self._pieces.failure
 
     def _fill(self, file: str, start: int, buffer: memoryview) -> None:
+        """Fill the buffer from the cache, or from the Hub."""
         if file not in self._cached:
             return self._reader.read_into(self._files[file], start, buffer)
         with self._cached[file].open("rb", buffering=0) as stream:
@@ -152,10 +152,8 @@ class HubSource:
             while done < buffer.nbytes:
                 count = stream.readinto(buffer[done:])
                 if not count:
-                    raise SourceError(
-                        "source-changed",
-                        f"{file} changed in the Hub's cache: it ends at byte {start + done}",
-                    )
+                    detail = f"{file} changed in the Hub's cache: it ends at byte {start + done}"
+                    raise SourceError("source-changed", detail)
                 done += count
 
     def has_file(self, file: str) -> bool:
@@ -171,13 +169,12 @@ class HubSource:
 
     def _check_there(self, file: str) -> None:
         if file not in self._files:
-            detail = (
-                f"{file} cannot be read: {self._repo} does not have it at commit {self._commit}"
-            )
-            raise InputError("unreadable", detail, "Choose a commit that has it: --revision REV.")
+            detail = f"{self._repo} does not have it at commit {self._commit}"
+            next_step = "Choose a commit that has it: --revision REV."
+            raise InputError("unreadable", f"{file} cannot be read: {detail}", next_step)
 
     def check_unchanged(self, shard: str) -> None:
-        """Nothing to ask: a commit does not change, and every reply was compared with it."""
+        """Do nothing: every reply was compared with the commit."""
 
     def holds(self, path: Path) -> bool:
         return False
@@ -203,9 +200,8 @@ class HubSource:
             del self._streams[file]
 
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        return self._pieces.room_for(
-            nbytes, (Piece(ref.file, ref.start, ref.start + ref.nbytes) for ref in refs)
-        )
+        pieces = (Piece(ref.file, ref.start, ref.start + ref.nbytes) for ref in refs)
+        return self._pieces.room_for(nbytes, pieces)
 
     def stop(self) -> None:
         self._pieces.close()
@@ -216,10 +212,17 @@ class HubSource:
     def _open(self) -> Checkpoint:
         where = f"{self._repo} at commit {self._commit}"
         names = [name for name in self._files if "/" not in name]
+
+        # A pipeline: its components are checkpoints, and what lies beside them travels.
         if PIPELINE in names:
             folders = {name.partition("/")[0] for name in self._files if "/" in name}
             if components := find_components(self._text(PIPELINE), folders):
-                return self._pipeline(components)
+                sidecars, left_out = sort_pipeline(self._files, components)
+                stamps = {name: self._files[name].oid for name in sidecars}
+                at = self._repo, self._commit
+                return Checkpoint(*at, {}, (), sidecars, left_out, (), stamps, components)
+
+        # The shards: what the index or their names say.
         index = find_index(names)
         weight_map = read_index(self._text(index), index) if index else None
         shards = choose_shards(where, names, weight_map)
@@ -227,19 +230,18 @@ class HubSource:
             raise no_weights(where, names)
         if not shards[0].endswith(WEIGHTS):
             detail = f"{where} holds GGUF files; from the Hub, safetensors are read"
-            raise InputError(
-                "gguf",
-                detail,
-                f"Download it: hf download {self._repo} {shards[0]} --local-dir FOLDER.",
-            )
-        with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool, stopping(self):
-            headers = tuple(pool.map(self._header, shards))
+            next_step = f"hf download {self._repo} {shards[0]} --local-dir FOLDER."
+            raise InputError("gguf", detail, f"Download it: {next_step}")
+        headers = tuple(read_each(self, self._header, shards))
         homes = find_homes(headers)
         sidecars, left_out = sort_others(self._files, shards)
+        config: dict[str, object] = {}
+        if CONFIG in self._files:
+            config = parse_json_object(self._text(CONFIG), CONFIG, has_constants=True)
         return Checkpoint(
             repo=self._repo,
             revision=self._commit,
-            config=self._config(),
+            config=config,
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
@@ -247,35 +249,22 @@ class HubSource:
             stamps={name: self._files[name].oid for name in (*shards, *sidecars)},
         )
 
-    def _pipeline(self, components: tuple[str, ...]) -> Checkpoint:
-        """What lies beside the components of a pipeline."""
-        sidecars, left_out = sort_pipeline(self._files, components)
-        stamps = {name: self._files[name].oid for name in sidecars}
-        return Checkpoint(
-            self._repo, self._commit, {}, (), sidecars, left_out, (), stamps, components
-        )
-
     def _text(self, file: str) -> bytes:
         with self.open_file(file) as stream:
             return stream.read()
 
-    def _config(self) -> dict[str, object]:
-        if "config.json" not in self._files:
-            return {}
-        return parse_json_object(self._text("config.json"), "config.json", has_constants=True)
-
     def _header(self, name: str) -> Header:
-        nbytes = self._files[name].nbytes
-        head = self._pieces.fetch(Piece(name, 0, min(nbytes, HEAD_NBYTES))).result()
+        nbytes, oid = self._files[name].nbytes, self._files[name].oid
+        if nbytes <= min(WHOLE_NBYTES, PIECE_NBYTES) and name not in self._cached:
+            head = self._pieces.fetch_whole(name, nbytes, oid).result()
+        else:
+            head = self._pieces.fetch(Piece(name, 0, min(nbytes, HEAD_NBYTES))).result()
 
         def read(offset: int, length: int) -> bytes:
             stop = offset + length
-            beyond = (
-                [self._pieces.fetch(piece) for piece in split(name, head.nbytes, stop)]
-                if stop > head.nbytes
-                else []
-            )
-            data = b"".join([head[offset:stop], *(piece.result() for piece in beyond)])
+            beyond = split(name, head.nbytes, max(stop, head.nbytes))
+            coming = [self._pieces.fetch(piece) for piece in beyond]
+            data = b"".join([head[offset:stop], *(piece.result() for piece in coming)])
             self._heads[name] = self._heads.get(name, b"")[:offset] + data
             return data
 
@@ -283,7 +272,10 @@ class HubSource:
 
 
 class _RemoteStream(io.RawIOBase):
-    """A file from its first byte to its last; SourceError at its end where the content is not what its hash says."""
+    """A file from its first byte to its last.
+
+    SourceError at its end where the content is not what its hash says.
+    """
 
     def __init__(self, pieces: Pieces, file: RemoteFile) -> None:
         self._pieces = pieces
@@ -301,14 +293,10 @@ class _RemoteStream(io.RawIOBase):
             if self._hash.hexdigest() != self._file.oid:
                 raise corrupt(self._file.name, self._file.oid, self._hash.hexdigest())
             return 0
-        first = at - at % PIECE_NBYTES
+        first, name = at - at % PIECE_NBYTES, self._file.name
         starts = range(first, min(nbytes, first + CONNECTIONS * PIECE_NBYTES), PIECE_NBYTES)
-        coming = [
-            self._pieces.fetch(
-                Piece(self._file.name, start, min(start + PIECE_NBYTES, nbytes), True)
-            )
-            for start in starts
-        ]
+        pieces = [Piece(name, start, min(start + PIECE_NBYTES, nbytes), True) for start in starts]
+        coming = [self._pieces.fetch(piece) for piece in pieces]
         data = coming[0].result()[at - first :][: view.nbytes]
         view[: data.nbytes] = data
         self._hash.update(data)

@@ -1,6 +1,7 @@
 """Read Xet storage through hf_xet, as if by range requests.
 
-hf_xet has its own connections, retries and buffers; what it gives is counted here, and hashed by whoever reads whole files.
+hf_xet has its own connections, retries and buffers; what it gives is counted here, and hashed by
+whoever reads whole files.
 Small files that git holds itself come by range requests.
 """
 
@@ -37,7 +38,8 @@ class XetReader:
     def read_into(self, file: RemoteFile, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the file's bytes from `start` on.
 
-        Raises InputError where the repository is not in that storage; SourceError where it cannot be read
+        Raises  InputError where the repository is not in that storage;
+                SourceError where it cannot be read
         """
         if not buffer.nbytes or len(file.oid) == GIT_DIGITS:
             return self._ranges.read_into(file, start, buffer)
@@ -46,35 +48,27 @@ class XetReader:
         except ImportError:
             detail = "--transport xet needs the package hf_xet, which is not installed"
             raise InputError("no-xet", detail, "Install it: pip install hf_xet.") from None
-        info = hf_xet.XetFileInfo(self._name(file), file.nbytes)
-        done = 0
+        if not (name := self._ranges.xet_name(file)):
+            detail = f"{file.name} is not in the Hub's Xet storage; expected a repository that is"
+            raise InputError("no-xet", detail, "Leave out --transport xet.")
+        info = hf_xet.XetFileInfo(name, file.nbytes)
+        done, stop = 0, start + buffer.nbytes
         try:
-            for chunk in self._opened().download_stream(
-                info, start=start, end=start + buffer.nbytes
-            ):
+            for chunk in self._open().download_stream(info, start=start, end=stop):
                 if self._is_stopped or done + len(chunk) > buffer.nbytes:
                     break
                 buffer[done : done + len(chunk)] = chunk
                 done += len(chunk)
-        except (
-            Exception
-        ) as error:  # of hf_xet, which names no base class; its messages may hold signed links
-            detail = f"{file.name} cannot be read at byte {start + done} through hf_xet: {type(error).__name__}"
+        except Exception as error:
+            # Of hf_xet, which names no base class; its messages may hold signed links.
+            where = f"{file.name} cannot be read at byte {start + done} through hf_xet"
+            detail = f"{where}: {type(error).__name__}"
             raise SourceError("source-unreachable", detail, HELP) from None
         if done != buffer.nbytes:
-            raise SourceError(
-                "source-unreachable",
-                f"{file.name}: hf_xet gave {done} of {buffer.nbytes} bytes",
-                HELP,
-            )
+            detail = f"{file.name}: hf_xet gave {done} of {buffer.nbytes} bytes"
+            raise SourceError("source-unreachable", detail, HELP)
 
-    def _name(self, file: RemoteFile) -> str:
-        if not (name := self._ranges.xet_name(file)):
-            detail = f"{file.name} is not in the Hub's Xet storage; expected a repository that is"
-            raise InputError("no-xet", detail, "Leave out --transport xet.")
-        return name
-
-    def _opened(self) -> Any:
+    def _open(self) -> Any:
         with self._lock:
             if self._group is None:
                 import hf_xet

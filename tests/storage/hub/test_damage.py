@@ -7,7 +7,7 @@ from checkpoints import FIRST, SECOND, run, weight, write_checkpoint, write_llam
 from hub_cases import ALL_FILES, NVFP4, ask, cached, expect
 
 from fp4convert.storage.hub import prefetch, source
-from fp4convert.storage.hub.http import Patience
+from fp4convert.storage.hub.api import Patience
 from fp4convert.storage.hub.source import HubSource
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access

@@ -1,13 +1,13 @@
 """What a network does to a long download: either the bytes are right, or the command says what is wrong."""
 
 import json
+import logging
 import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
-from http.client import HTTPConnection
 from itertools import pairwise
 
 import pytest
@@ -22,18 +22,18 @@ from checkpoints import (
     write_single,
     write_zeros,
 )
-from fakehub import SIGNATURE, TOKEN
+from fakehub import SIGNATURE, TOKEN, Storage
 from hub_cases import NVFP4, ask, expect
+from pushing import check_secrets
+from urllib3.connection import HTTPConnection
 
 from fp4convert.errors import Fp4Error, SourceError
+from fp4convert.storage.hub.api import Patience, no_access, pause_of
 from fp4convert.storage.hub.http import (
-    Patience,
+    AgainError,
     RangeReader,
     RemoteFile,
-    _AgainError,
     _follow,
-    no_access,
-    pause_of,
 )
 from fp4convert.storage.hub.source import HubSource
 from fp4convert.storage.open import open_source
@@ -289,7 +289,7 @@ def test_no_message_holds_the_password_of_an_address(hub, folder, monkeypatch):
     "location", ["https://зеркало/f", "https://[::/f", "https://host:port/f", "https://host/a b"]
 )
 def test_a_redirect_to_no_address_is_tried_again_and_told(location):
-    with pytest.raises(_AgainError, match="no address"):
+    with pytest.raises(AgainError, match="no address"):
         _follow("https://hub.example/m/resolve/c/f", location)
 
 
@@ -430,7 +430,7 @@ def reading(hub, folder):
 
 @pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
 def test_a_stop_reaches_a_reply_that_hangs(version, reading, hub, monkeypatch):
-    """Of a reply that ends with its connection, http.client lets go of the socket before the body comes."""
+    """Of a reply that ends with its connection, the socket is let go before the body comes."""
     monkeypatch.setattr("fakehub.Storage.protocol_version", version)
     stalled = hub.fault("stall", at=10, seconds=LONG)
     reader, file = reading
@@ -445,18 +445,49 @@ def test_a_stop_reaches_a_reply_that_hangs(version, reading, hub, monkeypatch):
     stopper.join()
 
 
-def test_a_stop_just_before_a_connection_opens_lets_it_ask_for_nothing(reading, hub, monkeypatch):
+@pytest.mark.parametrize(("number", "asked"), [(1, ["HEAD"]), (2, ["HEAD", "GET"])])
+def test_a_stop_while_a_connection_opens_has_no_byte_read(number, asked, reading, hub, monkeypatch):
+    """The connection to the Hub, or that to its storage: the reply is there after the stop."""
     reader, file = reading
-    connect = HTTPConnection.connect
+    connect, opened, buffer = HTTPConnection.connect, [], bytearray(100)
 
     def stop_and_connect(connection):
-        reader.stop()
+        opened.append(connection)
+        if len(opened) == number:
+            reader.stop()
         connect(connection)
 
     monkeypatch.setattr(HTTPConnection, "connect", stop_and_connect)
+    hub.fault("stall", at=10, seconds=LONG)
+    began = time.monotonic()
     with pytest.raises(SourceError, match="stopped"):
+        reader.read_into(file, 0, memoryview(buffer))
+    assert time.monotonic() - began < SOON
+    assert not any(buffer)
+    assert [seen.method for seen in hub.seen] == asked
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.WARNING])
+def test_no_log_of_the_transport_tells_a_link(level, reading, hub, caplog, monkeypatch):
+    """urllib3 logs the address of every request, and of a reply with a damaged header."""
+    end = Storage.end_headers
+
+    def damage(handler):
+        handler._headers_buffer.append(b"damaged header: x\r\n")
+        end(handler)
+
+    monkeypatch.setattr(Storage, "end_headers", damage)
+    reader, file = reading
+    with caplog.at_level(level):
         reader.read_into(file, 0, memoryview(bytearray(100)))
-    assert hub.seen == []
+    assert f"/{SECOND}?... " in caplog.text
+    check_secrets(caplog.text)
+
+
+def test_a_redirect_from_https_to_http_is_not_followed():
+    with pytest.raises(AgainError, match="from https to http"):
+        _follow("https://hub.example/m/resolve/c/f", "http://hub.example/f")
+    assert _follow("http://127.0.0.1/f", "http://localhost/f") == "http://localhost/f"
 
 
 def test_an_interrupted_download_ends_soon_and_names_no_token(hub, tmp_path):
@@ -483,3 +514,4 @@ def test_help_and_local_runs_load_no_client_of_the_hub(folder, tmp_path):
         ).stdout
         assert "huggingface_hub" not in loaded
         assert "http.client" not in loaded
+        assert "urllib3" not in loaded

@@ -8,7 +8,8 @@ import pytest
 from hub_cases import ask
 
 from fp4convert.errors import SourceError
-from fp4convert.storage.hub.http import AGAIN, Patience, RangeReader, RemoteFile, plain_words
+from fp4convert.storage.hub.api import Patience, plain_words
+from fp4convert.storage.hub.http import AGAIN, RangeReader, RemoteFile
 
 REFUSED, UNKNOWN, LATE = "refuses the connection", "no such host", "did not answer in time"
 

@@ -13,7 +13,9 @@ from fakehub import TOKEN
 from hub_cases import NVFP4, ask, expect
 from pushing import check_secrets
 
-from fp4convert.storage.hub.http import Patience
+from fp4convert.conversion.options import AccessOptions
+from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.source import Access
 
 MANY = 1000
 STATE, RECORD = ".fp4convert", "quantization_config.json"
@@ -165,8 +167,9 @@ def test_not_even_the_log_of_the_hubs_client_tells_a_secret(
 IMPATIENT = """
 import fp4convert.storage.hub.source as hub
 from fp4convert.__main__ import main
-from fp4convert.storage.hub.http import Patience
+from fp4convert.storage.hub.api import Patience
 hub.Patience = lambda: Patience(1.0, first_seconds=0.01)
+hub.WHOLE_NBYTES = 0
 main()
 """
 BUG = IMPATIENT.replace(
@@ -200,6 +203,13 @@ def test_the_traceback_of_a_bug_tells_no_secret_either(hub, folder, tmp_path):
     assert ended.returncode == 1
     assert "KeyError: 'a bug'" in ended.stderr
     check_secrets(ended.stdout + ended.stderr)
+
+
+@pytest.mark.parametrize("value", [Access(token=TOKEN), AccessOptions(token=TOKEN)], ids=type)
+def test_what_holds_a_token_does_not_print_it(value):
+    """Whatever prints a value by accident: a traceback with locals, a log, a debugger."""
+    assert value.token == TOKEN
+    check_secrets(f"{value!r} {value}")
 
 
 def test_the_branch_moves_while_shards_are_read(hub, folder, tmp_path):
