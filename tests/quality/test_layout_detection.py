@@ -108,7 +108,7 @@ def test_shares_are_those_of_the_definition(shape: Shape) -> None:
     )
     log2 = np.quantile(x, np.linspace(0, 1, 256))
     codes = np.searchsorted(log2, x).astype(np.uint8)
-    shares = layout_detection._shares([codes, np.flipud(codes).copy()], log2)[0]
+    shares = layout_detection.explained_shares([codes, np.flipud(codes).copy()], log2)[0]
     x = log2[codes]
     row, block = np.ogrid[:rows, :blocks]
     sides = [np.broadcast_to(row, shape), np.broadcast_to(block, shape)]

@@ -12,7 +12,7 @@ from liars import MODEL
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.errors import InputError
 from fp4convert.quality.inspection import inspect
-from fp4convert.quality.source_match import COMPARED_MODULES, suspect
+from fp4convert.quality.source_match import COMPARED_MODULES, match_source
 from fp4convert.storage.open import open_source
 
 NAMES = [f"layers.{n}.o_proj" for n in range(3)]
@@ -106,10 +106,10 @@ def test_scales_that_are_all_alike_lie_as_declared(tmp_path):
     x = np.where(np.random.default_rng(0).random((128, 256)) < 0.5, -1, 1).astype(np.float32)
     source = write_single(tmp_path / "source", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())})
     assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out").code == 0
-    suspicion = suspect(
+    match = match_source(
         open_artifact(str(tmp_path / "out")), open_source(str(source)), ["x.o_proj"]
     )
-    assert (suspicion.layout, suspicion.findings) == ("linear", ())
+    assert (match.layout, match.findings) == ("linear", ())
 
 
 def test_zeros_and_nan_are_no_traceback(pair, tmp_path):
@@ -144,7 +144,7 @@ def test_a_source_without_these_modules_is_bad_input(pair, tmp_path):
         tmp_path / "other", {f"{NAMES[0]}.weight": ("F32", (64, 64), bytes(16384))}
     )
     with pytest.raises(InputError) as caught:
-        suspect(open_artifact(str(pair[1])), open_source(str(other)), NAMES)
+        match_source(open_artifact(str(pair[1])), open_source(str(other)), NAMES)
     assert caught.value.code == "source-differs"
 
 
@@ -164,5 +164,5 @@ def test_some_modules_from_everywhere_are_compared(tmp_path, monkeypatch):
         "decode",
         lambda self, module: compared.append(module) or decode(self, module),
     )
-    assert suspect(artifact, open_source(str(source)), names).findings == ()
+    assert match_source(artifact, open_source(str(source)), names).findings == ()
     assert compared == names[::2]
