@@ -17,7 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from fp4convert.calibration.statistics import FORMAT, Calibration, open_calibration
+from fp4convert.calibration.statistics import (
+    FORMAT,
+    Calibration,
+    check_inputs,
+    check_source,
+    open_calibration,
+)
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form
 from fp4convert.checkpoint.record import folds_recorded
@@ -130,7 +136,7 @@ class Measured:
     def find(self, fed: Fed) -> float | None:
         if not self.calibration.has(fed.module):
             return None
-        self.calibration.check_inputs(fed.module)
+        check_inputs(self.calibration, fed.module)
         amax = self.calibration.amax(fed.module)
         if amax == 0:
             detail = f"{self.origin}: {fed.module} was given nothing but zeros, or no token at all; a scale needs a largest input"
@@ -213,7 +219,7 @@ def _is_calibration(path: str) -> bool:
 
 def _measured(source: Source, path: str) -> Measured:
     calibration = open_calibration(path)
-    calibration.check(source)
+    check_source(calibration, source)
     return Measured(calibration)
 
 

@@ -51,13 +51,13 @@ def merge_folds(
     find  the factors of one fold
     """
     verdicts = decide(linears, recipe, dialect)
-    found = find_folds(recipe.folds, checkpoint, linears)
+    found, unused = find_folds(recipe.folds, checkpoint, linears)
     used: list[Fold] = []
     parents = _parents(module for module, verdict in verdicts.items() if _is_rounded(verdict))
     refused = [
-        refusal for refusal in found.refused if refusal.name.rpartition(".")[0] in parents
+        refusal for refusal in unused if refusal.name.rpartition(".")[0] in parents
     ]  # where a person may wonder
-    for fold in found.folds:
+    for fold in found:
         rounded = tuple(linear for linear in fold.readers if _is_rounded(verdicts[linear.module]))
         if not rounded:
             continue

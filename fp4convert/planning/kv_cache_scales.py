@@ -80,7 +80,7 @@ def plan_cache(
     if word is None:
         return Cache()
     homes = _find_attentions(linears, recipe)
-    if calibration and not any(map(calibration.has_cache, homes)):
+    if calibration and not any(calibration.has(home, "k_amax") for home in homes):
         detail = f"{calibration.path} says nothing of any cache of keys and values; expected {next(iter(homes))}.k_amax"
         raise InputError(
             "calibration-missing",
@@ -159,7 +159,7 @@ class _Known:
 
     def of(self, attention: str) -> tuple[tuple[float, float], str]:
         """The scales of keys and of values, and where they come from."""
-        if self._calibration and self._calibration.has_cache(attention):
+        if self._calibration and self._calibration.has(attention, "k_amax"):
             keys, values = self._calibration.cache_amax(attention)
             scales = self._measured(attention, keys), self._measured(attention, values)
             self._large += [(max(scales), attention)] if max(scales) > LARGE else []

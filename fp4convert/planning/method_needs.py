@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from fp4convert.calibration.methods.scaled_weights import reads_folded
-from fp4convert.calibration.statistics import Calibration, open_calibration
+from fp4convert.calibration.statistics import Calibration, check_linears, open_calibration
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import IMPORTANCE, METHODS
@@ -61,7 +61,7 @@ def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
     Raises InputError where the file lacks what method and rule take of a linear layer
     """
     linears = list(_studied(plan))
-    calibration.check_linears(linears)
+    check_linears(calibration, linears)
     if plan.target.method == GPTQ:
         _check_grams(calibration, linears)
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
@@ -82,7 +82,7 @@ def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
             "Calibrate again with --gram block:128.",
         )
     for module in (linear.module for linear in linears):
-        if not calibration.has_gram(module):
+        if not calibration.has(module, "input_gram"):
             detail = f"{calibration.path} has no input_gram of {module}; expected it of every linear layer that is rounded"
             raise InputError(
                 "calibration-missing",

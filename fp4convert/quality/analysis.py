@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fp4convert.calibration.input_power import Inputs, describe_inputs
-from fp4convert.calibration.statistics import Calibration
+from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import find_linears
@@ -101,7 +101,7 @@ def analyze(
         raise InputError("no-linears", detail, NAME_SOME)
     linears = [linear for own in linears_by_kind.values() for linear in own]
     if calibration:
-        calibration.check(source, linears)
+        check_source(calibration, source, linears)
     # Their losses, by a sample of each kind.
     samples = draw_sample(linears_by_kind, sample_nbytes)
     phases.begin("measure", sum(sample.nbytes for own in samples.values() for sample in own))

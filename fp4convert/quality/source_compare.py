@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fp4convert.calibration.input_power import Inputs, output_power
 from fp4convert.calibration.methods.scaled_weights import Folded, foldings_of
-from fp4convert.calibration.statistics import Calibration
+from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.fp4 import FourBit
@@ -274,7 +274,7 @@ def pair_with_source(
         findings.append(Finding("error", "source-differs", module, detail))
     if outputs and outputs.calibration:
         packed = [pair.theirs for pair in pairs if pair.ours.coding.is_packed]
-        outputs.calibration.check(source, packed)
+        check_source(outputs.calibration, source, packed)
     return SourcePairs(artifact, source, originals, pairs, findings, outputs)
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from tiny_chains import LENGTH, TEXT, calibrate, make_model, tokens_of
 from tiny_models import read_tensors
 
-from fp4convert.calibration.statistics import open_calibration
+from fp4convert.calibration.statistics import check_source, open_calibration
 from fp4convert.storage.open import open_source
 
 pytestmark = pytest.mark.engine
@@ -43,7 +43,7 @@ def test_the_same_file_from_the_same_input(tmp_path, llama, words):
         0,
     )
     assert left_beside(tmp_path / "a.safetensors") == []
-    open_calibration(tmp_path / "a.safetensors").check(open_source(str(llama)))
+    check_source(open_calibration(tmp_path / "a.safetensors"), open_source(str(llama)))
 
 
 def test_what_is_there_is_kept_unless_forced(tmp_path, llama, words):
@@ -272,7 +272,7 @@ def test_from_a_hub_it_says_the_same(tmp_path, llama, words, hub):
     for name, array in first.items():
         np.testing.assert_array_equal(array, second[name])
     calibration = open_calibration(tmp_path / "a.safetensors")
-    calibration.check(open_source(str(llama)))
+    check_source(calibration, open_source(str(llama)))
     assert json.loads(calibration.notes["source"])["repo"] == "someone/tiny"
 
 
