@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fp4convert.calibration.statistics import Calibration, Gram
 from fp4convert.numerics.codec import Float32s
 
-Floats = NDArray[np.floating[Any]]
+FloatArray = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Inputs:
         """
         return cls(calibration.moments(module), calibration.gram(module)) if calibration else cls()
 
-    def power(self, matrix: Floats) -> float:
+    def power(self, matrix: FloatArray) -> float:
         """Return the mean of |matrix x|^2 over the inputs x, in float64.
 
         matrix  (rows, columns) float32 or float64, in which it is multiplied with a Gram matrix;
@@ -63,7 +63,7 @@ def describe_inputs(calibration: Calibration | None) -> dict[str, str | None]:
     return {"inputs": inputs, "calibration": calibration.sha256 if calibration else None}
 
 
-def column_power(matrix: Floats) -> NDArray[np.float64]:
+def column_power(matrix: FloatArray) -> NDArray[np.float64]:
     """Sum the squares of every column."""
     power: NDArray[np.float64] = np.add.reduce(np.square(matrix, dtype=np.float64), axis=0)
     return power
@@ -77,7 +77,7 @@ def weighted(columns: NDArray[np.float64], moments: Float32s | None) -> float:
     return float(np.add.reduce(columns if moments is None else columns * moments))
 
 
-def output_power(matrix: Floats, inputs: Inputs) -> float:
+def output_power(matrix: FloatArray, inputs: Inputs) -> float:
     """Return the mean of |matrix x|^2 over the inputs x, never below 0.
 
     matrix  (rows, columns) float32 or float64; the mean is counted in float64

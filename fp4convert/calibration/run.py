@@ -42,7 +42,7 @@ from fp4convert.calibration.samples import (
     write_samples,
 )
 from fp4convert.calibration.workdir import (
-    SAMPLES,
+    SAMPLES_FILE,
     join_parts,
     kept_state,
     needs_of,
@@ -242,7 +242,7 @@ def _copy_texts(source: Source, folder: Path) -> None:
 
 def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     """Make the samples; a run that goes on loads them."""
-    kept, config = state / SAMPLES, run.source.checkpoint.config
+    kept, config = state / SAMPLES_FILE, run.source.checkpoint.config
     if kept.exists():
         return load_samples(kept)
     if run.feed.self_generate is None:

@@ -44,9 +44,9 @@ from fp4convert.storage.source import Source
 LARGEST_NBYTES = 5 * 10**9  # of tensors in one file
 COPY_NBYTES = 8 << 20
 LESS = "--gram block:128 takes less"
-SAMPLES = "tokens.npz"
-LOCK = "lock"  # held by the process at work; empty
-NOTE = "for.json"  # what the folder was made for
+SAMPLES_FILE = "tokens.npz"
+LOCK_FILE = "lock"  # held by the process at work; empty
+NOTE_FILE = "for.json"  # what the folder was made for
 _NAMES = {kind: name for name, kind in DTYPES.items()}
 
 
@@ -238,15 +238,17 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
     with told(state):
         # A folder that no calibration made is refused: what is in it would be removed.
         others = state.exists() and any(
-            path.name != LOCK or path.stat().st_size for path in state.iterdir()
+            path.name != LOCK_FILE or path.stat().st_size for path in state.iterdir()
         )
-        if state.is_symlink() or (others and not (state / NOTE).is_file()):
+        if state.is_symlink() or (others and not (state / NOTE_FILE).is_file()):
             detail = f"{state} is not a folder made by fp4convert, or is a link"
             detail += "; a calibration keeps its parts there"
             raise OutputError("foreign-output", detail, "Move it, or choose another file: -o FILE.")
     with told(state):
         state.mkdir(parents=True, exist_ok=True)
-        lock = os.fdopen(os.open(state / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
+        lock = os.fdopen(
+            os.open(state / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w"
+        )
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -259,7 +261,7 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
                 _begin_state(state, purpose, tell)
             yield state
         except Fp4Error as error:
-            if isinstance(error, InputError) or not (state / SAMPLES).exists():
+            if isinstance(error, InputError) or not (state / SAMPLES_FILE).exists():
                 shutil.rmtree(state, ignore_errors=True)
                 with suppress(OSError):  # somebody else's files are in one by now
                     for place in made[1:]:
@@ -269,7 +271,7 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
 
 def _begin_state(state: Path, purpose: str, tell: Callable[[str], None]) -> None:
     """Empty a folder unless it is for the same purpose."""
-    note = state / NOTE
+    note = state / NOTE_FILE
     was = note.read_text(encoding="utf-8") if note.exists() else None
     if was == purpose:
         tell(f"going on with what {state} holds")
@@ -277,7 +279,7 @@ def _begin_state(state: Path, purpose: str, tell: Callable[[str], None]) -> None
     if was is not None:
         tell(f"{state} is of another source or other options: started anew")
     for path in state.iterdir():
-        if path.name != LOCK:
+        if path.name != LOCK_FILE:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     note.write_text(purpose, encoding="utf-8")
 

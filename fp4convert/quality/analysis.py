@@ -27,7 +27,7 @@ from fp4convert.quality.losses import (
     BF16,
     ROW,
     Loss,
-    Sample,
+    RowSample,
     Way,
     draw_sample,
     kinds_of,
@@ -55,7 +55,7 @@ class MeasuredKind:
     kind: str
     short: str
     linears: Sequence[Linear]
-    samples: Sequence[Sample]
+    samples: Sequence[RowSample]
     losses: Mapping[Way, Sequence[Loss]]
 
     @property
@@ -161,7 +161,7 @@ def _find_quantizable(source: Source, options: RecipeOptions) -> dict[str, Linea
 def _measure(
     source: Source,
     calibration: Calibration | None,
-    samples: Mapping[str, list[Sample]],
+    samples: Mapping[str, list[RowSample]],
     report: Callable[[str, int], None],
 ) -> dict[str, dict[Way, list[Loss]]]:
     """Measure the losses of every sample, by kind and form."""
@@ -171,7 +171,7 @@ def _measure(
         for kind, own in samples.items()
     }
 
-    def measure(kind: str, sample: Sample) -> list[Loss]:
+    def measure(kind: str, sample: RowSample) -> list[Loss]:
         linear = sample.linear
         weights = linear.coding.weights(linear, source)
         x = np.concatenate([as_floats(weights.rows(*strip)) for strip in sample.strips])

@@ -32,7 +32,7 @@ from fp4convert.numerics.codec import Bytes, Float32s, decode_e4m3, decode_e8m0
 from fp4convert.numerics.formats import Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, LINEAR, Layout
 
-Floats = NDArray[np.float64]
+Doubles = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # q: the sizes of heads and of their parts, as w and p are, which CELL_WIDTHS and PERIODS hold
@@ -81,7 +81,7 @@ class _Leads:
         self.explained = np.zeros(len(LAYOUTS))
         self.variance = 0.0
 
-    def add(self, shares: Floats, scales: int) -> None:
+    def add(self, shares: Doubles, scales: int) -> None:
         """Add one matrix: (layouts, structures) shares, and its scales."""
         lead = shares[:, None, :1] - shares
         self.won += np.maximum(lead, 0)
@@ -97,7 +97,7 @@ class _Leads:
         """
         lead = np.where(self.lost > CONTRARY * self.won, -np.inf, self.won - self.lost).min(axis=-1)
         np.fill_diagonal(lead, self.explained)
-        least: Floats = np.where(fits, lead[:, fits].min(axis=-1, initial=np.inf), -np.inf)
+        least: Doubles = np.where(fits, lead[:, fits].min(axis=-1, initial=np.inf), -np.inf)
         if not self.variance:
             return dict.fromkeys(LAYOUTS, -math.inf)
         return dict(zip(LAYOUTS, (least / math.sqrt(self.variance)).tolist(), strict=True))
@@ -169,7 +169,7 @@ def _sample(matrix: StoredScales, layout: Layout) -> Bytes:
 
 
 @cache
-def _log2(scale_dtype: str) -> Floats:
+def _log2(scale_dtype: str) -> Doubles:
     """Return log2 of the scale that each byte stands for.
 
     It is -inf or NaN where a byte stands for none.  Byte 0 is such a byte: zero blocks and padding
@@ -181,7 +181,7 @@ def _log2(scale_dtype: str) -> Floats:
     return table
 
 
-def explained_shares(readings: Sequence[Bytes], log2: Floats) -> Floats:
+def explained_shares(readings: Sequence[Bytes], log2: Doubles) -> Doubles:
     """Return the shares of the variance that each structure explains.
 
     readings  (rows, blocks) each: the same scales, read in several layouts
@@ -209,8 +209,8 @@ def explained_shares(readings: Sequence[Bytes], log2: Floats) -> Floats:
 
 
 def _share_of_cells(
-    squares: Floats, total: Floats, power: Floats, shape: tuple[Integers | int, Integers | int]
-) -> Floats:
+    squares: Doubles, total: Doubles, power: Doubles, shape: tuple[Integers | int, Integers | int]
+) -> Doubles:
     """Return the share of the variance that lies between cells.
 
     It is 0 where there are not two cells of two elements, and never below.

@@ -136,7 +136,7 @@ def through_form(x: Float32s, way: Way, importance: Float32s | None = None) -> F
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RowSample:
     """Rows of one matrix.
 
     strips  (first, last + 1) of ranges of whole rows, ascending
@@ -182,7 +182,7 @@ def short_names(kinds: Sequence[str]) -> dict[str, str]:
 
 def draw_sample(
     kinds: Mapping[str, Sequence[Linear]], nbytes: int | None = None
-) -> dict[str, list[Sample]]:
+) -> dict[str, list[RowSample]]:
     """Draw samples of every kind, the same for the same source.
 
     nbytes  that all of them may take together; None for USUAL_NBYTES, or what a row of every kind
@@ -210,7 +210,7 @@ def draw_sample(
     return {kind: _sample_kind(linears, shares[kind]) for kind, linears in kinds.items()}
 
 
-def _sample_kind(linears: Sequence[Linear], share: int) -> list[Sample]:
+def _sample_kind(linears: Sequence[Linear], share: int) -> list[RowSample]:
     """Sample matrices that lie evenly over all of a kind."""
     fitting = [linear for linear in linears if _row_nbytes(linear) <= share]
     count = min(len(fitting), MOST_MATRICES, share // max(map(_row_nbytes, fitting)))
@@ -227,18 +227,18 @@ def _sample_kind(linears: Sequence[Linear], share: int) -> list[Sample]:
     ]
 
 
-def _sample_matrix(linear: Linear, nbytes: int, number: int) -> Sample:
+def _sample_matrix(linear: Linear, nbytes: int, number: int) -> RowSample:
     """Sample strips that lie evenly over a matrix; `number` moves them."""
     rows, row_nbytes, whole = linear.shape[0], _row_nbytes(linear), _whole_nbytes(linear)
     if nbytes >= whole or row_nbytes == whole:
-        return Sample(linear, ((0, rows),), whole)
+        return RowSample(linear, ((0, rows),), whole)
     height = nbytes // row_nbytes
     count = max(1, min(MOST_STRIPS, height, height * row_nbytes // STRIP_NBYTES))
     each, free = height // count, rows - height // count * count
     begin = int(number * TURN % 1 * (free // count + 1))  # as far into each gap
     firsts = [begin + strip * (rows // count) for strip in range(count)]
     strips = tuple((first, first + each) for first in firsts)
-    return Sample(linear, strips, each * count * row_nbytes)
+    return RowSample(linear, strips, each * count * row_nbytes)
 
 
 def _whole_nbytes(linear: Linear) -> int:

@@ -32,7 +32,7 @@ from fp4convert.storage.source import Source
 COMPARED_MODULES = 64
 COMPARED_ELEMENTS = 1 << 17  # of each: 4096 blocks at least
 RESIDUAL_LIMIT = 0.1  # 1 - cosine^2; four-bit weights have about 0.01: below it a reading fits
-DIFFERENT = 0.5  # other weights have nearly 1, and odd ones lose up to 0.3 by rounding
+DIFFERENT_RESIDUAL = 0.5  # other weights have nearly 1, and odd ones lose up to 0.3 by rounding
 COMPARED_CHUNKS = 8  # of rows, from all over a module
 # Scales that lie wrong leave 5 to 20 times what rounding leaves.
 CLEARLY_BETTER, SAME_RESIDUAL = 2, 1e-3
@@ -98,7 +98,7 @@ def match_source(artifact: Artifact, source: Source, modules: Sequence[str]) -> 
         if all(reading in found for found in fits.values())
     }
     best = _choose(medians, declared)
-    if medians[best] >= DIFFERENT:
+    if medians[best] >= DIFFERENT_RESIDUAL:
         detail = f"read in no known way they are the weights of {source.name}"
         detail += f": {100 * medians[best]:.0f} % of their power is missing"
         return SourceMatch(None, (Finding("error", "source-differs", None, detail),))
@@ -108,7 +108,7 @@ def match_source(artifact: Artifact, source: Source, modules: Sequence[str]) -> 
         own = _choose({reading: fit.residual for reading, fit in found.items()}, best)
         findings += _check_reading(artifact, module, own, best)
         fit = found[own]
-        if fit.residual >= DIFFERENT or (fit.residual >= RESIDUAL_LIMIT and fit.is_off):
+        if fit.residual >= DIFFERENT_RESIDUAL or (fit.residual >= RESIDUAL_LIMIT and fit.is_off):
             detail = f"it is not what the source holds: {100 * fit.residual:.0f} %"
             detail += " of the weights' power is missing"
             findings.append(Finding("error", "source-differs", module, detail))

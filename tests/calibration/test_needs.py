@@ -1,4 +1,6 @@
-"""What calibrate needs, told before it begins; where its file may be; and what it says meanwhile and when it is stopped."""
+"""What calibrate needs, told before it begins; where its file may be; and what it says meanwhile
+and when it is stopped.
+"""
 
 from __future__ import annotations
 

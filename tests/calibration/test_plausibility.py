@@ -1,4 +1,6 @@
-"""Statistics that no inputs have: each alone, by hand; and a file of them, before anything is written."""
+"""Statistics that no inputs have: each alone, by hand; and a file of them, before anything is
+written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Calibration files: read and refused as the safetensors package wrote them; written in one file or several."""
+"""Calibration files: read and refused as the safetensors package wrote them; written in one file or
+several.
+"""
 
 import json
 
@@ -308,3 +310,12 @@ def test_statistics_of_another_number_of_columns_are_refused(tmp_path, source, k
     error = refusal(getter, Q)
     assert (error.code, error.exit_code) == ("calibration-values", 2)
     assert f"{Q}.{kind}" in error.message
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (1, 32, 64), (1, 32, 32), (3, 32, 32)])
+def test_a_gram_matrix_of_other_columns_is_refused(tmp_path, source, shape):
+    statistics = {**statistics_of(Q, X), f"{Q}.input_gram": np.zeros(shape, np.float32)}
+    path = write_calibration(tmp_path / "c.safetensors", source, statistics)
+    error = refusal(open_calibration(path).gram, Q)
+    assert (error.code, error.tensor) == ("calibration-values", f"{Q}.input_gram")
+    assert error.message.endswith("expected square blocks that cover 64 columns")

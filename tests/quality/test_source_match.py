@@ -1,4 +1,6 @@
-"""source_match.py where its judgements turn: which reading is named, and which factor is one of rounding."""
+"""source_match.py where its judgements turn: which reading is named, and which factor is one of
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 def told(
     pair: tuple[Path, Path], folder: Path, **changes: np.ndarray
 ) -> list[tuple[str, str | None]]:
-    """Findings beside the source, after these tensors' bytes were replaced; an underscore for each dot but the last."""
+    """Findings beside the source, after these tensors' bytes were replaced; an underscore for each
+    dot but the last.
+    """
     source, honest = pair
     folder.mkdir()
     for file in honest.iterdir():
@@ -123,7 +127,9 @@ def test_zeros_and_nan_are_no_traceback(pair, tmp_path):
 
 
 def test_modules_of_any_shape_are_compared(tmp_path):
-    """Of some, 128x4 has as many bytes as linear, of others more: only what all could lie in is a candidate for all."""
+    """Of some, 128x4 has as many bytes as linear, of others more: only what all could lie in is a
+    candidate for all.
+    """
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in zip(NAMES, ((128, 256), (128, 256), (100, 112)), strict=True):

@@ -37,7 +37,7 @@ from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Checkpoint, Source
 
 BIAS = ".bias"
-Floats = NDArray[np.floating[Any]]
+FloatArray = NDArray[np.floating[Any]]
 # What the words in braces stand for in the names of a rule.
 _WORDS = {"{layer}": r"(?P<layer>(?:.+\.)?\d+)", "{expert}": r"(?P<expert>\d+)"}
 
@@ -87,11 +87,11 @@ class Fold:
             return self.weight.elements
         return self.maker.shape[0] if self.maker else 0
 
-    def by_column(self, made: Floats) -> Floats:
+    def by_column(self, made: FloatArray) -> FloatArray:
         """Arrange numbers of outputs as numbers of the readers' columns."""
         return np.repeat(made.reshape(-1, 1, self.width), self.repeats, axis=1).reshape(-1)
 
-    def by_head(self, columns: Floats) -> Floats:
+    def by_head(self, columns: FloatArray) -> FloatArray:
         """Arrange numbers of the readers' columns by output.
 
         Returns  (outputs, repeats)
