@@ -1,6 +1,7 @@
 """Tell which model and which weights a checkpoint holds.
 
-Norms, biases and whatever else is small is hashed whole, since a fine-tune may change nothing else; of large tensors samples are.
+Norms, biases and whatever else is small is hashed whole, since a fine-tune may change nothing else;
+of large tensors samples are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ TENSOR_SAMPLES = 16  # of a large tensor, where few others are
 
 
 def fingerprint_of(source: Source) -> str:
-    """Which model: the sha256 of its config.json, less quantization, and of the name and shape of every tensor."""
+    """Hash which model it is.
+
+    Returns  the sha256 of its config.json, less quantization, and of the name and shape of every
+             tensor
+    """
     checkpoint = source.checkpoint
     tensors = sorted((ref.name, ref.shape) for ref in checkpoint.tensors)
     text = json.dumps([unquantized(checkpoint.config), tensors], sort_keys=True)
@@ -29,9 +34,10 @@ def fingerprint_of(source: Source) -> str:
 
 
 def weights_of(source: Source) -> str:
-    """Which weights of it: the sha256 of every shard's name and size, and of what `telling_ranges` names.
+    """Hash which weights of a model they are.
 
-    Raises SourceError where they cannot be read
+    Returns  the sha256 of every shard's name and size, and of what `telling_ranges` names
+    Raises   SourceError where they cannot be read
     """
     found = hashlib.sha256()
     for shard in source.checkpoint.shards:
@@ -48,27 +54,29 @@ def weights_of(source: Source) -> str:
 
 
 def telling_ranges(checkpoint: Checkpoint) -> list[TensorRef]:
-    """What is read of the tensors, in the order of the files: headers alone decide it.
+    """List what is read of the tensors, in the order of the files.
 
-    Small tensors whole, at most SMALL_TENSORS; SAMPLES pieces of large ones, each of which has one in the middle while they last.
+    Headers alone decide it: small tensors whole, at most SMALL_TENSORS; SAMPLES pieces of large
+    ones, each of which has one in the middle while they last.
     """
     refs = [ref for ref in checkpoint.tensors if ref.nbytes]
-    small = _chosen((ref for ref in refs if ref.nbytes <= SMALL_NBYTES), SMALL_TENSORS)
-    large = _chosen((ref for ref in refs if ref.nbytes > SMALL_NBYTES), SAMPLES)
-    each = min(TENSOR_SAMPLES, SAMPLES // max(1, len(large)))
-    pieces = [_piece(ref, number, each) for ref in large for number in range(each)]
+    small = _choose((ref for ref in refs if ref.nbytes <= SMALL_NBYTES), SMALL_TENSORS)
+    large = _choose((ref for ref in refs if ref.nbytes > SMALL_NBYTES), SAMPLES)
+    count = min(TENSOR_SAMPLES, SAMPLES // max(1, len(large)))
+    pieces = []
+    for ref in large:
+        for number in range(count):  # evenly over the tensor
+            start = ref.start + (ref.nbytes - SAMPLE_NBYTES) * (2 * number + 1) // (2 * count)
+            pieces.append(ref._replace(dtype="U8", shape=(SAMPLE_NBYTES,), start=start))
     order = {shard.file: number for number, shard in enumerate(checkpoint.shards)}
     return sorted([*small, *pieces], key=lambda ref: (order[ref.file], ref.start))
 
 
-def _piece(ref: TensorRef, number: int, count: int) -> TensorRef:
-    """One of so many samples that lie evenly over a tensor, as a tensor of bytes."""
-    start = ref.start + (ref.nbytes - SAMPLE_NBYTES) * (2 * number + 1) // (2 * count)
-    return ref._replace(dtype="U8", shape=(SAMPLE_NBYTES,), start=start)
+def _choose(refs: Iterable[TensorRef], most: int) -> list[TensorRef]:
+    """Choose tensors of every kind of name.
 
-
-def _chosen(refs: Iterable[TensorRef], most: int) -> list[TensorRef]:
-    """At most so many: all of kinds that have few, and as many as these leave from all over the others."""
+    All of kinds that have few, and as many as these leave from all over the others.
+    """
     kinds: dict[tuple[str, ...], list[TensorRef]] = defaultdict(list)
     for ref in refs:
         kinds[split_numbers(ref.name)[0]].append(ref)

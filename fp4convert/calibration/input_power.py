@@ -1,8 +1,9 @@
 """Weigh errors of a layer's weights by its inputs.
 
-The output error of rounding W to V is |(W - V) x|^2 over the inputs x.  It needs no input but their second moments: its mean is
-tr(E G E') with their Gram matrix G, or the sum of E_ij^2 G_jj where G is taken for diagonal.  Inputs that are independent
-Gaussians of unit variance have G = 1, for which that is the expectation.
+The output error of rounding W to V is |(W - V) x|^2 over the inputs x.  It needs no input but their
+second moments: its mean is tr(E G E') with their Gram matrix G, or the sum of E_ij^2 G_jj where G
+is taken for diagonal.  Inputs that are independent Gaussians of unit variance have G = 1, for which
+that is the expectation.
 """
 
 from __future__ import annotations
@@ -16,26 +17,33 @@ from numpy.typing import NDArray
 from fp4convert.calibration.statistics import Calibration, Gram
 from fp4convert.numerics.codec import Float32s
 
-Floats = NDArray[np.floating[Any]]
+FloatArray = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a linear layer is given: by its Gram matrix, by the moments alone, or by neither: Gaussians of unit variance."""
+    """What a linear layer is given.
+
+    It is known by the Gram matrix, by the moments alone, or by neither: Gaussians of unit variance.
+    """
 
     moments: Float32s | None = None
     gram: Gram | None = None
 
     @classmethod
     def of(cls, calibration: Calibration | None, module: str) -> Inputs:
-        """Those of that module; InputError where the calibration has none."""
+        """Read the inputs of a module; Gaussians without a calibration.
+
+        Raises InputError where the calibration has none
+        """
         return cls(calibration.moments(module), calibration.gram(module)) if calibration else cls()
 
-    def power(self, matrix: Floats) -> float:
-        """The mean of |matrix x|^2 over the inputs x, added in float64.
+    def power(self, matrix: FloatArray) -> float:
+        """Return the mean of |matrix x|^2 over the inputs x, in float64.
 
-        matrix  (rows, columns) float32 or float64, in which it is multiplied with a Gram matrix; float32 may round the
-                power of a matrix that these inputs hardly see to a little below 0
+        matrix  (rows, columns) float32 or float64, in which it is multiplied with a Gram matrix;
+                float32 may round the power of a matrix that these inputs hardly see to a little
+                below 0
         """
         if self.gram is None:
             return weighted(column_power(matrix), self.moments)
@@ -47,25 +55,31 @@ class Inputs:
 
 
 def describe_inputs(calibration: Calibration | None) -> dict[str, str | None]:
-    """By which inputs errors were counted, and the sha256 of the calibration that tells them, as documents say it."""
-    told = f"calibration, gram {calibration.gram_kind}" if calibration else "gaussian"
-    return {"inputs": told, "calibration": calibration.sha256 if calibration else None}
+    """Describe by which inputs errors were counted, as documents do.
+
+    calibration  its sha256 is told, too
+    """
+    inputs = f"calibration, gram {calibration.gram_kind}" if calibration else "gaussian"
+    return {"inputs": inputs, "calibration": calibration.sha256 if calibration else None}
 
 
-def column_power(matrix: Floats) -> NDArray[np.float64]:
-    """The sum of squares of every column."""
+def column_power(matrix: FloatArray) -> NDArray[np.float64]:
+    """Sum the squares of every column."""
     power: NDArray[np.float64] = np.add.reduce(np.square(matrix, dtype=np.float64), axis=0)
     return power
 
 
 def weighted(columns: NDArray[np.float64], moments: Float32s | None) -> float:
-    """What inputs of these moments make of the power of columns; of unit variance where there are none."""
+    """Sum the power of columns by the moments of their inputs.
+
+    moments  None for inputs of unit variance
+    """
     return float(np.add.reduce(columns if moments is None else columns * moments))
 
 
-def output_power(matrix: Floats, inputs: Inputs) -> float:
-    """The mean of |matrix x|^2 over the inputs x, in float64.
+def output_power(matrix: FloatArray, inputs: Inputs) -> float:
+    """Return the mean of |matrix x|^2 over the inputs x, never below 0.
 
-    matrix  (rows, columns) float32 or float64
+    matrix  (rows, columns) float32 or float64; the mean is counted in float64
     """
     return max(inputs.power(matrix.astype(np.float64, copy=False)), 0.0)

@@ -1,7 +1,8 @@
 """Run the layers of a model one by one.
 
-The model's own forward is run with its layers held still, so that every layer gets the masks, positions and whatever else the
-model means for it; then each layer can be run by itself on what the layer before it gave.
+The model's own forward is run with its layers held still, so that every layer gets the masks,
+positions and whatever else the model means for it; then each layer can be run by itself on what the
+layer before it gave.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,48 +29,43 @@ MODEL_ERRORS = (
 )
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
-
-class Call(NamedTuple):
-    """What a layer is called with, beside the hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+# What a layer is called with beside the hidden states: arguments by place and by name.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+# Tensors that layers are called with, by the sha256 of their content: masks and positions are the
+# same for most samples and layers.
+SharedTensors = dict[bytes, torch.Tensor]
 
 
 class _Caught(Exception):  # noqa: N818 - no failure: the last layer was reached
     pass
 
 
-@dataclass(slots=True)
-class Shelf:
-    """Tensors that layers are called with, each content once: masks and positions are the same for most samples and layers."""
+def _share_tensors(value: Any, known: SharedTensors) -> Any:
+    """Return the same value, its tensors shared with those known before.
 
-    _known: dict[bytes, torch.Tensor] = field(default_factory=dict)
-
-    def put(self, value: Any) -> Any:
-        """The same value, its tensors shared with what was put here before; InputError for what no layer should be handed."""
-        if isinstance(value, torch.Tensor):
-            data = value.detach().contiguous().cpu()
-            head = f"{data.dtype} {tuple(data.shape)}".encode()
-            key = hashlib.sha256(
-                head + data.reshape(-1).view(torch.uint8).numpy().tobytes()
-            ).digest()
-            return self._known.setdefault(key, value)
-        if isinstance(value, tuple | list):
-            return type(value)(self.put(item) for item in value)
-        if type(value) is dict:
-            return {key: self.put(item) for key, item in value.items()}
-        if isinstance(value, PLAIN):
-            return value
-        detail = f"layers hand on {type(value).__name__} to each other beside hidden states; expected layers that stand alone"
-        raise InputError("calibration-model", detail, NEXT)
+    Raises InputError for what no layer should be handed
+    """
+    if isinstance(value, torch.Tensor):
+        data = value.detach().contiguous().cpu()
+        head = f"{data.dtype} {tuple(data.shape)}".encode()
+        content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return known.setdefault(hashlib.sha256(head + content).digest(), value)
+    if isinstance(value, tuple | list):
+        return type(value)(_share_tensors(item, known) for item in value)
+    if type(value) is dict:
+        return {key: _share_tensors(item, known) for key, item in value.items()}
+    if isinstance(value, PLAIN):
+        return value
+    detail = f"layers hand on {type(value).__name__} to each other beside hidden states"
+    raise InputError("calibration-model", f"{detail}; expected layers that stand alone", NEXT)
 
 
 @contextmanager
 def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[None]:
-    """Meanwhile what is outside the layers is filled when it is first used, and emptied in the end.
+    """Fill what is outside the layers on first use; empty it at the end.
 
-    is_headless  logits, the largest tensor of a model, are not computed: what makes them gives back a part of what it is given
+    is_headless  logits, the largest tensor of a model, are not computed: what makes them gives back
+                 a part of what it is given
     """
     head = skeleton.model.get_output_embeddings() if is_headless else None
     handles, filled = [], []
@@ -98,11 +94,14 @@ def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[N
 
 
 @contextmanager
-def _replaced(skeleton: Skeleton, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
-    """Meanwhile layer number i computes what make(i) says."""
+def _replaced_layers(skeleton: Skeleton, compute: Callable[..., Any]) -> Iterator[None]:
+    """Let layers compute something else, for a while.
+
+    compute  is called with the number of the layer, and what the layer is called with
+    """
     layers = [skeleton.module(path) for path in skeleton.layers]
     for number, layer in enumerate(layers):
-        layer.forward = make(number)
+        layer.forward = partial(compute, number)
     try:
         yield
     finally:
@@ -110,69 +109,67 @@ def _replaced(skeleton: Skeleton, make: Callable[[int], Callable[..., Any]]) -> 
             del layer.forward
 
 
-def begin(skeleton: Skeleton, ids: torch.Tensor, shelf: Shelf) -> tuple[torch.Tensor, list[Call]]:
-    """What the first layer is given for these tokens (samples, length), and what every layer is called with.
+def begin(
+    skeleton: Skeleton, ids: torch.Tensor, known: SharedTensors
+) -> tuple[torch.Tensor, list[Call]]:
+    """Record what the first layer is given, and all layers are called with.
 
-    Raises InputError where layers are not run one after the other, each on what the one before gave and nothing else
+    ids     (samples, length) tokens
+    known   tensors that layers were called with before; takes in those of this call
+    Raises  InputError where layers are not run one after the other, each on what the one before
+            gave and nothing else
     """
+    kind = type(skeleton.model).__name__
     calls: list[Call] = []
-    first: list[torch.Tensor] = []
-    given: set[int] = set()
+    kept: list[torch.Tensor] = []  # alive, so that no other tensor gets the id of one of them
+    handed_ids: set[int] = set()
 
-    def make(number: int) -> Callable[..., Any]:
-        def catch(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            named = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
-            if (
-                number != len(calls)
-                or any(id(item) in given for item in named)
-                or hidden.shape[:2] != ids.shape
-            ):
-                detail = f"{type(skeleton.model).__name__} does not run its layers one after the other on hidden states alone"
-                raise InputError("calibration-model", detail, NEXT)
-            first.append(hidden)
-            calls.append(Call(shelf.put(args), shelf.put(kwargs)))
-            if len(calls) == len(skeleton.layers):
-                raise _Caught
-            handed = hidden.clone()
-            given.add(id(handed))
-            first.append(handed)
-            return handed
+    def record(number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        named = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+        is_handed = any(id(item) in handed_ids for item in named)
+        if number != len(calls) or is_handed or hidden.shape[:2] != ids.shape:
+            detail = f"{kind} does not run its layers one after the other"
+            raise InputError("calibration-model", f"{detail} on hidden states alone", NEXT)
+        kept.append(hidden)
+        calls.append((_share_tensors(args, known), _share_tensors(kwargs, known)))
+        if len(calls) == len(skeleton.layers):
+            raise _Caught
+        handed = hidden.clone()
+        handed_ids.add(id(handed))
+        kept.append(handed)
+        return handed
 
-        return catch
-
-    with torch.no_grad(), _replaced(skeleton, make):
+    with torch.no_grad(), _replaced_layers(skeleton, record):
         try:
             skeleton.model(input_ids=ids)
         except _Caught:
-            return first[0], calls
-        except (
-            MODEL_ERRORS
-        ) as error:  # what it does with what a layer gives is beyond one hidden state
-            detail = f"{type(skeleton.model).__name__} cannot be run a layer at a time: {str(error).split(chr(10))[0][:150]}"
+            return kept[0], calls
+        except MODEL_ERRORS as error:  # the model does more with what a layer gives
+            why = str(error).split("\n")[0][:150]
+            detail = f"{kind} cannot be run a layer at a time: {why}"
             raise InputError("calibration-model", detail, NEXT) from None
-    detail = (
-        f"{type(skeleton.model).__name__} does not run all of its {len(skeleton.layers)} layers"
-    )
+    detail = f"{kind} does not run all of its {len(skeleton.layers)} layers"
     raise InputError("calibration-model", detail, NEXT)
 
 
 def step(
     skeleton: Skeleton, number: int, hidden: torch.Tensor, call: Call
 ) -> tuple[torch.Tensor, bool]:
-    """What a layer, filled, makes of hidden states; whether it gives it as the first of several things."""
-    made = skeleton.module(skeleton.layers[number])(hidden, *call.args, **call.kwargs)
+    """Run one layer, filled, on hidden states.
+
+    Returns  what it makes of them, and whether that was the first of several things
+    """
+    args, kwargs = call
+    made = skeleton.module(skeleton.layers[number])(hidden, *args, **kwargs)
     return (made[0], True) if isinstance(made, tuple) else (made, False)
 
 
 def end(skeleton: Skeleton, ids: torch.Tensor, hidden: torch.Tensor, is_tuple: bool) -> None:
     """Run what is before and after the layers, whose last one gave `hidden`."""
 
-    def make(number: int) -> Callable[..., Any]:
-        def give(own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            made = hidden if number == len(skeleton.layers) - 1 else own
-            return (made,) if is_tuple else made
+    def give(number: int, own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = hidden if number == len(skeleton.layers) - 1 else own
+        return (made,) if is_tuple else made
 
-        return give
-
-    with torch.no_grad(), _replaced(skeleton, make):
+    with torch.no_grad(), _replaced_layers(skeleton, give):
         skeleton.model(input_ids=ids)

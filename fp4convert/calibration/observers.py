@@ -1,13 +1,14 @@
 """Gather statistics of inputs while text runs through a layer.
 
-Ordinary linear layers are watched by hooks.  Experts that are one stack, and attention, are run by functions of ours under the
-names by which transformers lets others take their place; they compute what the model defines, and look at what passes.
+Ordinary linear layers are watched by hooks.  Experts that are one stack, and attention, are run by
+functions of ours under the names by which transformers lets others take their place; they compute
+what the model defines, and look at what passes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,8 @@ from fp4convert.errors import InputError
 FEW_TOKENS = 16  # an expert that was given fewer has no statistics worth the name
 FEW_SHARE = 1 / 8  # of what each would get if all got the same: nor has one with less
 UNROUTED_TOKENS = 4096  # of the layer, that such an expert is given instead
-FIRST_PARAMETERS = (
-    "gate_up_proj",
-    "up_proj",
-)  # of a stack of experts: what is given the token itself
+# Of a stack of experts: what is given the token itself.
+FIRST_PARAMETERS = ("gate_up_proj", "up_proj")
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -37,21 +36,20 @@ class Moments:
     """
 
     def __init__(self, columns: int, gram: str, device: torch.device) -> None:
-        self.columns = columns
-        self.tokens = 0
-        self.squares = (
-            torch.zeros(columns, dtype=torch.float64, device=device) if gram != "none" else None
-        )
+        self.columns, self.tokens = columns, 0
         self.magnitudes = torch.zeros(columns, dtype=torch.float64, device=device)
         self.largest = torch.zeros(columns, dtype=torch.float32, device=device)
+        self.squares: torch.Tensor | None = None
+        self.products: torch.Tensor | None = None
+        if gram != "none":
+            self.squares = torch.zeros(columns, dtype=torch.float64, device=device)
         self.width = block_width(gram, columns)
-        count = -(-columns // self.width) if self.width else 0
-        self.products = (
-            torch.zeros((count, self.width, self.width), device=device) if count else None
-        )
+        if self.width:
+            count = -(-columns // self.width)
+            self.products = torch.zeros((count, self.width, self.width), device=device)
 
     def add(self, given: torch.Tensor) -> bool:
-        """Take in (tokens, columns); False where a value is NaN or Inf."""
+        """Add (tokens, columns); return False where a value is NaN or Inf."""
         x = given.detach().reshape(-1, self.columns).float()
         if not len(x):
             return True
@@ -68,7 +66,10 @@ class Moments:
         return bool(torch.isfinite(self.largest).all())
 
     def arrays(self, module: str) -> Arrays:
-        """What a calibration file says of them; the end of them, for a second copy of Gram matrices may not fit."""
+        """Return what a calibration file says of them, and end them.
+
+        Nothing is added afterwards: a second copy of Gram matrices may not fit.
+        """
         count = max(1, self.tokens)
         found = {
             "input_amax": self.largest.max(),
@@ -84,50 +85,28 @@ class Moments:
 
 
 def block_width(gram: str, columns: int) -> int:
-    """How wide the blocks of a Gram matrix are; 0 for none."""
+    """Return how wide the blocks of a Gram matrix are; 0 for none."""
     if gram == "full":
         return columns
     return min(columns, int(gram.partition(":")[2])) if gram.startswith("block:") else 0
 
 
-class Routed:
-    """What a mixture of experts did: tokens by expert, and the sum of the router's weight times the norm of what came out."""
-
-    def __init__(self, experts: int) -> None:
-        self.tokens = np.zeros(experts, np.int64)
-        self.norms = np.zeros(experts, np.float64)
-
-    def add(self, expert: int, weights: torch.Tensor, made: torch.Tensor) -> None:
-        self.tokens[expert] += len(made)
-        norms = torch.linalg.vector_norm(made.float(), dim=-1, dtype=torch.float64)
-        self.norms[expert] += float((weights.double().reshape(-1) * norms).sum())
-
-    def arrays(self, moe: str) -> Arrays:
-        saliency = self.norms / np.maximum(self.tokens, 1)
-        return {
-            f"{moe}.expert_tokens": self.tokens,
-            f"{moe}.expert_saliency": saliency.astype(np.float32),
-        }
-
-    def starving(self) -> list[int]:
-        """Experts that were given too few tokens."""
-        fair = self.tokens.sum() / len(self.tokens)
-        return [
-            int(expert)
-            for expert in np.flatnonzero(self.tokens < max(FEW_TOKENS, FEW_SHARE * fair))
-        ]
-
-
 @dataclass(slots=True)
 class Watch:
-    """The statistics of one part of a model: a layer, or everything outside the layers.
+    """The statistics of a layer, or of everything outside the layers.
 
     moments  by the module that holds them
     inputs   module -> the one that holds its statistics, because both were given the same tensor
+    routed   path of a stack of experts -> how many tokens went to each, and the sum over these of
+             the router's weight times the norm of what came out
+    cached   path of an attention -> largest |key| and |value|
     sample   what is running: how errors call it
-    unfed    path of a stack -> its experts that are still short of tokens, and are now fed with every one; None while tokens go
-             where the router sends them
+    unfed    path of a stack -> its experts that are still short of tokens, and are now fed with
+             every one; None while tokens go where the router sends them
     is_looking  False where the model only runs, and nothing is kept of what it is given
+    _members    (path of a stack, is it its first matrix, expert) -> modules of the checkpoint
+    _paths      id of a module of the model -> its path
+    _given      tensors of this sample that were seen, by address: who holds their statistics
     """
 
     skeleton: Skeleton
@@ -135,37 +114,35 @@ class Watch:
     modules: dict[str, Seat]
     moments: dict[str, Moments] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
-    routed: dict[str, Routed] = field(default_factory=dict)
+    routed: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]] = field(default_factory=dict)
     cached: dict[str, list[float]] = field(default_factory=dict)
     sample: int = 0
     unfed: dict[str, list[int]] | None = None
     is_looking: bool = True
     _members: dict[tuple[str, bool, int], list[str]] = field(default_factory=dict)
     _paths: dict[int, str] = field(default_factory=dict)
-    _seen: dict[tuple[int, ...], tuple[str, torch.Tensor]] = field(default_factory=dict)
+    _given: dict[tuple[int, ...], tuple[str, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._paths |= {id(module): path for path, module in self.skeleton.model.named_modules()}
         for module, seat in self.modules.items():
             if seat.expert is not None:
-                self._members.setdefault(
-                    (seat.path, seat.parameter in FIRST_PARAMETERS, seat.expert), []
-                ).append(module)
+                key = (seat.path, seat.parameter in FIRST_PARAMETERS, seat.expert)
+                self._members.setdefault(key, []).append(module)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Meanwhile its linear layers are watched."""
+        """Watch the linear layers that are no experts, for a while."""
         by_path: dict[str, list[str]] = {}
         for module, seat in self.modules.items():
             if seat.expert is None:
                 by_path.setdefault(seat.path, []).append(module)
-        handles = [
-            self.skeleton.module(path).register_forward_pre_hook(
-                self._hook(names), with_kwargs=True
-            )
-            for path, names in by_path.items()
-            if not isinstance(self.skeleton.module(path), torch.nn.Embedding)
-        ]
+        handles = []
+        for path, names in by_path.items():
+            owner = self.skeleton.module(path)
+            if not isinstance(owner, torch.nn.Embedding):
+                hook = self._make_hook(names)
+                handles.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
         try:
             yield
         finally:
@@ -173,105 +150,106 @@ class Watch:
                 handle.remove()
 
     def begin(self, sample: int) -> None:
-        """The next sample comes."""
+        """Forget the tensors of the last sample; the next one comes."""
         self.sample = sample
-        self._seen.clear()
+        self._given.clear()
 
-    def _hook(self, names: list[str]) -> Callable[..., None]:
+    @property
+    def _follows_router(self) -> bool:
+        """Tell whether all is looked at, and tokens go where they are routed."""
+        return self.is_looking and self.unfed is None
+
+    def _make_hook(self, names: list[str]) -> Callable[..., None]:
+        """Make what looks at the input of these modules, one of the model.
+
+        Statistics are gathered once where the very same tensor was given to another before.
+        """
         columns = self.skeleton.linears[names[0]].shape[1]
 
         def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = next(
-                (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)),
-                None,
-            )
-            if (
-                self._follows_router()
-                and given is not None
-                and given.is_floating_point()
-                and given.shape[-1] == columns
-            ):
-                self._take(names, given)
+            tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
+            given = next(tensors, None)
+            if not self._follows_router or given is None:
+                return
+            if not given.is_floating_point() or given.shape[-1] != columns:
+                return
+            key = (given.data_ptr(), given.numel(), given._version)
+            # The tensor is kept: else its memory could be another tensor's.
+            holder, _ = self._given.setdefault(key, (names[0], given))
+            self.inputs |= {name: holder for name in names if name != holder}
+            if holder == names[0]:
+                self._add(holder, given)
 
         return look
-
-    def _follows_router(self) -> bool:
-        """True while everything is looked at, and tokens go where the router sends them."""
-        return self.is_looking and self.unfed is None
-
-    def _take(self, names: list[str], given: torch.Tensor) -> None:
-        """Statistics of what these modules are given; only once where the very same tensor was given to another before."""
-        key = (given.data_ptr(), given.numel(), given._version)
-        holder = self._seen[key][0] if key in self._seen else names[0]
-        self._seen.setdefault(
-            key, (holder, given)
-        )  # kept: else its memory could be another tensor's
-        for name in names:
-            if name != holder:
-                self.inputs[name] = holder
-        if holder == names[0]:
-            self._add(holder, given)
 
     def _add(self, holder: str, given: torch.Tensor) -> None:
         if holder not in self.moments:
             self.moments[holder] = Moments(given.shape[-1], self.gram, given.device)
         if not self.moments[holder].add(given):
-            detail = (
-                f"{holder} was given NaN or Inf by sample {self.sample}; activations must be finite"
-            )
-            raise InputError(
-                "calibration-nan", detail, "Check the weights, and leave that text out.", holder
-            )
+            detail = f"{holder} was given NaN or Inf by sample {self.sample}"
+            detail += "; activations must be finite"
+            next_step = "Check the weights, and leave that text out."
+            raise InputError("calibration-nan", detail, next_step, holder)
 
-    def experts(
-        self, module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
-    ) -> torch.Tensor:
-        """What a stack of experts makes of tokens, expert by expert, as its class in transformers defines it."""
-        hidden, chosen, weights = (
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-        )  # named as transformers calls them
-        path = self._paths[id(module)]
-        for expert in (self.unfed or {}).get(path, ()):
-            self._see_expert(path, expert, hidden, _between(module, expert, hidden))
-        routed = (
-            self.routed.setdefault(path, Routed(module.num_experts))
-            if self._follows_router()
-            else None
-        )
-        out = torch.zeros_like(hidden)
-        for expert in torch.unique(chosen).tolist():
-            if expert >= module.num_experts:
-                continue
-            token, rank = torch.where(chosen == expert)
-            given, share = hidden[token], weights[token, rank, None]
-            between = _between(module, expert, given)
-            made = _after(module, expert, between)
-            if routed is not None:
-                self._see_expert(path, expert, given, between)
-                routed.add(expert, share, made)
-            out.index_add_(0, token, (made * share).to(out.dtype))
-        return out
-
-    def _see_expert(
+    def _add_expert(
         self, path: str, expert: int, given: torch.Tensor, between: torch.Tensor
     ) -> None:
+        """Add what an expert's first matrices and its last one are given."""
         for is_first, x in ((True, given), (False, between)):
             names = self._members.get((path, is_first, expert), [])
             if names:
                 self.inputs |= dict.fromkeys(names[1:], names[0])
                 self._add(names[0], x)
 
+    def experts(
+        self, module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
+    ) -> torch.Tensor:
+        """Compute a stack of experts, expert by expert, as transformers does.
+
+        The arguments have the names that transformers gives them.
+        """
+        path = self._paths[id(module)]
+        for expert in (self.unfed or {}).get(path, ()):
+            between = _between(module, expert, hidden_states)
+            self._add_expert(path, expert, hidden_states, between)
+        count = module.num_experts
+        if self._follows_router:
+            none = np.zeros(count, np.int64), np.zeros(count, np.float64)
+            tokens, norms = self.routed.setdefault(path, none)
+        out = torch.zeros_like(hidden_states)
+        for expert in torch.unique(top_k_index).tolist():
+            if expert >= count:
+                continue
+            token, rank = torch.where(top_k_index == expert)
+            given, share = hidden_states[token], top_k_weights[token, rank, None]
+            between = _between(module, expert, given)
+            made = _multiply(module, "down_proj", expert, between)
+            if module.has_post_expert_norm:
+                made = module.post_expert_norm(made)
+            if self._follows_router:
+                self._add_expert(path, expert, given, between)
+                tokens[expert] += len(made)
+                norm = torch.linalg.vector_norm(made.float(), dim=-1, dtype=torch.float64)
+                norms[expert] += float((share.double().reshape(-1) * norm).sum())
+            out.index_add_(0, token, (made * share).to(out.dtype))
+        return out
+
     def feed_starving(self) -> list[str]:
-        """Forget what the experts with too few tokens were given, and have them fed from now on; their modules."""
-        self.unfed = {
-            path: experts for path, routed in self.routed.items() if (experts := routed.starving())
-        }
+        """Have the experts with too few tokens fed from now on.
+
+        What they were given is forgotten.
+        Returns  their modules
+        """
+        self.unfed = {}
+        for path, (tokens, _) in self.routed.items():
+            fair = tokens.sum() / len(tokens)
+            starving = np.flatnonzero(tokens < max(FEW_TOKENS, FEW_SHARE * fair))
+            if len(starving):
+                self.unfed[path] = starving.tolist()
         fed = [
             (path, is_first, expert)
-            for path, all_ in self.unfed.items()
-            for expert in all_
+            for path, experts in self.unfed.items()
+            for expert in experts
             for is_first in (True, False)
         ]
         names = [name for key in fed for name in self._members.get(key, [])]
@@ -282,25 +260,25 @@ class Watch:
     def attention(
         self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
     ) -> Any:
-        """What attention makes of queries, keys and values, by the model's own plain function."""
-        if self._follows_router() and not hasattr(
-            module, "kv_lora_rank"
-        ):  # latent attention has no cache of keys and values
+        """Compute attention by the model's own plain function."""
+        # Latent attention has no cache of keys and values.
+        if self._follows_router and not hasattr(module, "kv_lora_rank"):
             largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
-            largest[:] = (
-                max(largest[0], float(key.abs().max())),
-                max(largest[1], float(value.abs().max())),
-            )
-        plain = getattr(sys.modules[type(module).__module__], "eager_attention_forward")  # noqa: B009 - mypy knows no such module
+            largest[0] = max(largest[0], float(key.abs().max()))
+            largest[1] = max(largest[1], float(value.abs().max()))
+        home = sys.modules[type(module).__module__]
+        plain = getattr(home, "eager_attention_forward")  # noqa: B009 - mypy knows no such module
         return plain(module, query, key, value, attention_mask, **options)
 
     def arrays(self) -> Arrays:
-        """Everything that was seen, as a calibration file has it."""
+        """Return everything that was seen, as a calibration file has it."""
         found: Arrays = {}
         for module, moments in self.moments.items():
             found |= moments.arrays(module)
-        for path, routed in self.routed.items():
-            found |= routed.arrays(self._name_of(path).rpartition(".")[0])
+        for path, (tokens, norms) in self.routed.items():
+            moe = self._name_of(path).rpartition(".")[0]
+            found[f"{moe}.expert_tokens"] = tokens
+            found[f"{moe}.expert_saliency"] = (norms / np.maximum(tokens, 1)).astype(np.float32)
         for path, largest in self.cached.items():
             if getattr(self.skeleton.module(path), "is_causal", True):
                 for kind, amax in zip(("k_amax", "v_amax"), largest, strict=True):
@@ -308,7 +286,10 @@ class Watch:
         return found
 
     def _name_of(self, path: str) -> str:
-        """What the checkpoint calls a module of the model, by the name of a linear layer in it."""
+        """Find what the checkpoint calls a module of the model.
+
+        A linear layer in it tells.
+        """
         for module, seat in self.modules.items():
             if seat.expert is not None and seat.path == path:
                 return module[: module.rindex(f".{seat.expert}.")]
@@ -321,31 +302,27 @@ class Watch:
         raise InputError("calibration-model", detail, next_step, path)
 
 
-def _multiplied(module: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+def _multiply(module: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """Multiply with one matrix of a stack, and add its bias."""
     weight: torch.Tensor = getattr(module, parameter)[expert].to(x.dtype)
     made = x @ weight if module.is_transposed else x @ weight.T
-    return (
-        made + getattr(module, f"{parameter}_bias")[expert].to(x.dtype) if module.has_bias else made
-    )
+    if module.has_bias:
+        made = made + getattr(module, f"{parameter}_bias")[expert].to(x.dtype)
+    return made
 
 
 def _between(module: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """What an expert's last matrix is given."""
+    """Compute what an expert's last matrix is given."""
     if module.has_gate:
-        found: torch.Tensor = module._apply_gate(_multiplied(module, "gate_up_proj", expert, x))
+        found: torch.Tensor = module._apply_gate(_multiply(module, "gate_up_proj", expert, x))
     else:
-        found = module.act_fn(_multiplied(module, "up_proj", expert, x))
+        found = module.act_fn(_multiply(module, "up_proj", expert, x))
     return found
-
-
-def _after(module: Any, expert: int, between: torch.Tensor) -> torch.Tensor:
-    made = _multiplied(module, "down_proj", expert, between)
-    return module.post_expert_norm(made) if module.has_post_expert_norm else made
 
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Meanwhile attention and experts of the model are run under the eyes of that watch."""
+    """Run attention and experts of the model by a watch, for a while."""
     from transformers import AttentionInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
@@ -353,41 +330,26 @@ def watching(watch: Watch) -> Iterator[None]:
     AttentionInterface.register(IMPLEMENTATION, watch.attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, eager_mask)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, watch.experts)
-    for config in configs_of(watch.skeleton.model):
-        config._attn_implementation = config._experts_implementation = IMPLEMENTATION
+    for module in watch.skeleton.model.modules():  # each may have a config of its own
+        if (config := getattr(module, "config", None)) is not None:
+            config._attn_implementation = config._experts_implementation = IMPLEMENTATION
     with torch.no_grad(), watch.hooked():
         yield
 
 
-def configs_of(model: Any) -> Iterable[Any]:
-    """The configs that the model's modules ask for implementations."""
-    return {
-        id(config): config
-        for m in model.modules()
-        if (config := getattr(m, "config", None)) is not None
-    }.values()
+def find_unwatched(skeleton: Skeleton, seen: Mapping[str, object]) -> tuple[list[str], list[str]]:
+    """Find linear layers that got no statistics; embeddings are none.
 
-
-def unwatched(skeleton: Skeleton, seen: Mapping[str, object]) -> list[str]:
-    """Linear layers that got no statistics: not part of the model, or never given text; embeddings are none."""
-    tables = {
-        path
-        for path, module in skeleton.model.named_modules()
-        if isinstance(module, torch.nn.Embedding)
-    }
-    return [
-        module
-        for module in skeleton.linears
-        if module not in seen
-        and not (module in skeleton.seats and skeleton.seats[module].path in tables)
-    ]
-
-
-def opaque(skeleton: Skeleton, modules: Iterable[str]) -> list[str]:
-    """Those of the modules that are experts of a stack whose class in transformers lets nobody else compute them."""
-    found = []
-    for module in modules:
+    They are not part of the model, or were never given text.
+    Returns  these modules; and of them the experts of stacks that only transformers can compute
+    """
+    unwatched, opaque = [], []
+    for module in skeleton.linears:
         seat = skeleton.seats.get(module)
-        if seat and seat.expert is not None and not hasattr(skeleton.module(seat.path), "has_gate"):
-            found.append(module)
-    return found
+        owner = skeleton.module(seat.path) if seat else None
+        if module in seen or isinstance(owner, torch.nn.Embedding):
+            continue
+        unwatched.append(module)
+        if seat and seat.expert is not None and not hasattr(owner, "has_gate"):
+            opaque.append(module)
+    return unwatched, opaque

@@ -1,6 +1,7 @@
 """Run text through a model a layer at a time; write statistics.
 
-Only one layer's weights are in memory; hidden states and finished statistics lie in a folder beside the file.
+Only one layer's weights are in memory; hidden states and finished statistics lie in a folder beside
+the file.
 """
 
 from __future__ import annotations
@@ -9,17 +10,26 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
 
-from fp4convert.calibration.layers import Call, Shelf, begin, end, filled_on_demand, step
+from fp4convert.calibration.layers import (
+    Call,
+    SharedTensors,
+    begin,
+    end,
+    filled_on_demand,
+    step,
+)
 from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
-from fp4convert.calibration.observers import UNROUTED_TOKENS, Watch, opaque, unwatched, watching
+from fp4convert.calibration.observers import UNROUTED_TOKENS, Watch, find_unwatched, watching
 from fp4convert.calibration.samples import (
     Batch,
     Feed,
@@ -32,9 +42,7 @@ from fp4convert.calibration.samples import (
     write_samples,
 )
 from fp4convert.calibration.workdir import (
-    SAMPLES,
-    Hidden,
-    Needs,
+    SAMPLES_FILE,
     join_parts,
     kept_state,
     needs_of,
@@ -50,17 +58,10 @@ from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.source import Source, stopping
 
 GRAM_KINDS = "none, diag, block:N or full"
-TEXT_FILES = (
-    ".json",
-    ".txt",
-    ".jinja",
-    ".model",
-    ".tiktoken",
-    ".vocab",
-    ".bpe",
-    ".merges",
-)  # of a tokenizer
+# Of a tokenizer.
+TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")
 COPY_NBYTES = 1 << 20
+FLOAT32_NBYTES = 4
 NAMED_MODULES = 3  # in a warning that many could stand in
 
 
@@ -84,6 +85,29 @@ class Run:
     is_forced: bool = False
     phases: Phases = field(default_factory=Phases)
     tell: Callable[[str], None] = lambda line: None
+
+    def check(self) -> None:
+        """Raise an error for text, Gram or output that cannot be."""
+        self.feed.check()
+        kind, _, width = self.gram.partition(":")
+        is_block = kind == "block" and width.isdecimal() and int(width) > 0
+        if self.gram not in ("none", "diag", "full") and not is_block:
+            detail = f"--gram {self.gram!r} is not known; expected {GRAM_KINDS}"
+            raise InputError("unknown-gram", detail, "Usual: block:128.")
+        import_transformers()
+        find_device(self.device)
+        output = self.output
+        if output.is_dir():
+            detail = f"{output} is a folder; expected the name of a new file"
+            raise OutputError("output-exists", detail, "Name one: -o FILE.")
+        if self.source.holds(output):
+            detail = f"{output} lies inside the source, where it would be taken for weights"
+            detail += "; expected a file outside it"
+            raise InputError("output-in-source", detail, "Choose another: -o FILE.")
+        if output.exists() and not self.is_forced:
+            detail = f"{output} is there already; nothing is written over it"
+            next_step = "Choose another file with -o, or replace it with --force."
+            raise OutputError("output-exists", detail, next_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +135,27 @@ class Calibrated:
 
     @property
     def warnings(self) -> list[str]:
-        """What a person should know of it."""
-        found = []
-        if self.unrouted:
-            what = "of experts that too few tokens were routed to; they were given tokens of the whole layer instead"
-            found.append(f"{_some(self.unrouted)}: {what}; more text helps")
-        if self.opaque:
-            what = "experts without statistics and saliency, since transformers computes them in a way that cannot be looked into"
-            found.append(f"{_some(self.opaque)}: {what}; prune does not take this file")
+        """Tell what a person should know of it."""
         known = set(self.opaque)
-        if passed_by := [module for module in self.unwatched if module not in known]:
-            found.append(f"{_some(passed_by)}: without statistics, since no text goes through them")
+        passed_by = tuple(module for module in self.unwatched if module not in known)
+        found = []
+        for modules, what in (
+            (
+                self.unrouted,
+                "of experts that too few tokens were routed to; they were given tokens of the"
+                " whole layer instead; more text helps",
+            ),
+            (
+                self.opaque,
+                "experts without statistics and saliency, since transformers computes them in a"
+                " way that cannot be looked into; prune does not take this file",
+            ),
+            (passed_by, "without statistics, since no text goes through them"),
+        ):
+            if modules:
+                more = ", ..." if len(modules) > NAMED_MODULES else ""
+                names = f"{', '.join(modules[:NAMED_MODULES])}{more}"
+                found.append(f"{len(modules)} linear layers ({names}): {what}")
         return found
 
     def as_json(self) -> dict[str, object]:
@@ -141,115 +175,62 @@ class Calibrated:
         }
 
 
-def _some(modules: Sequence[str]) -> str:
-    """A number of modules and the first of their names."""
-    more = ", ..." if len(modules) > NAMED_MODULES else ""
-    return f"{len(modules)} linear layers ({', '.join(modules[:NAMED_MODULES])}{more})"
-
-
 def calibrate(run: Run) -> Calibrated:
     """Write the calibration file of a source.
 
-    Raises InputError for models that cannot be run a layer at a time, text that is none and activations that are not finite;
-    OutputError where the file is there already or cannot be written.  An interrupted run leaves what continues it.
+    An interrupted run leaves what continues it.
+    Raises InputError for models that cannot be run a layer at a time, text that is none and
+    activations that are not finite; OutputError where the file is there already or cannot be
+    written
     """
     begun = time.monotonic()
-    run.feed.check()
-    _check_gram(run.gram)
-    import_transformers()
-    device = _device_named(run.device)
-    _check_output(run)
-    notes = part_notes(run.source)
-    with (
-        kept_state(run.output, _purpose(run, notes, device), run.tell) as state,
-        stopping(run.source),
-    ):
+    run.check()
+    device, notes = find_device(run.device), part_notes(run.source)
+    # What decides the file's bytes: a run with the same goes on where another ended.
+    libraries = [f"{name} {version(name)}" for name in ("fp4convert", "torch", "transformers")]
+    feed = [run.feed.words(), run.feed.samples, run.feed.sequence_length]
+    purpose = json.dumps([notes, run.gram, str(device), feed, libraries])
+    with kept_state(run.output, purpose, run.tell) as state, stopping(run.source):
         run.phases.begin("model")
         _copy_texts(run.source, state / "model")
         skeleton = open_skeleton(run.source, state / "model", device)
-        samples = _samples_of(run, skeleton, state)
-        run.tell(_checked_needs(run, skeleton, state, sum(map(len, samples))).words())
-        layers = _Layers(run, skeleton, state, batches_of(samples), notes)
+        samples = _find_samples(run, skeleton, state)
+        needs = needs_of(skeleton, run.gram, sum(map(len, samples)), run.source.checkpoint.config)
+        needs.check(run.output, state, device)
+        run.tell(needs.words())
+        layers = _LayerRun(run, skeleton, state, batches_of(samples), notes)
         layers.run_layers()
         result = layers.finish(samples, begun)
     shutil.rmtree(state)
     return result
 
 
-def _check_output(run: Run) -> None:
-    output = run.output
-    if output.is_dir():
-        raise OutputError(
-            "output-exists",
-            f"{output} is a folder; expected the name of a new file",
-            "Name one: -o FILE.",
-        )
-    if run.source.holds(output):
-        detail = f"{output} lies inside the source, where it would be taken for weights; expected a file outside it"
-        raise InputError("output-in-source", detail, "Choose another: -o FILE.")
-    if output.exists() and not run.is_forced:
-        detail = f"{output} is there already; nothing is written over it"
-        raise OutputError(
-            "output-exists", detail, "Choose another file with -o, or replace it with --force."
-        )
-
-
-def _checked_needs(run: Run, skeleton: Skeleton, state: Path, tokens: int) -> Needs:
-    """What so many tokens take, which is there."""
-    needs = needs_of(skeleton, run.gram, tokens, run.source.checkpoint.config)
-    needs.check(run.output, state, skeleton.device)
-    return needs
-
-
-def _check_gram(gram: str) -> None:
-    kind, _, width = gram.partition(":")
-    is_known = gram in ("none", "diag", "full") or (
-        kind == "block" and width.isdecimal() and int(width) > 0
-    )
-    if not is_known:
-        raise InputError(
-            "unknown-gram",
-            f"--gram {gram!r} is not known; expected {GRAM_KINDS}",
-            "Usual: block:128.",
-        )
-
-
-def _device_named(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Find the torch device of a name; an error where there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     detail = f"--device {name!r} is not known; expected auto, cpu, cuda or cuda:N"
     try:
         device = torch.device(name)
+        is_known = device.type in ("cpu", "cuda")
     except RuntimeError:
-        raise InputError(
-            "unknown-device", detail, "Leave it out for a GPU, else the CPU."
-        ) from None
-    if device.type not in ("cpu", "cuda"):
+        is_known = False
+    if not is_known:
         raise InputError("unknown-device", detail, "Leave it out for a GPU, else the CPU.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        detail = (
-            f"--device {name}: torch {torch.__version__} finds {torch.cuda.device_count()} GPUs"
-        )
+        detail = f"--device {name}: torch {torch.__version__} finds"
+        detail += f" {torch.cuda.device_count()} GPUs"
         raise DeviceError("no-gpu", detail, "Use --device cpu, or see: fp4convert doctor.")
     return device
 
 
-def _purpose(run: Run, notes: dict[str, str], device: torch.device) -> str:
-    """What decides the file's bytes: a run with the same goes on where another ended."""
-    libraries = [f"{name} {version(name)}" for name in ("fp4convert", "torch", "transformers")]
-    feed = [run.feed.words(), run.feed.samples, run.feed.sequence_length]
-    return json.dumps([notes, run.gram, str(device), feed, libraries])
-
-
 def _copy_texts(source: Source, folder: Path) -> None:
-    """The model's config and its tokenizer's files, where transformers can read them; no code is among them."""
+    """Copy config.json and the tokenizer's files; no code is among them."""
     if not source.checkpoint.config:
-        detail = (
-            f"{source.name} has no config.json, without which nobody knows how the model computes"
-        )
-        raise InputError(
-            "calibration-model", detail, "Give the folder or repository of the whole model."
-        )
+        detail = f"{source.name} has no config.json"
+        detail += ", without which nobody knows how the model computes"
+        next_step = "Give the folder or repository of the whole model."
+        raise InputError("calibration-model", detail, next_step)
     with told(folder):
         folder.mkdir(exist_ok=True)
         for file in source.checkpoint.sidecars:
@@ -259,16 +240,28 @@ def _copy_texts(source: Source, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(unquantized(source.checkpoint.config)))
 
 
-def _samples_of(run: Run, skeleton: Skeleton, state: Path) -> Samples:
-    """The samples, made or, in a run that goes on, as they were made."""
-    kept = state / SAMPLES
+def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
+    """Make the samples; a run that goes on loads them."""
+    kept, config = state / SAMPLES_FILE, run.source.checkpoint.config
     if kept.exists():
         return load_samples(kept)
     if run.feed.self_generate is None:
         samples = read_samples(run.feed, skeleton, state / "model")
     else:
-        samples = _own_samples(run, skeleton, state)
-    _checked_needs(run, skeleton, state, sum(map(len, samples)))
+        # The model writes them; there must be room for what comes after.
+        count, length = own_shape(run.feed, skeleton)
+        needs = needs_of(skeleton, run.gram, count * length, config)
+        needs.check(run.output, state, skeleton.device)
+        nbytes = sum(map(skeleton.nbytes, skeleton.layers))
+        if nbytes > run.held_nbytes:
+            words = f"the weights take {size_text(nbytes)}, more than --hold"
+            words += ": they are read again for every token that is written"
+            words += "; --sequence-length N tells how many, --text FILE needs none of this"
+            run.tell(words)
+        run.phases.begin("write", count * (length - 1), tokens_text)
+        samples = write_samples(run.feed, skeleton, run.held_nbytes, run.phases.report)
+    needs = needs_of(skeleton, run.gram, sum(map(len, samples)), config)
+    needs.check(run.output, state, skeleton.device)
     temp = state / "tokens.new"
     with told(kept):
         save_samples(temp, samples)
@@ -276,20 +269,15 @@ def _samples_of(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     return samples
 
 
-def _own_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
-    count, length = own_shape(run.feed, skeleton)
-    _checked_needs(run, skeleton, state, count * length)
-    nbytes = sum(map(skeleton.nbytes, skeleton.layers))
-    if nbytes > run.held_nbytes:
-        words = f"the weights take {size_text(nbytes)}, more than --hold: they are read again for every token that is written"
-        run.tell(f"{words}; --sequence-length N tells how many, --text FILE needs none of this")
-    run.phases.begin("write", count * (length - 1), tokens_text)
-    return write_samples(run.feed, skeleton, run.held_nbytes, run.phases.report)
-
-
 @dataclass(slots=True)
-class _Layers:
-    """The layers of one model, one after the other."""
+class _LayerRun:
+    """The layers of one model, run one after the other.
+
+    is_tuple  layers give hidden states as the first of several things
+    _starts   how many tokens there are before each batch
+    _calls    by batch and layer
+    _shape, _dtype  of the hidden states of one token
+    """
 
     run: Run
     skeleton: Skeleton
@@ -297,124 +285,133 @@ class _Layers:
     batches: list[Batch]
     notes: dict[str, str]
     is_tuple: bool = False
+    _starts: list[int] = field(default_factory=list)
     _calls: list[list[Call]] = field(default_factory=list)
     _shape: tuple[int, ...] = ()
     _dtype: Any = torch.float32
 
-    @property
-    def device(self) -> torch.device:
-        return self.skeleton.device
-
     def run_layers(self) -> None:
-        """Statistics of everything, part by part; what an earlier run finished is skipped."""
-        self._begin()
-        nbytes = {path: self.skeleton.nbytes(path) for path in self.skeleton.layers}
+        """Write the statistics of every layer, and of what is around them.
+
+        What an earlier run finished is skipped.
+        """
+        self._catch_calls()
+        layers = self.skeleton.layers
+        nbytes = {path: self.skeleton.nbytes(path) for path in layers}
         self.run.phases.begin("calibrate", sum(nbytes.values()))
-        for number, path in enumerate(self.skeleton.layers):
-            if remark_file(self.state, number).exists():
-                self.is_tuple = bool(
-                    json.loads(remark_file(self.state, number).read_text())["is_tuple"]
-                )
+        for number, path in enumerate(layers):
+            remark = remark_file(self.state, number)
+            if remark.exists():
+                self.is_tuple = bool(json.loads(remark.read_text())["is_tuple"])
                 self.run.phases.skip(nbytes[path])
                 continue
-            watch = self._run_layer(number)
-            self._keep(number, watch)
+            self._write_part(number, *self._run_layer(number))
             self.run.phases.report(path, nbytes[path])
-        if not remark_file(self.state, len(self.skeleton.layers)).exists():
-            self._keep(len(self.skeleton.layers), self._run_rest())
+        if not remark_file(self.state, len(layers)).exists():
+            self._write_part(len(layers), self._run_around(), [])
 
-    def _ids(self, batch: Batch) -> torch.Tensor:
-        return torch.from_numpy(batch.ids).to(self.device)
-
-    def _begin(self) -> None:
-        """What every layer is called with, and the first hidden states."""
-        shelf = Shelf()
+    def _catch_calls(self) -> None:
+        """Find what every layer is called with, and the first hidden states."""
+        tokens = [batch.ids.size for batch in self.batches]
+        self._starts = list(accumulate(tokens, initial=0))
+        known: SharedTensors = {}
         is_first = not remark_file(self.state, 0).exists()
-        with (
-            filled_on_demand(self.skeleton),
-            watching(Watch(self.skeleton, "none", {}, is_looking=False)),
-        ):
+        blind = Watch(self.skeleton, "none", {}, is_looking=False)
+        with filled_on_demand(self.skeleton), watching(blind):
             for number, batch in enumerate(self.batches):
-                hidden, calls = begin(self.skeleton, self._ids(batch), shelf)
+                ids = torch.from_numpy(batch.ids).to(self.skeleton.device)
+                hidden, calls = begin(self.skeleton, ids, known)
                 self._calls.append(calls)
                 self._shape, self._dtype = tuple(hidden.shape[2:]), hidden.dtype
                 if is_first:
-                    self._hidden(0).put(number, hidden)
-
-    def _hidden(self, layer: int) -> Hidden:
-        """What that layer is given."""
-        return Hidden(self.state / f"hidden-{layer % 2}", [batch.tokens for batch in self.batches])
-
-    def _get(self, layer: int, number: int) -> torch.Tensor:
-        shape = (*self.batches[number].ids.shape, *self._shape)
-        return self._hidden(layer).get(number, shape).to(self.device, self._dtype)
+                    self._write_hidden(0, number, hidden)
 
     def _run_layer(self, layer: int) -> tuple[Watch, list[str]]:
+        """Run one layer, and watch what its linear layers are given.
+
+        Returns  their statistics, and the modules of experts that were fed tokens of others
+        """
         path = self.skeleton.layers[layer]
-        mine = {
-            module: seat
-            for module, seat in self.skeleton.seats.items()
-            if self.skeleton.layer_of(seat) == path
-        }
-        watch = Watch(self.skeleton, self.run.gram, mine)
+        watch = self._watch(path)
         self.skeleton.fill(path)
         with watching(watch):
             for number, batch in enumerate(self.batches):
                 watch.begin(batch.first)
-                made, self.is_tuple = step(
-                    self.skeleton, layer, self._get(layer, number), self._calls[number][layer]
-                )
-                self._hidden(layer + 1).put(number, made)
+                hidden = self._read_hidden(layer, number)
+                made, self.is_tuple = step(self.skeleton, layer, hidden, self._calls[number][layer])
+                self._write_hidden(layer + 1, number, made)
+            # Experts with too few tokens are fed some that were not routed to them.
             unrouted, fed = watch.feed_starving(), 0
             for number, batch in enumerate(self.batches if unrouted else ()):
                 if fed < UNROUTED_TOKENS:
                     watch.begin(batch.first)
-                    step(self.skeleton, layer, self._get(layer, number), self._calls[number][layer])
-                    fed += batch.tokens
+                    hidden = self._read_hidden(layer, number)
+                    step(self.skeleton, layer, hidden, self._calls[number][layer])
+                    fed += batch.ids.size
         self.skeleton.empty(path)
         return watch, unrouted
 
-    def _run_rest(self) -> tuple[Watch, list[str]]:
-        rest = {
-            module: seat
-            for module, seat in self.skeleton.seats.items()
-            if self.skeleton.layer_of(seat) is None
-        }
-        watch = Watch(self.skeleton, self.run.gram, rest)
+    def _run_around(self) -> Watch:
+        """Run what is before and after the layers, and watch that."""
+        watch, last = self._watch(None), len(self.skeleton.layers)
         with filled_on_demand(self.skeleton), watching(watch):
             for number, batch in enumerate(self.batches):
                 watch.begin(batch.first)
-                end(
-                    self.skeleton,
-                    self._ids(batch),
-                    self._get(len(self.skeleton.layers), number),
-                    self.is_tuple,
-                )
-        return watch, []
+                ids = torch.from_numpy(batch.ids).to(self.skeleton.device)
+                end(self.skeleton, ids, self._read_hidden(last, number), self.is_tuple)
+        return watch
 
-    def _keep(self, number: int, found: tuple[Watch, list[str]]) -> None:
-        """Put what a part came to on the disk; the remark is written last and makes it count."""
-        watch, unrouted = found
+    def _watch(self, path: str | None) -> Watch:
+        """Make a watch for the modules of a layer; None for those of none."""
+        seats = self.skeleton.seats.items()
+        own = {module: seat for module, seat in seats if self.skeleton.layer_of(seat) == path}
+        return Watch(self.skeleton, self.run.gram, own)
+
+    def _hidden_place(self, layer: int, number: int) -> tuple[Path, int]:
+        """Find the hidden states that a layer is given for a batch.
+
+        Returns  the file, and the byte in it; batches follow one another, in float32
+        """
+        start = self._starts[number] * int(np.prod(self._shape)) * FLOAT32_NBYTES
+        return self.state / f"hidden-{layer % 2}", start
+
+    def _write_hidden(self, layer: int, number: int, hidden: torch.Tensor) -> None:
+        data = hidden.detach().float().cpu().contiguous().numpy()
+        path, start = self._hidden_place(layer, number)
+        with told(path), path.open("r+b" if path.exists() else "w+b") as out:
+            out.seek(start)
+            out.write(data.tobytes())
+
+    def _read_hidden(self, layer: int, number: int) -> torch.Tensor:
+        shape = (*self.batches[number].ids.shape, *self._shape)
+        path, start = self._hidden_place(layer, number)
+        found = np.fromfile(path, np.float32, int(np.prod(shape)), offset=start)
+        return torch.from_numpy(found.reshape(shape)).to(self.skeleton.device, self._dtype)
+
+    def _write_part(self, number: int, watch: Watch, unrouted: list[str]) -> None:
+        """Write what a part came to; its remark is last, and makes it count."""
         write_part(part_file(self.state, number), watch.arrays(), self.notes)
         remark = {
             "inputs": watch.inputs,
             "unrouted": unrouted,
             "is_tuple": self.is_tuple,
             "seen": [*watch.moments, *watch.inputs],
+            "experts": sum(len(tokens) for tokens, _ in watch.routed.values()),
         }
         temp = self.state / "remark.new"
         with told(temp):
-            temp.write_text(
-                json.dumps({**remark, "experts": sum(len(r.tokens) for r in watch.routed.values())})
-            )
+            temp.write_text(json.dumps(remark))
             os.replace(temp, remark_file(self.state, number))
 
     def finish(self, samples: Samples, begun: float) -> Calibrated:
         """Join the parts to the file."""
         numbers = range(len(self.skeleton.layers) + 1)
         remarks = [json.loads(remark_file(self.state, number).read_text()) for number in numbers]
-        seen = {module for remark in remarks for module in remark["seen"]}
+        seen = dict.fromkeys(module for remark in remarks for module in remark["seen"])
         unrouted = tuple(module for remark in remarks for module in remark["unrouted"])
+        inputs: dict[str, str] = {}
+        for remark in remarks:
+            inputs |= remark["inputs"]
         checkpoint, tokens = self.run.source.checkpoint, sum(map(len, samples))
         notes = {
             **self.notes,
@@ -423,30 +420,23 @@ class _Layers:
             "tokens": str(tokens),
             "gram": self.run.gram,
             "text": self.run.feed.words(),
-            "inputs": json.dumps(
-                {
-                    module: holder
-                    for remark in remarks
-                    for module, holder in remark["inputs"].items()
-                }
-            ),
+            "inputs": json.dumps(inputs),
             "unrouted": json.dumps(unrouted),
         }
-        missed = unwatched(self.skeleton, dict.fromkeys(seen))
+        missed, opaque = find_unwatched(self.skeleton, seen)
         self.run.phases.begin("join")
-        joined = join_parts(
-            self.run.output, [part_file(self.state, number) for number in numbers], notes
-        )
+        parts = [part_file(self.state, number) for number in numbers]
+        sha256, nbytes = join_parts(self.run.output, parts, notes)
         return Calibrated(
             output=self.run.output,
-            output_bytes=joined.nbytes,
+            output_bytes=nbytes,
             samples=len(samples),
             tokens=tokens,
             linears=len(seen),
             experts=sum(remark["experts"] for remark in remarks),
             unrouted=unrouted,
             unwatched=tuple(missed),
-            opaque=tuple(opaque(self.skeleton, missed)),
-            sha256=joined.sha256,
+            opaque=tuple(opaque),
+            sha256=sha256,
             seconds=round(time.monotonic() - begun, 3),
         )

@@ -1,13 +1,14 @@
 """Turn text, a data set or the model's own words into tokens.
 
-A causal model gets sequences of one length, packed from everything one after the other; others get a line or a record each, cut
-to what they can take.  Nothing is ever padded.
+A causal model gets sequences of one length, packed from everything one after the other; others get
+a line or a record each, cut to what they can take.  Nothing is ever padded.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,8 @@ class Feed:
 
     self_generate    how many sequences the model is to write
     samples          at most so many
-    sequence_length  tokens of each; None for as many as the model takes, up to SEQUENCE_LENGTH, or OWN_LENGTH of its own
+    sequence_length  tokens of each; None for as many as the model takes, up to SEQUENCE_LENGTH, or
+                     OWN_LENGTH of its own
     """
 
     text: tuple[Path, ...] = ()
@@ -46,15 +48,15 @@ class Feed:
     sequence_length: int | None = None
 
     def check(self) -> None:
-        """InputError unless exactly one of them is given, and the numbers can be."""
-        if (bool(self.text), self.dataset is not None, self.self_generate is not None).count(
-            True
-        ) != 1:
-            detail = "calibrate is fed by one of --text FILE, --dataset FILE and --self-generate N; expected one of them"
-            raise InputError("no-text", detail, "With no data at hand: --self-generate 32.")
-        options = (("--self-generate", self.self_generate, 1), ("--samples", self.samples, 1))
+        """Raise InputError unless one of them is given, and can be."""
+        given = (bool(self.text), self.dataset is not None, self.self_generate is not None)
+        if given.count(True) != 1:
+            detail = "calibrate is fed by one of --text FILE, --dataset FILE and --self-generate N"
+            next_step = "With no data at hand: --self-generate 32."
+            raise InputError("no-text", f"{detail}; expected one of them", next_step)
         for option, value, least in (
-            *options,
+            ("--self-generate", self.self_generate, 1),
+            ("--samples", self.samples, 1),
             ("--sequence-length", self.sequence_length, SHORTEST),
         ):
             if value is not None and value < least:
@@ -63,14 +65,14 @@ class Feed:
         for path in (*self.text, *([self.dataset] if self.dataset else [])):
             if not path.is_file():
                 found = "is no file" if path.exists() else "no such file"
-                raise InputError(
-                    "no-text",
-                    f"{path}: {found}; expected text to calibrate with",
-                    "Look for a typing error.",
-                )
+                detail = f"{path}: {found}; expected text to calibrate with"
+                raise InputError("no-text", detail, "Look for a typing error.")
 
     def words(self) -> str:
-        """How the text came, for the file's notes and for telling one feed from another: the same for the same content."""
+        """Tell how the text came, in the same words for the same content.
+
+        They stand in the file's notes, and tell one feed from another.
+        """
         if self.self_generate is not None:
             return f"{self.self_generate} sequences written by the model, seed {SEED}"
         kind, files = ("text", self.text) if self.text else ("dataset", (self.dataset,))
@@ -80,153 +82,140 @@ class Feed:
 
 
 class Batch(NamedTuple):
-    """Samples of one length: the number of the first, and (samples, length) tokens."""
+    """Samples of one length.
+
+    first  the number of the first
+    ids    (samples, length) tokens
+    """
 
     first: int
     ids: NDArray[np.int64]
 
-    @property
-    def tokens(self) -> int:
-        return self.ids.size
-
 
 def batches_of(samples: Samples) -> list[Batch]:
-    """Samples that follow each other and are of one length, together up to BATCH_TOKENS tokens."""
-    found: list[list[int]] = []
+    """Group samples that follow each other and are of one length.
+
+    A batch has up to BATCH_TOKENS tokens.
+    """
+    batches: list[list[int]] = []
     for number, ids in enumerate(samples):
-        last = found[-1] if found else []
-        if (
-            last
-            and len(samples[last[0]]) == len(ids)
-            and (len(last) + 1) * len(ids) <= BATCH_TOKENS
-        ):
+        last = batches[-1] if batches else []
+        is_alike = last and len(samples[last[0]]) == len(ids)
+        if is_alike and (len(last) + 1) * len(ids) <= BATCH_TOKENS:
             last.append(number)
         else:
-            found.append([number])
+            batches.append([number])
     return [
-        Batch(numbers[0], np.stack([samples[number] for number in numbers])) for numbers in found
+        Batch(numbers[0], np.stack([samples[number] for number in numbers])) for numbers in batches
     ]
 
 
-def longest(skeleton: Skeleton, wanted: int | None, usual: int, tokenizer: Any = None) -> int:
-    """How many tokens a sample has at most; InputError where more are wanted than the model has positions for."""
+def sequence_length(
+    skeleton: Skeleton, wanted: int | None, usual: int, tokenizer: Any = None
+) -> int:
+    """Choose how many tokens a sample has at most.
+
+    Raises InputError where more are wanted than the model has positions for
+    """
     limits = [getattr(skeleton.model.config.get_text_config(), "max_position_embeddings", None)]
     limits.append(getattr(tokenizer, "model_max_length", None))
     limit = min((int(limit) for limit in limits if limit), default=usual)
     if wanted is not None and wanted > limit:
-        detail = (
-            f"--sequence-length {wanted} is more than the model takes; expected at most {limit}"
-        )
-        raise InputError("bad-number", detail, "Leave it out.")
+        detail = f"--sequence-length {wanted} is more than the model takes"
+        raise InputError("bad-number", f"{detail}; expected at most {limit}", "Leave it out.")
     return wanted or min(limit, usual)
 
 
 def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
-    """The samples of texts or records, in an order that depends on them alone.
+    """Read samples of texts or records, in an order by them alone.
 
     folder  where the tokenizer's files are
     Raises  InputError where there is no tokenizer, no text, or a file that is not what it should be
     """
-    tokenizer = _tokenizer(folder)
-    length = longest(skeleton, feed.sequence_length, SEQUENCE_LENGTH, tokenizer)
+    tokenizer = _open_tokenizer(folder)
+    length = sequence_length(skeleton, feed.sequence_length, SEQUENCE_LENGTH, tokenizer)
     is_packed = skeleton.model.can_generate()
-    texts = _texts(feed, tokenizer, is_by_line=not is_packed)
-    tokens = [
-        np.asarray(tokenizer(text, **options)["input_ids"], np.int64) for text, options in texts
-    ]
-    tokens = [ids for ids in tokens if len(ids)]
+    tokens = []
+    for text, options in _read_texts(feed, tokenizer, is_by_line=not is_packed):
+        ids = np.asarray(tokenizer(text, **options)["input_ids"], np.int64)
+        if len(ids):
+            tokens.append(ids)
     if is_packed and tokens:
         whole = np.concatenate(tokens)
         count = max(1, len(whole) // length)
         tokens = [whole[number * length : (number + 1) * length] for number in range(count)]
     tokens = [ids[:length] for ids in tokens if len(ids) >= SHORTEST]
     if not tokens:
-        raise InputError(
-            "no-text",
-            "the text to calibrate with makes no sample of two tokens; expected prose or code",
-            "Add more.",
-        )
-    chosen = [tokens[number * len(tokens) // feed.samples] for number in range(feed.samples)]
-    return sorted(tokens if len(tokens) <= feed.samples else chosen, key=len)
+        detail = "the text to calibrate with makes no sample of two tokens; expected prose or code"
+        raise InputError("no-text", detail, "Add more.")
+    if len(tokens) > feed.samples:  # evenly over all of them
+        tokens = [tokens[number * len(tokens) // feed.samples] for number in range(feed.samples)]
+    return sorted(tokens, key=len)
 
 
-def _tokenizer(folder: Path) -> Any:
+def _open_tokenizer(folder: Path) -> Any:
     transformers = import_transformers()
     try:
         found = transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # of many kinds: tokenizers, sentencepiece, json
-        is_there = any(not path.name.endswith("config.json") for path in folder.iterdir())
-        why = (
-            f"no tokenizer that transformers can use: {reason_of(error)}"
-            if is_there
-            else "no tokenizer"
-        )
+        why = "no tokenizer"
+        if any(not path.name.endswith("config.json") for path in folder.iterdir()):
+            why = f"no tokenizer that transformers can use: {reason_of(error)}"
         next_step = "Put the tokenizer's files beside the weights, or: --self-generate 32."
         raise InputError("no-tokenizer", f"the source has {why}", next_step) from None
     if not len(found):
-        raise InputError(
-            "no-tokenizer",
-            "the source has no tokenizer: its vocabulary is empty",
-            "Or: --self-generate 32.",
-        )
+        detail = "the source has no tokenizer: its vocabulary is empty"
+        raise InputError("no-tokenizer", detail, "Or: --self-generate 32.")
     return found
 
 
-def _texts(feed: Feed, tokenizer: Any, is_by_line: bool) -> Iterator[tuple[str, dict[str, object]]]:
-    """Texts, and how each is to be tokenized."""
+def _read_texts(
+    feed: Feed, tokenizer: Any, is_by_line: bool
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Read texts, and with what options each is to be tokenized."""
     for path in feed.text:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                "bad-text", f"{path} cannot be read as UTF-8 text: {error}", "Give plain text."
-            ) from None
+            detail = f"{path} cannot be read as UTF-8 text: {error}"
+            raise InputError("bad-text", detail, "Give plain text.") from None
         for part in text.splitlines() if is_by_line else [text]:
             if part.strip():
                 yield part, {}
     if feed.dataset is None:
         return
-    for number, record in enumerate(_records(feed.dataset), 1):
+    is_parquet = feed.dataset.suffix == ".parquet"
+    records = _read_parquet(feed.dataset) if is_parquet else _read_jsonl(feed.dataset)
+    for number, record in enumerate(records, 1):
         where = f"{feed.dataset}: record {number}"
+        options: dict[str, object] = {}
         if isinstance(record.get("text"), str):
-            yield _sayable(record["text"], where), {}
+            text = record["text"]
         elif isinstance(record.get("messages"), list):
-            yield (
-                _sayable(_chat(tokenizer, record["messages"], where), where),
-                {"add_special_tokens": False},
-            )
+            options = {"add_special_tokens": False}  # the template has written them
+            try:
+                text = str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
+            except Exception as error:  # templates raise what they like
+                detail = f"{where} cannot be written by the tokenizer's chat template"
+                detail += f": {reason_of(error)}"
+                raise InputError("bad-dataset", detail, "Give records with 'text'.") from None
         else:
-            detail = f"{where} has neither a 'text' that is a string nor a list of 'messages', but {sorted(map(str, record))[:5]}"
+            detail = f"{where} has neither a 'text' that is a string nor a list of 'messages'"
+            detail += f", but {sorted(map(str, record))[:5]}"
             raise InputError("bad-dataset", detail, "Give every record one of them.")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can hold it, and no tokenizer takes it
+            detail = f"{where} holds half a surrogate pair at character {error.start}"
+            detail += "; expected Unicode text"
+            raise InputError("bad-dataset", detail, "Leave the record out.") from None
+        yield text, options
 
 
-def _sayable(text: str, where: str) -> str:
-    """The text itself; InputError for half a surrogate pair, which JSON can hold and no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        detail = (
-            f"{where} holds half a surrogate pair at character {error.start}; expected Unicode text"
-        )
-        raise InputError("bad-dataset", detail, "Leave the record out.") from None
-    return text
-
-
-def _chat(tokenizer: Any, messages: object, where: str) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # templates raise what they like
-        detail = f"{where} cannot be written by the tokenizer's chat template: {reason_of(error)}"
-        raise InputError("bad-dataset", detail, "Give records with 'text'.") from None
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a jsonl or parquet file."""
-    if path.suffix == ".parquet":
-        yield from _parquet(path)
-        return
+def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the records of a jsonl file, one object on each line."""
     with path.open(encoding="utf-8") as stream:
         try:
             for number, line in enumerate(stream, 1):
@@ -243,48 +232,55 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             raise InputError("bad-dataset", detail, "Give jsonl or parquet.") from None
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        from pyarrow import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            ArrowException,
+            parquet,
+        )
     except ImportError:
         detail = f"{path}: reading parquet needs the package pyarrow; it is not installed"
-        raise InputError(
-            "no-pyarrow", detail, "Install it: pip install pyarrow. Or give jsonl."
-        ) from None
+        next_step = "Install it: pip install pyarrow. Or give jsonl."
+        raise InputError("no-pyarrow", detail, next_step) from None
     try:
         for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
-        raise InputError(
-            "bad-dataset", f"{path} is no parquet file: {error}", "Give jsonl or parquet."
-        ) from None
+        detail = f"{path} is no parquet file: {error}"
+        raise InputError("bad-dataset", detail, "Give jsonl or parquet.") from None
 
 
 def own_shape(feed: Feed, skeleton: Skeleton) -> tuple[int, int]:
-    """How many sequences the model is to write, and how long they are; InputError where it writes no text."""
+    """Return how many sequences the model is to write, and their length.
+
+    Raises InputError where it writes no text
+    """
     if not skeleton.model.can_generate():
         detail = f"{type(skeleton.model).__name__} writes no text, so it cannot be fed with its own"
         raise InputError("no-text", detail, "Give --text FILE.")
-    return int(feed.self_generate or 1), longest(skeleton, feed.sequence_length, OWN_LENGTH)
+    length = sequence_length(skeleton, feed.sequence_length, OWN_LENGTH)
+    return int(feed.self_generate or 1), length
 
 
 def write_samples(
     feed: Feed, skeleton: Skeleton, held_nbytes: int, report: Callable[[str, int], None]
 ) -> Samples:
-    """Sequences that the model writes itself from its first token on, at temperature 1: the same ones every time.
+    """Let the model write sequences, from its first token on.
 
-    held_nbytes  where all weights take no more they are held; else each layer is read again for every token
-    report       called with every layer that is read, and 0, and with the tokens that were written, of all sequences together
+    They are drawn at temperature 1, and are the same ones every time.
+    held_nbytes  where all weights take no more they are held; else each layer is read again for
+                 every token
+    report       called with every layer that is read, and 0, and with the tokens that were written,
+                 of all sequences together
     """
     count, length = own_shape(feed, skeleton)
     config = skeleton.model.config.get_text_config()
     generator = torch.Generator().manual_seed(SEED)
     start = getattr(config, "bos_token_id", None)
-    ids = (
-        torch.full((count, 1), start)
-        if isinstance(start, int)
-        else torch.randint(config.vocab_size, (count, 1), generator=generator)
-    )
+    if isinstance(start, int):
+        ids = torch.full((count, 1), start)
+    else:
+        ids = torch.randint(config.vocab_size, (count, 1), generator=generator)
     written = [ids]
     is_held = sum(map(skeleton.nbytes, skeleton.layers)) <= held_nbytes
     blind = Watch(skeleton, "none", {}, is_looking=False)
@@ -293,74 +289,66 @@ def write_samples(
     cache = DynamicCache()
     with (
         filled_on_demand(skeleton, is_headless=False),
-        _layers_on_demand(skeleton, is_held, report),
+        _layers_filled_on_demand(skeleton, is_held, report),
         watching(blind),
     ):
         for number in range(2, length + 1):
             given = written[-1].to(skeleton.device)
-            logits = (
-                skeleton.model(input_ids=given, past_key_values=cache, use_cache=True)
-                .logits[:, -1]
-                .float()
-                .cpu()
-            )
+            made = skeleton.model(input_ids=given, past_key_values=cache, use_cache=True)
+            logits = made.logits[:, -1].float().cpu()
             if not torch.isfinite(logits).all():
-                raise InputError(
-                    "calibration-nan",
-                    "the model writes NaN or Inf instead of text",
-                    "Check the weights.",
-                )
+                detail = "the model writes NaN or Inf instead of text"
+                raise InputError("calibration-nan", detail, "Check the weights.")
             written.append(torch.multinomial(torch.softmax(logits, -1), 1, generator=generator))
             report(f"token {number} of {length}", count)
     return list(torch.cat(written, 1).numpy())
 
 
-class _layers_on_demand:  # noqa: N801 - a context manager, used as a function
-    """Meanwhile every layer is filled when it is used, and emptied after it or, where they are held, in the end."""
+@contextmanager
+def _layers_filled_on_demand(
+    skeleton: Skeleton, is_held: bool, report: Callable[[str, int], None]
+) -> Iterator[None]:
+    """Fill every layer when it is used, and empty it after it.
 
-    def __init__(
-        self, skeleton: Skeleton, is_held: bool, report: Callable[[str, int], None]
-    ) -> None:
-        self._skeleton, self._is_held, self._report = skeleton, is_held, report
-        self._handles: list[Any] = []
-        self._filled: set[str] = set()
+    is_held  it is emptied in the end only
+    """
+    handles: list[Any] = []
+    filled: set[str] = set()
 
-    def __enter__(self) -> None:
-        for path in self._skeleton.layers:
-            layer = self._skeleton.module(path)
-            self._handles.append(
-                layer.register_forward_pre_hook(lambda m, args, path=path: self._fill(path))
-            )
-            if not self._is_held:
-                self._handles.append(
-                    layer.register_forward_hook(lambda m, args, out, path=path: self._empty(path))
+    def fill(path: str) -> None:
+        if path not in filled:
+            report(path, 0)
+            skeleton.fill(path)
+            filled.add(path)
+
+    def empty(path: str) -> None:
+        filled.discard(path)
+        skeleton.empty(path)
+
+    try:
+        for path in skeleton.layers:
+            layer = skeleton.module(path)
+            handles.append(layer.register_forward_pre_hook(lambda m, args, path=path: fill(path)))
+            if not is_held:
+                handles.append(
+                    layer.register_forward_hook(lambda m, args, made, path=path: empty(path))
                 )
-
-    def _fill(self, path: str) -> None:
-        if path not in self._filled:
-            self._report(path, 0)
-            self._skeleton.fill(path)
-            self._filled.add(path)
-
-    def _empty(self, path: str) -> None:
-        self._filled.discard(path)
-        self._skeleton.empty(path)
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-        for path in sorted(self._filled):
-            self._skeleton.empty(path)
+        for path in sorted(filled):
+            skeleton.empty(path)
 
 
 def save_samples(path: Path, samples: Sequence[NDArray[np.int64]]) -> None:
-    """Keep tokens for a run that continues."""
+    """Save tokens for a run that continues."""
     lengths = np.array([len(ids) for ids in samples], np.int64)
     with path.open("wb") as out:
         np.savez(out, lengths=lengths, tokens=np.concatenate(list(samples)))
 
 
 def load_samples(path: Path) -> Samples:
-    """What save_samples kept."""
+    """Load what save_samples saved."""
     with np.load(path, allow_pickle=False) as kept:
         return np.split(kept["tokens"], np.cumsum(kept["lengths"])[:-1])

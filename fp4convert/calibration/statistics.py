@@ -1,29 +1,38 @@
 """Read and check a calibration file.
 
-One safetensors file, or an index in JSON whose parts lie beside it.  Its notes (the file's __metadata__,
-or the index's `metadata`) are strings:
+One safetensors file, or an index in JSON whose parts lie beside it.  Its notes (the file's
+__metadata__, or the index's `metadata`) are strings:
 
   format       fp4convert-calibration        version  2
   source       {"repo", "revision"} as JSON, null for a folder
-  fingerprint  sha256 of config.json less quantization, and of every tensor's name and shape: which model
+  fingerprint  sha256 of config.json less quantization, and of every tensor's name and shape: which
+               model
   weights      sha256 of its small tensors and of samples of its large ones: which weights of it
   samples, tokens, text, gram   how many, how they were fed, and none | diag | block:N | full
-  inputs       {module: module that holds its statistics} as JSON, for layers that are given the same input
-  unrouted     experts whose statistics are those of tokens that were not routed to them, a JSON list
+  inputs       {module: module that holds its statistics} as JSON, for layers that are given the
+               same input
+  unrouted     experts whose statistics are those of tokens that were not routed to them, a JSON
+               list
   parts        {file: sha256} as JSON, of an index alone
 
-and its tensors, by the names of linear layers (experts are modules of their own), attentions and mixtures of experts:
+and its tensors, by the names of linear layers (experts are modules of their own), attentions and
+mixtures of experts:
 
   {module}.input_amax          F32 []                largest |x|
   {module}.input_sq_mean       F32 [columns]         mean of x^2 over tokens
   {module}.input_abs_mean      F32 [columns]         mean of |x|
   {module}.input_channel_amax  F32 [columns]         largest |x| of each column
-  {module}.input_gram          F32, F16 [k, b, b]    mean of x x^T along the diagonal, the last block padded with zeros
+  {module}.input_gram          F32, F16 [k, b, b]    mean of x x^T along the diagonal; the last
+                                                     block is padded with zeros
   {module}.input_gram_scale    F32 []                of an F16 Gram: what it is multiplied with
   {module}.tokens              I64 []                tokens seen
-  {moe}.expert_tokens I64 [experts]        {moe}.expert_saliency F32 [experts]        {attention}.k_amax, .v_amax F32 []
+  {moe}.expert_tokens          I64 [experts]
+  {moe}.expert_saliency        F32 [experts]
+  {attention}.k_amax, .v_amax  F32 []
 
-This module reads and checks such files; workdir.py writes them, and run.py makes what is in them.
+Calibration reads what a file holds, and refuses numbers that nothing can have; check_source and
+check_linears say whether it suits a checkpoint.  workdir.py writes such files, and run.py makes
+what is in them.
 """
 
 from __future__ import annotations
@@ -38,7 +47,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
-from fp4convert.calibration.plausibility import Seen, contradiction, not_a_gram
+from fp4convert.calibration.plausibility import InputStatistics, contradiction, not_a_gram
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import Float32s
@@ -51,6 +60,7 @@ from fp4convert.storage.source import Source
 FORMAT, VERSION = "fp4convert-calibration", "2"
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
 ANEW = "Copy it anew from where it was made, or calibrate again."  # nobody downloads such files
+NOTES = ("source", "fingerprint", "weights", "samples", "tokens", "gram", "text")
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
 COUNTS = (".tokens", ".expert_tokens")  # end names of integers
 DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -75,7 +85,8 @@ class Experts(NamedTuple):
     """What a mixture of experts did with the tokens, expert by expert.
 
     tokens    how many were routed to it
-    saliency  mean over these of the router's weight times the norm of the expert's output (REAP, arXiv 2510.13999); 0 for none
+    saliency  mean over these of the router's weight times the norm of the expert's output (REAP,
+              arXiv 2510.13999); 0 for none
     """
 
     tokens: NDArray[np.int64]
@@ -84,9 +95,11 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """An opened calibration file; statistics are read when they are asked for.
+    """An opened calibration file; statistics are read when asked for.
 
-    sha256  of the file, or of the index, which holds those of its parts: what plans and records call it by
+    Every reader raises InputError where the file lacks the statistic, or holds what cannot be.
+    sha256  of the file, or of the index, which holds those of its parts: what plans and records
+            call it by
     notes   its metadata, as the head of this module has it
     inputs  module -> the module that holds its statistics, where that is another
     """
@@ -103,254 +116,248 @@ class Calibration:
 
     @property
     def tokens(self) -> int:
-        """Tokens that went through the model."""
+        """Count the tokens that went through the model."""
         return int(self.notes["tokens"])
 
     @property
     def gram_kind(self) -> str:
-        """none, diag, block:N or full."""
+        """Return none, diag, block:N or full."""
         return self.notes["gram"]
 
     @property
     def unrouted(self) -> tuple[str, ...]:
-        """Modules of experts that got too few tokens, and whose statistics are those of other tokens."""
-        found = _parsed(self.path, self.notes, "unrouted") if "unrouted" in self.notes else []
+        """List the experts whose statistics are those of other tokens."""
+        found = _parse_note(self.path, self.notes, "unrouted", [])
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
-    def check(self, source: Source, linears: Iterable[Linear] = ()) -> None:
-        """InputError where the file is not of this very checkpoint, or has nothing on one of these linear layers."""
-        again = f"Calibrate it: fp4convert calibrate {source.name} -o FILE."
-        if fingerprint_of(source) != self.notes["fingerprint"]:
-            detail = f"{self.path} was made from another model than {source.name}: names, shapes or config.json differ"
-            raise InputError("calibration-model", detail, again)
-        if weights_of(source) != self.notes["weights"]:
-            detail = f"{self.path} was made from other weights of the same model as {source.name}: another revision or a fine-tune"
-            raise InputError("calibration-weights", detail, again)
-        self.check_linears(linears)
-
-    def check_linears(self, linears: Iterable[Linear]) -> None:
-        """InputError where the file has nothing on one of these linear layers, something of another shape, or what cannot be."""
-        holders: set[str] = set()
-        for linear in linears:
-            ref = self._ref(linear.module, "input_channel_amax")
-            if ref.shape != linear.shape[1:]:
-                detail = f"{self.path}: {ref.name} has the shape {list(ref.shape)}; expected {[linear.shape[1]]}"
-                raise InputError(
-                    "calibration-shape",
-                    detail,
-                    "Calibrate this source: fp4convert calibrate.",
-                    linear.module,
-                )
-            if self.holder(linear.module) not in holders:
-                holders.add(self.holder(linear.module))
-                self.check_inputs(linear.module)
-
-    def check_inputs(self, module: str) -> None:
-        """InputError where what is said of the inputs of that linear layer cannot be, or not all of it at once."""
-        largest = self.channel_amax(module)
-        seen = Seen(
-            tokens=self.tokens_of(module) if self._has(module, "tokens") else None,
-            amax=self.amax(module) if self._has(module, "input_amax") else None,
-            largest=largest,
-            magnitudes=self.mean_magnitudes(module)
-            if self._has(module, "input_abs_mean")
-            else None,
-            squares=self.moments(module) if self._has(module, "input_sq_mean") else None,
-            diagonal=self._diagonal(module) if self.has_gram(module) else None,
-        )
-        if found := contradiction(seen):
-            kind, why = found
-            raise self._bad(self._ref(module, kind), f"{why}: no inputs have both")
-
     def holder(self, module: str) -> str:
-        """The module under whose name its statistics stand: itself, or another that is given the same input."""
+        """Return the module under whose name its statistics stand."""
         return self.inputs.get(module, module)
 
-    def has(self, module: str) -> bool:
-        """True where there are statistics on the inputs of that linear layer."""
-        return self._has(module, "input_channel_amax")
+    def has(self, module: str, statistic: str = "input_channel_amax") -> bool:
+        """Tell whether there is such a statistic of a module.
 
-    def has_gram(self, module: str) -> bool:
-        """True where there is a Gram matrix of the inputs of that linear layer."""
-        return self._has(module, "input_gram")
-
-    def has_experts(self, moe: str) -> bool:
-        """True where there is something to judge the experts of that mixture by."""
-        return self._has(moe, "expert_saliency")
-
-    def has_cache(self, attention: str) -> bool:
-        """True where it is known what entered the cache of that attention."""
-        return self._has(attention, "k_amax")
+        statistic  the end of its name; the usual one is there where any is on a linear layer's
+                   inputs
+        """
+        return f"{self.holder(module)}.{statistic}" in self.refs
 
     def gram_widths(self) -> list[tuple[int, int]]:
-        """(columns, columns of a block) of every Gram matrix in the file, those of its padding with them."""
+        """Return (columns, block width) of every Gram matrix, padded."""
         shapes = [ref.shape for name, ref in self.refs.items() if name.endswith(".input_gram")]
         return [
             (shape[0] * shape[-1], shape[-1]) for shape in shapes if len(shape) == GRAM_DIMENSIONS
         ]
 
     def amax(self, module: str) -> float:
-        """The largest |x| that the linear layer was given."""
-        return self._number(module, "input_amax")
+        """Return the largest |x| that the linear layer was given."""
+        return self._read_number(module, "input_amax")
 
     def moments(self, module: str) -> Float32s:
-        """The mean of x^2 of every column: the diagonal of the Gram matrix.  InputError in a file of --gram none."""
-        return self._columns(module, "input_sq_mean")
+        """Return the mean of x^2 of every column, the diagonal of the Gram.
+
+        Files of --gram none have none.
+        """
+        return self._read_columns(module, "input_sq_mean")
 
     def mean_magnitudes(self, module: str) -> Float32s:
-        """The mean of |x| of every column."""
-        return self._columns(module, "input_abs_mean")
+        """Return the mean of |x| of every column."""
+        return self._read_columns(module, "input_abs_mean")
 
     def channel_amax(self, module: str) -> Float32s:
-        """The largest |x| of every column."""
-        return self._columns(module, "input_channel_amax")
+        """Return the largest |x| of every column."""
+        return self._read_columns(module, "input_channel_amax")
 
     def tokens_of(self, module: str) -> int:
-        """How many tokens the linear layer was given."""
-        return int(self._number(module, "tokens"))
+        """Count the tokens that the linear layer was given."""
+        return int(self._read_number(module, "tokens"))
 
     def gram(self, module: str) -> Gram | None:
-        """The Gram matrix of the inputs, or its blocks; None in a file of --gram diag or none."""
-        if not self.has(module) or not self.has_gram(module):
+        """Return the Gram matrix of the inputs, or its blocks.
+
+        None in a file of --gram diag or none.
+        """
+        if not self.has(module) or not self.has(module, "input_gram"):
             return None
-        ref = self._gram_ref(module)
-        blocks = self._read(ref).astype(np.float32) * self._gram_scale(module)
-        self._check(ref, blocks, may_be_negative=True)
+        ref, factor = self._find_gram(module)
+        blocks = self._read(ref).astype(np.float32) * factor
+        self._check_values(ref, blocks, is_gram=True)
         if why := not_a_gram(blocks):
-            raise self._bad(ref, f"{why}: it is no mean of x x^T")
-        return Gram(blocks, self._ref(module, "input_channel_amax").shape[0])
+            raise self.refusal(ref, f"{why}: it is no mean of x x^T")
+        return Gram(blocks, self.find(module, "input_channel_amax").shape[0])
+
+    def gram_diagonal(self, module: str) -> Float32s:
+        """Return the diagonal of a Gram matrix, and read no more of it."""
+        ref, factor = self._find_gram(module)
+        file = self.path.parent / ref.file
+        mapped = np.memmap(file, self._dtype(ref), "r", ref.start, ref.shape)
+        diagonal = np.diagonal(mapped, axis1=1, axis2=2).reshape(-1)
+        values = diagonal.astype(np.float32) * factor
+        self._check_values(ref, values)
+        return cast(Float32s, values)
 
     def experts(self, moe: str) -> Experts:
-        """What became of the tokens in a mixture of experts: `model.layers.0.mlp`, above its `experts`."""
+        """Return what became of the tokens in a mixture of experts.
+
+        moe  `model.layers.0.mlp`, above its `experts`
+        """
         tokens, saliency = (
-            self._positive(moe, "expert_tokens"),
-            self._positive(moe, "expert_saliency"),
+            self._read_checked(moe, "expert_tokens"),
+            self._read_checked(moe, "expert_saliency"),
         )
         if tokens.shape == saliency.shape and saliency[tokens == 0].any():
-            raise self._bad(
-                self._ref(moe, "expert_saliency"),
-                "is above 0 for an expert that no token was routed to",
-            )
+            detail = "is above 0 for an expert that no token was routed to"
+            raise self.refusal(self.find(moe, "expert_saliency"), detail)
         return Experts(cast(NDArray[np.int64], tokens), saliency)
 
     def cache_amax(self, attention: str) -> tuple[float, float]:
-        """The largest |key|, after its rotation, and |value| that entered the cache of `model.layers.0.self_attn`."""
-        return self._number(attention, "k_amax"), self._number(attention, "v_amax")
+        """Return the largest |key|, after its rotation, and |value|.
 
-    def _has(self, module: str, kind: str) -> bool:
-        return f"{self.holder(module)}.{kind}" in self.refs
+        attention  into whose cache they went: `model.layers.0.self_attn`
+        """
+        return self._read_number(attention, "k_amax"), self._read_number(attention, "v_amax")
 
-    def _ref(self, module: str, kind: str) -> TensorRef:
-        ref = self.refs.get(f"{self.holder(module)}.{kind}")
-        if ref is None:
-            detail = f"{self.path} has no {kind} of {module}; expected it of every linear layer, mixture and attention asked for"
-            raise InputError("calibration-missing", detail, self._remedy(module, kind), module)
-        return ref
+    def find(self, module: str, statistic: str) -> TensorRef:
+        """Find where a statistic is; InputError where there is none."""
+        ref = self.refs.get(f"{self.holder(module)}.{statistic}")
+        if ref is not None:
+            return ref
+        next_step = AGAIN
+        if statistic.startswith("input_") and not self.has(module):
+            next_step = "Calibrate again with text that reaches it"
+            next_step += f", or quantize without it: --exclude '{module}'."
+        elif statistic == "input_sq_mean" and self.gram_kind == "none":
+            next_step = "Calibrate again with --gram diag."
+        detail = f"{self.path} has no {statistic} of {module}"
+        detail += "; expected it of every linear layer, mixture and attention asked for"
+        raise InputError("calibration-missing", detail, next_step, module)
 
-    def _remedy(self, module: str, kind: str) -> str:
-        """What to do where that statistic of it is missing."""
-        if kind.startswith("input_") and not self.has(module):
-            return f"Calibrate again with text that reaches it, or quantize without it: --exclude '{module}'."
-        if kind == "input_sq_mean" and self.gram_kind == "none":
-            return "Calibrate again with --gram diag."
-        return AGAIN
+    def refusal(self, ref: TensorRef, why: str) -> InputError:
+        """Return the error of a statistic that cannot be."""
+        detail = f"{self.path}: {ref.name} {why}"
+        return InputError("calibration-values", detail, "Calibrate again.", ref.name)
 
-    def _gram_ref(self, module: str) -> TensorRef:
-        """Where the Gram matrix is; InputError where it has the shape of none of that linear layer."""
-        ref, columns = (
-            self._ref(module, "input_gram"),
-            self._ref(module, "input_channel_amax").shape[0],
-        )
-        count, width = ref.shape[0] if ref.shape else 0, ref.shape[-1] if ref.shape else 0
-        if (
-            len(ref.shape) != GRAM_DIMENSIONS
-            or ref.shape[1] != width
-            or not count * width - width < columns <= count * width
-        ):
-            raise self._bad(
-                ref,
-                f"has the shape {list(ref.shape)}; expected square blocks that cover {columns} columns",
-            )
-        return ref
+    def _find_gram(self, module: str) -> tuple[TensorRef, np.float32]:
+        """Find a Gram matrix whose shape fits, and what it is multiplied with."""
+        ref = self.find(module, "input_gram")
+        columns = self.find(module, "input_channel_amax").shape[0]
+        count, width = (ref.shape[0], ref.shape[-1]) if ref.shape else (0, 0)
+        is_square = len(ref.shape) == GRAM_DIMENSIONS and ref.shape[1] == width
+        if not is_square or not count * width - width < columns <= count * width:
+            detail = f"has the shape {list(ref.shape)}"
+            detail += f"; expected square blocks that cover {columns} columns"
+            raise self.refusal(ref, detail)
+        is_scaled = ref.dtype == "F16"
+        return ref, np.float32(self._read_number(module, "input_gram_scale") if is_scaled else 1)
 
-    def _gram_scale(self, module: str) -> np.float32:
-        return np.float32(
-            self._number(module, "input_gram_scale")
-            if self._ref(module, "input_gram").dtype == "F16"
-            else 1
-        )
-
-    def _diagonal(self, module: str) -> Float32s:
-        """That of a Gram matrix, and nothing else of it is read."""
-        ref = self._gram_ref(module)
-        mapped = np.memmap(self.path.parent / ref.file, self._dtype(ref), "r", ref.start, ref.shape)
-        values = np.diagonal(mapped, axis1=1, axis2=2).reshape(-1).astype(
-            np.float32
-        ) * self._gram_scale(module)
-        self._check(ref, values)
-        return cast(Float32s, values)
-
-    def _columns(self, module: str, kind: str) -> Float32s:
-        """A number for every column that the linear layer has."""
-        expected = self._ref(module, "input_channel_amax").shape
-        values = self._positive(module, kind)
+    def _read_columns(self, module: str, statistic: str) -> Float32s:
+        """Read a number for every column that the linear layer has."""
+        expected = self.find(module, "input_channel_amax").shape
+        values = self._read_checked(module, statistic)
         if values.shape != expected or len(expected) != 1:
-            raise self._bad(
-                self._ref(module, kind),
-                f"has the shape {list(values.shape)}; expected a number for every column",
-            )
+            detail = f"has the shape {list(values.shape)}; expected a number for every column"
+            raise self.refusal(self.find(module, statistic), detail)
         return values
 
-    def _positive(self, module: str, kind: str) -> Float32s:
-        ref = self._ref(module, kind)
-        values = self._read(ref)
-        self._check(ref, values)
-        return cast(Float32s, values)
-
-    def _number(self, module: str, kind: str) -> float:
-        found = self._positive(module, kind)
+    def _read_number(self, module: str, statistic: str) -> float:
+        found = self._read_checked(module, statistic)
         if found.shape:
-            raise self._bad(
-                self._ref(module, kind),
-                f"has the shape {list(found.shape)}; expected a single number",
-            )
+            detail = f"has the shape {list(found.shape)}; expected a single number"
+            raise self.refusal(self.find(module, statistic), detail)
         return float(found)
 
-    def _dtype(self, ref: TensorRef) -> np.dtype[np.generic]:
-        """Of numpy; InputError for counts that are no integers, and for statistics that are."""
-        expected = ("I64",) if ref.name.endswith(COUNTS) else ("F32", "F16")
-        if ref.dtype not in expected:
-            raise self._bad(ref, f"has the dtype {ref.dtype}; expected {' or '.join(expected)}")
-        return DTYPES[ref.dtype]
+    def _read_checked(self, module: str, statistic: str) -> Float32s:
+        ref = self.find(module, statistic)
+        values = self._read(ref)
+        self._check_values(ref, values)
+        return cast(Float32s, values)
 
     def _read(self, ref: TensorRef) -> NDArray[np.generic]:
-        values = np.fromfile(
-            self.path.parent / ref.file, self._dtype(ref), ref.elements, offset=ref.start
-        )
+        file = self.path.parent / ref.file
+        values = np.fromfile(file, self._dtype(ref), ref.elements, offset=ref.start)
         if values.size != ref.elements:
-            raise self._bad(ref, "is gone: the file became shorter while it was read")
+            raise self.refusal(ref, "is gone: the file became shorter while it was read")
         return values.reshape(ref.shape)
 
-    def _check(
-        self, ref: TensorRef, values: NDArray[np.generic], may_be_negative: bool = False
-    ) -> None:
-        """InputError for NaN, Inf, and what is negative and cannot be; of a Gram matrix that is its diagonal."""
-        if not np.isfinite(values).all():
-            raise self._bad(ref, "holds NaN or Inf; expected finite statistics")
-        lowest = np.diagonal(values, axis1=-2, axis2=-1) if may_be_negative else values
-        if lowest.size and lowest.min() < 0:
-            raise self._bad(
-                ref, "holds negative values where counts, squares or magnitudes are expected"
-            )
+    def _dtype(self, ref: TensorRef) -> np.dtype[np.generic]:
+        """Return numpy's dtype: of integers for counts, else of floats."""
+        expected = ("I64",) if ref.name.endswith(COUNTS) else ("F32", "F16")
+        if ref.dtype not in expected:
+            detail = f"has the dtype {ref.dtype}; expected {' or '.join(expected)}"
+            raise self.refusal(ref, detail)
+        return DTYPES[ref.dtype]
 
-    def _bad(self, ref: TensorRef, found: str) -> InputError:
-        return InputError(
-            "calibration-values", f"{self.path}: {ref.name} {found}", "Calibrate again.", ref.name
+    def _check_values(
+        self, ref: TensorRef, values: NDArray[np.generic], is_gram: bool = False
+    ) -> None:
+        """Refuse NaN, Inf and negative values; of a Gram its diagonal counts."""
+        if not np.isfinite(values).all():
+            raise self.refusal(ref, "holds NaN or Inf; expected finite statistics")
+        lowest = np.diagonal(values, axis1=-2, axis2=-1) if is_gram else values
+        if lowest.size and lowest.min() < 0:
+            detail = "holds negative values where counts, squares or magnitudes are expected"
+            raise self.refusal(ref, detail)
+
+
+def check_source(calibration: Calibration, source: Source, linears: Iterable[Linear] = ()) -> None:
+    """Raise InputError where a calibration is of another checkpoint.
+
+    linears  are checked, too, as check_linears does
+    """
+    path, next_step = calibration.path, f"Calibrate it: fp4convert calibrate {source.name} -o FILE."
+    if fingerprint_of(source) != calibration.notes["fingerprint"]:
+        detail = f"{path} was made from another model than {source.name}"
+        detail += ": names, shapes or config.json differ"
+        raise InputError("calibration-model", detail, next_step)
+    if weights_of(source) != calibration.notes["weights"]:
+        detail = f"{path} was made from other weights of the same model as {source.name}"
+        detail += ": another revision or a fine-tune"
+        raise InputError("calibration-weights", detail, next_step)
+    check_linears(calibration, linears)
+
+
+def check_linears(calibration: Calibration, linears: Iterable[Linear]) -> None:
+    """Raise InputError where a linear layer lacks statistics that can be."""
+    holders: set[str] = set()
+    for linear in linears:
+        ref = calibration.find(linear.module, "input_channel_amax")
+        if ref.shape != linear.shape[1:]:
+            detail = f"{calibration.path}: {ref.name} has the shape {list(ref.shape)}"
+            detail += f"; expected {[linear.shape[1]]}"
+            next_step = "Calibrate this source: fp4convert calibrate."
+            raise InputError("calibration-shape", detail, next_step, linear.module)
+        holder = calibration.holder(linear.module)
+        if holder not in holders:
+            holders.add(holder)
+            check_inputs(calibration, linear.module)
+
+
+def check_inputs(calibration: Calibration, module: str) -> None:
+    """Raise InputError where statistics of a layer's inputs contradict."""
+    has, largest = calibration.has, calibration.channel_amax(module)
+    found = contradiction(
+        InputStatistics(
+            tokens=calibration.tokens_of(module) if has(module, "tokens") else None,
+            amax=calibration.amax(module) if has(module, "input_amax") else None,
+            largest=largest,
+            magnitudes=(
+                calibration.mean_magnitudes(module) if has(module, "input_abs_mean") else None
+            ),
+            squares=calibration.moments(module) if has(module, "input_sq_mean") else None,
+            diagonal=calibration.gram_diagonal(module) if has(module, "input_gram") else None,
         )
+    )
+    if found:
+        statistic, why = found
+        ref = calibration.find(module, statistic)
+        raise calibration.refusal(ref, f"{why}: no inputs have both")
 
 
 def open_calibration(path: Path | str) -> Calibration:
-    """A calibration file, its headers read and checked; InputError where it is not there, damaged, or something else."""
+    """Open a calibration file, and check its headers and notes.
+
+    Raises InputError where it is not there, damaged, or something else
+    """
     path = Path(path)
     try:
         with path.open("rb") as stream:
@@ -359,30 +366,40 @@ def open_calibration(path: Path | str) -> Calibration:
         text = path.read_bytes() if is_index else b""
     except OSError as error:
         detail = f"{path}: {error.strerror}; expected a file that fp4convert calibrate made"
-        raise InputError(
-            "calibration-file", detail, "Make it: fp4convert calibrate SOURCE -o FILE."
-        ) from None
-    headers = [] if is_index else [header_of(path)]
-    notes = _index_notes(path, text) if is_index else headers[0][0]
-    _check_format(path, notes)
+        next_step = "Make it: fp4convert calibrate SOURCE -o FILE."
+        raise InputError("calibration-file", detail, next_step) from None
+    # The notes; of an index they are strings in JSON.
+    tensors: list[TensorRef] = []
     if is_index:
-        sums = _mapping(path, notes, "parts")
-        headers = [header_of(path.parent / file) for file in sorted(sums)]
-        _check_parts(path, sums)
-    _check_notes(path, notes)
-    refs = {ref.name: ref for _, found in headers for ref in found}
-    return Calibration(path, hash_file(path), notes, _mapping(path, notes, "inputs"), refs)
-
-
-def _index_notes(path: Path, text: bytes) -> dict[str, str]:
-    try:
-        return _strings(parse_json_object(text, str(path)).get("metadata"))
-    except InputError as error:
-        raise InputError(error.code, error.message, ANEW) from None
+        try:
+            metadata = parse_json_object(text, str(path)).get("metadata")
+        except InputError as error:
+            raise InputError(error.code, error.message, ANEW) from None
+        entries = metadata.items() if isinstance(metadata, dict) else ()
+        notes = {key: value for key, value in entries if isinstance(value, str)}
+    else:
+        notes, refs = header_of(path)
+        tensors += refs
+    form, version = notes.get("format"), notes.get("version")
+    if (form, version) != (FORMAT, VERSION):
+        detail = f"{path} says that it is {form!r}, version {version!r}"
+        detail += f"; expected {FORMAT!r}, version {VERSION!r}"
+        next_step = AGAIN if form == FORMAT else "Give a file that fp4convert calibrate made."
+        raise InputError("calibration-file", detail, next_step)
+    if is_index:
+        tensors += _read_parts(path, _map_note(path, notes, "parts"))
+    # Notes that every calibration has, and those that are numbers.
+    bad = [key for key in NOTES if key not in notes]
+    bad += [key for key in ("samples", "tokens") if not notes.get(key, "").isdecimal()]
+    if bad:
+        detail = f"{path}: its metadata lacks {bad[0]!r}, or has no number there"
+        raise InputError("calibration-file", detail, "Calibrate again.")
+    inputs = _map_note(path, notes, "inputs")
+    return Calibration(path, hash_file(path), notes, inputs, {ref.name: ref for ref in tensors})
 
 
 def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
-    """The notes of a safetensors file, and where its tensors are."""
+    """Read the notes of a safetensors file, and where its tensors are."""
     try:
         with path.open("rb") as stream:
 
@@ -393,71 +410,42 @@ def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
             header = read_header(path.name, path.stat().st_size, read)
     except OSError as error:
         detail = f"{path}: {error.strerror}; expected a part of the calibration"
-        raise InputError(
-            "calibration-file", detail, "Keep the index and its parts in one folder."
-        ) from None
+        next_step = "Keep the index and its parts in one folder."
+        raise InputError("calibration-file", detail, next_step) from None
     except InputError as error:
         raise InputError(error.code, error.message, ANEW) from None
     return cast(SafetensorsFrame, header.frame).metadata, header.tensors
 
 
-def _check_parts(path: Path, sums: Mapping[str, str]) -> None:
-    """InputError where a part that lies beside an index is not the one that was written with it."""
+def _read_parts(path: Path, sums: Mapping[str, str]) -> list[TensorRef]:
+    """Read where the tensors of an index are, in parts of these sha256."""
+    tensors = [ref for file in sorted(sums) for ref in header_of(path.parent / file)[1]]
     other = [file for file, sha256 in sums.items() if hash_file(path.parent / file) != sha256]
     if other or not sums:
+        detail = f"{path} is an index that names no parts; expected files that lie beside it"
         if other:
-            detail = f"{path} is an index, and {other[0]} beside it belongs to another calibration: its sha256 differs"
-        else:
-            detail = f"{path} is an index that names no parts; expected files that lie beside it"
-        raise InputError(
-            "calibration-file",
-            detail,
-            "Keep the index and its parts in one folder, or calibrate again.",
-        )
-
-
-def _check_format(path: Path, notes: Mapping[str, str]) -> None:
-    """InputError for a file of something else, and for a calibration of another version."""
-    form, version = notes.get("format"), notes.get("version")
-    if (form, version) != (FORMAT, VERSION):
-        detail = f"{path} says that it is {form!r}, version {version!r}; expected {FORMAT!r}, version {VERSION!r}"
-        next_step = AGAIN if form == FORMAT else "Give a file that fp4convert calibrate made."
+            detail = f"{path} is an index, and {other[0]} beside it belongs to another calibration"
+            detail += ": its sha256 differs"
+        next_step = "Keep the index and its parts in one folder, or calibrate again."
         raise InputError("calibration-file", detail, next_step)
+    return tensors
 
 
-def _strings(found: object) -> dict[str, str]:
-    entries = found.items() if isinstance(found, dict) else ()
-    return {key: value for key, value in entries if isinstance(value, str)}
-
-
-def _check_notes(path: Path, notes: Mapping[str, str]) -> None:
-    wanted = ("source", "fingerprint", "weights", "samples", "tokens", "gram", "text")
-    missing = [key for key in wanted if key not in notes]
-    odd = [key for key in ("samples", "tokens") if not notes.get(key, "").isdecimal()]
-    if missing or odd:
-        detail = f"{path}: its metadata lacks {(missing or odd)[0]!r}, or has no number there"
-        raise InputError("calibration-file", detail, "Calibrate again.")
-
-
-def _parsed(path: Path, notes: Mapping[str, str], key: str) -> object:
-    """The JSON of one note."""
+def _parse_note(path: Path, notes: Mapping[str, str], key: str, absent: object) -> object:
+    """Parse the JSON of one note; `absent` where there is no such note."""
+    if key not in notes:
+        return absent
     try:
         return json.loads(notes[key])
-    except (KeyError, ValueError, RecursionError):
-        raise InputError(
-            "calibration-file",
-            f"{path}: its metadata holds no JSON under {key!r}",
-            "Calibrate again.",
-        ) from None
+    except (ValueError, RecursionError):
+        detail = f"{path}: its metadata holds no JSON under {key!r}"
+        raise InputError("calibration-file", detail, "Calibrate again.") from None
 
 
-def _mapping(path: Path, notes: Mapping[str, str], key: str) -> dict[str, str]:
-    """An object of strings in a note; empty where there is no such note."""
-    found = _parsed(path, notes, key) if key in notes else {}
+def _map_note(path: Path, notes: Mapping[str, str], key: str) -> dict[str, str]:
+    """Parse an object of strings in a note; empty where there is none."""
+    found = _parse_note(path, notes, key, {})
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise InputError(
-            "calibration-file",
-            f"{path}: {key!r} of its metadata does not map names to names",
-            "Calibrate again.",
-        )
+        detail = f"{path}: {key!r} of its metadata does not map names to names"
+        raise InputError("calibration-file", detail, "Calibrate again.")
     return found

@@ -27,6 +27,6 @@ def analyze(options: AnalyzeOptions) -> dict[str, Any]:
     phases, file = options.phases or Phases(), options.calibration
     phases.begin("plan")
     calibration = None if file is None else open_calibration(Path(file))
-    study = analysis.Study(options, analysis.sample_nbytes(options.sample), calibration)
+    nbytes = analysis.nbytes_to_sample(options.sample)
     source = open_source(os.fspath(options.source), options.access())
-    return analysis.analyze(source, study, phases)
+    return analysis.analyze(source, options, nbytes, calibration, phases)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fp4convert.calibration.statistics import check_linears
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
@@ -161,7 +162,7 @@ def fit(source: Source, options: QuantizeOptions, goal: Goal, measuring: Measuri
         raise InputError("no-linears", detail, NAME_SOME)
     fitting.check(goal)
     if calibration:
-        calibration.check_linears(candidate.linear for candidate in fitting.candidates)
+        check_linears(calibration, (candidate.linear for candidate in fitting.candidates))
         for candidate in fitting.candidates:
             calibration.moments(candidate.linear.module)
     if measuring.output and measuring.is_kept:

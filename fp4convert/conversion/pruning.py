@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.calibration.statistics import Calibration
+from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.artifact_job import index_text
 from fp4convert.conversion.dry_run import BASE_NBYTES, Sized, describe_steps, estimate_seconds
@@ -102,14 +102,14 @@ def prepare_prune(
         mixtures = find_mixtures(tuple(checkpoint.tensors), rules)
     rule = rules.experts[0]
     routing = read_routing(checkpoint.config, rule, keep)
-    calibration.check(source)
+    check_source(calibration, source)
     # Layers that predict further tokens stay only where the calibration has seen all of them: the
     # model itself does not run them.
     further = rules.patterns_of(PREDICTION)
     ahead = [one for one in mixtures if matches_any(further, one.name)]
-    is_shorter = not all(calibration.has_experts(one.name) for one in ahead)
+    is_shorter = not all(calibration.has(one.name, "expert_saliency") for one in ahead)
     seen = [one for one in mixtures if not is_shorter or one not in ahead]
-    if seen and not any(calibration.has_experts(one.name) for one in seen):
+    if seen and not any(calibration.has(one.name, "expert_saliency") for one in seen):
         first, family = seen[0].name, checkpoint.config.get("model_type")
         detail = f"{calibration.path} has no expert_saliency of {first}, nor of any other layer"
         unseen = f"fp4convert calibrate does not see into the experts of {family} models"
@@ -230,7 +230,7 @@ def _choose_experts(
     Raises InputError where the calibration does not tell
     """
     again = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
-    if not calibration.has_experts(mixture.name):
+    if not calibration.has(mixture.name, "expert_saliency"):
         detail = f"{calibration.path} has no expert_saliency of {mixture.name}"
         detail = f"{detail}; expected it of every layer with experts"
         raise InputError("calibration-missing", detail, again, mixture.name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fp4convert.calibration.methods.awq_smooth import Smoother
 from fp4convert.calibration.methods.folds import uses_of
-from fp4convert.calibration.statistics import Calibration
+from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
@@ -85,7 +85,7 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     measured = Measured(calibration) if calibration else None
     recipe = _recipe_for(source, options, calibration)
     if calibration:
-        calibration.check(source)
+        check_source(calibration, source)
     if options.activations not in (16, ACTIVATIONS_FP4):
         detail = f"--activations {options.activations} is not known; expected 16 or 4"
         raise InputError("bad-activations", detail, "Leave it out for 16.")

@@ -17,7 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from fp4convert.calibration.statistics import FORMAT, Calibration, open_calibration
+from fp4convert.calibration.statistics import (
+    FORMAT,
+    Calibration,
+    check_inputs,
+    check_source,
+    open_calibration,
+)
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.record import folds_recorded
@@ -130,7 +136,7 @@ class Measured:
     def find(self, fed: Fed) -> float | None:
         if not self.calibration.has(fed.module):
             return None
-        self.calibration.check_inputs(fed.module)
+        check_inputs(self.calibration, fed.module)
         amax = self.calibration.amax(fed.module)
         if amax == 0:
             detail = (
@@ -179,7 +185,7 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
         if not is_calibration:
             return Copied(_open(str(asked)), f"{OPTION} {asked}")
         calibration = open_calibration(str(asked))
-        calibration.check(source)
+        check_source(calibration, source)
         return Measured(calibration)
     if not SMALLEST <= number <= 1 / SMALLEST:
         detail = (

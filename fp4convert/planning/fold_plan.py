@@ -52,16 +52,16 @@ def merge_folds(
     find  the factors of one fold
     """
     verdicts = decide(linears, recipe, dialect)
-    found = find_folds(recipe.folds, checkpoint, linears)
+    found, unused = find_folds(recipe.folds, checkpoint, linears)
     # refusals where a person may wonder: beside a module that is rounded, at any height
     parents: set[str] = set()
     for module, verdict in verdicts.items():
         if _is_rounded(verdict):
             while (module := module.rpartition(".")[0]) and module not in parents:
                 parents.add(module)
-    refused = [one for one in found.refused if one.name.rpartition(".")[0] in parents]
+    refused = [one for one in unused if one.name.rpartition(".")[0] in parents]
     used: list[Fold] = []
-    for fold in found.folds:
+    for fold in found:
         rounded = tuple(linear for linear in fold.readers if _is_rounded(verdicts[linear.module]))
         if not rounded:
             continue

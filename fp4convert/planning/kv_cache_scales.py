@@ -77,7 +77,7 @@ def plan_cache(
     from fp4convert.planning.steps import Step
 
     homes = _find_attentions(linears, recipe)
-    if calibration and not any(map(calibration.has_cache, homes)):
+    if calibration and not any(calibration.has(home, "k_amax") for home in homes):
         first = next(iter(homes))
         detail = (
             f"{calibration.path} says nothing of any cache of keys and values; expected"
@@ -92,7 +92,7 @@ def plan_cache(
     large: list[tuple[float, str]] = []
     traits = dialect_named(str(recipe.target.dialect)).TRAITS
     for attention, home in homes.items():
-        if calibration and calibration.has_cache(attention):
+        if calibration and calibration.has(attention, "k_amax"):
             scales = _measured_scales(calibration, attention)
             reason = "amax / 448"
             large += [(max(scales), attention)] if max(scales) > LARGE else []

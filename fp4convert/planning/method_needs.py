@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from fp4convert.calibration.statistics import Calibration, open_calibration
+from fp4convert.calibration.statistics import Calibration, check_linears, open_calibration
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import IMPORTANCE, METHODS
@@ -67,7 +67,7 @@ def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
         is_every = method not in FOLDING or is_weighed
         every = (linear for step in rounded(plan) for linear in step.linears)
         linears = [linear for linear in every if is_every or linear.coding.columns]
-    calibration.check_linears(linears)
+    check_linears(calibration, linears)
     if method == GPTQ:
         _check_grams(calibration, linears)
     # what method and rule take of them must be there
@@ -99,7 +99,7 @@ def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
             "Calibrate again with --gram block:128.",
         )
     for module in (linear.module for linear in linears):
-        if not calibration.has_gram(module):
+        if not calibration.has(module, "input_gram"):
             detail = (
                 f"{calibration.path} has no input_gram of {module}; expected it of every linear"
                 " layer that is rounded"

@@ -1,13 +1,14 @@
 """Compare two artifacts of one source.
 
-What is compared is every linear layer that either of them has quantized; one that an artifact keeps as it is loses nothing there.
-The better one is that with the lesser output error: SQNR is of the weights as they are stored, which folds change.
+What is compared is every linear layer that either of them has quantized; one that an artifact keeps
+as it is loses nothing there.  The better one is that with the lesser output error: SQNR is of the
+weights as they are stored, which folds change.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,39 +18,18 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import linears_stored
 from fp4convert.errors import Finding, InputError
 from fp4convert.quality.checks import is_healthy
-from fp4convert.quality.source_compare import Distance, Outputs, mean_output_error, stand_beside
+from fp4convert.quality.source_compare import (
+    Distance,
+    Outputs,
+    SourcePairs,
+    mean_output_error,
+    pair_with_source,
+)
 from fp4convert.storage.source import Source
 
-DOUBTS = (
-    "kept-differs",
-    "kept-missing",
-    "not-measurable",
-    "source-differs",
-)  # that it is the source's
+# Codes of findings which say that a tensor may not be the source's.
+DOUBTS = ("kept-differs", "kept-missing", "not-measurable", "source-differs")
 A, B, EQUAL = "a", "b", "equal"
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """How an artifact holds one linear layer.
-
-    stored     what a person calls it: nvfp4, fp8, bf16
-    nbits      that it takes with its scales, but for those of activations
-    is_packed  False where it stayed
-    sqnr_db    None where nothing was lost, or nothing can be said
-    nmse, output_error  0 where nothing was lost; None where nothing can be said
-    """
-
-    stored: str
-    nbits: float
-    is_packed: bool
-    sqnr_db: float | None = None
-    nmse: float | None = None
-    output_error: float | None = None
-
-    def as_json(self, elements: int) -> dict[str, object]:
-        numbers = {"sqnr_db": self.sqnr_db, "nmse": self.nmse, "output_error": self.output_error}
-        return {"stored": self.stored, "bits_per_weight": self.nbits / elements, **numbers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +37,7 @@ class _Side:
     """An artifact, measured.
 
     distances  of the linear layers that it has quantized, by module
-    kept       all others that it stores
+    kept       all linear layers that it stores
     doubted    tensors of which DOUBTS were found
     """
 
@@ -67,127 +47,138 @@ class _Side:
     findings: tuple[Finding, ...]
     doubted: frozenset[str | None]
 
-    def held(self, module: str) -> Held | None:
-        """How it holds that linear layer; None where it does not."""
-        packed = self.artifact.modules.get(module) or self.artifact.others.get(module)
-        if packed is None or module not in self.distances:
-            return self._kept(module)
-        companions, share = (
-            self.artifact.spelling.TRAITS.companions,
-            math.prod(packed.shape) / math.prod(packed.stored_shape),
-        )
-        nbits = (
-            8 * share * sum(ref.nbytes for ref in packed.refs if not ref.name.endswith(companions))
-        )
-        found, word = self.distances[module], packed.form.format.name
-        sums = found.sums
-        if not math.isfinite(sums.noise):
-            return Held(word, nbits, True)
-        nmse = 0.0 if sums.noise == 0 else sums.nmse
-        return Held(
-            word, nbits, True, sums.sqnr_db, nmse, found.answers.error if found.answers else None
-        )
+    def describe(self, module: str, elements: int) -> dict[str, Any] | None:
+        """Describe how the artifact holds a linear layer, if it does.
 
-    def _kept(self, module: str) -> Held | None:
-        linear = self.kept.get(module)
-        if linear is None:
-            return None
-        lost = None if self.doubted & {linear.home.name, module} else 0.0
-        return Held(linear.coding.word, 8 * linear.nbytes, False, None, lost, lost)
+        stored               what a person calls it: nvfp4, fp8, bf16
+        bits_per_weight      with its scales, but for those of activations
+        sqnr_db              None where nothing was lost, or nothing can be said
+        nmse, output_error   0 where nothing was lost; None where nothing can be said
+        """
+        packed = self.artifact.modules.get(module) or self.artifact.others.get(module)
+        sqnr_db = nmse = output_error = None
+        if packed is None or module not in self.distances:
+            linear = self.kept.get(module)
+            if linear is None:
+                return None
+            stored, nbits = linear.coding.word, 8.0 * linear.nbytes
+            if not self.doubted & {linear.home.name, module}:
+                nmse = output_error = 0.0
+        else:
+            # Of a stack of matrices, the share that is this module's.
+            stored = packed.form.format.name
+            share = math.prod(packed.shape) / math.prod(packed.stored_shape)
+            of_activations = self.artifact.spelling.TRAITS.companions
+            refs = [ref for ref in packed.refs if not ref.name.endswith(of_activations)]
+            nbits = 8 * share * sum(ref.nbytes for ref in refs)
+            distance = self.distances[module]
+            if math.isfinite(distance.sums.noise):
+                sqnr_db = distance.sums.sqnr_db
+                nmse = 0.0 if distance.sums.noise == 0 else distance.sums.nmse
+                output_error = distance.answers.error if distance.answers else None
+        return {
+            "stored": stored,
+            "bits_per_weight": nbits / elements,
+            "sqnr_db": sqnr_db,
+            "nmse": nmse,
+            "output_error": output_error,
+        }
 
 
 def compare(
     artifacts: tuple[Artifact, Artifact], source: Source, outputs: Outputs | None = None
 ) -> dict[str, Any]:
-    """The document of `compare --json`.
+    """Make the document of `compare --json`.
 
     outputs  whose inputs output errors are for; Gaussians where it is None
-    Raises   InputError where an artifact is not sound, nothing is quantized in either, or a calibration is of another source
+    Raises   InputError where an artifact is not sound, nothing is quantized in either, or a
+             calibration is of another source
     """
     outputs = outputs or Outputs()
     for artifact in artifacts:
         artifact.refuse_unsound()
-    besides = [stand_beside(artifact, source, outputs) for artifact in artifacts]
-    names = {
+    paired = [pair_with_source(artifact, source, outputs) for artifact in artifacts]
+    compared = {
         pair.theirs.module: pair.theirs
-        for beside in besides
-        for pair in beside.pairs
+        for one in paired
+        for pair in one.pairs
         if pair.ours.coding.is_packed
     }
-    if not names:
-        detail = f"neither {artifacts[0].source.name} nor {artifacts[1].source.name} has quantized a linear layer of {source.name}"
-        raise InputError(
-            "nothing-in-common",
-            detail,
-            "Give the weights that they were made from: --source SOURCE.",
-        )
-    sides = []
-    for beside in besides:
-        found, findings = beside.compare()
-        findings += [doubt for name, distance in found.items() if (doubt := distance.check(name))]
-        modules = {pair.theirs.name: pair.ours.module for pair in beside.pairs}
-        distances = {modules[name]: distance for name, distance in found.items()}
-        doubted = frozenset(finding.tensor for finding in findings if finding.code in DOUBTS)
-        sides.append(
-            _Side(
-                beside.artifact,
-                distances,
-                linears_stored(beside.artifact),
-                tuple(findings),
-                doubted,
-            )
-        )
-    rows = [_row(linear, sides) for linear in names.values()]
+    if not compared:
+        detail = f"neither {artifacts[0].source.name} nor {artifacts[1].source.name}"
+        detail += f" has quantized a linear layer of {source.name}"
+        next_step = "Give the weights that they were made from: --source SOURCE."
+        raise InputError("nothing-in-common", detail, next_step)
+    a, b = (_measure_side(one) for one in paired)
+    rows = [_describe_row(linear, a, b) for linear in compared.values()]
     return {
         "source": source.name,
         **describe_inputs(outputs.calibration),
-        **{name: _describe(side, name, rows) for name, side in zip((A, B), sides, strict=True)},
+        A: _describe_side(a, A, rows),
+        B: _describe_side(b, B, rows),
         "tensors": rows,
-        "totals": _count(rows),
-        "passed": all(is_healthy(side.findings) for side in sides),
+        "totals": _describe_totals(rows),
+        "passed": is_healthy(a.findings) and is_healthy(b.findings),
     }
 
 
-def _row(linear: Linear, sides: Iterable[_Side]) -> dict[str, Any]:
-    """difference_db is of B over A; None where one of them lost nothing, or is not there.
+def _measure_side(pairs: SourcePairs) -> _Side:
+    """Measure one artifact, and find what may not be the source's."""
+    found, findings = pairs.compare()
+    findings += [doubt for name, distance in found.items() if (doubt := distance.check(name))]
+    modules = {pair.theirs.name: pair.ours.module for pair in pairs.pairs}
+    distances = {modules[name]: distance for name, distance in found.items()}
+    doubted = frozenset(finding.tensor for finding in findings if finding.code in DOUBTS)
+    kept = linears_stored(pairs.artifact)
+    return _Side(pairs.artifact, distances, kept, tuple(findings), doubted)
 
-    better is None, too, where one of them is not the source's
+
+def _describe_row(linear: Linear, side_a: _Side, side_b: _Side) -> dict[str, Any]:
+    """Describe one linear layer beside itself.
+
+    difference_db is of B over A; None where one of them lost nothing, or is not there.  better is
+    None, too, where one of them is not the source's.
     """
-    elements, (a, b) = math.prod(linear.shape), (side.held(linear.module) for side in sides)
-    is_doubted = any(side.doubted & {linear.name, linear.module} for side in sides)
+    elements = math.prod(linear.shape)
+    a, b = side_a.describe(linear.module, elements), side_b.describe(linear.module, elements)
+    difference_db = better = None
+    if a and b:
+        if a["sqnr_db"] is not None and b["sqnr_db"] is not None:
+            difference_db = b["sqnr_db"] - a["sqnr_db"]
+        names = {linear.name, linear.module}
+        is_doubted = side_a.doubted & names or side_b.doubted & names
+        if not is_doubted and a["output_error"] is not None and b["output_error"] is not None:
+            better = A if a["output_error"] < b["output_error"] else B
+            better = EQUAL if a["output_error"] == b["output_error"] else better
     return {
         "name": linear.name,
         "weights": elements,
-        A: a.as_json(elements) if a else None,
-        B: b.as_json(elements) if b else None,
-        "quantized_by": [name for name, held in ((A, a), (B, b)) if held and held.is_packed],
-        "difference_db": b.sqnr_db - a.sqnr_db
-        if a and b and a.sqnr_db is not None and b.sqnr_db is not None
-        else None,
-        "better": None if is_doubted else _better(a, b),
+        A: a,
+        B: b,
+        "quantized_by": [
+            name for name, side in ((A, side_a), (B, side_b)) if linear.module in side.distances
+        ],
+        "difference_db": difference_db,
+        "better": better,
     }
 
 
-def _better(a: Held | None, b: Held | None) -> str | None:
-    if a is None or b is None or a.output_error is None or b.output_error is None:
-        return None
-    return (
-        EQUAL if a.output_error == b.output_error else A if a.output_error < b.output_error else B
-    )
+def _describe_side(side: _Side, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Describe an artifact and what it loses.
 
-
-def _describe(side: _Side, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What an artifact is, and what it loses: SQNR over what both have quantized, all else over what is compared."""
+    SQNR is over what both have quantized, all else over what is compared.
+    """
     artifact = side.artifact
     own = [(row["weights"], row[name]) for row in rows if row[name]]
     both = [
         (row[name]["sqnr_db"], row["name"])
         for row in rows
-        if _is_by_both(row) and row[name]["sqnr_db"] is not None
+        if row["quantized_by"] == [A, B] and row[name]["sqnr_db"] is not None
     ]
     formats = dict.fromkeys(packed.form.format.name for packed in artifact.packed.values())
-    least = min(both, default=(None, None))
-    worst = {"sqnr_db_min": least[0], "worst": least[1]}
+    least, worst = min(both, default=(None, None))
+    weights = sum(elements for elements, _ in own)
+    nbits = math.fsum(elements * held["bits_per_weight"] for elements, held in own)
     return {
         "artifact": artifact.source.name,
         "formats": list(formats),
@@ -195,34 +186,33 @@ def _describe(side: _Side, name: str, rows: list[dict[str, Any]]) -> dict[str, A
         "scale_rule": artifact.record.get("scale_rule"),
         "scale_layout": artifact.scale_layout,
         "quantized": len(side.distances),
-        "bits_per_weight": _mean((weights, held["bits_per_weight"]) for weights, held in own),
-        "sqnr_db_mean": _mean((1, sqnr_db) for sqnr_db, _ in both),
-        **worst,
-        "output_error": mean_output_error((weights, held["output_error"]) for weights, held in own),
+        "bits_per_weight": nbits / weights if weights else None,
+        "sqnr_db_mean": _mean([sqnr_db for sqnr_db, _ in both]),
+        "sqnr_db_min": least,
+        "worst": worst,
+        "output_error": mean_output_error(
+            (elements, held["output_error"]) for elements, held in own
+        ),
         "findings": [asdict(finding) for finding in side.findings],
     }
 
 
-def _mean(weighted: Iterable[tuple[int, float]]) -> float | None:
-    pairs = list(weighted)
-    total = sum(weight for weight, _ in pairs)
-    return math.fsum(weight * value for weight, value in pairs) / total if total else None
-
-
-def _is_by_both(row: dict[str, Any]) -> bool:
-    return bool(row["quantized_by"] == [A, B])
-
-
-def _count(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _describe_totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count the layers by who quantized them, and who is better."""
+    quantized_by = [row["quantized_by"] for row in rows]
+    better = [row["better"] for row in rows]
     differences = [row["difference_db"] for row in rows if row["difference_db"] is not None]
     return {
         "compared": len(rows),
-        "quantized_by_both": sum(_is_by_both(row) for row in rows),
-        **{
-            f"quantized_by_{name}_alone": sum(row["quantized_by"] == [name] for row in rows)
-            for name in (A, B)
-        },
-        **{f"better_{name}": sum(row["better"] == name for row in rows) for name in (A, B)},
-        "equal": sum(row["better"] == EQUAL for row in rows),
-        "difference_db_mean": _mean((1, difference) for difference in differences),
+        "quantized_by_both": quantized_by.count([A, B]),
+        "quantized_by_a_alone": quantized_by.count([A]),
+        "quantized_by_b_alone": quantized_by.count([B]),
+        "better_a": better.count(A),
+        "better_b": better.count(B),
+        "equal": better.count(EQUAL),
+        "difference_db_mean": _mean(differences),
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -14,104 +14,112 @@ from fp4convert.checkpoint.dialects.base import Packed
 from fp4convert.checkpoint.error_report import read_recorded
 from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
-from fp4convert.errors import Finding
-from fp4convert.quality.checks import (
-    choose_modules,
-    describe_cache,
-    is_healthy,
-    judge,
-    scale_nbytes,
-)
+from fp4convert.planning.kv_cache_scales import stored_float
+from fp4convert.quality.checks import choose_modules, is_healthy, judge, scale_nbytes
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source
 
 
 def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[str, Any]:
-    """The document of `inspect --json`.
+    """Make the document of `inspect --json`.
 
     source   the original weights, which decide what statistics cannot
     is_full  read every block scale, however many
+
+    scale_layout: "declared" is what our record says (None where there is none), "detected" None
+    where nothing decides.  Of a mixed artifact, "forms" says more; what its forms do not agree on
+    is None.
     """
     chosen = choose_modules(artifact, is_full)
     judged = judge(artifact, source, chosen, chosen)
+    # The share of block scales that was read.
     nbytes = scale_nbytes(artifact)
     read, whole = sum(nbytes[module] for module in chosen), sum(nbytes.values())
-    return _describe(artifact, judged.detected, read / whole if whole else 0.0, judged.findings)
-
-
-def _describe(
-    artifact: Artifact, detected: str | None, share: float, findings: tuple[Finding, ...]
-) -> dict[str, object]:
-    """scale_layout: "declared" is what our record says (None where there is none), "detected" None where nothing decides.
-
-    Of a mixed artifact, "forms" says more; what its forms do not agree on is None.
-    """
-    packed = list(artifact.packed.values())
+    # What all forms agree on.
     forms = _describe_forms(artifact)
-
-    def common(key: str) -> object:
-        values = [form.get(key) for form in forms]
-        return values[0] if all(value == values[0] for value in values) else None
-
+    common = {
+        key: value if all(form.get(key) == value for form in forms) else None
+        for key, value in forms[0].items()
+    }
+    packed = artifact.packed
+    words = [(module, each.form.word) for module, each in packed.items()]
+    if len(forms) == 1:
+        bits_per_weight = forms[0].get("bits_per_weight")
+    else:
+        bits_per_weight = _bits_per_weight(artifact, packed.values())
+    cache = _describe_cache(artifact)
+    recorded, _ = read_recorded(artifact)
     return {
-        "format": common("format") or MIXED,
+        "format": common.get("format") or MIXED,
         "dialect": artifact.dialect,
-        **{key: common(key) for key in ("block_size", "element_dtype", "scale_dtype")},
-        "scale_layout": {"declared": artifact.declared_layout, "detected": detected},
-        **{key: common(key) for key in ("global_scale", "nibble_order", "activations")},
-        **({"kv_cache": cache} if (cache := describe_cache(artifact)) else {}),
+        **{key: common.get(key) for key in ("block_size", "element_dtype", "scale_dtype")},
+        "scale_layout": {"declared": artifact.declared_layout, "detected": judged.detected},
+        **{key: common.get(key) for key in ("global_scale", "nibble_order", "activations")},
+        **({"kv_cache": cache} if cache else {}),
         **({"forms": forms} if len(forms) > 1 else {}),
         "tensors": {
             "quantized": len(packed),
-            "other": len(artifact.tensors) - len(_stored(packed)),
+            "other": len(artifact.tensors) - len(_stored_tensors(packed.values())),
         },
-        "patterns": _describe_patterns(artifact),
-        "bits_per_weight": forms[0].get("bits_per_weight")
-        if len(forms) == 1
-        else _bits(artifact, packed),
-        "share_read": round(share, 4),
-        **({"fidelity": recorded.summary} if (recorded := read_recorded(artifact)[0]) else {}),
-        "findings": [asdict(finding) for finding in findings],
-        "healthy": is_healthy(findings),
+        "patterns": [
+            {"pattern": pattern, "modules": len(held), "form": words[held[0]][1]}
+            for pattern, held in join_names(words)
+        ],
+        "bits_per_weight": bits_per_weight,
+        "share_read": round(read / whole if whole else 0.0, 4),
+        **({"fidelity": recorded.summary} if recorded else {}),
+        "findings": [asdict(finding) for finding in judged.findings],
+        "healthy": is_healthy(judged.findings),
     }
 
 
-def _describe_patterns(artifact: Artifact) -> list[dict[str, object]]:
-    """The quantized modules, layers and siblings folded: how many a pattern stands for, and their form in a word."""
-    forms = [(name, each.form.word) for name, each in artifact.packed.items()]
-    return [
-        {"pattern": pattern, "modules": len(held), "form": forms[held[0]][1]}
-        for pattern, held in join_names(forms)
-    ]
-
-
 def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:
-    """Every form that modules have, in the order of the records, with their number; the declared one where there are none."""
+    """Describe every form that modules have, in the order of the records.
+
+    Where there are no modules it is the declared form alone.
+    """
     gathered: dict[str, tuple[dict[str, object], list[Packed]]] = {}
     for form, run in groupby(artifact.packed.values(), key=attrgetter("form")):
         described = describe_form(form, artifact.spelling)
         gathered.setdefault(str(described), (described, []))[1].extend(run)
     forms = [
-        {**described, "modules": len(packed), "bits_per_weight": _bits(artifact, packed)}
-        for described, packed in gathered.values()
+        {**described, "modules": len(own), "bits_per_weight": _bits_per_weight(artifact, own)}
+        for described, own in gathered.values()
     ]
     return forms or [describe_form(artifact.forms[0], artifact.spelling)]
 
 
-def _bits(artifact: Artifact, packed: Collection[Packed]) -> float | None:
-    """Bits that a weight takes in those modules with its scales, but for those of activations."""
+def _bits_per_weight(artifact: Artifact, packed: Collection[Packed]) -> float | None:
+    """Return the bits of a weight in those modules, scales included.
+
+    The scales of activations are not counted.
+    """
     of_activations = artifact.spelling.TRAITS.companions
-    elements = sum([rows * columns for rows, columns in map(attrgetter("shape"), packed)])
-    kinds = Counter(
-        map(
-            attrgetter("dtype", "shape"),
-            (ref for ref in _stored(packed) if not ref.name.endswith(of_activations)),
-        )
-    )
+    elements = sum(each.shape[0] * each.shape[1] for each in packed)
+    stored = [ref for ref in _stored_tensors(packed) if not ref.name.endswith(of_activations)]
+    kinds = Counter((ref.dtype, ref.shape) for ref in stored)  # few, of many tensors
     nbytes = sum(count * nbytes_of(*kind) for kind, count in kinds.items())
     return round(8 * nbytes / elements, 4) if elements else None
 
 
-def _stored(packed: Collection[Packed]) -> list[TensorRef]:
-    """The tensors that those modules are decoded from, which modules of one stack share."""
-    return [*chain.from_iterable({each.stem: each.refs for each in packed}.values())]
+def _stored_tensors(packed: Collection[Packed]) -> list[TensorRef]:
+    """Return the tensors of those modules; modules of one stack share them."""
+    by_stem = {each.stem: each.refs for each in packed}
+    return [ref for refs in by_stem.values() for ref in refs]
+
+
+def _describe_cache(artifact: Artifact) -> dict[str, object] | None:
+    """Describe the cache that an artifact's record asks for, if any."""
+    dtype = artifact.forms[0].kv_cache
+    if dtype is None:
+        return None
+    names = artifact.cache_scales(artifact.spelling)
+    values = [
+        value for name in names if (value := stored_float(artifact.source, artifact.tensors[name]))
+    ]
+    return {
+        "dtype": dtype,
+        "scales": len(names),
+        "smallest": min(values, default=None),
+        "largest": max(values, default=None),
+    }

@@ -1,12 +1,20 @@
 """Detect by statistics in which layout block scales lie.
 
-Weights have rows and columns that are larger than others.  Read in the right layout this explains a share of the variance of
-log2(block scale); read in a wrong one, most of that share is gone.  Single matrices overlap, so all are judged together.
-A wrong answer comes from structure of another kind (heads, tiles, rows that repeat), which a wrong layout can turn into rows.
-A layout is therefore named only where its rows and columns clearly say more than every rival does, and a rival may explain the
-variance by any such structure of its own: cells of q rows x w blocks, or of w blocks in every p-th row.
+Weights have rows and columns that are larger than others.  Read in the right layout, rows and
+columns explain a share of the variance of log2(block scale); read in a wrong one, most of that
+share is gone.  Single matrices overlap, so all are judged together:
 
-Source of the shares: one-way analysis of variance, the intraclass correlation 1 - (mean square within cells) / variance.
+1. Each matrix is read in every layout that its number of bytes fits (`evidence`).
+2. Each reading gives the share of the variance that rows and columns explain, and the shares that
+   other structures explain: cells of q rows x w blocks, or of w blocks in every p-th row
+   (`explained_shares`).
+3. A layout leads by the share of its own rows and columns less the share of any structure of any
+   rival: heads, tiles and rows that repeat are structures which a wrong layout can turn into rows.
+   Leads are added over matrices (`_Leads`).
+4. The layout is named whose least lead is many standard deviations above 0 (`detect_layout`).
+
+Source of the shares: one-way analysis of variance, the intraclass correlation
+1 - (mean square within cells) / variance.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from fp4convert.numerics.codec import Bytes, Float32s, decode_e4m3, decode_e8m0
 from fp4convert.numerics.formats import Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, LINEAR, Layout
 
-Floats = NDArray[np.float64]
+Doubles = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # q: the sizes of heads and of their parts, as w and p are, which CELL_WIDTHS and PERIODS hold
@@ -32,29 +40,21 @@ RUNS = (1, 2, *range(4, 64, 4), *range(64, 128, 8), *range(128, 257, 16), 320, 3
 STRUCTURES = 1 + (len(RUNS) + len(PERIODS)) * len(CELL_WIDTHS)  # the first is rows and columns
 
 LEAST_ROWS, LEAST_BLOCKS, LEAST_SCALES = 32, 4, 1024  # of a matrix that says anything
-ALL_MATRICES = 64  # every matrix up to this one is looked at, then every second up to its double, every fourth, ...
-SAMPLE, PANEL, PANELS, SAMPLE_BLOCKS = (
-    1 << 17,
-    256,
-    4,
-    512,
-)  # panels of rows from all over a matrix, this many at least
+# Every matrix up to this one is looked at, then every second up to its double, every fourth, ...
+ALL_MATRICES = 64
+# Panels of rows from all over a matrix, this many at least.
+SAMPLE, PANEL, PANELS, SAMPLE_BLOCKS = 1 << 17, 256, 4, 512
 
-FINE = 1.25  # cells below half a row are so many that they must explain this much more than rows and columns do
+# Cells below half a row are so many that they must explain this much more than rows and columns do.
+FINE = 1.25
 LEAST_CELL = 4
 LEAST_VARIANCE = 1e-6  # of log2; below it a matrix is constant
-ACCIDENT, ACCIDENT_SCALES = (
-    0.05,
-    4096,
-)  # standard deviation of a share by accident; the matrix in which it is sqrt(2) of that
-AGREEMENT, CONTRADICTION = (
-    2.5,
-    5.0,
-)  # standard deviations by which every rival is beaten: linear as declared, and otherwise
-CERTAINTY, ENOUGH = (
-    15.0,
-    4,
-)  # so many, for the declared layout after so many matrices or their doubles, end the search
+# Standard deviation of a share by accident, and the matrix in which it is sqrt(2) of that.
+ACCIDENT, ACCIDENT_SCALES = 0.05, 4096
+# Standard deviations by which every rival is beaten: linear as declared, and otherwise.
+AGREEMENT, CONTRADICTION = 2.5, 5.0
+# So many, for the declared layout after so many matrices or their doubles, end the search.
+CERTAINTY, ENOUGH = 15.0, 4
 CONTRARY = 0.1  # of the lead over a rival, the part that other matrices may take back
 DECODERS: dict[str, Callable[[Bytes], Float32s]] = {"fp8_e4m3": decode_e4m3, "e8m0": decode_e8m0}
 
@@ -72,8 +72,8 @@ class StoredScales(NamedTuple):
     format: Format
 
 
-class _Contest:
-    """Sums over matrices of the lead of each layout's rows and columns over each structure of each rival."""
+class _Leads:
+    """Leads of each layout over each structure of each rival, added."""
 
     def __init__(self) -> None:
         self.won = np.zeros((len(LAYOUTS), len(LAYOUTS), STRUCTURES))
@@ -81,27 +81,35 @@ class _Contest:
         self.explained = np.zeros(len(LAYOUTS))
         self.variance = 0.0
 
-    def add(self, shares: Floats, scales: int) -> None:
-        """One matrix of so many scales: (layouts, structures) shares of its variance."""
+    def add(self, shares: Doubles, scales: int) -> None:
+        """Add one matrix: (layouts, structures) shares, and its scales."""
         lead = shares[:, None, :1] - shares
         self.won += np.maximum(lead, 0)
         self.lost += np.maximum(-lead, 0)
         self.explained += shares[:, 0]
         self.variance += ACCIDENT**2 * (1 + ACCIDENT_SCALES / scales)
 
-    def levels(self, fits: NDArray[np.bool_]) -> Floats:
-        """By how many standard deviations each layout that fits beats all others that do, and no structure at all."""
+    def levels(self, fits: NDArray[np.bool_]) -> dict[str, float]:
+        """Return each layout's least lead, in standard deviations.
+
+        fits  the layouts that are not ruled out; a layout leads over all others that fit, and over
+              no structure at all
+        """
         lead = np.where(self.lost > CONTRARY * self.won, -np.inf, self.won - self.lost).min(axis=-1)
         np.fill_diagonal(lead, self.explained)
-        least: Floats = np.where(fits, lead[:, fits].min(axis=-1, initial=np.inf), -np.inf)
-        return least / math.sqrt(self.variance) if self.variance else np.full(len(LAYOUTS), -np.inf)
+        least: Doubles = np.where(fits, lead[:, fits].min(axis=-1, initial=np.inf), -np.inf)
+        if not self.variance:
+            return dict.fromkeys(LAYOUTS, -math.inf)
+        return dict(zip(LAYOUTS, (least / math.sqrt(self.variance)).tolist(), strict=True))
 
 
 def detect_layout(matrices: Iterable[StoredScales], declared: str) -> str | None:
-    """The layout, of those in LAYOUTS, that all matrices together lie in; None where they do not say.
+    """Name the layout in which all matrices lie; None where they do not say.
 
-    matrices  are taken one by one until all doubt is gone; a layout that has another number of bytes for one of them is out
-    declared  what the artifact says; where that is linear, as almost all are, less evidence confirms it
+    matrices  are taken one by one until all doubt is gone; a layout that has another number of
+              bytes for one of them is out
+    declared  what the artifact says; where that is linear, as almost all are, less evidence
+              confirms it
     """
     for name, level in evidence(matrices, declared).items():
         if level >= (AGREEMENT if name == declared == LINEAR.name else CONTRADICTION):
@@ -110,12 +118,13 @@ def detect_layout(matrices: Iterable[StoredScales], declared: str) -> str | None
 
 
 def evidence(matrices: Iterable[StoredScales], declared: str = "") -> dict[str, float]:
-    """By how many standard deviations each layout beats all others and no structure at all; -inf where it does not fit.
+    """Return by how many standard deviations each layout beats all others.
 
-    declared  the layout that the rest of the matrices is not asked about once it is certain; one of another name never is, for
-              they may rule it out
+    A layout that does not fit has -inf.
+    declared  the rest of the matrices is not asked about this layout once it is certain; one of
+              another name is never certain, for they may rule it out
     """
-    contest = _Contest()
+    leads = _Leads()
     fits = np.ones(len(LAYOUTS), bool)
     looked = 0
     for position, matrix in enumerate(matrices):
@@ -123,34 +132,23 @@ def evidence(matrices: Iterable[StoredScales], declared: str = "") -> dict[str, 
             matrix.stored.size == math.prod(layout.padded(matrix.shape))
             for layout in LAYOUTS.values()
         ]
-        if _is_looked_at(position) and fits.any() and _says_anything(matrix):
-            shares = np.zeros((len(LAYOUTS), STRUCTURES))
-            fitting = [
-                layout for layout, is_fit in zip(LAYOUTS.values(), fits, strict=True) if is_fit
-            ]
-            shares[fits] = _shares(
-                [_sample(matrix, layout) for layout in fitting], _log2(matrix.format.scale_dtype)
-            )
-            contest.add(shares, min(math.prod(matrix.shape), SAMPLE))
-            looked += 1
-            if (
-                looked >= ENOUGH
-                and looked.bit_count() == 1
-                and _level(contest, fits, declared) >= CERTAINTY
-            ):
-                break
-    return dict(zip(LAYOUTS, contest.levels(fits).tolist(), strict=True))
-
-
-def _level(contest: _Contest, fits: NDArray[np.bool_], name: str) -> float:
-    return float(contest.levels(fits)[list(LAYOUTS).index(name)]) if name in LAYOUTS else -math.inf
-
-
-def _is_looked_at(position: int) -> bool:
-    return position % (1 << (position // ALL_MATRICES).bit_length()) == 0
+        is_looked_at = position % (1 << (position // ALL_MATRICES).bit_length()) == 0
+        if not is_looked_at or not fits.any() or not _says_anything(matrix):
+            continue
+        fitting = [layout for layout, is_fit in zip(LAYOUTS.values(), fits, strict=True) if is_fit]
+        readings = [_sample(matrix, layout) for layout in fitting]
+        shares = np.zeros((len(LAYOUTS), STRUCTURES))
+        shares[fits] = explained_shares(readings, _log2(matrix.format.scale_dtype))
+        leads.add(shares, min(math.prod(matrix.shape), SAMPLE))
+        looked += 1
+        is_asked = looked >= ENOUGH and looked.bit_count() == 1
+        if is_asked and leads.levels(fits).get(declared, -math.inf) >= CERTAINTY:
+            break
+    return leads.levels(fits)
 
 
 def _says_anything(matrix: StoredScales) -> bool:
+    """Tell whether a matrix has rows, blocks and scales enough."""
     rows, blocks = matrix.shape
     if rows < LEAST_ROWS or blocks < LEAST_BLOCKS or rows * blocks < LEAST_SCALES:
         return False
@@ -159,60 +157,63 @@ def _says_anything(matrix: StoredScales) -> bool:
 
 
 def _sample(matrix: StoredScales, layout: Layout) -> Bytes:
-    """(rows, blocks) part of the scales as read in a layout."""
-    linear = np.frombuffer(layout.restore(matrix.stored.data, matrix.shape), np.uint8).reshape(
-        matrix.shape
-    )
-    block_scales = linear[:, :SAMPLE_BLOCKS]
+    """Read a (rows, blocks) part of the scales as they lie in a layout."""
+    linear = np.frombuffer(layout.restore(matrix.stored.data, matrix.shape), np.uint8)
+    block_scales = linear.reshape(matrix.shape)[:, :SAMPLE_BLOCKS]
     rows, blocks = block_scales.shape
-    count = max(PANELS, SAMPLE // (PANEL * blocks))
-    if rows // PANEL > count:
-        block_scales = np.concatenate(
-            [block_scales[PANEL * (k * (rows // PANEL) // count) :][:PANEL] for k in range(count)]
-        )
+    panels, count = rows // PANEL, max(PANELS, SAMPLE // (PANEL * blocks))
+    if panels > count:
+        firsts = [PANEL * (number * panels // count) for number in range(count)]
+        block_scales = np.concatenate([block_scales[first : first + PANEL] for first in firsts])
     return np.ascontiguousarray(block_scales)
 
 
 @cache
-def _log2(scale_dtype: str) -> Floats:
-    """log2 of the scale that each byte stands for; -inf or NaN for none, as byte 0 is, which zero blocks and padding store."""
+def _log2(scale_dtype: str) -> Doubles:
+    """Return log2 of the scale that each byte stands for.
+
+    It is -inf or NaN where a byte stands for none.  Byte 0 is such a byte: zero blocks and padding
+    store it.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         table = np.log2(DECODERS[scale_dtype](np.arange(256, dtype=np.uint8)).astype(np.float64))
     table[0] = -np.inf
     return table
 
 
-def _shares(readings: Sequence[Bytes], log2: Floats) -> Floats:
-    """(readings, STRUCTURES) shares of the variance that is explained: rows and columns, then those of RUNS, then of PERIODS.
+def explained_shares(readings: Sequence[Bytes], log2: Doubles) -> Doubles:
+    """Return the shares of the variance that each structure explains.
 
     readings  (rows, blocks) each: the same scales, read in several layouts
-    log2      of what each byte stands for, not finite where that is none; float64 sums are exact enough for differences of them
+    log2      (256,) of what each byte stands for, not finite where that is none; float64 sums are
+              exact enough for differences of them
+    Returns   (readings, STRUCTURES): rows and columns, then those of RUNS, then of PERIODS
     """
     rows, blocks = readings[0].shape
     runs = (rows, *RUNS)  # all rows of one block are a column
     sums, of_rows = zip(*(Cpu().sum_cells(each, log2, runs) for each in readings), strict=True)
     power, total, squares = np.moveaxis(np.stack(sums), -1, 0)
-    widths, members = (
-        np.array(CELL_WIDTHS),
-        np.array([*runs, *(rows // period for period in PERIODS)])[:, None],
-    )
+    # How many cells there are of each kind, and of how many scales.
+    widths = np.array(CELL_WIDTHS)
+    members = np.array([*runs, *(rows // period for period in PERIODS)])[:, None]
     groups = np.array([*(rows // run for run in runs), *PERIODS])[:, None]
     cell = members * widths
-    share = _share(squares, total, power, (groups * (blocks // widths), cell))
-    both = share[:, 0, 0] + _share(
-        squares[:, 0, 0], total[:, 0, 0], np.array(of_rows), (rows, blocks)
-    )
-    others = np.where(cell < LEAST_CELL, 0, np.where(2 * cell >= blocks, share, share / FINE))[
-        :, 1:
-    ]
+    share = _share_of_cells(squares, total, power, (groups * (blocks // widths), cell))
+    # Columns are the first of these; rows are added to them.
+    row_share = _share_of_cells(squares[:, 0, 0], total[:, 0, 0], np.array(of_rows), (rows, blocks))
+    both = share[:, 0, 0] + row_share
+    # Small cells must explain more than rows and columns do.
+    others = np.where(2 * cell >= blocks, share, share / FINE)
+    others = np.where(cell < LEAST_CELL, 0, others)[:, 1:]
     return np.concatenate((both[:, None], others.reshape(len(readings), -1)), axis=1)
 
 
-def _share(
-    squares: Floats, total: Floats, power: Floats, shape: tuple[Integers | int, Integers | int]
-) -> Floats:
-    """The share of the variance between cells; not below 0, and 0 where there are not two cells of two elements.
+def _share_of_cells(
+    squares: Doubles, total: Doubles, power: Doubles, shape: tuple[Integers | int, Integers | int]
+) -> Doubles:
+    """Return the share of the variance that lies between cells.
 
+    It is 0 where there are not two cells of two elements, and never below.
     squares, total  the sums of the squares of all elements, and of all elements
     power           the sum of the squares of the cells' sums
     shape           (cells, elements of each)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.calibration.input_power import Inputs, output_power
-from fp4convert.calibration.statistics import Calibration
+from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import Linears, linears_stored
@@ -22,31 +22,27 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_doubles, as_matrix
 from fp4convert.numerics.error_sums import Sums, count_codes
 from fp4convert.numerics.formats import CODES
-from fp4convert.numerics.matrices import Matrix, row_panels
-from fp4convert.quality.fold_recovery import check_columns, check_vector, unfolded
+from fp4convert.numerics.matrices import row_panels
+from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source, stopping
 
-
-def stem_of(artifact: Artifact, module: str) -> str:
-    """What holds a linear layer in the artifact."""
-    return artifact.modules[module].stem if module in artifact.modules else module
-
-
-DIFFERENT = 0.5  # of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding
+# Of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding.
+DIFFERENT = 0.5
 MEASURED_ELEMENTS = 1 << 20  # at once: 8 MB for each float64 copy
+PART_NBYTES = 8 << 20  # of a tensor, held at once
 Doubles = NDArray[np.float64]
 
 
 class Answers(NamedTuple):
-    """What a linear layer answers to its inputs: the mean power of W x over them, and that of (W - V) x."""
+    """The mean power of W x over a layer's inputs x, and of (W - V) x."""
 
     signal: float
     noise: float
 
     @property
     def error(self) -> float | None:
-        """The output error: sqrt(noise / signal); None where that is no number."""
+        """Return the output error, sqrt(noise / signal), if it is a number."""
         if self.noise == 0 and math.isfinite(self.signal):
             return 0.0
         found = self.noise / self.signal if self.signal > 0 else math.inf
@@ -55,9 +51,9 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far one tensor of an artifact is from the source's, added in float64.
+    """How far one tensor of an artifact is from the source's.
 
-    sums     x is the source's, y the artifact's; nothing is counted as clipped
+    sums     added in float64; x is the source's, y the artifact's; nothing is counted as clipped
     stem     what holds it in the artifact
     answers  what the layer answers; None where nobody asked
     """
@@ -67,143 +63,30 @@ class Distance:
     answers: Answers | None = None
 
     def check(self, name: str) -> Finding | None:
-        """A finding where its values are not the source's, in the sense of four bits, or nothing can be said.
+        """Check that the values are the source's, rounded to four bits.
 
         name  of the tensor
         """
         if not math.isfinite(self.sums.noise):
-            return Finding(
-                "error", "not-measurable", name, "its values or the source's are not finite"
-            )
+            detail = "its values or the source's are not finite"
+            return Finding("error", "not-measurable", name, detail)
         if self.sums.noise > DIFFERENT * self.sums.signal:
-            return Finding(
-                "error",
-                "source-differs",
-                name,
-                "its values are not those of the source, in no sense of four bits",
-            )
+            detail = "its values are not those of the source, in no sense of four bits"
+            return Finding("error", "source-differs", name, detail)
         return None
 
 
 def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | None:
-    """Of (weights, output error) of layers: the root of the mean power, by weights; None where none is known."""
+    """Return the root of the mean power of output errors, by weights.
+
+    weighted  (weights, output error) of layers
+    Returns   None where no output error is known
+    """
     known = [(weights, error) for weights, error in weighted if error is not None]
     total = sum(weights for weights, _ in known)
-    return (
-        math.sqrt(math.fsum(weights * error * error for weights, error in known) / total)
-        if total
-        else None
-    )
-
-
-class Pair(NamedTuple):
-    """One linear layer, as the artifact stores it and as the source does."""
-
-    ours: Linear
-    theirs: Linear
-
-
-def pair_up(artifact: Artifact, theirs: Mapping[str, Linear]) -> tuple[list[Pair], list[Finding]]:
-    """Every linear layer that the artifact stores in another way than the source, beside its original."""
-    ours = linears_stored(artifact)
-    pairs, findings = [], []
-    for module, own in ours.items():
-        original = theirs.get(module)
-        is_copied = original is None or (
-            original.home == original.refs[0] and not original.coding.is_packed
-        )
-        if not own.coding.is_packed and is_copied and not (original and original.coding.foldings):
-            continue  # byte for byte
-        if original is None or original.shape != own.shape:
-            detail = (
-                "it is not in the source"
-                if original is None
-                else f"the source holds {list(original.shape)}"
-            )
-            findings.append(
-                Finding(
-                    "error",
-                    "source-differs",
-                    module,
-                    f"expected a matrix of {list(own.shape)}; {detail}",
-                )
-            )
-        else:
-            pairs.append(Pair(own, original))
-    return pairs, findings
-
-
-def measure(
-    artifact: Artifact, source: Source, pair: Pair, inputs: Inputs | None = None
-) -> Distance:
-    """How far the values in the artifact are from the source's; what was kept is rounded to its own dtype before.
-
-    inputs  what the layer is given, where its answers are asked for
-    """
-    theirs, ours = (
-        pair.theirs.coding.weights(pair.theirs, source),
-        _Stored(pair.ours, artifact.source),
-    )
-    signal = noise = max_abs = output = 0.0
-    answered = answered_wrongly = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for panel in row_panels(theirs.shape, MEASURED_ELEMENTS):
-            x, y = as_doubles(theirs.rows(*panel)), as_doubles(stored := ours.rows(*panel))
-            if not pair.ours.coding.is_packed:
-                x = x.astype(FLOAT_DTYPES[stored.dtype]).astype(np.float64)
-            difference = x - y
-            signal += float(x @ x)
-            noise += float(difference @ difference)
-            output += float(y @ y)
-            max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
-            if inputs:
-                answered += output_power(_unfolded(x, pair.theirs, source, panel), inputs)
-                answered_wrongly += output_power(
-                    _unfolded(difference, pair.theirs, source, panel), inputs
-                )
-    sums = Sums(
-        math.prod(theirs.shape),
-        signal,
-        noise,
-        output,
-        max_abs,
-        histogram=tuple(map(int, ours.counts)),
-    )
-    answers = Answers(answered, answered_wrongly) if inputs else None
-    return Distance(sums, stem_of(artifact, pair.ours.module), answers)
-
-
-def _unfolded(values: Doubles, linear: Linear, source: Source, panel: tuple[int, int]) -> Doubles:
-    """Those rows as (rows, columns) without the factors of folds: inputs and answers are those of the source's layer."""
-    matrix = values.reshape(-1, linear.shape[1])
-    if linear.coding.columns:
-        matrix = matrix / linear.coding.columns.find(source).columns
-    if linear.coding.rows:
-        matrix = matrix * linear.coding.rows.find(source).made[slice(*panel), None]
-    return matrix
-
-
-class _Stored:
-    """The values of a linear layer in an artifact, whose codes are counted as they are read.
-
-    counts  of the sixteen codes; empty where they are not four-bit
-    """
-
-    def __init__(self, linear: Linear, source: Source) -> None:
-        coding = linear.coding
-        self._blocks = coding.blocks(linear)
-        self._weights = coding.weights(linear, source)
-        self.counts = np.zeros(CODES if self._blocks else 0, np.int64)
-
-    def rows(self, first: int, last: int) -> Matrix:
-        if self._blocks is None:
-            return self._weights.rows(first, last)
-        q = self._blocks.rows(first, last)
-        self.counts += count_codes(q.packed)
-        return as_matrix(Cpu().values(q))
-
-
-PART_NBYTES = 8 << 20
+    if not total:
+        return None
+    return math.sqrt(math.fsum(weights * error * error for weights, error in known) / total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +99,76 @@ class Outputs:
     calibration: Calibration | None = None
 
 
+class Pair(NamedTuple):
+    """One linear layer, as the artifact stores it and as the source does."""
+
+    ours: Linear
+    theirs: Linear
+
+
+def measure(
+    artifact: Artifact, source: Source, pair: Pair, inputs: Inputs | None = None
+) -> Distance:
+    """Measure how far the artifact's values of a layer are from the source's.
+
+    What was kept is rounded to its own dtype before.
+    inputs  what the layer is given, where its answers are asked for
+    """
+    weights = pair.theirs.coding.weights(pair.theirs, source)
+    coding = pair.ours.coding
+    stored = coding.weights(pair.ours, artifact.source)
+    blocks = coding.blocks(pair.ours)
+    counts = np.zeros(0 if blocks is None else CODES, np.int64)
+    signal = noise = max_abs = output = 0.0
+    answered = answered_wrongly = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for panel in row_panels(weights.shape, MEASURED_ELEMENTS):
+            x = as_doubles(weights.rows(*panel))
+            if blocks is None:
+                rows = stored.rows(*panel)
+            else:
+                q = blocks.rows(*panel)
+                counts += count_codes(q.packed)
+                rows = as_matrix(Cpu().values(q))
+            y = as_doubles(rows)
+            if not coding.is_packed:
+                x = x.astype(FLOAT_DTYPES[rows.dtype]).astype(np.float64)
+            difference = x - y
+            signal += float(x @ x)
+            noise += float(difference @ difference)
+            output += float(y @ y)
+            max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
+            if inputs:
+                x, difference = (
+                    _without_factors(values, pair.theirs, source, panel)
+                    for values in (x, difference)
+                )
+                answered += output_power(x, inputs)
+                answered_wrongly += output_power(difference, inputs)
+    histogram = tuple(map(int, counts))
+    sums = Sums(math.prod(weights.shape), signal, noise, output, max_abs, histogram=histogram)
+    module = pair.ours.module
+    stem = artifact.modules[module].stem if module in artifact.modules else module
+    return Distance(sums, stem, Answers(answered, answered_wrongly) if inputs else None)
+
+
+def _without_factors(
+    values: Doubles, linear: Linear, source: Source, panel: tuple[int, int]
+) -> Doubles:
+    """Return those rows as (rows, columns) without the factors of folds.
+
+    Inputs and answers are those of the source's layer, which has no factors.
+    """
+    matrix = values.reshape(-1, linear.shape[1])
+    if linear.coding.columns:
+        matrix = matrix / linear.coding.columns.find(source).columns
+    if linear.coding.rows:
+        matrix = matrix * linear.coding.rows.find(source).made[slice(*panel), None]
+    return matrix
+
+
 @dataclass(frozen=True, slots=True)
-class Beside:
+class SourcePairs:
     """An artifact beside its source, of which no weight was read yet.
 
     originals  the linear layers of the source, under the folds of the artifact
@@ -232,91 +183,103 @@ class Beside:
     findings: list[Finding]
     outputs: Outputs | None
 
-    def shares_any(self) -> bool:
-        """Whether the source holds any four-bit module of the artifact."""
+    @property
+    def have_packed(self) -> bool:
+        """Tell whether the source holds any four-bit module."""
         return any(pair.ours.module in self.artifact.modules for pair in self.pairs)
 
     def compare(self) -> tuple[dict[str, Distance], list[Finding]]:
-        """The error of every quantized module, and findings where the artifact holds what is not the source's."""
-        copied, findings = self._copied(), list(self.findings)
-        own = {
-            ref.name for pair in self.pairs for ref in (*pair.ours.refs, *pair.ours.idle)
-        } | own_names(self.artifact)
+        """Measure every quantized module, and check all that was kept."""
+        findings = list(self.findings)
+        # Tensors of the source that the artifact holds as they are: all that no pair replaces.
+        replaced = {ref.name for ref in self.originals.idle}
+        own = own_names(self.artifact)
+        for ours, theirs in self.pairs:
+            replaced.update(ref.name for ref in (theirs.home, *theirs.refs, *theirs.idle))
+            own.update(ref.name for ref in (*ours.refs, *ours.idle))
+        copied = [ref for ref in self.source.checkpoint.tensors if ref.name not in replaced]
         for name in sorted(self.artifact.tensors.keys() - own - {ref.name for ref in copied}):
-            findings.append(
-                Finding("error", "tensor-foreign", name, "it comes from no tensor of the source")
-            )
+            detail = "it comes from no tensor of the source"
+            findings.append(Finding("error", "tensor-foreign", name, detail))
+        # File by file: first what was kept, then every pair.
         found: dict[str, Distance] = {}
         for shard in self.source.checkpoint.shards:
             here = [pair for pair in self.pairs if pair.theirs.refs[0].file == shard.file]
             threads = ThreadPoolExecutor(processors())
-            with (
-                self.source.stream(shard.file),
-                threads as pool,
-                stopping(self.source, self.artifact.source),
-            ):
-                kept = (_compare_kept(self, ref) for ref in copied if ref.file == shard.file)
+            stops = stopping(self.source, self.artifact.source)
+            with self.source.stream(shard.file), threads as pool, stops:
+                kept = (self._check_kept(ref) for ref in copied if ref.file == shard.file)
                 findings += (finding for finding in kept if finding)
-                measured = pool.map(
-                    lambda pair: measure(self.artifact, self.source, pair, self._inputs(pair)), here
-                )
-                for pair, distance in zip(here, measured, strict=True):
+                for pair, distance in zip(here, pool.map(self._measure, here), strict=True):
                     if pair.ours.coding.is_packed:
                         found[pair.theirs.name] = distance
-                        findings += _check_folded(self.artifact, self.source, pair)
+                        if (
+                            pair.theirs.coding.foldings
+                            and pair.ours.module in self.artifact.modules
+                        ):
+                            blocks = self.artifact.decode(pair.ours.module)
+                            findings += check_columns(blocks, *pair, self.source)
                     elif distance.sums.max_abs != 0:
                         detail = "it was kept, but its values are not the source's"
-                        findings.append(
-                            Finding("error", "kept-differs", pair.ours.refs[0].name, detail)
-                        )
-        return {
-            pair.theirs.name: found[pair.theirs.name]
-            for pair in self.pairs
-            if pair.theirs.name in found
-        }, findings
+                        name = pair.ours.refs[0].name
+                        findings.append(Finding("error", "kept-differs", name, detail))
+        names = [pair.theirs.name for pair in self.pairs]
+        return {name: found[name] for name in names if name in found}, findings
 
-    def _inputs(self, pair: Pair) -> Inputs | None:
-        is_asked = self.outputs and pair.ours.coding.is_packed
-        return (
-            Inputs.of(self.outputs.calibration, pair.theirs.module)
-            if self.outputs and is_asked
-            else None
-        )
+    def _measure(self, pair: Pair) -> Distance:
+        inputs = None
+        if self.outputs and pair.ours.coding.is_packed:
+            inputs = Inputs.of(self.outputs.calibration, pair.theirs.module)
+        return measure(self.artifact, self.source, pair, inputs)
 
-    def _copied(self) -> list[TensorRef]:
-        """The tensors of the source that an artifact holds as they are."""
-        replaced = {
-            ref.name
-            for pair in self.pairs
-            for ref in (pair.theirs.home, *pair.theirs.refs, *pair.theirs.idle)
-        }
-        replaced |= {ref.name for ref in self.originals.idle}
-        return [ref for ref in self.source.checkpoint.tensors if ref.name not in replaced]
+    def _check_kept(self, ref: TensorRef) -> Finding | None:
+        """Check that the artifact holds a tensor as the source does."""
+        artifact, source = self.artifact, self.source
+        if ref.name in self.originals.vectors:
+            return check_vector(artifact, self.originals.vectors[ref.name], source)
+        kept = artifact.tensors.get(ref.name)
+        if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
+            detail = "the source has it, the artifact has it not, or otherwise"
+            return Finding("error", "kept-missing", ref.name, detail)
+        for part in split_bytes(ref):
+            if artifact.source.read_range(kept, *part) != source.read_range(ref, *part):
+                detail = "it was kept, but its bytes are not the source's"
+                return Finding("error", "kept-differs", ref.name, detail)
+        return None
 
 
-def stand_beside(artifact: Artifact, source: Source, outputs: Outputs | None = None) -> Beside:
-    """Both, linear layer by linear layer.
+def pair_with_source(
+    artifact: Artifact, source: Source, outputs: Outputs | None = None
+) -> SourcePairs:
+    """Match every changed linear layer with its original.
 
-    Raises  InputError for a source that is packed in a way that cannot be read, and a calibration that is not of this source
+    Raises  InputError for a source that is packed in a way that cannot be read, and a calibration
+            that is not of this source
     """
-    originals = unfolded(artifact, source)
-    pairs, findings = pair_up(artifact, originals.of)
+    originals = fold_originals(artifact, source)
+    pairs, findings = [], []
+    for module, ours in linears_stored(artifact).items():
+        theirs = originals.of.get(module)
+        is_stored_alone = theirs is None or (
+            theirs.home == theirs.refs[0] and not theirs.coding.is_packed
+        )
+        is_folded = theirs is not None and bool(theirs.coding.foldings)
+        if not ours.coding.is_packed and is_stored_alone and not is_folded:
+            continue  # copied byte for byte
+        if theirs is not None and theirs.shape == ours.shape:
+            pairs.append(Pair(ours, theirs))
+            continue
+        detail = f"expected a matrix of {list(ours.shape)}; "
+        detail += f"the source holds {list(theirs.shape)}" if theirs else "it is not in the source"
+        findings.append(Finding("error", "source-differs", module, detail))
     if outputs and outputs.calibration:
-        outputs.calibration.check(
-            source, [pair.theirs for pair in pairs if pair.ours.coding.is_packed]
-        )
-    return Beside(artifact, source, originals, pairs, findings, outputs)
-
-
-def _check_folded(artifact: Artifact, source: Source, pair: Pair) -> Iterator[Finding]:
-    if pair.theirs.coding.foldings and pair.ours.module in artifact.modules:
-        yield from check_columns(
-            pair.ours.module, artifact.decode(pair.ours.module), pair.theirs, source
-        )
+        packed = [pair.theirs for pair in pairs if pair.ours.coding.is_packed]
+        check_source(outputs.calibration, source, packed)
+    return SourcePairs(artifact, source, originals, pairs, findings, outputs)
 
 
 def own_names(artifact: Artifact) -> set[str]:
-    """What holds codes, scales and their companions in an artifact: the tensors that are not kept ones."""
+    """Name the tensors that were not kept: codes, scales and companions."""
     names = {
         ref.name
         for module in artifact.packed.values()
@@ -325,31 +288,7 @@ def own_names(artifact: Artifact) -> set[str]:
     return names | artifact.cache_scales(artifact.spelling).keys()
 
 
-def _compare_kept(beside: Beside, ref: TensorRef) -> Finding | None:
-    """A finding where a tensor of the source that was not quantized is another one in the artifact."""
-    artifact, source = beside.artifact, beside.source
-    if ref.name in beside.originals.vectors:
-        return check_vector(artifact, beside.originals.vectors[ref.name], source)
-    kept = artifact.tensors.get(ref.name)
-    if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
-        return Finding(
-            "error",
-            "kept-missing",
-            ref.name,
-            "the source has it, the artifact has it not, or otherwise",
-        )
-    if any(
-        artifact.source.read_range(kept, *part) != source.read_range(ref, *part)
-        for part in parts(ref)
-    ):
-        return Finding(
-            "error", "kept-differs", ref.name, "it was kept, but its bytes are not the source's"
-        )
-    return None
-
-
-def parts(ref: TensorRef) -> Iterator[tuple[int, int]]:
-    """Ranges of a tensor's bytes that are held at once."""
-    return (
-        (start, min(start + PART_NBYTES, ref.nbytes)) for start in range(0, ref.nbytes, PART_NBYTES)
-    )
+def split_bytes(ref: TensorRef) -> Iterator[tuple[int, int]]:
+    """Split a tensor's bytes into ranges that are held at once."""
+    for start in range(0, ref.nbytes, PART_NBYTES):
+        yield start, min(start + PART_NBYTES, ref.nbytes)

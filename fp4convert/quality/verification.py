@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,96 +25,16 @@ from fp4convert.quality.source_compare import (
     Outputs,
     mean_output_error,
     own_names,
-    parts,
-    stand_beside,
+    pair_with_source,
+    split_bytes,
 )
 from fp4convert.storage.checkpoint_files import RECORD, REPORT, UNDIGESTED
 from fp4convert.storage.disk import hash_stream
 from fp4convert.storage.source import Source, stopping
 
 AGREEMENT = 1e-6  # of an error; sums of float32 squares are off by less
-STORED = (
-    2.0**-22
-)  # of a value: what a global scale stored as its reciprocal moves it, and float32 differences
-
-
-def check_codes(artifact: Artifact, recorded: Recorded) -> Iterator[Finding]:
-    """A finding for each tensor whose codes are not those that the report counted; on the Hub they are not read."""
-    if artifact.source.is_streamed:
-        return
-    held: dict[str, list[str]] = {}
-    for module, packed in artifact.modules.items():
-        held.setdefault(packed.stem, []).append(module)
-    entries = [entry for entry in recorded.entries if entry.histogram]
-    with ThreadPoolExecutor(processors()) as pool, stopping(artifact.source):
-        counts = pool.map(lambda entry: _count(artifact, held.get(entry.module, [])), entries)
-        yield from (
-            found
-            for entry, count in zip(entries, counts, strict=True)
-            if (found := compare_codes(entry, count))
-        )
-
-
-def _count(artifact: Artifact, modules: list[str]) -> tuple[int, ...]:
-    """How often each code occurs in these modules."""
-    total = [0] * CODES
-    for module in modules:
-        blocks = artifact.decode(module)
-        for panel in row_panels(blocks.shape):
-            total = [
-                sum(pair)
-                for pair in zip(
-                    total, count_codes(blocks.rows(*panel).packed).tolist(), strict=True
-                )
-            ]
-    return tuple(total)
-
-
-def compare_codes(entry: Entry, counts: tuple[int, ...]) -> Finding | None:
-    """A finding where a tensor has other codes than the report says."""
-    differing = [
-        code
-        for code, (ours, theirs) in enumerate(zip(counts, entry.histogram, strict=True))
-        if ours != theirs
-    ]
-    if not differing:
-        return None
-    code = differing[0]
-    detail = f"{REPORT} counts code {code} {entry.histogram[code]:,} times, and it occurs {counts[code]:,} times"
-    return Finding(
-        "error",
-        "report-differs",
-        entry.module,
-        f"{detail}; {len(differing)} of {CODES} codes differ",
-    )
-
-
-def check_measured(recorded: Recorded, measured: Mapping[str, Sums]) -> Iterator[Finding]:
-    """A finding for each tensor that the report says to have lost more or less than was measured now.
-
-    measured  by the name of what holds a tensor in the artifact
-    """
-    for entry in recorded.entries:
-        sums = measured.get(entry.module)
-        if sums is None or not math.isfinite(sums.noise) or not sums.elements:
-            continue
-        if entry.histogram and (finding := compare_codes(entry, sums.histogram)):
-            yield finding
-        elif entry.against == SOURCE and (detail := _differ(entry, sums)):
-            yield Finding("error", "report-differs", entry.module, detail)
-
-
-def _differ(entry: Entry, sums: Sums) -> str | None:
-    """How the report's numbers are not those that were measured; a distance moves by no more than the values do."""
-    moved = STORED * math.sqrt(sums.output)
-    told, found = math.sqrt(max(entry.mse, 0) * sums.elements), math.sqrt(sums.noise)
-    if not abs(told - found) <= AGREEMENT * found + moved:
-        return f"{REPORT} says that its mean squared error is {entry.mse:.9g}, and it is {sums.mse:.9g}"
-    if not abs(entry.max_abs - sums.max_abs) <= AGREEMENT * sums.max_abs + moved:
-        return f"{REPORT} says that it is off by at most {entry.max_abs:.9g}, and it is by {sums.max_abs:.9g}"
-    return None
-
-
+# Of a value: what a global scale stored as its reciprocal moves it, and float32 differences.
+STORED = 2.0**-22
 OUTPUT_GATE = "--max-output-error"
 
 
@@ -127,7 +47,8 @@ class TensorError:
     max_abs  largest |x - y|
     cosine   of x and y as vectors; None where one of them is zero
     saturated, zero, histogram  of its codes, as error_report.shares has them
-    output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None where it is no number, or not asked for
+    output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None where it is
+                  no number, or not asked for
     """
 
     name: str
@@ -143,7 +64,7 @@ class TensorError:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What `passed` asks of every tensor beside soundness; None asks nothing."""
+    """What `passed` asks of every tensor; None asks nothing."""
 
     min_sqnr_db: float | None = None
     max_nmse: float | None = None
@@ -151,7 +72,7 @@ class Gate:
 
     @property
     def given(self) -> dict[str, float]:
-        """What is asked, by the option that asks it."""
+        """Return what is asked, by the option that asks it."""
         asked = {
             "--min-sqnr": self.min_sqnr_db,
             "--max-nmse": self.max_nmse,
@@ -160,30 +81,22 @@ class Gate:
         return {option: value for option, value in asked.items() if value is not None}
 
     def check(self, has_source: bool) -> None:
-        """InputError for a number that asks nothing or cannot be met, and where there is no source to ask it of."""
+        """Raise InputError for a gate without a source, or an idle number."""
         if self.given and not has_source:
             verb = "needs" if len(self.given) == 1 else "need"
-            raise InputError(
-                "no-source",
-                f"{' and '.join(self.given)} {verb} the original weights",
-                "Add --source SOURCE.",
-            )
+            detail = f"{' and '.join(self.given)} {verb} the original weights"
+            raise InputError("no-source", detail, "Add --source SOURCE.")
         for option, value in self.given.items():
             if not math.isfinite(value):
                 detail = f"{option} {value} asks nothing; expected a finite number"
-                raise InputError(
-                    "bad-gate", detail, f"Give a finite number, or leave {option} out."
-                )
+                next_step = f"Give a finite number, or leave {option} out."
+                raise InputError("bad-gate", detail, next_step)
             if option != "--min-sqnr" and value < 0:
-                raise InputError(
-                    "bad-gate",
-                    f"{option} {value:g}: no error is negative; expected 0 or more",
-                    "Give 0 or more.",
-                )
+                detail = f"{option} {value:g}: no error is negative; expected 0 or more"
+                raise InputError("bad-gate", detail, "Give 0 or more.")
             if option == OUTPUT_GATE and value > 1:
-                detail = (
-                    f"{option} {value:g} is {100 * value:g} %; expected a part of 1, from 0 to 1"
-                )
+                detail = f"{option} {value:g} is {100 * value:g} %"
+                detail += "; expected a part of 1, from 0 to 1"
                 raise InputError("bad-gate", detail, f"For {value:g} %: {option} {value / 100:g}")
 
 
@@ -192,7 +105,8 @@ class Verified:
     """The document of `verify --json`.
 
     recorded  the summary of quantization_report.json; None where the artifact has none
-    inputs, calibration  by which outputs were measured, as describe_inputs tells it; None where they were not
+    inputs, calibration  by which outputs were measured, as describe_inputs tells it; None where
+                         they were not
     """
 
     tensors: tuple[TensorError, ...]
@@ -204,14 +118,14 @@ class Verified:
     calibration: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        left_out = () if self.inputs else ("output_error",)
+        tensors = [asdict(error) for error in self.tensors]
+        if not self.inputs:
+            for tensor in tensors:
+                del tensor["output_error"]
         by = {"inputs": self.inputs, "calibration": self.calibration} if self.inputs else {}
         return {
             **by,
-            "tensors": [
-                {key: value for key, value in asdict(one).items() if key not in left_out}
-                for one in self.tensors
-            ],
+            "tensors": tensors,
             "summary": self.summary,
             "findings": [asdict(finding) for finding in self.findings],
             "passed": self.passed,
@@ -222,197 +136,223 @@ class Verified:
 def verify(
     artifact: Artifact, source: Source | None, gate: Gate, outputs: Outputs | None = None
 ) -> Verified:
-    """Re-hash every file and read every scale; with a source, measure every tensor and compare what was kept.
+    """Verify every file and scale, and with a source every tensor.
 
-    outputs  measures what linear layers answer, too; a gate that asks for it does so for Gaussian inputs where this is None
-    Raises   InputError where numbers are asked for and there is no source, or for a calibration of another model
+    outputs  measures what linear layers answer, too; a gate that asks for it does so for Gaussian
+             inputs where this is None
+    Raises   InputError where numbers are asked for and there is no source, or for a calibration of
+             another model
     """
     gate.check(source is not None)
     if outputs is None and gate.max_output_error is not None:
         outputs = Outputs()
     if source is None and outputs:
-        raise InputError(
-            "no-source", "--outputs needs the original weights", "Add --source SOURCE."
-        )
-    beside = stand_beside(artifact, source, outputs) if source else None
-    fitting = source if beside and beside.shares_any() else None
-    judged = judge(
-        artifact, fitting, list(artifact.modules), choose_modules(artifact, is_full=False)
-    )
+        detail = "--outputs needs the original weights"
+        raise InputError("no-source", detail, "Add --source SOURCE.")
+    pairs = pair_with_source(artifact, source, outputs) if source else None
+    # 1. Records, names and scales; a source that has the modules decides what scales alone cannot.
+    related = source if pairs and pairs.have_packed else None
+    sampled = choose_modules(artifact, is_full=False)
+    judged = judge(artifact, related, list(artifact.modules), sampled)
+    # 2. The hashes of files, and the tensors that were kept.
     findings = [*judged.findings, *_check_hashes(artifact), *_check_kept(artifact)]
+    # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages
     found: dict[str, Distance] = {}
-    if beside is not None:
-        found, differences = beside.compare()
+    if pairs is not None:
+        found, differences = pairs.compare()
         findings += differences
-    if recorded is not None:
-        findings += (
-            check_codes(artifact, recorded)
-            if beside is None
-            else check_measured(recorded, _by_stem(found.values()))
-        )
+    if recorded is not None and pairs is None:
+        findings += check_codes(artifact, recorded)
+    elif recorded is not None:
+        findings += check_measured(recorded, found)
     if any(distance.check(name) for name, distance in found.items()):
-        findings += judged.refuted
+        findings += judged.refuted  # the source does not fit, so it refutes nothing
+    # 4. The gates: for each tensor, and that there is a tensor to measure.
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
-    findings += (finding for error in tensors for finding in _judge(error, found[error.name], gate))
-    findings += _check_measured(gate, found)
-    by = describe_inputs(outputs.calibration) if outputs else {}
-    summary = recorded.summary if recorded else None
+    for error in tensors:
+        findings += _check_gates(error, found[error.name], gate)
+    has_answers = any(distance.answers for distance in found.values())
+    asked = [
+        option for option in gate.given if not (has_answers if option == OUTPUT_GATE else found)
+    ]
+    if asked:
+        detail = f"{' and '.join(asked)}: no tensor was measured"
+        detail += ", for none of the source's is quantized in the artifact"
+        findings.append(Finding("error", "nothing-measured", None, detail))
     return Verified(
         tensors,
         _summarise(tensors, found),
         tuple(findings),
         is_healthy(findings),
-        summary,
-        **by,
+        recorded.summary if recorded else None,
+        **(describe_inputs(outputs.calibration) if outputs else {}),
     )
 
 
-def _by_stem(measured: Iterable[Distance]) -> dict[str, Sums]:
-    """What holds tensors in the artifact -> what all of them lost."""
-    found: dict[str, Sums] = {}
-    for one in measured:
-        found[one.stem] = found.get(one.stem, Sums()).with_all(one.sums)
-    return found
+def _summarise(tensors: Sequence[TensorError], found: Mapping[str, Distance]) -> dict[str, Any]:
+    """Summarise the errors of all tensors.
+
+    output_error_mean is that of powers, by weights, as analyze's of the whole.
+    """
+    summary = summarise((name, distance.sums) for name, distance in found.items())
+    if any(distance.answers for distance in found.values()):
+        errors = [(found[error.name].sums.elements, error.output_error) for error in tensors]
+        known = [error for _, error in errors if error is not None]
+        summary["output_error_max"] = max(known, default=None)
+        summary["output_error_mean"] = mean_output_error(errors)
+    return summary
+
+
+def _tensor_error(name: str, distance: Distance) -> TensorError:
+    sums = distance.sums
+    codes: dict[str, Any] = shares(sums.histogram)
+    if not math.isfinite(sums.noise):
+        return TensorError(name, None, None, None, None, **codes)
+    output_error = distance.answers.error if distance.answers else None
+    numbers = sums.sqnr_db, sums.mse, sums.max_abs, sums.cosine
+    return TensorError(name, *numbers, **codes, output_error=output_error)
+
+
+def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[Finding]:
+    """Check a tensor against each gate, or else that it is the source's."""
+    sums = distance.sums
+    missed = []
+    if math.isfinite(sums.noise):
+        least = gate.min_sqnr_db
+        sqnr_db = -math.inf if sums.signal == 0 and sums.noise > 0 else error.sqnr_db
+        if least is not None and sqnr_db is not None and sqnr_db < least:
+            detail = f"SQNR {sqnr_db:.3f} dB, expected at least {least:g} dB"
+            missed.append(Finding("error", "sqnr-low", error.name, detail))
+        if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
+            nmse = math.inf if sums.nmse is None else sums.nmse
+            detail = f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}"
+            missed.append(Finding("error", "nmse-high", error.name, detail))
+        most = gate.max_output_error
+        if most is not None and distance.answers:
+            output_error = math.inf if error.output_error is None else error.output_error
+            if not output_error <= most:
+                detail = f"output error {100 * output_error:.4g} %"
+                detail += f", expected at most {100 * most:g} %"
+                missed.append(Finding("error", "output-error-high", error.name, detail))
+    doubt = None if missed else distance.check(error.name)
+    return [doubt] if doubt else missed
 
 
 def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
-    """Findings on files that are not what was written, not there, or not ours; the model card is everybody's."""
+    """Check that every file is there, is what was written, and is recorded.
+
+    The model card is everybody's.
+    """
     if not artifact.record:
-        yield Finding(
-            "note",
-            "no-hashes",
-            None,
-            "the artifact records no hashes, so its files could not be compared with them",
-        )
+        detail = "the artifact records no hashes, so its files could not be compared with them"
+        yield Finding("note", "no-hashes", None, detail)
         return
     recorded = artifact.record.get("files")
-    hashes = (
-        {file: sha256 for file, sha256 in recorded.items() if file not in UNDIGESTED}
-        if isinstance(recorded, dict)
-        else {}
-    )
+    files = recorded.items() if isinstance(recorded, dict) else ()
+    hashes = {file: sha256 for file, sha256 in files if file not in UNDIGESTED}
     for file, sha256 in hashes.items():
         try:
             with artifact.source.open_file(file) as stream:
                 is_same = hash_stream(stream) == sha256
         except InputError as error:
-            yield Finding(
-                "error",
-                "file-missing",
-                None,
-                f"{file} is recorded and cannot be read: {error.message}",
-            )
+            detail = f"{file} is recorded and cannot be read: {error.message}"
+            yield Finding("error", "file-missing", None, detail)
             continue
         if not is_same:
-            yield Finding(
-                "error",
-                "hash-mismatch",
-                None,
-                f"{file} is not the file that was written: its sha256 differs",
-            )
+            detail = f"{file} is not the file that was written: its sha256 differs"
+            yield Finding("error", "hash-mismatch", None, detail)
     checkpoint = artifact.source.checkpoint
     for file in (*(shard.file for shard in checkpoint.shards), *checkpoint.left_out):
         if file not in hashes:
-            yield Finding(
-                "error",
-                "file-unrecorded",
-                None,
-                f"{file} holds weights, and the record does not name it",
-            )
+            detail = f"{file} holds weights, and the record does not name it"
+            yield Finding("error", "file-unrecorded", None, detail)
     for file in checkpoint.sidecars:
         if file not in hashes and file not in (RECORD, *UNDIGESTED):
-            yield Finding(
-                "warning",
-                "file-unrecorded",
-                None,
-                f"{file} was added later: the record does not name it",
-            )
+            detail = f"{file} was added later: the record does not name it"
+            yield Finding("warning", "file-unrecorded", None, detail)
 
 
 def _check_kept(artifact: Artifact) -> Iterator[Finding]:
-    """A warning for each tensor that was kept and holds NaN or Inf."""
+    """Check that the tensors that were kept hold no NaN or Inf."""
     ours = own_names(artifact)
     for ref in artifact.tensors.values():
-        if ref.name not in ours and ref.dtype in FLOAT_DTYPES:
-            kind = FLOAT_DTYPES[ref.dtype]
-            held = (
-                np.frombuffer(artifact.source.read_range(ref, *part), kind) for part in parts(ref)
-            )
-            if bad := sum(int(np.count_nonzero(~np.isfinite(values))) for values in held):
-                yield Finding(
-                    "warning",
-                    "kept-not-finite",
-                    ref.name,
-                    f"it was kept with {bad} values that are NaN or Inf",
-                )
+        if ref.name in ours or ref.dtype not in FLOAT_DTYPES:
+            continue
+        bad = 0
+        for part in split_bytes(ref):
+            stored = artifact.source.read_range(ref, *part)
+            values = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype])
+            bad += int(np.count_nonzero(~np.isfinite(values)))
+        if bad:
+            detail = f"it was kept with {bad} values that are NaN or Inf"
+            yield Finding("warning", "kept-not-finite", ref.name, detail)
 
 
-def _tensor_error(name: str, found: Distance) -> TensorError:
-    sums = found.sums
-    codes: dict[str, Any] = shares(sums.histogram)
-    if not math.isfinite(sums.noise):
-        return TensorError(name, None, None, None, None, **codes)
-    output_error = found.answers.error if found.answers else None
-    return TensorError(
-        name, sums.sqnr_db, sums.mse, sums.max_abs, sums.cosine, **codes, output_error=output_error
-    )
+def check_codes(artifact: Artifact, recorded: Recorded) -> Iterator[Finding]:
+    """Check each tensor's codes against the counts of the report.
+
+    On the Hub they are not read.
+    """
+    if artifact.source.is_streamed:
+        return
+    held: dict[str, list[str]] = {}
+    for module, packed in artifact.modules.items():
+        held.setdefault(packed.stem, []).append(module)
+    entries = [entry for entry in recorded.entries if entry.histogram]
+
+    def count(entry: Entry) -> tuple[int, ...]:
+        total = np.zeros(CODES, np.int64)
+        for module in held.get(entry.module, []):
+            blocks = artifact.decode(module)
+            for panel in row_panels(blocks.shape):
+                total += count_codes(blocks.rows(*panel).packed)
+        return tuple(total.tolist())
+
+    with ThreadPoolExecutor(processors()) as pool, stopping(artifact.source):
+        for entry, counts in zip(entries, pool.map(count, entries), strict=True):
+            if finding := compare_codes(entry, counts):
+                yield finding
 
 
-def _judge(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding]:
-    """A finding for each gate that a tensor misses, or one where it cannot be measured or is another."""
-    missed = list(_missed(error, found, gate)) if math.isfinite(found.sums.noise) else []
-    yield from missed
-    if not missed and (doubt := found.check(error.name)):
-        yield doubt
+def compare_codes(entry: Entry, counts: tuple[int, ...]) -> Finding | None:
+    """Check how often each code occurs in a tensor, by the report's counts."""
+    differing = [
+        code
+        for code, (found, said) in enumerate(zip(counts, entry.histogram, strict=True))
+        if found != said
+    ]
+    if not differing:
+        return None
+    code = differing[0]
+    detail = f"{REPORT} counts code {code} {entry.histogram[code]:,} times"
+    detail += f", and it occurs {counts[code]:,} times"
+    detail += f"; {len(differing)} of {CODES} codes differ"
+    return Finding("error", "report-differs", entry.module, detail)
 
 
-def _check_measured(gate: Gate, found: Mapping[str, Distance]) -> Iterator[Finding]:
-    """A finding where gates ask of what nobody measured: none of them is met then."""
-    has_answers = any(distance.answers for distance in found.values())
-    if idle := [
-        option for option in gate.given if not (has_answers if option == OUTPUT_GATE else found)
-    ]:
-        detail = f"{' and '.join(idle)}: no tensor was measured, for none of the source's is quantized in the artifact"
-        yield Finding("error", "nothing-measured", None, detail)
-
-
-def _missed(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding]:
-    """Findings on the gates that a tensor misses."""
-    sums = found.sums
-    sqnr_db = -math.inf if sums.signal == 0 and sums.noise > 0 else error.sqnr_db
-    if gate.min_sqnr_db is not None and sqnr_db is not None and sqnr_db < gate.min_sqnr_db:
-        detail = f"SQNR {sqnr_db:.3f} dB, expected at least {gate.min_sqnr_db:g} dB"
-        yield Finding("error", "sqnr-low", error.name, detail)
-    if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
-        nmse = math.inf if sums.nmse is None else sums.nmse
-        yield Finding(
-            "error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}"
-        )
-    if (
-        gate.max_output_error is not None
-        and found.answers
-        and not _is_within(error.output_error, gate.max_output_error)
-    ):
-        told = math.inf if error.output_error is None else error.output_error
-        detail = (
-            f"output error {100 * told:.4g} %, expected at most {100 * gate.max_output_error:g} %"
-        )
-        yield Finding("error", "output-error-high", error.name, detail)
-
-
-def _is_within(output_error: float | None, most: float) -> bool:
-    return output_error is not None and output_error <= most
-
-
-def _summarise(tensors: tuple[TensorError, ...], found: dict[str, Distance]) -> dict[str, Any]:
-    """output_error_mean is that of powers, by weights, as analyze's of the whole."""
-    summary = summarise((name, distance.sums) for name, distance in found.items())
-    if not any(distance.answers for distance in found.values()):
-        return summary
-    known = [error.output_error for error in tensors if error.output_error is not None]
-    mean = mean_output_error(
-        (found[error.name].sums.elements, error.output_error) for error in tensors
-    )
-    return {**summary, "output_error_max": max(known, default=None), "output_error_mean": mean}
+def check_measured(recorded: Recorded, found: Mapping[str, Distance]) -> Iterator[Finding]:
+    """Check what the report says that tensors lost against the measured loss."""
+    measured: dict[str, Sums] = {}  # of all that lies in one tensor of the artifact
+    for distance in found.values():
+        measured[distance.stem] = measured.get(distance.stem, Sums()).with_all(distance.sums)
+    for entry in recorded.entries:
+        sums = measured.get(entry.module)
+        if sums is None or not math.isfinite(sums.noise) or not sums.elements:
+            continue
+        if entry.histogram and (finding := compare_codes(entry, sums.histogram)):
+            yield finding
+            continue
+        if entry.against != SOURCE:
+            continue
+        # A distance moves by no more than the values do.
+        moved = STORED * math.sqrt(sums.output)
+        said, lost = math.sqrt(max(entry.mse, 0) * sums.elements), math.sqrt(sums.noise)
+        if not abs(said - lost) <= AGREEMENT * lost + moved:
+            detail = f"its mean squared error is {entry.mse:.9g}, and it is {sums.mse:.9g}"
+        elif not abs(entry.max_abs - sums.max_abs) <= AGREEMENT * sums.max_abs + moved:
+            detail = f"it is off by at most {entry.max_abs:.9g}, and it is by {sums.max_abs:.9g}"
+        else:
+            continue
+        yield Finding("error", "report-differs", entry.module, f"{REPORT} says that {detail}")

@@ -30,9 +30,9 @@ from fp4convert.checkpoint.module_names import (
 from fp4convert.numerics.codec import decode_e2m1
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.progress import size_text
-from fp4convert.quality.checks import choose_modules, read_group_scales
+from fp4convert.quality.checks import choose_modules
 from fp4convert.quality.inspection import inspect
-from fp4convert.quality.stored_scalars import Agreement, find_agreements
+from fp4convert.quality.scale_checks import are_equal, find_shared_scales, read_group_scales
 from fp4convert.quality.verification import TensorError, Verified
 from fp4convert.report.explanations import explanations
 from fp4convert.report.histograms import count_values
@@ -283,17 +283,18 @@ def _worst(
 def _groups(artifact: Artifact) -> Document:
     """Count scale groups by kind, and those that store one scale."""
     stored = read_group_scales(artifact, choose_modules(artifact, is_full=False))
-    kinds: dict[str, list[Agreement]] = defaultdict(list)
-    for group in find_agreements(artifact, stored):
+    kinds: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for scales in find_shared_scales(artifact, stored):
         # The members as one name, with a star for every number above them.
-        parent = split_leaf(group.members[0])[0]
-        leaves = sorted((split_leaf(member)[1] for member in group.members), key=reading_rank)
-        kinds["*".join(split_numbers(parent)[0]) + join_words(leaves)].append(group)
+        members = list(scales)
+        parent = split_leaf(members[0])[0]
+        leaves = sorted((split_leaf(member)[1] for member in members), key=reading_rank)
+        kinds["*".join(split_numbers(parent)[0]) + join_words(leaves)].append(scales)
     rows = [
-        {"modules": kind, "groups": len(groups), "agree": sum(group.is_kept for group in groups)}
+        {"modules": kind, "groups": len(groups), "agree": sum(map(are_equal, groups))}
         for kind, groups in kinds.items()
     ]
-    differing = [group.scales for groups in kinds.values() for group in groups if not group.is_kept]
+    differing = [scales for groups in kinds.values() for scales in groups if not are_equal(scales)]
     shown = [
         [[member, f"{scale:.9g}"] for member, scale in scales.items()]
         for scales in differing[:MOST_DIFFERING]

@@ -11,7 +11,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.linears import linears_stored
 from fp4convert.numerics.codec import as_doubles
 from fp4convert.numerics.matrices import Weights, row_panels
-from fp4convert.quality.fold_recovery import unfolded
+from fp4convert.quality.fold_recovery import fold_originals
 from fp4convert.storage.source import Source
 
 BINS = 81  # odd: zero has one of its own
@@ -43,7 +43,7 @@ def count_values(
     Returns  name -> histogram
     Raises   what reading the source raises
     """
-    originals, stored = unfolded(artifact, source).of, linears_stored(artifact)
+    originals, stored = fold_originals(artifact, source).of, linears_stored(artifact)
     wanted = {linear.name: linear for linear in originals.values() if linear.name in names}
     found = {}
     for name, theirs in wanted.items():

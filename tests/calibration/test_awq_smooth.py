@@ -1,4 +1,6 @@
-"""The factors of AWQ and SmoothQuant, and artifacts made with them: against the formulas in NumPy, and the codes of the codec."""
+"""The factors of AWQ and SmoothQuant, and artifacts made with them: against the formulas in NumPy,
+and the codes of the codec.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def bf16_of(values: np.ndarray) -> np.ndarray:
 
 
 def repeated(rows: np.ndarray) -> np.ndarray:
-    """Numbers of v's 64 rows for o's 128 columns: two heads of 32, each for two heads of queries."""
+    """Numbers of v's 64 rows for o's 128 columns: two heads of 32, each for two of queries."""
     return np.concatenate([rows[:32], rows[:32], rows[32:], rows[32:]])
 
 
@@ -62,7 +64,9 @@ def tied(columns: np.ndarray, how: str) -> np.ndarray:
 
 
 def stored(maker: str, wanted: np.ndarray, weights: Arrays) -> np.ndarray:
-    """The factors that a fold has in the end: of a norm what undoes its rounding, of rows a power of two."""
+    """The factors that a fold has in the end: of a norm what undoes its rounding, of rows a power
+    of two.
+    """
     if "layernorm" not in maker:
         return np.exp2(np.rint(np.log2(wanted))).astype(np.float32)
     norm = weights[maker]
@@ -166,9 +170,11 @@ def test_codes_are_those_of_the_codec_for_weights_under_the_factors(artifact):
 def test_outputs_are_closer_by_awq_and_not_much_further_by_smooth(
     artifact, source, statistics, tmp_path
 ):
-    """Outputs for the inputs of the calibration, with the norm's share of the fold undone by the inputs.
+    """Outputs for the inputs of the calibration, with the norm's share of the fold undone by the
+    inputs.
 
-    smooth makes inputs easier to round, which weights alone gain nothing by: at most 1.6 times the error is a bound on harm.
+    smooth makes inputs easier to round, which weights alone gain nothing by: at most 1.6 times the
+    error is a bound on harm.
     """
     method, _, tensors, factors = artifact
     plain = made(source, tmp_path / "rtn", "rtn", statistics)
@@ -317,7 +323,9 @@ def test_the_rule_importance_weighs_inputs_as_they_are_after_the_fold(source, st
 
 @pytest.mark.parametrize(("options", "follows"), [((), True), (("--input-scale", "0.5"), False)])
 def test_input_scales_follow_the_inputs(options, follows, source, statistics, tmp_path):
-    """Those of a calibration: the largest input after it was divided; a number stays what was asked for."""
+    """Those of a calibration: the largest input after it was divided; a number stays what was asked
+    for.
+    """
     tensors = made(source, tmp_path / "out", "smooth", statistics, "--activations", "4", *options)
     weights = stored_weights()
     for maker, readers in READERS.items():
@@ -357,7 +365,9 @@ EXPERTS: dict[str, Tensor] = {
 
 @pytest.mark.parametrize("method", ["awq", "smooth"])
 def test_a_router_stays_and_sees_the_same_products(method, tmp_path):
-    """Its columns are multiplied by powers of two, which bf16 holds exactly; every expert gets the same factors."""
+    """Its columns are multiplied by powers of two, which bf16 holds exactly; every expert gets the
+    same factors.
+    """
     source = write_checkpoint(
         tmp_path / "m", {"model.safetensors": EXPERTS}, {**LLAMA, "model_type": "qwen3_moe"}
     )

@@ -1,4 +1,4 @@
-"""Which checkpoint it is: what differs in one small tensor is another, and little is read to tell."""
+"""Which checkpoint it is: what differs in one small tensor is another; little is read to tell."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def scales_of_experts(decoder: Decoder) -> Iterator[tuple[str, str, tuple[int, .
     [
         # 161 norms of 16 kB, 562 matrices with a sample each
         (true_checkpoint(LLAMA_70B), 161 + 562, 161 * 16384 + 562 * 4096),
-        # all 249 norms, 310 scales of attention and 1489 of 29,760 of experts; 1024 of 30,198 matrices
+        # all 249 norms, 310 scales of attention and 1489 of 29,760 of experts; 1024 of 30,198
+        # matrices
         (
             true_checkpoint(QWEN3_CODER_480B, scales_of_experts(QWEN3_CODER_480B)),
             2048 + 1024,

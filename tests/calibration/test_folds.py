@@ -1,4 +1,6 @@
-"""Folds: which there are in every family, and that transformers computes with them what it did without."""
+"""Folds: which there are in every family, and that transformers computes with them what it did
+without.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +160,9 @@ def test_a_folded_model_computes_what_it_did(model, tmp_path):
 def test_every_tensor_that_a_fold_changes_has_to_change(
     name, checkpoints, tmp_path_factory, tmp_path
 ):
-    """A list that names a reader too many, or one too few, would show: with any one of them as it was, the model is another."""
+    """A list that names a reader too many, or one too few, would show: with any one of them as it
+    was, the model is another.
+    """
     folder = checkpoint(name, checkpoints, tmp_path_factory)
     tensors = read_tensors(folder)
     changed = folded(open_source(str(folder)), merged(open_source(str(folder))), tensors)
@@ -327,8 +331,10 @@ def test_a_model_without_folds_is_refused(tmp_path):
 
 def test_rows_of_a_users_file_are_used(tmp_path):
     (tmp_path / "mine.toml").write_text(
-        '[[fold]]\ninto = "{layer}.mlp.up_proj"\nkind = "linear"\nlinears = ["{layer}.mlp.down_proj"]\n'
-        'aside = ["{layer}.self_attn.q_proj", "{layer}.self_attn.k_proj", "{layer}.self_attn.v_proj", "{layer}.self_attn.o_proj",'
+        '[[fold]]\ninto = "{layer}.mlp.up_proj"\nkind = "linear"\n'
+        'linears = ["{layer}.mlp.down_proj"]\n'
+        'aside = ["{layer}.self_attn.q_proj", "{layer}.self_attn.k_proj",'
+        ' "{layer}.self_attn.v_proj", "{layer}.self_attn.o_proj",'
         ' "{layer}.mlp.gate_proj"]\n'
     )
     names, notes = names_and_notes(
@@ -339,7 +345,10 @@ def test_rows_of_a_users_file_are_used(tmp_path):
 
 
 def test_two_rows_for_one_place_are_none(tmp_path):
-    row = '[[fold]]\ninto = "{layer}.mlp.up_proj"\nkind = "linear"\nlinears = ["{layer}.mlp.down_proj"]\n'
+    row = (
+        '[[fold]]\ninto = "{layer}.mlp.up_proj"\nkind = "linear"\n'
+        'linears = ["{layer}.mlp.down_proj"]\n'
+    )
     (tmp_path / "mine.toml").write_text('base = "llama"\n' + row)
     names, notes = names_and_notes(tmp_path, TENSORS, LLAMA, recipe=str(tmp_path / "mine.toml"))
     assert names == ALL - {"model.layers.0.mlp.up_proj"}
@@ -348,7 +357,8 @@ def test_two_rows_for_one_place_are_none(tmp_path):
 
 def test_a_row_whose_readers_are_of_no_expert_is_refused(tmp_path):
     (tmp_path / "mine.toml").write_text(
-        '[[fold]]\ninto = "{layer}.mlp.experts.{expert}.up_proj"\nkind = "linear"\nlinears = ["{layer}.mlp.down_proj"]\n'
+        '[[fold]]\ninto = "{layer}.mlp.experts.{expert}.up_proj"\nkind = "linear"\n'
+        'linears = ["{layer}.mlp.down_proj"]\n'
     )
     with pytest.raises(InputError, match="does not name layer and expert, which `into` does"):
         names_and_notes(tmp_path, TENSORS, LLAMA, recipe=str(tmp_path / "mine.toml"))

@@ -1,4 +1,6 @@
-"""GPTQ's algebra beside GPTQ as its paper has it, in float64 and written here, and beside ModelOpt's."""
+"""GPTQ's algebra beside GPTQ as its paper has it, in float64 and written here, and beside
+ModelOpt's.
+"""
 
 import subprocess
 import sys
@@ -60,7 +62,9 @@ def output_error(codes, steps, w, h):
 
 
 def check_equal(found, expected, steps, w, h):
-    """The same codes; where a sum in float32 tips one over, outputs that are as good to a millionth."""
+    """The same codes; where a sum in float32 tips one over, outputs that are as good to a
+    millionth.
+    """
     same = np.mean(found == expected)
     assert same > 0.995
     ours, theirs = output_error(found, steps, w, h), output_error(expected, steps, w, h)
@@ -90,7 +94,9 @@ def nearest_codes(w, steps):
     ("columns", "width"), [(192, 64), (192, 128), (224, 128), (96, 128), (160, 32)]
 )
 def test_blocks_along_the_diagonal_as_the_paper_has_that_matrix(fmt, columns, width):
-    """Also where the last block is padded, and where the order of columns mixes only within a block."""
+    """Also where the last block is padded, and where the order of columns mixes only within a
+    block.
+    """
     w, x, steps = case_of(fmt, columns)
     blocks = gram_of(x, width)
     found = gptq.round_columns(w, steps, gptq.factorize(blocks, columns, "cpu"))
@@ -247,7 +253,9 @@ def test_codes_are_those_of_the_codec():
 
 
 def test_quotients_are_divided_as_ieee_does():
-    """On midpoints, times steps of any bits: a product with the reciprocal would round some of them to the other side."""
+    """On midpoints, times steps of any bits: a product with the reciprocal would round some of them
+    to the other side.
+    """
     chance = np.random.default_rng(0)
     steps = chance.uniform(0.5, 1, (4000, 1)).astype(np.float32)
     x = chance.choice(np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]), (4000, 16)) * steps

@@ -1,4 +1,6 @@
-"""GPTQ on real weights and real text: how much nearer the outputs of layers come than by rounding to the nearest."""
+"""GPTQ on real weights and real text: how much nearer the outputs of layers come than by rounding
+to the nearest.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def sentences() -> list[str]:
 
 
 def moments_of(folder, texts) -> dict[str, tuple[np.ndarray, int]]:
-    """Sum of x x^T over every token that a linear layer was given, and how many; by hooks on the whole model."""
+    """Sum of x x^T over every token that a linear layer was given, and how many; by hooks on the
+    whole model.
+    """
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -105,7 +109,9 @@ def calibration_of(path, minilm, seen, width=0):
 
 
 def output_sqnr(minilm, artifact, seen) -> np.ndarray:
-    """dB of every layer's outputs against what four bits add to them, on text that nobody was calibrated with."""
+    """dB of every layer's outputs against what four bits add to them, on text that nobody was
+    calibrated with.
+    """
     before, after = read_folder(Path(minilm)), read_folder(artifact)
     found = []
     for module, (total, _) in seen.items():
@@ -146,7 +152,8 @@ def test_outputs_come_nearer_by_as_much_as_was_promised(minilm, seen, tmp_path, 
         with capsys.disabled():
             weights = outcome.json["fidelity"]["sqnr_db_mean"]
             print(
-                f"{name}: outputs {found[name].mean():.2f} dB, lowest {found[name].min():.2f} dB; weights {weights:.2f} dB"
+                f"{name}: outputs {found[name].mean():.2f} dB, lowest {found[name].min():.2f} dB;"
+                f" weights {weights:.2f} dB"
             )
     assert len(found["gptq"]) == 36
     assert (found["gptq"] - found["amax"]).mean() >= 5.5

@@ -1,4 +1,4 @@
-"""What errors count by the inputs of a linear layer, beside the mean over these inputs themselves."""
+"""What errors count by the inputs of a linear layer, beside the mean over these inputs."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,9 @@ def blocks_of(width: int) -> np.ndarray:
 
 
 def power_of(parts: list[slice]) -> float:
-    """The mean over tokens of |matrix x|^2 where columns of different parts know nothing of each other."""
+    """The mean over tokens of |matrix x|^2 where columns of different parts know nothing of each
+    other.
+    """
     return sum(float(((X[:, part] @ MATRIX[:, part].T) ** 2).sum(axis=1).mean()) for part in parts)
 
 

@@ -1,4 +1,6 @@
-"""A layer at a time agrees with the whole model: transformers in one piece, hooks and formulas of this file."""
+"""A layer at a time agrees with the whole model: transformers in one piece, hooks and formulas of
+this file.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ WORDS = ["abcd", "hello", "xyzxyz", "quitealongsentence", "ab"]
 def calibrated(
     folder: Path, output: Path, text: str = TEXT, gram: str = "full"
 ) -> dict[str, np.ndarray]:
-    """What a calibration of that model says, every linear layer's own; one that another holds has the same arrays."""
+    """What a calibration of that model says, every linear layer's own; one that another holds has
+    the same arrays.
+    """
     from fp4convert.calibration.run import Run, calibrate
     from fp4convert.calibration.samples import Feed
 
@@ -51,7 +55,9 @@ def whole_model(folder: Path, is_encoder: bool = False):
 def run_whole(
     model, samples: list[list[int]], is_encoder: bool = False
 ) -> tuple[dict[str, np.ndarray], dict[str, list], list[dict[str, float]]]:
-    """(inputs of linear layers, calls of experts, largest |key| and |value| in the cache by layer), everything in one piece."""
+    """(inputs of linear layers, calls of experts, largest |key| and |value| in the cache by layer),
+    everything in one piece.
+    """
     import torch
     from transformers import DynamicCache
 
@@ -136,7 +142,9 @@ def test_a_layer_at_a_time_agrees_with_the_whole_model(tmp_path, name):
 
 
 def check_experts(found: dict[str, np.ndarray], path: str, calls: list) -> None:
-    """Experts one by one, by the definitions: gate and up of each token, the router's weight times the norm of the output."""
+    """Experts one by one, by the definitions: gate and up of each token, the router's weight times
+    the norm of the output.
+    """
     import torch
 
     module = calls[0][0]

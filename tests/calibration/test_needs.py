@@ -1,4 +1,6 @@
-"""What calibrate needs, told before it begins; where its file may be; and what it says meanwhile and when it is stopped."""
+"""What calibrate needs, told before it begins; where its file may be; and what it says meanwhile
+and when it is stopped.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def test_what_an_earlier_run_left_counts_as_there(tmp_path, llama, words, monkey
 def test_gram_matrices_that_memory_does_not_hold(tmp_path, llama, words, monkeypatch):
     from fp4convert.calibration import workdir
 
-    monkeypatch.setattr(workdir, "_memory_of", lambda device: MATRICES - 1)
+    monkeypatch.setattr(workdir, "memory_nbytes", lambda: MATRICES - 1)
     error = calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--gram", "full")
     assert (error.code, error.json["error"]["code"]) == (2, "gram-memory")
     assert f"{MATRICES:,} bytes of memory" in error.json["error"]["message"]

@@ -1,4 +1,6 @@
-"""Statistics that no inputs have: each alone, by hand; and a file of them, before anything is written."""
+"""Statistics that no inputs have: each alone, by hand; and a file of them, before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from checkpoints import LAYER, run, write_llama
 from made_up_inputs import calibrate, correlated, inputs_of
 from refusals import refused
 
-from fp4convert.calibration.plausibility import Seen, contradiction, not_a_gram
+from fp4convert.calibration.plausibility import InputStatistics, contradiction, not_a_gram
 from fp4convert.calibration.statistics import open_calibration
 from fp4convert.errors import InputError
 from fp4convert.storage.open import open_source
@@ -17,7 +19,7 @@ from fp4convert.storage.open import open_source
 X = np.array(
     [[1, -2, 0], [3, 0, 0], [-1, 2, 0], [1, 4, 0]], np.float32
 )  # four tokens of three columns
-RIGHT = Seen(
+RIGHT = InputStatistics(
     tokens=4,
     amax=4.0,
     largest=np.array([3, 4, 0], np.float32),
@@ -39,7 +41,7 @@ def test_what_inputs_have_is_possible():
     ):  # a file need not say everything
         assert contradiction(RIGHT._replace(**{name: None})) is None
     nothing = np.zeros(3, np.float32)
-    assert contradiction(Seen(0, 0.0, nothing, nothing, nothing, nothing)) is None
+    assert contradiction(InputStatistics(0, 0.0, nothing, nothing, nothing, nothing)) is None
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e-12, 1e15])
@@ -47,7 +49,7 @@ def test_sums_in_float32_are_possible_at_any_size(size):
     x = (correlated(64, 3000) * np.float32(size)).astype(np.float32)
     squares = np.square(x).mean(0, dtype=np.float32)  # below 1e-19 of few digits, or none
     magnitudes = np.abs(x).mean(0, dtype=np.float32)
-    seen = Seen(
+    seen = InputStatistics(
         3000,
         float(np.abs(x).max()),
         np.abs(x).max(0),

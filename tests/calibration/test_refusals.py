@@ -184,7 +184,9 @@ def test_an_encoder_writes_no_text(tmp_path):
 
 
 def test_experts_that_cannot_be_looked_into(tmp_path, words):
-    """DBRX: no warning says that no text goes through them, and prune tells why the file is not enough."""
+    """DBRX: no warning says that no text goes through them, and prune tells why the file is not
+    enough.
+    """
     import transformers
 
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 32}

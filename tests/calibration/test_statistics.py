@@ -1,4 +1,6 @@
-"""Calibration files: read and refused as the safetensors package wrote them; written in one file or several."""
+"""Calibration files: read and refused as the safetensors package wrote them; written in one file or
+several.
+"""
 
 import json
 
@@ -10,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
-from fp4convert.calibration.statistics import open_calibration
+from fp4convert.calibration.statistics import check_source, open_calibration
 from fp4convert.calibration.workdir import join_parts, part_notes, write_part
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
@@ -103,22 +105,15 @@ def test_a_calibration_of_this_checkpoint_passes(tmp_path, source):
         for m, c in columns.items()
         for k, v in statistics_of(m, np.ones((2, c), np.float32)).items()
     }
-    open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors)).check(
-        source, linears.values()
-    )
+    opened = open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors))
+    check_source(opened, source, linears.values())
     short = {**tensors, f"{DOWN}.input_channel_amax": np.ones(64, np.float32)}
-    error = refusal(
-        open_calibration(write_calibration(tmp_path / "s", source, short)).check,
-        source,
-        linears.values(),
-    )
+    opened = open_calibration(write_calibration(tmp_path / "s", source, short))
+    error = refusal(check_source, opened, source, linears.values())
     assert (error.code, error.exit_code, error.tensor) == ("calibration-shape", 2, DOWN)
     del tensors[f"{DOWN}.input_channel_amax"]
-    error = refusal(
-        open_calibration(write_calibration(tmp_path / "d", source, tensors)).check,
-        source,
-        linears.values(),
-    )
+    opened = open_calibration(write_calibration(tmp_path / "d", source, tensors))
+    error = refusal(check_source, opened, source, linears.values())
     assert (error.code, error.tensor) == ("calibration-missing", DOWN)
 
 
@@ -151,16 +146,16 @@ def test_another_model_and_other_weights_are_told_apart(tmp_path, source):
     )
     folder = write_llama(tmp_path / "tuned")
     assert (
-        calibration.check(open_source(str(folder))) is None
+        check_source(calibration, open_source(str(folder))) is None
     )  # a copy elsewhere is the same checkpoint
     shard = folder / FIRST
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    error = refusal(calibration.check, open_source(str(folder)))
+    error = refusal(check_source, calibration, open_source(str(folder)))
     assert (error.code, error.exit_code) == ("calibration-weights", 2)
     (folder / "config.json").write_text(json.dumps({**LLAMA, "rope_theta": 1e6}))
-    assert refusal(calibration.check, open_source(str(folder))).code == "calibration-model"
+    assert refusal(check_source, calibration, open_source(str(folder))).code == "calibration-model"
 
 
 def test_the_fingerprint_leaves_quantization_out_and_shapes_in(tmp_path, source):
@@ -266,7 +261,7 @@ def test_parts_become_one_file_that_safetensors_reads(tmp_path, source):
     with safe_open(tmp_path / "c.safetensors", "np") as opened:
         assert opened.metadata() == notes
     assert open_calibration(tmp_path / "c.safetensors").sha256 == sha256
-    assert join_parts(tmp_path / "d.safetensors", files[::-1], notes).sha256 == sha256
+    assert join_parts(tmp_path / "d.safetensors", files[::-1], notes)[0] == sha256
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "c.safetensors",
         "d.safetensors",
@@ -277,10 +272,9 @@ def test_parts_become_one_file_that_safetensors_reads(tmp_path, source):
 
 def test_beyond_a_size_the_file_is_an_index_of_parts(tmp_path, source):
     files = write_two_parts(tmp_path / "parts", source)
-    joined = join_parts(tmp_path / "c.safetensors", files, notes_for(source), largest_nbytes=1000)
-    assert joined.nbytes == sum(
-        path.stat().st_size for path in tmp_path.iterdir() if path.is_file()
-    )
+    path = tmp_path / "c.safetensors"
+    _, nbytes = join_parts(path, files, notes_for(source), largest_nbytes=1000)
+    assert nbytes == sum(path.stat().st_size for path in tmp_path.iterdir() if path.is_file())
     calibration = open_calibration(tmp_path / "c.safetensors")
     names = ["c-00001-of-00002.safetensors", "c-00002-of-00002.safetensors"]
     assert list(json.loads(calibration.notes["parts"])) == names
@@ -316,3 +310,12 @@ def test_statistics_of_another_number_of_columns_are_refused(tmp_path, source, k
     error = refusal(getter, Q)
     assert (error.code, error.exit_code) == ("calibration-values", 2)
     assert f"{Q}.{kind}" in error.message
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (1, 32, 64), (1, 32, 32), (3, 32, 32)])
+def test_a_gram_matrix_of_other_columns_is_refused(tmp_path, source, shape):
+    statistics = {**statistics_of(Q, X), f"{Q}.input_gram": np.zeros(shape, np.float32)}
+    path = write_calibration(tmp_path / "c.safetensors", source, statistics)
+    error = refusal(open_calibration(path).gram, Q)
+    assert (error.code, error.tensor) == ("calibration-values", f"{Q}.input_gram")
+    assert error.message.endswith("expected square blocks that cover 64 columns")

@@ -1,4 +1,6 @@
-"""The command calibrate: the same file each time, also after a kill; sources that are packed or on a Hub; one layer in memory."""
+"""The command calibrate: the same file each time, also after a kill; sources that are packed or on
+a Hub; one layer in memory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from safetensors.numpy import load_file
 from tiny_chains import LENGTH, TEXT, calibrate, make_model, tokens_of
 from tiny_models import read_tensors
 
-from fp4convert.calibration.statistics import open_calibration
+from fp4convert.calibration.statistics import check_source, open_calibration
 from fp4convert.storage.open import open_source
 
 pytestmark = pytest.mark.engine
@@ -43,7 +45,7 @@ def test_the_same_file_from_the_same_input(tmp_path, llama, words):
         0,
     )
     assert left_beside(tmp_path / "a.safetensors") == []
-    open_calibration(tmp_path / "a.safetensors").check(open_source(str(llama)))
+    check_source(open_calibration(tmp_path / "a.safetensors"), open_source(str(llama)))
 
 
 def test_what_is_there_is_kept_unless_forced(tmp_path, llama, words):
@@ -140,7 +142,9 @@ def test_other_options_start_anew(tmp_path, llama, words, monkeypatch):
 
 
 def test_a_model_writes_its_own_text(tmp_path, llama):
-    """The same text each time, whether all weights are held or read again for every token; begun with the first token."""
+    """The same text each time, whether all weights are held or read again for every token; begun
+    with the first token.
+    """
     held = calibrate(llama, tmp_path / "a.safetensors", "--self-generate", 3)
     read = calibrate(llama, tmp_path / "b.safetensors", "--self-generate", 3, "--hold", 0)
     assert (held.code, held.json["samples"], held.json["tokens"]) == (0, 3, 3 * LENGTH)
@@ -150,7 +154,9 @@ def test_a_model_writes_its_own_text(tmp_path, llama):
 
 
 def test_own_text_is_what_the_model_would_say(tmp_path, llama):
-    """transformers' whole model gives the tokens that were drawn the probabilities by which they were drawn."""
+    """transformers' whole model gives the tokens that were drawn the probabilities by which they
+    were drawn.
+    """
     import torch
     import transformers
 
@@ -272,12 +278,14 @@ def test_from_a_hub_it_says_the_same(tmp_path, llama, words, hub):
     for name, array in first.items():
         np.testing.assert_array_equal(array, second[name])
     calibration = open_calibration(tmp_path / "a.safetensors")
-    calibration.check(open_source(str(llama)))
+    check_source(calibration, open_source(str(llama)))
     assert json.loads(calibration.notes["source"])["repo"] == "someone/tiny"
 
 
 def test_experts_that_few_tokens_reach_are_fed_and_reported(tmp_path):
-    """With 16 experts and 64 tokens, most get fewer than 16 of 128 routings: their statistics are those of all tokens."""
+    """With 16 experts and 64 tokens, most get fewer than 16 of 128 routings: their statistics are
+    those of all tokens.
+    """
     import torch
     import transformers
 
@@ -319,8 +327,11 @@ from checkpoints import run
 
 def peak(folder):
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is what there is now
-    assert run("calibrate", folder, "-o", folder + ".safetensors", "--text", sys.argv[1], "--force", "-q").code == 0
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    output = folder + ".safetensors"
+    words = ["-o", output, "--text", sys.argv[1], "--force", "-q"]
+    assert run("calibrate", folder, *words).code == 0
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 peak(sys.argv[2])
@@ -331,9 +342,11 @@ print(peak(sys.argv[2]), peak(sys.argv[3]))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is read from /proc")
 def test_layers_do_not_stay_in_memory(tmp_path, words):
-    """Of 3 and of 18 layers, each of 38 MB in float32, the larger model takes nothing like 15 layers more.
+    """Of 3 and of 18 layers, each of 38 MB in float32, the larger model takes nothing like 15
+    layers more.
 
-    What an allocator keeps differs by up to two layers from run to run, where other work takes the cores.
+    What an allocator keeps differs by up to two layers from run to run, where other work takes the
+    cores.
     """
     sizes = {
         "hidden_size": 768,

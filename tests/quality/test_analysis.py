@@ -1,4 +1,6 @@
-"""analyze: its numbers beside torchao's quantizers and plain torch, its sample's bytes on a Hub, and what it refuses."""
+"""analyze: its numbers beside torchao's quantizers and plain torch, its sample's bytes on a Hub,
+and what it refuses.
+"""
 
 import json
 import math
@@ -160,7 +162,7 @@ def restored(folder: Path, out: Path, *options: object) -> np.ndarray:
 
 @pytest.mark.parametrize("gram", ["diag", "block:32", "full"])
 def test_output_errors_with_a_calibration_are_those_of_its_inputs(matrix, tmp_path, gram):
-    """Inputs drawn here, with columns that go together: |(W - V) X| / |W X| over these very inputs."""
+    """Inputs drawn here, with columns that go together: |(W - V) X| / |W X| over these inputs."""
     draw = np.random.default_rng(3)
     x = (draw.standard_normal((512, 128)) @ draw.standard_normal((128, 128))) * np.geomspace(
         8, 0.1, 128

@@ -1,4 +1,4 @@
-"""compare: two artifacts against one source, beside what NumPy says of their dequantized weights."""
+"""compare: two artifacts of one source, beside what NumPy says of their dequantized weights."""
 
 import json
 import math
@@ -233,7 +233,9 @@ def test_a_person_sees_both_and_the_difference(source, nvfp4, mxfp4):
 
 
 def test_experts_are_compared_one_by_one_however_they_are_stored(tmp_path):
-    """In stacks of all experts by one dialect, in tensors of their own by the other; interleaved as gpt-oss has them."""
+    """In stacks of all experts by one dialect, in tensors of their own by the other; interleaved as
+    gpt-oss has them.
+    """
     tensors = {
         f"{LAYER}.mlp.experts.gate_up_proj": ("BF16", (2, 64, 128), bf16(2, 64, 128)),
         f"{LAYER}.mlp.experts.down_proj": ("BF16", (2, 64, 64), bf16(2, 64, 64, seed=1)),

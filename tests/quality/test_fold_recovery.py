@@ -1,4 +1,6 @@
-"""Folds read back: verify and inspect take a right artifact for what it is, and find what folds do not explain."""
+"""Folds read back: verify and inspect take a right artifact for what it is, and find what folds do
+not explain.
+"""
 
 from __future__ import annotations
 

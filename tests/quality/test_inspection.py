@@ -1,4 +1,6 @@
-"""inspection.py: what is read, where its judgements turn, and the document; artifacts are made by hand."""
+"""inspection.py: what is read, where its judgements turn, and the document; artifacts are made by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def scales(rows: int = 64, blocks: int = 32) -> np.ndarray:
 def write_ct(
     folder: Path, block_scales: dict[str, np.ndarray], fmt: str = "nvfp4", **more: Any
 ) -> Path:
-    """A compressed-tensors artifact by hand; `more`: divisors of modules, packed codes (one byte for all), other tensors."""
+    """A compressed-tensors artifact by hand; `more`: divisors of modules, packed codes (one byte
+    for all), other tensors.
+    """
     block = 16 if fmt == "nvfp4" else 32
     tensors = dict(more.get("others", {}))
     for module, stored in block_scales.items():
@@ -148,7 +152,9 @@ def test_the_keys_of_the_document(tmp_path):
 
 
 def test_layers_are_folded_and_many_patterns_cut(tmp_path):
-    """Every second layer has another name, so that six modules are two patterns; sixty words of their own are sixty."""
+    """Every second layer has another name, so that six modules are two patterns; sixty words of
+    their own are sixty.
+    """
     alike = {f"layers.{n}.{('o_proj', 'down_proj')[n % 2]}": scales() for n in range(6)}
     told = run("inspect", write_ct(tmp_path / "a", alike)).out.splitlines()
     assert [line.split() for line in told if "layers." in line] == [
@@ -210,7 +216,7 @@ def test_when_e4m3_looks_like_e8m0(values, is_odd, tmp_path):
 
 @pytest.mark.parametrize(("width", "is_odd"), [(8, False), (9, False), (11, True), (60, True)])
 def test_when_e8m0_looks_like_e4m3(width, is_odd, tmp_path):
-    """The 5th and the 95th percentile lie more than 8 octaves apart, and the largest is 448's byte."""
+    """The 5th and the 95th percentile lie over 8 octaves apart, and the largest is 448's byte."""
     stored = np.resize(np.arange(127 - width, 127, dtype=np.uint8), (64, 32))
     found = told(write_ct(tmp_path / "a", {OUT: stored}, "mxfp4"))
     assert found == ({"scale-dtype": ("error", None)} if is_odd else {})

@@ -1,4 +1,6 @@
-"""Layout detection on the weights of a real model and on structure made to deceive it: it may say nothing, but nothing false."""
+"""Layout detection on the weights of a real model and on structure made to deceive it: it may say
+nothing, but nothing false.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +75,13 @@ def minilm(name: str) -> list[Bytes]:
     return scales
 
 
-# ---------------------------------------------------------------------------------------------------------------- arithmetic
+# --------------------------------------------------------------------------------------- arithmetic
 
 
 def share_between(x: Floats, cell_of: NDArray[np.int64]) -> float:
-    """By the definition: the intraclass correlation of elements in equal cells; those of cell -1 are left out."""
+    """By the definition: the intraclass correlation of elements in equal cells; those of cell -1
+    are left out.
+    """
     cells = [x[cell_of == cell] for cell in range(cell_of.max() + 1)]
     if len(cells) < 2 or len(cells[0]) < 2:
         return 0.0
@@ -108,7 +112,7 @@ def test_shares_are_those_of_the_definition(shape: Shape) -> None:
     )
     log2 = np.quantile(x, np.linspace(0, 1, 256))
     codes = np.searchsorted(log2, x).astype(np.uint8)
-    shares = layout_detection._shares([codes, np.flipud(codes).copy()], log2)[0]
+    shares = layout_detection.explained_shares([codes, np.flipud(codes).copy()], log2)[0]
     x = log2[codes]
     row, block = np.ogrid[:rows, :blocks]
     sides = [np.broadcast_to(row, shape), np.broadcast_to(block, shape)]
@@ -134,14 +138,16 @@ def test_shares_are_those_of_the_definition(shape: Shape) -> None:
             assert share == pytest.approx(expected, abs=1e-9), (members, groups, width)
 
 
-# ------------------------------------------------------------------------------------------------------------- real weights
+# ------------------------------------------------------------------------------------- real weights
 
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("true", LAYOUTS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_minilm_is_seen_in_every_layout(fmt: str, true: str) -> None:
-    """Heads of 24 (MXFP4: 12) rows in k_major would look like rows in linear, so linear is seen where it is declared."""
+    """Heads of 24 (MXFP4: 12) rows in k_major would look like rows in linear, so linear is seen
+    where it is declared.
+    """
     levels = evidence(stored(minilm(fmt), FORMATS[fmt], true))
     assert levels.pop(true) >= (AGREEMENT if true == "linear" else CONTRADICTION)
     assert max(levels.values()) < 0
@@ -173,7 +179,7 @@ def test_a_few_matrices_of_minilm_never_deceive(fmt: str, true: str, count: int)
         ), first
 
 
-# --------------------------------------------------------------------------------------------------------- made structure
+# ----------------------------------------------------------------------------------- made structure
 
 
 def encoded(log2: Floats, fmt: Format) -> Bytes:
@@ -188,7 +194,9 @@ Make = Callable[[np.random.Generator, Shape], Floats]
 
 
 def table(row: Callable[[Floats], Floats], block: Callable[[Floats], Floats]) -> Make:
-    """One normal number for every pair that `row` makes of row indices and `block` of block indices."""
+    """One normal number for every pair that `row` makes of row indices and `block` of block
+    indices.
+    """
 
     def make(rng: np.random.Generator, shape: Shape) -> Floats:
         rows, blocks = (
@@ -304,7 +312,7 @@ def test_lognormal_rows_are_decided(fmt: str, true: str) -> None:
     assert detect_layout(stored(lognormal_rows(FORMATS[fmt]), FORMATS[fmt], true), "linear") == true
 
 
-# --------------------------------------------------------------------------------------------------------------- odd input
+# ---------------------------------------------------------------------------------------- odd input
 
 
 def test_nothing_says_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Lies that inspect sees alone: artifacts of real weights, changed without any code of fp4convert."""
+"""Lies that inspect sees alone: artifacts of real weights, changed without fp4convert's code."""
 
 from __future__ import annotations
 
@@ -504,7 +504,7 @@ def test_exit_6_and_the_drawn_line(artifacts, tmp_path):
 
 
 def towers(dialect: str, tmp_path: Path) -> dict[str, str]:
-    """Code and level of every finding on a model whose router, tower and embedding are quantized."""
+    """Code and level of all findings on a model whose router, tower and embedding are quantized."""
     shapes = {
         "model.layers.0.mlp.router.weight": (8, 64),
         "model.vision_tower.layers.0.q_proj.weight": (64, 64),
@@ -555,7 +555,9 @@ def test_where_embeddings_may_be_four_bit(tmp_path):
 
 
 def test_what_was_changed_is_what_differs(artifacts, tmp_path):
-    """An artifact that is read and written again by the tools of these tests is as healthy as before."""
+    """An artifact that is read and written again by the tools of these tests is as healthy as
+    before.
+    """
     for name, folder in artifacts.items():
         document = run("inspect", folder.copy().write(tmp_path / name), "--json").json
         assert document["findings"] == [], name

@@ -172,7 +172,9 @@ def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(
 
 
 def test_a_layout_on_which_statistics_say_nothing(tmp_path):
-    """Independent normal values: no row and no column is larger than another, and readings differ little."""
+    """Independent normal values: no row and no column is larger than another, and readings differ
+    little.
+    """
     rng = np.random.default_rng(0)
     weights = {
         f"layers.{n}.o_proj.weight": rng.standard_normal((256, 512), np.float32) for n in range(3)
@@ -327,7 +329,9 @@ def test_honest_shards_and_exclusions_are_healthy(source, tmp_path):
 
 @pytest.mark.slow
 def test_honest_experts_are_healthy(source, tmp_path):
-    """The same matrices as routed experts, as deepseek names them, and in stacks, as gpt-oss has them."""
+    """The same matrices as routed experts, as deepseek names them, and in stacks, as gpt-oss has
+    them.
+    """
     tensors = read_shard(source / MODEL)
     up = {n: tensors[f"encoder.layer.{n}.intermediate.dense.weight"] for n in range(6)}
     down = {n: tensors[f"encoder.layer.{n}.output.dense.weight"] for n in range(6)}

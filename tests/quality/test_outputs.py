@@ -1,4 +1,6 @@
-"""verify --outputs: what linear layers answer, beside the answers of dequantized weights to the very inputs, by NumPy."""
+"""verify --outputs: what linear layers answer, beside the answers of dequantized weights to the
+very inputs, by NumPy.
+"""
 
 import hashlib
 import math
@@ -43,7 +45,9 @@ def verify(folder: Path, *options: object) -> dict:
 
 
 def relative(error: np.ndarray, weights: np.ndarray, x: np.ndarray, gram: str) -> float:
-    """|error x| / |weights x| over these inputs, of whose columns only those of one block are known to go together."""
+    """|error x| / |weights x| over these inputs, of whose columns only those of one block are known
+    to go together.
+    """
     width = {"full": x.shape[1], "diag": 1}.get(gram) or int(gram.partition(":")[2])
     parts = [slice(first, first + width) for first in range(0, x.shape[1], width)]
     noise, signal = (
@@ -113,7 +117,9 @@ def test_analyze_says_the_same_of_a_matrix_that_it_reads_whole(tmp_path):
 
 @pytest.mark.parametrize("method", ["smooth", "awq"])
 def test_a_folded_layer_answers_the_inputs_of_the_original(method, tmp_path):
-    """Its columns are divided by what its norm lost, and rows multiplied back: powers of two that the rows show."""
+    """Its columns are divided by what its norm lost, and rows multiplied back: powers of two that
+    the rows show.
+    """
     source = write_source(tmp_path / "source")
     file = calibrated(source, tmp_path / "c.safetensors")
     made(source, tmp_path / "out", method, file)

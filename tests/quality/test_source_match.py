@@ -1,4 +1,6 @@
-"""source_match.py where its judgements turn: which reading is named, and which factor is one of rounding."""
+"""source_match.py where its judgements turn: which reading is named, and which factor is one of
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from liars import MODEL
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.errors import InputError
 from fp4convert.quality.inspection import inspect
-from fp4convert.quality.source_match import COMPARED_MODULES, suspect
+from fp4convert.quality.source_match import COMPARED_MODULES, match_source
 from fp4convert.storage.open import open_source
 
 NAMES = [f"layers.{n}.o_proj" for n in range(3)]
@@ -40,7 +42,9 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 def told(
     pair: tuple[Path, Path], folder: Path, **changes: np.ndarray
 ) -> list[tuple[str, str | None]]:
-    """Findings beside the source, after these tensors' bytes were replaced; an underscore for each dot but the last."""
+    """Findings beside the source, after these tensors' bytes were replaced; an underscore for each
+    dot but the last.
+    """
     source, honest = pair
     folder.mkdir()
     for file in honest.iterdir():
@@ -106,10 +110,10 @@ def test_scales_that_are_all_alike_lie_as_declared(tmp_path):
     x = np.where(np.random.default_rng(0).random((128, 256)) < 0.5, -1, 1).astype(np.float32)
     source = write_single(tmp_path / "source", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())})
     assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out").code == 0
-    suspicion = suspect(
+    match = match_source(
         open_artifact(str(tmp_path / "out")), open_source(str(source)), ["x.o_proj"]
     )
-    assert (suspicion.layout, suspicion.findings) == ("linear", ())
+    assert (match.layout, match.findings) == ("linear", ())
 
 
 def test_zeros_and_nan_are_no_traceback(pair, tmp_path):
@@ -123,7 +127,9 @@ def test_zeros_and_nan_are_no_traceback(pair, tmp_path):
 
 
 def test_modules_of_any_shape_are_compared(tmp_path):
-    """Of some, 128x4 has as many bytes as linear, of others more: only what all could lie in is a candidate for all."""
+    """Of some, 128x4 has as many bytes as linear, of others more: only what all could lie in is a
+    candidate for all.
+    """
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in zip(NAMES, ((128, 256), (128, 256), (100, 112)), strict=True):
@@ -144,7 +150,7 @@ def test_a_source_without_these_modules_is_bad_input(pair, tmp_path):
         tmp_path / "other", {f"{NAMES[0]}.weight": ("F32", (64, 64), bytes(16384))}
     )
     with pytest.raises(InputError) as caught:
-        suspect(open_artifact(str(pair[1])), open_source(str(other)), NAMES)
+        match_source(open_artifact(str(pair[1])), open_source(str(other)), NAMES)
     assert caught.value.code == "source-differs"
 
 
@@ -164,5 +170,5 @@ def test_some_modules_from_everywhere_are_compared(tmp_path, monkeypatch):
         "decode",
         lambda self, module: compared.append(module) or decode(self, module),
     )
-    assert suspect(artifact, open_source(str(source)), names).findings == ()
+    assert match_source(artifact, open_source(str(source)), names).findings == ()
     assert compared == names[::2]

@@ -112,7 +112,9 @@ def test_the_numbers_are_those_of_numpy(format, dialect, source, artifact, tmp_p
 
 
 def test_a_matrix_worked_out_by_hand(tmp_path):
-    """One block: amax 6 gives the multiplier 6/2688, block scale 448, step 1.0; 0.7 becomes 0.5, everything else is exact."""
+    """One block: amax 6 gives the multiplier 6/2688, block scale 448, step 1.0; 0.7 becomes 0.5,
+    everything else is exact.
+    """
     values = np.array([6, -4, 3, 2, 1.5, 1, 0.5, 0.7, 0, -0.5, -1, -1.5, -2, -3, 4, -6], np.float32)
     source = write_single(tmp_path / "m", {"x.o_proj.weight": ("F32", (1, 16), values.tobytes())})
     assert (
@@ -360,7 +362,9 @@ def test_stacks_are_read_as_they_were_when_the_artifact_was_made(tmp_path):
 
 
 def test_weights_of_any_size_are_sound_beside_their_source(tmp_path):
-    """2^19 is no size of weights, and its reciprocal is one: only the source tells that it is meant."""
+    """2^19 is no size of weights, and its reciprocal is one: only the source tells that it is
+    meant.
+    """
     values = np.float32(np.random.default_rng(0).standard_normal((64, 64)))
     values[3, 5] = 2.0**19
     source = write_single(

@@ -2,18 +2,21 @@
 
 The calibration file and the weights give them, fold by fold; whoever asks first makes them.
 
-awq     s = mean|x|^alpha / sqrt(max * min), with the alpha of 0, 0.05, ... 1 that leaves the least error in the readers' outputs
-        (Lin et al., arXiv 2306.00978, and its reference code for the normalisation); 0 multiplies with 1: rounding alone.
-smooth  s = max|x|^0.5 / max|w|^0.5, over all tokens and all rows of the readers (Xiao et al., arXiv 2211.10438, equation 4).
-Either way what a norm can store decides: its weight is divided and rounded to its dtype, and s is then the quotient of what it
-was and what it became, so that the fold itself rounds nothing.  Where a matrix or a bias keeps its dtype, s is a power of two.
+awq     s = mean|x|^alpha / sqrt(max * min), with the alpha of 0, 0.05, ... 1 that leaves the least
+        error in the readers' outputs (Lin et al., arXiv 2306.00978, and its reference code for the
+        normalisation); 0 multiplies with 1: rounding alone.
+smooth  s = max|x|^0.5 / max|w|^0.5, over all tokens and all rows of the readers (Xiao et al., arXiv
+        2211.10438, equation 4).
+
+Either way what a norm can store decides: its weight is divided and rounded to its dtype, and s is
+then the quotient of what it was and what it became, so that the fold itself rounds nothing.  Where
+a matrix or a bias keeps its dtype, s is a power of two.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +33,15 @@ from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.encodings.base import Factors, Linear
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s, as_floats, as_matrix
-from fp4convert.numerics.formats import IMPORTANCE, Format, format_named, global_range
+from fp4convert.numerics.formats import IMPORTANCE, format_named, global_range
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
 
 ALPHAS = tuple(step / 20 for step in range(21))
 SMOOTH_ALPHA = 0.5
-SEARCHED_ELEMENTS = (
-    1 << 20
-)  # of the weights of all readers of one output; rows from all over each of them
+# Of the weights of all readers of one output; rows from all over each of them.
+SEARCHED_ELEMENTS = 1 << 20
 SEARCHED_PRODUCTS = 1 << 28  # rows * columns^2, where a Gram matrix weighs the errors
 CHUNKS = 8  # of adjacent rows
 LEAST_MAGNITUDE = 1e-4  # of a column, beside the largest: no column is divided by nothing
@@ -47,158 +49,174 @@ Doubles = NDArray[np.float64]
 
 
 class Smoother:
-    """Finds the factors of each fold once, for all threads of this process."""
+    """Finds the factors of each fold once, for all threads."""
 
     def __init__(self, target: Target, calibration: Calibration, are_inputs_told: bool) -> None:
+        """Keep what decides factors.
+
+        are_inputs_told  input scales are those of inputs that were seen, which the factors make
+                         larger or smaller
         """
-        are_inputs_told  input scales are those of inputs that were seen, which the factors make larger or smaller
-        """
-        fmt = format_named(target.format)
         self._method = target.method
         self._calibration = calibration
         self._are_inputs_told = are_inputs_told
-        self._rounding = _Rounding(fmt, target.rule_for(fmt), target.has_unit_scale)
+        self._format = format_named(target.format)
+        self._rule = target.rule_for(self._format)
+        self._has_unit_scale = target.has_unit_scale
         self._found: dict[str, Factors] = {}
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
     def factors(self, fold: Fold, source: Source) -> Factors:
-        """Those of a fold; InputError where the file lacks what they take."""
+        """Return the factors of a fold.
+
+        Raises InputError where the file lacks what they take
+        """
         with self._lock:
             lock = self._locks[fold.name]
         with lock:
             if fold.name not in self._found:
-                wanted = (
-                    self._searched(fold, source)
-                    if self._method == "awq"
-                    else self._smooth(fold, source)
-                )
+                if self._method == "awq":
+                    wanted = self._search_awq(fold, source)
+                else:
+                    wanted = self._compute_smooth(fold, source)
                 factors = storable(fold, source, wanted)
-                self._found[fold.name] = (
-                    factors._replace(reach=self._reach(fold, factors))
-                    if self._are_inputs_told
-                    else factors
-                )
+                if self._are_inputs_told:
+                    factors = factors._replace(reach=self._measure_reach(fold, factors))
+                self._found[fold.name] = factors
             return self._found[fold.name]
 
-    def _reach(self, fold: Fold, factors: Factors) -> dict[str, float]:
-        """How much larger the largest input of each reader becomes: experts see other tokens than their siblings."""
+    def _measure_reach(self, fold: Fold, factors: Factors) -> dict[str, float]:
+        """Measure how much larger the largest input of each reader becomes.
+
+        Experts see other tokens than their siblings.
+        """
         found = {}
-        for module in (
-            linear.module for linear in fold.readers if self._calibration.has(linear.module)
-        ):
-            inputs = self._calibration.channel_amax(module).astype(np.float64)
-            before, after = (
-                float(inputs.max(initial=0)),
-                float((inputs / factors.columns).max(initial=0)),
-            )
-            found[module] = after / before if before > 0 else 1.0
+        for linear in fold.readers:
+            if self._calibration.has(linear.module):
+                inputs = self._calibration.channel_amax(linear.module).astype(np.float64)
+                before = float(inputs.max(initial=0))
+                after = float((inputs / factors.columns).max(initial=0))
+                found[linear.module] = after / before if before > 0 else 1.0
         return found
 
-    def _smooth(self, fold: Fold, source: Source) -> Doubles:
-        """max|x|^a / max|w|^(1 - a), a being SMOOTH_ALPHA; 1 where either is 0 or not finite."""
-        inputs = np.max(
-            [self._calibration.channel_amax(linear.module) for linear in fold.rounded], axis=0
-        )
-        weights = np.max([_column_amax(linear, source) for linear in fold.rounded], axis=0)
+    def _compute_smooth(self, fold: Fold, source: Source) -> Doubles:
+        """Compute max|x|^a / max|w|^(1 - a), a being SMOOTH_ALPHA.
+
+        1 where either is 0 or not finite.
+        """
+        # The largest |x| and |w| of every column.
+        inputs = weights = np.zeros(fold.rounded[0].shape[1], np.float32)
+        for linear in fold.rounded:
+            inputs = np.maximum(inputs, self._calibration.channel_amax(linear.module))
+            matrix = linear.coding.weights(linear, source)
+            for panel in row_panels(linear.shape):
+                amax = np.abs(as_floats(matrix.rows(*panel))).max(axis=0)
+                weights = np.maximum(weights, amax)
         x, w = (fold.by_head(amax.astype(np.float64)).max(axis=1) for amax in (inputs, weights))
         with np.errstate(all="ignore"):
             wanted = x**SMOOTH_ALPHA / w ** (1 - SMOOTH_ALPHA)
         return np.where((x > 0) & (w > 0) & np.isfinite(wanted), wanted, 1.0)
 
-    def _searched(self, fold: Fold, source: Source) -> Doubles:
-        """The power of the inputs' magnitudes with the least error; of equal ones the lowest."""
-        magnitudes = self._magnitudes(fold)
-        candidates = [_normalized(magnitudes**alpha) for alpha in ALPHAS]
+    def _search_awq(self, fold: Fold, source: Source) -> Doubles:
+        """Search the power of the inputs' magnitudes with the least error.
+
+        Of equal ones the lowest.
+        """
+        # mean|x| of each output over all tokens of its readers.
+        modules = [linear.module for linear in fold.rounded]
+        tokens = np.array([self._calibration.tokens_of(module) for module in modules], np.float64)
+        means = np.stack([self._calibration.mean_magnitudes(module) for module in modules])
+        weights = tokens if tokens.sum() else np.ones_like(tokens)
+        mean = np.average(means.astype(np.float64), axis=0, weights=weights)
+        magnitudes: Doubles = fold.by_head(mean).mean(axis=1)
+        largest = float(magnitudes.max(initial=0))
+        if largest > 0:
+            magnitudes = np.maximum(magnitudes, LEAST_MAGNITUDE * largest)
+        else:
+            magnitudes = np.ones_like(magnitudes)
+        # The factors by each alpha, and the error of all readers under them.
+        candidates: list[Doubles] = []
+        for alpha in ALPHAS:
+            powers = magnitudes**alpha
+            candidates.append(powers / np.sqrt(powers.max() * powers.min()))
         stored = [storable(fold, source, wanted).columns for wanted in candidates]
         costs = np.zeros(len(ALPHAS))
         for linear in fold.rounded:
-            costs += self._costs(linear, source, stored, len(fold.rounded))
+            costs += self._measure_costs(linear, source, stored, len(fold.rounded))
         if not np.isfinite(costs).all():
             return candidates[0]  # weights that are NaN or Inf, which their own step tells
         return candidates[int(np.argmin(costs))]
 
-    def _magnitudes(self, fold: Fold) -> Doubles:
-        """mean|x| of each output over all tokens of its readers."""
-        tokens = np.array(
-            [self._calibration.tokens_of(linear.module) for linear in fold.rounded], np.float64
-        )
-        means = np.stack(
-            [self._calibration.mean_magnitudes(linear.module) for linear in fold.rounded]
-        ).astype(np.float64)
-        weights = tokens if tokens.sum() else np.ones_like(tokens)
-        found: Doubles = fold.by_head(np.average(means, axis=0, weights=weights)).mean(axis=1)
-        largest = float(found.max(initial=0))
-        return np.maximum(found, LEAST_MAGNITUDE * largest) if largest > 0 else np.ones_like(found)
+    def _measure_costs(
+        self, linear: Linear, source: Source, stored: list[Float32s], count: int
+    ) -> Doubles:
+        """Measure the error of a reader's outputs by each candidate.
 
-    def _costs(self, linear: Linear, source: Source, stored: list[Float32s], count: int) -> Doubles:
-        """The error of a reader's outputs by each candidate, over the tokens that it was given; one of `count` readers."""
-        module = linear.module
-        inputs = Inputs.of(self._calibration, module)
+        It is added over the tokens that the reader was given.
+        stored  the candidates, by column
+        count   of the fold's readers
+        """
+        inputs = Inputs.of(self._calibration, linear.module)
         rows = max(1, SEARCHED_ELEMENTS // (count * linear.shape[1]))
         if inputs.gram is not None:
             products = linear.shape[1] * inputs.gram.blocks.shape[-1]
             rows = min(rows, max(1, SEARCHED_PRODUCTS // (count * products)))
-        weights = _some_rows(linear, source, rows)
-        tokens = max(1, self._calibration.tokens_of(module))
+        weights = _read_some_rows(linear, source, rows)
+        tokens = max(1, self._calibration.tokens_of(linear.module))
         share = linear.shape[0] / len(weights)
-        errors = [self._rounding.error(weights, columns, inputs.moments) for columns in stored]
+        errors = [self._rounding_error(weights, columns, inputs.moments) for columns in stored]
         return np.array([tokens * share * inputs.power(error) for error in errors])
 
+    def _rounding_error(
+        self, weights: Float32s, columns: Float32s, moments: Float32s | None
+    ) -> Float32s:
+        """Return what four bits lose of some rows of one matrix.
 
-@dataclass(frozen=True, slots=True)
-class _Rounding:
-    """What four bits leave of some rows: those of one matrix, under a global scale of their own."""
-
-    format: Format
-    rule: str
-    has_unit_scale: bool
-
-    def error(self, weights: Float32s, columns: Float32s, moments: Float32s | None) -> Float32s:
-        """(rows, columns) of what the weights become, less what they were."""
+        They have a global scale of their own.
+        Returns  (rows, columns) of what the weights become, less what they were
+        """
         with np.errstate(all="ignore"):
             scaled = weights * columns
             amax = float(np.abs(scaled).max(initial=0))
             if not np.isfinite(amax):
                 return np.full_like(weights, np.nan)
-            importance = (
-                over_squares(moments, columns)
-                if self.rule == IMPORTANCE and moments is not None
-                else None
-            )
-            amax = global_range(self.rule) if self.has_unit_scale else amax
-            q = Cpu().quantize(as_matrix(scaled), self.format, self.rule, amax, importance)
+            importance = None
+            if self._rule == IMPORTANCE and moments is not None:
+                importance = over_squares(moments, columns)
+            amax = global_range(self._rule) if self._has_unit_scale else amax
+            q = Cpu().quantize(as_matrix(scaled), self._format, self._rule, amax, importance)
             found: Float32s = Cpu().values(q) / columns - weights
         return found
 
 
 def storable(fold: Fold, source: Source, wanted: Doubles) -> Factors:
-    """The factors nearest to those wanted, of each output, that a norm's dtype or a power of two can say; 1 where none can."""
+    """Find the nearest factors that a norm's dtype or powers of two say.
+
+    wanted   of each output
+    Returns  1 where none can be said
+    """
     with np.errstate(all="ignore"):
         made = (np.exp2(np.rint(np.log2(wanted))) if fold.is_exact else wanted).astype(np.float32)
         made = np.where(np.isfinite(made) & (made > 0), made, np.float32(1))
         if fold.weight:
             weight = read_vector(fold.weight, source)
-            found = quotients(
-                weight, divided(weight, made, fold.vector, fold.weight.dtype), fold.vector
-            )
+            after = divided(weight, made, fold.vector, fold.weight.dtype)
+            found = quotients(weight, after, fold.vector)
             is_sound = np.isfinite(found) & (found > 0) & ((found == made) | (not fold.is_exact))
             made = np.where(is_sound, found, np.float32(1))
         if fold.bias:
             bias = read_vector(fold.bias, source)
-            made = np.where(
-                divided(bias, made, "bias", fold.bias.dtype) * made == bias, made, np.float32(1)
-            )
+            after = divided(bias, made, "bias", fold.bias.dtype)
+            made = np.where(after * made == bias, made, np.float32(1))
     return Factors(np.ascontiguousarray(fold.by_column(made), np.float32), made)
 
 
-def _normalized(factors: Doubles) -> Doubles:
-    found: Doubles = factors / np.sqrt(factors.max() * factors.min())
-    return found
+def _read_some_rows(linear: Linear, source: Source, most: int) -> Float32s:
+    """Read rows of a matrix, at most so many.
 
-
-def _some_rows(linear: Linear, source: Source, most: int) -> Float32s:
-    """So many rows of a matrix at most: ranges of adjacent ones, from the first to the last."""
+    They are ranges of adjacent ones, from the first to the last.
+    """
     weights, (rows, _) = linear.coding.weights(linear, source), linear.shape
     if most >= rows:
         return as_floats(weights.rows(0, rows))
@@ -206,12 +224,3 @@ def _some_rows(linear: Linear, source: Source, most: int) -> Float32s:
     height = most // chunks
     begins = [number * (rows - height) // max(1, chunks - 1) for number in range(chunks)]
     return np.concatenate([as_floats(weights.rows(begin, begin + height)) for begin in begins])
-
-
-def _column_amax(linear: Linear, source: Source) -> Float32s:
-    """The largest magnitude of every column."""
-    weights = linear.coding.weights(linear, source)
-    found = np.zeros(linear.shape[1], np.float32)
-    for panel in row_panels(linear.shape):
-        found = np.maximum(found, np.abs(as_floats(weights.rows(*panel))).max(axis=0))
-    return found

@@ -1,7 +1,8 @@
 """Find where factors can be folded, by the recipes' [[fold]] rows.
 
-A row is used only where everything that it names is there in shapes that fit, and where the layer holds no matrix that no row
-speaks of: a reader of a divided output that nobody knows would compute something else, and nothing would tell.
+A row is used only where everything that it names is there in shapes that fit, and where the layer
+holds no matrix that no row speaks of: a reader of a divided output that nobody knows would compute
+something else, and nothing would tell.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.calibration.methods.scaled_weights import Divided, Folded, Kind
+from fp4convert.calibration.methods.scaled_weights import Divided, Folded, VectorKind
 from fp4convert.checkpoint.encodings.base import Factors, Folding, Linear
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
@@ -30,7 +31,8 @@ from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Checkpoint, Source
 
 BIAS = ".bias"
-Floats = NDArray[np.floating[Any]]
+FloatArray = NDArray[np.floating[Any]]
+# What the words in braces stand for in the names of a rule.
 _WORDS = {"{layer}": r"(?P<layer>(?:.+\.)?\d+)", "{expert}": r"(?P<expert>\d+)"}
 
 
@@ -47,7 +49,8 @@ class Fold:
     rounded  those of them that are rounded to four bits, which is what the factors are for
     repeats  how often each head of the maker is repeated among the readers' columns
     width    of a head; of all outputs where nothing is repeated
-    is_exact the factors must be powers of two, so that what keeps its dtype is not rounded: biases, and matrices that stay
+    is_exact the factors must be powers of two, so that what keeps its dtype is not rounded: biases,
+             and matrices that stay
     """
 
     rule: FoldRule
@@ -63,34 +66,32 @@ class Fold:
 
     @property
     def kind(self) -> str:
-        """Of what is divided: norm, norm_plus_one, linear, heads."""
+        """Return what is divided: norm, norm_plus_one, linear, heads."""
         return self.rule.kind
 
     @property
-    def vector(self) -> Kind:
-        """How the weight of a norm is meant."""
+    def vector(self) -> VectorKind:
+        """Return how the weight of a norm is meant."""
         return "norm_plus_one" if self.kind == "norm_plus_one" else "norm"
 
     @property
     def outputs(self) -> int:
-        """How many numbers are divided."""
-        return self.weight.elements if self.weight else self.maker.shape[0] if self.maker else 0
+        """Count the numbers that are divided."""
+        if self.weight:
+            return self.weight.elements
+        return self.maker.shape[0] if self.maker else 0
 
-    def by_column(self, made: Floats) -> Floats:
-        """Numbers of outputs as numbers of the readers' columns."""
+    def by_column(self, made: FloatArray) -> FloatArray:
+        """Arrange numbers of outputs as numbers of the readers' columns."""
         return np.repeat(made.reshape(-1, 1, self.width), self.repeats, axis=1).reshape(-1)
 
-    def by_head(self, columns: Floats) -> Floats:
-        """(outputs, repeats): numbers of the readers' columns beside each output that makes them."""
-        return (
-            columns.reshape(-1, self.repeats, self.width).swapaxes(1, 2).reshape(-1, self.repeats)
-        )
+    def by_head(self, columns: FloatArray) -> FloatArray:
+        """Arrange numbers of the readers' columns by output.
 
-    @property
-    def refs(self) -> tuple[TensorRef, ...]:
-        """All that its factors are found in."""
-        made = (self.weight,) if self.weight else ()
-        return (*made, *(ref for linear in self.readers for ref in linear.refs))
+        Returns  (outputs, repeats)
+        """
+        by_head = columns.reshape(-1, self.repeats, self.width)
+        return by_head.swapaxes(1, 2).reshape(-1, self.repeats)
 
 
 FindFactors = Callable[[Fold, Source], Factors]
@@ -103,37 +104,35 @@ class Refusal(NamedTuple):
     why: str
 
 
-class Found(NamedTuple):
-    """The places of a checkpoint."""
+def find_folds(
+    rules: Iterable[FoldRule], checkpoint: Checkpoint, linears: Linears
+) -> tuple[list[Fold], list[Refusal]]:
+    """Find every place that the rules speak of, each once.
 
-    folds: list[Fold]
-    refused: list[Refusal]
-
-
-def find_folds(rules: Iterable[FoldRule], checkpoint: Checkpoint, linears: Linears) -> Found:
-    """Every place that the rules speak of, each once; InputError for a rule that cannot be meant."""
-    sight = _Sight(tuple(rules), checkpoint, linears)
+    Returns  the folds that can be used, and the places that cannot
+    Raises   InputError for a rule that cannot be meant
+    """
+    finder = _PlaceFinder(tuple(rules), checkpoint, linears)
     folds: dict[str, list[Fold]] = defaultdict(list)
     refused: list[Refusal] = []
-    for rule in sight.rules:
-        for name, places in sight.places(rule).items():
+    for rule in finder.rules:
+        for name, places in finder.places(rule).items():
             if not any(places.values()):
                 continue  # a layer of another kind, whose own rule speaks of it
-            fold = sight.judge(rule, name, places)
+            fold = finder.judge(rule, name, places)
             if isinstance(fold, Fold):
                 folds[name].append(fold)
             else:
                 refused.append(Refusal(name, fold))
-    used = {name: own[0] for name, own in folds.items() if len(own) == 1}
-    refused += [
-        Refusal(name, "two rules speak of it") for name, own in folds.items() if len(own) > 1
-    ]
-    torn = {refusal.name for refusal in refused} & used.keys()
-    return Found([fold for name, fold in used.items() if name not in torn], refused)
+    for name, own in folds.items():
+        if len(own) > 1:
+            refused.append(Refusal(name, "two rules speak of it"))
+    names = {refusal.name for refusal in refused}
+    return [own[0] for name, own in folds.items() if name not in names], refused
 
 
 def uses_of(folds: Iterable[Fold]) -> tuple[FoldUse, ...]:
-    """Folds as a record tells them."""
+    """Gather folds as a record tells them."""
     found: dict[tuple[FoldRule, int, int], list[str]] = defaultdict(list)
     for fold in folds:
         found[fold.rule, fold.repeats, fold.width].append(fold.name)
@@ -141,72 +140,72 @@ def uses_of(folds: Iterable[Fold]) -> tuple[FoldUse, ...]:
 
 
 def folds_used(uses: Iterable[FoldUse], checkpoint: Checkpoint, linears: Linears) -> list[Fold]:
-    """The folds of an artifact, in the checkpoint that it was made from; InputError where that cannot have them."""
+    """Find the folds of an artifact in the checkpoint of its source.
+
+    Raises InputError where that cannot have them
+    """
     found: list[Fold] = []
-    sight = _Sight(tuple(use.rule for use in uses), checkpoint, linears)
+    finder = _PlaceFinder(tuple(use.rule for use in uses), checkpoint, linears)
     for use in uses:
-        places = sight.places(use.rule)
+        places = finder.places(use.rule)
         for name in use.modules:
-            fold = sight.fold(use.rule, name, places.get(name, {}))
-            if (
-                isinstance(fold, str)
-                or fold.outputs * use.repeats != fold.readers[0].shape[1]
-                or fold.outputs % use.width
-            ):
-                why = (
-                    fold
-                    if isinstance(fold, str)
-                    else f"{use.repeats} heads of {use.width} do not fit"
-                )
-                detail = f"the record tells of a fold into {name}, which {checkpoint.repo or 'the source'} does not have: {why}"
-                raise InputError(
-                    "source-differs",
-                    detail,
-                    "Give the weights that it was made from: --source SOURCE.",
-                )
-            found.append(replace(fold, repeats=use.repeats, width=use.width))
+            fold = finder.fold(use.rule, name, places.get(name, {}))
+            why = fold if isinstance(fold, str) else ""
+            if isinstance(fold, Fold):
+                columns = fold.readers[0].shape[1]
+                if fold.outputs * use.repeats == columns and fold.outputs % use.width == 0:
+                    found.append(replace(fold, repeats=use.repeats, width=use.width))
+                    continue
+                why = f"{use.repeats} heads of {use.width} do not fit"
+            detail = f"the record tells of a fold into {name}"
+            detail += f", which {checkpoint.repo or 'the source'} does not have: {why}"
+            next_step = "Give the weights that it was made from: --source SOURCE."
+            raise InputError("source-differs", detail, next_step)
     return found
 
 
 def changed_by(folds: Iterable[Fold], find: FindFactors) -> dict[str, Folded]:
-    """The codings of all linear layers that some fold changes, by module."""
+    """Return the codings of all linear layers that folds change.
+
+    Returns  module -> coding
+    """
     found: dict[str, Folded] = {}
     for fold in folds:
-        folding = folding_of(fold, find)
+        folding = _folding_of(fold, find)
         for linear in fold.readers:
-            found[linear.module] = replace(
-                found.get(linear.module) or Folded(linear.coding), columns=folding
-            )
+            coding = found.get(linear.module) or Folded(linear.coding)
+            found[linear.module] = replace(coding, columns=folding)
         if fold.maker:
-            found[fold.name] = replace(
-                found.get(fold.name) or Folded(fold.maker.coding), rows=folding
-            )
+            coding = found.get(fold.name) or Folded(fold.maker.coding)
+            found[fold.name] = replace(coding, rows=folding)
     return found
 
 
 def vectors_of(fold: Fold, find: FindFactors) -> Iterator[Linear]:
-    """The weight of a norm and the bias, divided."""
-    folding = folding_of(fold, find)
+    """Return the weight of a norm and the bias, divided."""
+    folding, shape = _folding_of(fold, find), (1, fold.outputs)
     if fold.weight:
-        yield Linear(
-            fold.weight.name, (1, fold.outputs), Divided(fold.vector, folding), (fold.weight,)
-        )
+        yield Linear(fold.weight.name, shape, Divided(fold.vector, folding), (fold.weight,))
     if fold.bias:
-        yield Linear(fold.bias.name, (1, fold.outputs), Divided("bias", folding), (fold.bias,))
+        yield Linear(fold.bias.name, shape, Divided("bias", folding), (fold.bias,))
 
 
-def folding_of(fold: Fold, find: FindFactors) -> Folding:
-    """The fold, as the tensors that it changes know it."""
-    read = [[ref.name, ref.dtype, ref.shape, ref.file, ref.start] for ref in fold.refs]
-    key = hashlib.sha256(
-        json.dumps([read, [linear.module for linear in fold.rounded], fold.is_exact]).encode()
-    ).hexdigest()
-    beside = {ref.file: ref for ref in fold.refs}
+def _folding_of(fold: Fold, find: FindFactors) -> Folding:
+    """Describe a fold for the tensors that it changes.
+
+    Its key says in what its factors are found.
+    """
+    refs = [ref for linear in fold.readers for ref in linear.refs]
+    refs = [fold.weight, *refs] if fold.weight else refs
+    read = [[ref.name, ref.dtype, ref.shape, ref.file, ref.start] for ref in refs]
+    rounded = [linear.module for linear in fold.rounded]
+    key = hashlib.sha256(json.dumps([read, rounded, fold.is_exact]).encode()).hexdigest()
+    beside = {ref.file: ref for ref in refs}
     return Folding(fold.name, key, tuple(beside.values()), lambda source: find(fold, source))
 
 
-class _Sight:
-    """A checkpoint's names, as the rules see them."""
+class _PlaceFinder:
+    """Finds the places of rules among a checkpoint's names."""
 
     def __init__(
         self, rules: tuple[FoldRule, ...], checkpoint: Checkpoint, linears: Linears
@@ -215,54 +214,93 @@ class _Sight:
         self._config = checkpoint.config
         self._linears = linears.of
         self._tensors = {ref.name: ref for ref in checkpoint.tensors}
+        # Matrices that a rule may name: linear layers, and whatever else is one.
         consumed = linears.consumed()
-        others = [
-            ref
-            for ref in self._tensors.values()
-            if len(ref.shape) >= MATRIX_DIMENSIONS and ref.name not in consumed
-        ]
-        self._matrices = {
-            **dict.fromkeys(linears.of),
-            **dict.fromkeys(ref.name.removesuffix(WEIGHT) for ref in others),
-        }
-        self._norms = [
-            name.removesuffix(WEIGHT) for name, ref in self._tensors.items() if _is_norm(ref)
-        ]
+        self._matrices = dict.fromkeys(linears.of)
+        self._norms = []
+        for name, ref in self._tensors.items():
+            if len(ref.shape) >= MATRIX_DIMENSIONS and name not in consumed:
+                self._matrices[name.removesuffix(WEIGHT)] = None
+            elif len(ref.shape) == 1 and name.endswith(WEIGHT) and ref.dtype in FLOAT_TYPES:
+                self._norms.append(name.removesuffix(WEIGHT))
         self._strange = self._find_strange()
 
+    def _find_strange(self) -> dict[str, list[str]]:
+        """Find the matrices of each layer that no rule speaks of.
+
+        Layers are those that rules speak of.
+        """
+        spoken: set[str] = set()
+        layers: set[str] = set()
+        for rule in self.rules:
+            for name, values in _match(rule.into, [*self._norms, *self._matrices]):
+                layers.add(values["layer"])
+                spoken.add(name)
+            for place in (*rule.linears, *rule.aside):
+                spoken.update(name for name, _ in _match(place, self._matrices))
+        strange: dict[str, list[str]] = defaultdict(list)
+        for name in self._matrices:
+            if name in spoken:
+                continue
+            parts = name.split(".")
+            for end in range(1, len(parts)):
+                if (layer := ".".join(parts[:end])) in layers:
+                    strange[layer].append(name)
+        return strange
+
     def places(self, rule: FoldRule) -> dict[str, dict[str, list[str]]]:
-        """For every module that `into` fits: the modules of each of its linears."""
-        makers = _matching(
-            rule.into, self._norms if rule.kind.startswith("norm") else self._matrices
-        )
-        words = _words(rule.into)
-        found: dict[str, dict[str, list[str]]] = {}
-        at = {tuple(values[word] for word in words): name for name, values in makers}
-        for name in at.values():
-            found[name] = {place: [] for place in rule.linears}
+        """Find every module that `into` fits, and its linears' modules.
+
+        Returns  module -> each of the rule's linears -> modules that it stands for
+        """
+        into, words = rule.into, _words_in(rule.into)
+        makers = _match(into, self._norms if rule.kind.startswith("norm") else self._matrices)
+        by_words = {tuple(values[word] for word in words): name for name, values in makers}
+        found: dict[str, dict[str, list[str]]] = {
+            name: {place: [] for place in rule.linears} for name in by_words.values()
+        }
         for place in rule.linears:
-            if not set(words) <= set(_words(place)):
-                detail = f"[[fold]] into {rule.into}: {place} does not name {' and '.join(words)}, which `into` does"
-                raise InputError("recipe-file", detail, "See: docs/recipes.md.")
-            for name, values in _matching(place, self._matrices):
-                if maker := at.get(tuple(values[word] for word in words)):
+            if not set(words) <= set(_words_in(place)):
+                detail = f"[[fold]] into {into}: {place} does not name {' and '.join(words)}"
+                next_step = "See: docs/recipes.md."
+                raise InputError("recipe-file", f"{detail}, which `into` does", next_step)
+            for name, values in _match(place, self._matrices):
+                if maker := by_words.get(tuple(values[word] for word in words)):
                     found[maker][place].append(name)
         return found
 
     def judge(self, rule: FoldRule, name: str, places: Mapping[str, list[str]]) -> Fold | str:
-        """The fold, or why it cannot be one."""
-        if lacking := [
-            place for place, modules in places.items() if not modules and place not in rule.may_lack
-        ]:
-            return f"{lacking[0]} is not there"
+        """Return the fold with its heads, or why it cannot be one."""
+        for place, modules in places.items():
+            if not modules and place not in rule.may_lack:
+                return f"{place} is not there"
         for layer, strangers in self._strange.items():
             if name.startswith(f"{layer}."):
                 return f"the recipe does not know {strangers[0]}, which may read it, too"
         fold = self.fold(rule, name, places)
-        return fold if isinstance(fold, str) else self._fitted(fold)
+        if isinstance(fold, str):
+            return fold
+        # Shapes that fit: the bias, and the columns of every reader.
+        outputs, bias = fold.outputs, fold.bias
+        if bias and (bias.shape != (outputs,) or bias.dtype not in FLOAT_TYPES):
+            return f"{bias.name} is {bias.dtype} {list(bias.shape)}; expected {outputs} floats"
+        repeats = fold.readers[0].shape[1] // max(outputs, 1) if fold.kind == "heads" else 1
+        for linear in fold.readers:
+            if not outputs or linear.shape[1] != repeats * outputs:
+                why = f"{linear.module} has {linear.shape[1]} columns"
+                return f"{why}, and expected {max(repeats, 1)} for each of {outputs} outputs"
+        if repeats == 1:
+            return replace(fold, width=outputs)
+        # Heads that are repeated are those that config.json tells of.
+        heads = integer_of(self._config, "num_attention_heads")
+        own = integer_of(self._config, "num_key_value_heads")
+        if not heads or not own or heads != repeats * own or outputs % own:
+            why = f"num_attention_heads {heads} and num_key_value_heads {own} of config.json"
+            return f"{why} do not say how {outputs} outputs become {repeats * outputs} columns"
+        return replace(fold, repeats=repeats, width=outputs // own)
 
     def fold(self, rule: FoldRule, name: str, places: Mapping[str, list[str]]) -> Fold | str:
-        """The fold without its heads, or what it lacks."""
+        """Return the fold without its heads, or what it lacks."""
         modules = [module for own in places.values() for module in own]
         if not modules:
             return "it has no readers"
@@ -271,54 +309,11 @@ class _Sight:
         readers = tuple(self._linears[module] for module in modules)
         weight = self._tensors.get(name + WEIGHT) if rule.kind.startswith("norm") else None
         maker = None if weight else self._linears.get(name)
-        bias = self._tensors.get(name + BIAS)
-        return Fold(rule, name, weight, maker, bias, readers)
-
-    def _fitted(self, fold: Fold) -> Fold | str:
-        """The fold with its heads, or what does not fit."""
-        outputs = fold.outputs
-        if fold.bias and (fold.bias.shape != (outputs,) or fold.bias.dtype not in FLOAT_TYPES):
-            return f"{fold.bias.name} is {fold.bias.dtype} {list(fold.bias.shape)}; expected {outputs} floats"
-        repeats = fold.readers[0].shape[1] // max(outputs, 1) if fold.kind == "heads" else 1
-        for linear in fold.readers:
-            if not outputs or linear.shape[1] != repeats * outputs:
-                return f"{linear.module} has {linear.shape[1]} columns, and expected {max(repeats, 1)} for each of {outputs} outputs"
-        if repeats == 1:
-            return replace(fold, width=outputs)
-        heads, own = (
-            integer_of(self._config, key) for key in ("num_attention_heads", "num_key_value_heads")
-        )
-        if not heads or not own or heads != repeats * own or outputs % own:
-            told = f"num_attention_heads {heads} and num_key_value_heads {own}"
-            return f"{told} of config.json do not say how {outputs} outputs become {repeats * outputs} columns"
-        return replace(fold, repeats=repeats, width=outputs // own)
-
-    def _find_strange(self) -> dict[str, list[str]]:
-        """The matrices of each layer that no rule speaks of; layers are those that rules speak of."""
-        spoken: set[str] = set()
-        layers: set[str] = set()
-        for rule in self.rules:
-            for name, values in _matching(rule.into, [*self._norms, *self._matrices]):
-                layers.add(values["layer"])
-                spoken.add(name)
-            for place in (*rule.linears, *rule.aside):
-                spoken.update(name for name, _ in _matching(place, self._matrices))
-        strange: dict[str, list[str]] = defaultdict(list)
-        for name in self._matrices:
-            if name not in spoken:
-                parts = name.split(".")
-                for end in range(1, len(parts)):
-                    if (layer := ".".join(parts[:end])) in layers:
-                        strange[layer].append(name)
-        return strange
+        return Fold(rule, name, weight, maker, self._tensors.get(name + BIAS), readers)
 
 
-def _is_norm(ref: TensorRef) -> bool:
-    return len(ref.shape) == 1 and ref.name.endswith(WEIGHT) and ref.dtype in FLOAT_TYPES
-
-
-def _words(place: str) -> tuple[str, ...]:
-    """The words in braces of a name: layer, expert."""
+def _words_in(place: str) -> tuple[str, ...]:
+    """Return the words in braces of a name: layer, expert."""
     return tuple(word.strip("{}") for word in _WORDS if word in place)
 
 
@@ -330,8 +325,8 @@ def _expression(place: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def _matching(place: str, names: Collection[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """The names that a place stands for, and what its words stand for in each."""
+def _match(place: str, names: Collection[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Find the names that a place stands for, and the values of its words."""
     end, expression = place.rpartition("}")[2], _expression(place)
     for name in names:
         if name.endswith(end) and (found := expression.fullmatch(name)):

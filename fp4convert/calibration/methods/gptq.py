@@ -1,9 +1,10 @@
 """GPTQ: each column makes up for the errors of those before it.
 
-Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1, with its order of columns: the largest diagonal first.  Block scales
-stay as they were found for the weights as given, so that nothing but codes is another than by rounding to the nearest.
-One thread of torch does all of it, on a GPU that GPU: the same bytes from any number of workers.  The algebra knows no file, no
-module and no dialect; rounding.py does.
+Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1, with its order of columns: the largest
+diagonal first.  Block scales stay as they were found for the weights as given, so that nothing but
+codes is another than by rounding to the nearest.
+One thread of torch does all of it, on a GPU that GPU: the same bytes from any number of workers.
+The algebra knows no file, no module and no dialect; rounding.py does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Tensor = Any  # torch.Tensor; torch is imported where it is needed
 
 
 class Factor(NamedTuple):
-    """A Gram matrix, or the blocks along its diagonal, as GPTQ wants them.
+    """A Gram matrix, or the blocks along its diagonal, for GPTQ.
 
     upper    (k, n, n) float32: U with U^T U the inverse, of the columns in their order
     columns  (k, n): which column stands at each place; those beyond the last are padding
@@ -44,36 +45,36 @@ class Factor(NamedTuple):
 
 
 def factorize(blocks: Float32s, columns: int, device: str) -> Factor:
-    """The Cholesky factor of the inverse of mean x x^T, damped, its columns in descending order of their diagonal.
+    """Return the Cholesky factor of the inverse of mean x x^T, damped.
 
+    Its columns are in descending order of their diagonal.
     blocks   (k, n, n); a column that saw nothing but zeros is rounded to the nearest
     columns  of the linear layer; k * n or fewer
-    Raises   NumericError where the matrix is not positive definite with all the damping that is allowed
+    Raises   NumericError where the matrix is not positive definite with all the damping that is
+             allowed
     Formula  with J the reversal: J H J = L L^T, so that H^-1 = U^T U for U = J L^-1 J
     """
     import torch
 
+    # J H J: rows and columns in ascending order of the diagonal.
     diagonal = np.diagonal(blocks, axis1=1, axis2=2)
     order = np.argsort(-diagonal, axis=1, kind="stable")
     reverse = order[:, ::-1]
-    h = torch.from_numpy(
-        np.take_along_axis(
-            np.take_along_axis(blocks, reverse[:, :, None], 1), reverse[:, None, :], 2
-        )
-    )
+    rows = np.take_along_axis(blocks, reverse[:, :, None], 1)
+    h = torch.from_numpy(np.take_along_axis(rows, reverse[:, None, :], 2))
     h = h.to(device, torch.float64)
     own = h.diagonal(dim1=1, dim2=2)
     mean = float(own.sum()) / columns
     own[own == 0] = 1
     lower = _cholesky(h, own, mean)
     del h
+    # L^-1, some columns at a time; then U, back in descending order.
     upper = torch.empty(lower.shape, dtype=torch.float32, device=device)
     n = lower.shape[1]
     for first in range(0, n, INVERSE_COLUMNS):
         last = min(first + INVERSE_COLUMNS, n)
-        unit = torch.eye(n - first, last - first, dtype=torch.float64, device=device).expand(
-            len(lower), -1, -1
-        )
+        unit = torch.eye(n - first, last - first, dtype=torch.float64, device=device)
+        unit = unit.expand(len(lower), -1, -1)
         part = torch.linalg.solve_triangular(lower[:, first:, first:], unit, upper=False)
         upper[:, :first, first:last] = 0
         upper[:, first:, first:last] = part
@@ -82,7 +83,7 @@ def factorize(blocks: Float32s, columns: int, device: str) -> Factor:
 
 
 def _cholesky(h: Tensor, diagonal: Tensor, mean: float) -> Tensor:
-    """L of the damped matrices; those that have none get more damping."""
+    """Return L of the damped matrices; those without one get more damping."""
     import torch
 
     damping = torch.full((len(h),), DAMPING, dtype=h.dtype, device=h.device)
@@ -96,21 +97,23 @@ def _cholesky(h: Tensor, diagonal: Tensor, mean: float) -> Tensor:
             return lower
         damping[bad] *= ESCALATION
         if float(damping.max()) > DAMPING_LIMIT:
-            detail = f"is not positive definite, even with {float(added.max()):.2f} of its mean diagonal added"
-            raise NumericError("calibration-gram", detail)
+            detail = f"is not positive definite, even with {float(added.max()):.2f}"
+            raise NumericError("calibration-gram", f"{detail} of its mean diagonal added")
 
 
 def round_columns(x: Float32s, steps: Float32s, factor: Factor) -> Bytes:
-    """(rows, columns) codes of weights, the error of each column made up for by those behind it.
+    """Round weights column by column; later ones make up for errors.
 
-    x      (rows, columns) float32
-    steps  (rows, columns / block_size) float32: what one code unit is worth in each block
-    Raises NumericError where errors grow beyond what float32 holds
+    x        (rows, columns) float32
+    steps    (rows, columns / block_size) float32: what one code unit is worth in each block
+    Returns  (rows, columns) codes
+    Raises   NumericError where errors grow beyond what float32 holds
     """
     import torch
 
     upper, places = factor
     (k, n), (rows, columns), device = places.shape, x.shape, upper.device
+    # Weights and steps, transposed and in the order of the factor.
     w = torch.zeros((k * n, rows), dtype=torch.float32, device=device)
     w[:columns] = torch.from_numpy(x).to(device).T
     w = w[places.reshape(-1)].reshape(k, n, rows)
@@ -125,10 +128,10 @@ def round_columns(x: Float32s, steps: Float32s, factor: Factor) -> Bytes:
             q = column / step
             magnitude, is_negative = nearest(q), q < 0
             halves[:, at] = 2 * magnitude + NEGATIVE * is_negative
-            error = (column - torch.where(is_negative, -magnitude, magnitude) * step) / upper[
-                :, at, at, None
-            ]
+            value = torch.where(is_negative, -magnitude, magnitude) * step
+            error = (column - value) / upper[:, at, at, None]
             errors[:, at - first] = error
+            # The other columns of this group at once, those behind it together.
             w[:, at + 1 : last].addcmul_(
                 upper[:, at, at + 1 : last, None], error[:, None], value=-1
             )
@@ -137,50 +140,57 @@ def round_columns(x: Float32s, steps: Float32s, factor: Factor) -> Bytes:
         raise NumericError("calibration-gram", "makes errors grow beyond float32")
     found = torch.empty((k * n, rows), dtype=torch.uint8, device=device)
     found[places.reshape(-1)] = halves.reshape(k * n, rows)
-    return np.take(_codes(), np.ascontiguousarray(found[:columns].T.cpu().numpy()))
-
-
-def _codes() -> Bytes:
-    """The code for each of these sums."""
-    table = np.zeros(2 * NEGATIVE, np.uint8)
-    table[list(HALVES)] = np.arange(8)
-    table[[NEGATIVE + half for half in HALVES]] = np.arange(8, 16)
-    return table
+    codes = np.zeros(2 * NEGATIVE, np.uint8)
+    codes[list(HALVES)] = np.arange(8)
+    codes[[NEGATIVE + half for half in HALVES]] = np.arange(8, 16)
+    return np.take(codes, np.ascontiguousarray(found[:columns].T.cpu().numpy()))
 
 
 def nearest(q: Tensor) -> Tensor:
-    """The magnitudes of E2M1 nearest to those of `q`, half to even, saturating; equals codec.encode_e2m1 but for the sign."""
+    """Round to the magnitudes of E2M1, half to even, saturating.
+
+    Equals codec.encode_e2m1 but for the sign.
+    """
     import torch
 
     magnitude = q.abs().clamp_(max=E2M1_MAX)
-    unit = torch.where(
-        magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0)
-    )  # between neighbours, above each power of two
+    # Between neighbours, above each power of two.
+    unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return torch.round(magnitude / unit).mul_(unit)
 
 
 def held_nbytes(columns: int, width: int) -> int:
-    """Memory of a worker at a linear layer of that many columns, whose Gram matrix has blocks of that width."""
+    """Return the memory of a worker at a linear layer.
+
+    columns  of the layer
+    width    of the blocks of its Gram matrix
+    """
     count = -(-columns // width)
-    return GRAM_ELEMENT_NBYTES * count * width * width + PANEL_ELEMENT_NBYTES * max(
-        PANEL_ELEMENTS, columns
-    )
+    gram_nbytes = GRAM_ELEMENT_NBYTES * count * width * width
+    return gram_nbytes + PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, columns)
 
 
 def torch_device(name: str) -> str:
-    """Where torch calculates beside a backend of that name; DeviceError where it cannot use that GPU."""
+    """Return where torch calculates beside a backend of that name.
+
+    Raises DeviceError where it cannot use that GPU
+    """
     import torch
 
     device = name.partition(",")[0]
     if device != "cpu" and not torch.cuda.is_available():
-        detail = f"--method gptq calculates on {device} by torch, and torch {torch.__version__} sees no GPU"
+        detail = f"--method gptq calculates on {device} by torch"
+        detail += f", and torch {torch.__version__} sees no GPU"
         raise DeviceError("no-device", detail, "Install torch with CUDA, or: --device cpu.")
     return device
 
 
 @contextmanager
 def explained(what: str, module: str) -> Iterator[None]:
-    """Meanwhile errors say of which matrix they are, and a GPU that is full is a DeviceError."""
+    """Let errors say of which matrix they are.
+
+    A GPU that is full is a DeviceError.
+    """
     import torch
 
     try:
@@ -189,17 +199,18 @@ def explained(what: str, module: str) -> Iterator[None]:
         detail = f"{what} {error.message}; expected the mean of x x^T over tokens"
         raise NumericError(error.code, detail, "Calibrate again, with more text.", module) from None
     except torch.cuda.OutOfMemoryError as error:
-        detail = f"{what} does not fit the memory of the GPU beside what is there: {str(error).splitlines()[0][:200]}"
-        raise DeviceError(
-            "device-memory",
-            detail,
-            "Use --workers 1, --device cpu, or calibrate with --gram block:128.",
-        ) from None
+        detail = f"{what} does not fit the memory of the GPU beside what is there"
+        detail += f": {str(error).splitlines()[0][:200]}"
+        next_step = "Use --workers 1, --device cpu, or calibrate with --gram block:128."
+        raise DeviceError("device-memory", detail, next_step) from None
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Meanwhile torch works with one thread in each worker: they do not wait for each other, and their number changes no byte."""
+    """Let torch work with one thread in each worker.
+
+    They do not wait for each other, and their number changes no byte.
+    """
     import torch
 
     before = torch.get_num_threads()

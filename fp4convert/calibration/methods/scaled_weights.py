@@ -1,7 +1,8 @@
 """Weights multiplied or divided by the factors of folds.
 
-A fold multiplies the columns of every linear layer that reads an output, and divides that output by the same factors where it is
-made: in the weight of a norm, or in the rows of a linear layer.  The model computes what it did; four bits hold it better.
+A fold multiplies the columns of every linear layer that reads an output, and divides that output by
+the same factors where it is made: in the weight of a norm, or in the rows of a linear layer.  The
+model computes what it did; four bits hold it better.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from fp4convert.numerics.matrices import Matrix, RowReader, Weights
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
-Kind = Literal["norm", "norm_plus_one", "bias"]
+# How a divided vector is meant: a norm multiplies with it, or with 1 + it; a bias is added.
+VectorKind = Literal["norm", "norm_plus_one", "bias"]
 f32 = np.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Folded(CodingDefaults):
-    """A matrix stored in any way: its columns are multiplied, and its rows are divided.
+    """A matrix whose columns are multiplied, and whose rows are divided.
 
+    stored   how it is stored, in any way
     columns  the fold that its input belongs to; None where it is as it was
     rows     the fold that its output belongs to
     """
@@ -53,7 +56,10 @@ class Folded(CodingDefaults):
 
 @dataclass(frozen=True, slots=True)
 class Scaled(RowReader):
-    """Weights as float32, columns multiplied and rows divided; never rounded to another dtype between."""
+    """Weights as float32, columns multiplied and rows divided.
+
+    They are never rounded to another dtype between.
+    """
 
     stored: Weights
     source: Source
@@ -67,9 +73,8 @@ class Scaled(RowReader):
 
     def rows(self, first: int, last: int) -> Matrix:
         values = as_floats(self.stored.rows(first, last))
-        with np.errstate(
-            over="ignore", under="ignore", invalid="ignore"
-        ):  # beyond float32 it is Inf, which is refused
+        # Beyond float32 it is Inf, which is refused.
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             if self.columns:
                 values = values * self.columns.find(self.source).columns
             if self.divided:
@@ -79,9 +84,12 @@ class Scaled(RowReader):
 
 @dataclass(frozen=True, slots=True)
 class Divided(CodingDefaults):
-    """The weight or the bias of what makes an output, as one row: divided, in its own dtype."""
+    """The weight or the bias of what makes an output, divided, as one row.
 
-    kind: Kind
+    It stays in its own dtype.
+    """
+
+    kind: VectorKind
     by: Folding
     word = "folded"
     is_packed = False
@@ -92,41 +100,42 @@ class Divided(CodingDefaults):
         return (self.by,)
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        return _Vector(linear.refs[0], source, self)
+        ref = linear.refs[0]
+        return _Vector(ref.dtype, (1, ref.elements), ref, source, self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Vector(RowReader):
     """A divided vector as a matrix of one row."""
 
+    dtype: str
+    shape: tuple[int, int]
     ref: TensorRef
     source: Source
     how: Divided
 
-    @property
-    def dtype(self) -> str:
-        return self.ref.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return 1, self.ref.elements
-
     def rows(self, first: int, last: int) -> Matrix:
         made = self.how.by.find(self.source).made
         values = divided(read_vector(self.ref, self.source), made, self.how.kind, self.dtype)
-        return Matrix(
-            values.astype(FLOAT_DTYPES[self.dtype]).view(np.uint8).data, self.dtype, self.shape
-        )
+        data = values.astype(FLOAT_DTYPES[self.dtype]).view(np.uint8).data
+        return Matrix(data, self.dtype, self.shape)
 
 
 def reach_of(linear: Linear, source: Source) -> float:
-    """How much larger its largest input becomes by its fold; 1 without one, or where nobody wants to know."""
+    """Return how much larger its largest input becomes by its fold.
+
+    1 without a fold, or where nobody wants to know.
+    """
     folding = linear.coding.columns
     return folding.find(source).reach.get(linear.module, 1.0) if folding else 1.0
 
 
 def moments_under(moments: Float32s, weights: Weights) -> Float32s:
-    """The second moments of what these weights are given, where its columns are divided by what theirs are multiplied with."""
+    """Return the second moments of what these weights are given.
+
+    Inputs are divided by what columns are multiplied with.
+    moments  of what they are given without folds
+    """
     if isinstance(weights, InterleavedWeights):
         return moments_under(moments, weights.members[0])  # rows of layers with one input
     if not isinstance(weights, Scaled) or weights.columns is None:
@@ -135,38 +144,41 @@ def moments_under(moments: Float32s, weights: Weights) -> Float32s:
 
 
 def over_squares(moments: Float32s, columns: Float32s) -> Float32s:
-    """Second moments of inputs that are divided by these factors."""
+    """Divide second moments of inputs by the squares of their factors."""
     with np.errstate(all="ignore"):
         found: Float32s = (moments / np.square(columns, dtype=np.float64)).astype(np.float32)
     return found
 
 
-def divided(vector: Float32s, factors: Float32s, kind: Kind, dtype: str) -> Float32s:
-    """What a weight or a bias becomes: the nearest values of that dtype (safetensors' name), as float32.
+def divided(vector: Float32s, factors: Float32s, kind: VectorKind, dtype: str) -> Float32s:
+    """Divide a weight or a bias, to the nearest values of a dtype.
 
-    Formula  norm and bias: w / s; norm_plus_one: (1 + w) / s - 1, for such a norm multiplies with 1 + w
+    dtype    safetensors' name
+    Returns  float32
+    Formula  norm and bias: w / s; norm_plus_one: (1 + w) / s - 1, for such a norm multiplies with
+             1 + w
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        exact = (
-            (f32(1) + vector) / factors - f32(1) if kind == "norm_plus_one" else vector / factors
-        )
+        if kind == "norm_plus_one":
+            exact = (f32(1) + vector) / factors - f32(1)
+        else:
+            exact = vector / factors
         return exact.astype(FLOAT_DTYPES[dtype]).astype(np.float32)
 
 
-def quotients(before: Float32s, after: Float32s, kind: Kind) -> Float32s:
-    """By which factors a norm was divided: what its outputs were before, over what they are; 1 where they are 0 both times.
+def quotients(before: Float32s, after: Float32s, kind: VectorKind) -> Float32s:
+    """Return by which factors a norm was divided.
 
-    Neither positive nor finite where no factor makes one of the other.
+    They are what its outputs were before, over what they are; 1 where they are 0 both times;
+    neither positive nor finite where no factor makes one of the other.
     """
     ones = f32(1) if kind == "norm_plus_one" else f32(0)
     before, after = ones + before, ones + after
     with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
-        found: Float32s = np.where((before == 0) & (after == 0), f32(1), before / after).astype(
-            np.float32
-        )
-    return found
+        found = np.where((before == 0) & (after == 0), f32(1), before / after)
+    return found.astype(np.float32)
 
 
 def read_vector(ref: TensorRef, source: Source) -> Float32s:
-    """A tensor's values as float32, flat."""
+    """Read a tensor's values as float32, flat."""
     return np.frombuffer(source.read(ref), FLOAT_DTYPES[ref.dtype]).astype(np.float32)

@@ -10,7 +10,7 @@ from fp4convert.checkpoint.dialects.base import Packed
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.numerics.formats import MXFP4, NVFP4
-from fp4convert.quality.stored_scalars import read_global_scales, read_input_scales
+from fp4convert.quality.scale_checks import read_global_scales, read_input_scales
 from fp4convert.storage.safetensors import TensorRef
 
 FILES = {"a": struct.pack("<4f", 9, 2, 4, 8), "b": struct.pack("<2f", 16, 0)}

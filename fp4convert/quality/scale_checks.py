@@ -1,0 +1,306 @@
+"""Read the scales of an artifact, and judge their values.
+
+Block scales are judged by how often each byte occurs.  Scales that stand once per module (global
+and input scales) are always read from a disk; from the Hub for the modules asked about and for
+those that share a scale with them.  report/catalogue.toml explains each finding's code.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.errors import Finding, Level
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES, block_steps
+from fp4convert.numerics.formats import GLOBAL_RANGE, NVFP4, Format
+from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
+from fp4convert.planning.kv_cache_scales import stored_float
+from fp4convert.recipes.recipe import gather_groups, group_members, scale_groups
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import read_each
+
+FLOAT32_NBYTES = 4
+LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
+SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
+ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
+FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two
+WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales of a matrix
+LARGEST_E4M3 = 0x7E  # 448, which the block with the largest weight of a scale group has
+
+
+def read_global_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
+    """Read the global scales of the modules whose format has one.
+
+    Returns  module -> the float32 that is stored, a multiplier or a divisor as the dialect's
+             traits say; 1 where the dialect stores none
+    """
+    ending = artifact.spelling.TRAITS.scalars.global_scale
+    having = [module for module in modules if artifact.modules[module].form.format.has_global_scale]
+    if ending is None:
+        return dict.fromkeys(having, 1.0)
+    names = [artifact.modules[module].stem + ending for module in having]
+    return dict(zip(having, _read_scalars(artifact, names), strict=True))
+
+
+def read_input_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
+    """Read the input scales, as multipliers, of the modules with one."""
+    scalars = artifact.spelling.TRAITS.scalars
+    having = [module for module in modules if artifact.modules[module].form.has_input_scale]
+    stored = _read_scalars(artifact, [scalars.input_name(module) for module in having])
+    return {
+        module: scalars.as_multiplier(scale) for module, scale in zip(having, stored, strict=True)
+    }
+
+
+def _read_scalars(artifact: Artifact, names: list[str]) -> list[float]:
+    """Read one float32 from each tensor; 1 where a sound module lacks it."""
+    source, wanted = artifact.source, set(names)
+    # Tensors that follow one another in a file are read together.
+    runs: list[list[TensorRef]] = []
+    for ref in (ref for name, ref in artifact.tensors.items() if name in wanted):
+        last = runs[-1][-1] if runs else None
+        if last and last.file == ref.file and last.start + FLOAT32_NBYTES == ref.start:
+            runs[-1].append(ref)
+        else:
+            runs.append([ref])
+
+    def read(run: list[TensorRef]) -> tuple[float, ...]:
+        buffer = memoryview(bytearray(FLOAT32_NBYTES * len(run)))
+        source.read_into(run[0]._replace(dtype="F32", shape=(len(run),)), 0, buffer)
+        return struct.unpack(f"<{len(run)}f", buffer)
+
+    found: dict[str, float] = {}
+    for run, values in zip(runs, read_each(source, read, runs), strict=True):
+        found.update(zip([ref.name for ref in run], values, strict=True))
+    return [found.get(name, 1.0) for name in names]
+
+
+def read_group_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, float]:
+    """Read the global scales of modules and of their scale groups."""
+    return read_global_scales(artifact, _modules_with_groups(artifact, modules))
+
+
+def _modules_with_groups(artifact: Artifact, modules: Sequence[str]) -> list[str]:
+    """Return the modules whose scalars are read: all that are on a disk."""
+    if not artifact.source.is_streamed:
+        return list(artifact.modules)
+    members = group_members(artifact.source.checkpoint.config)
+    groups = scale_groups(artifact.modules, members)
+    keys = set(scale_groups(modules, members).values())
+    return [
+        module for module in artifact.modules if module in modules or groups.get(module) in keys
+    ]
+
+
+def find_shared_scales(artifact: Artifact, stored: Mapping[str, float]) -> list[dict[str, float]]:
+    """Gather stored scales by scale group, where it has several members.
+
+    stored   module -> global or input scale
+    Returns  for each group: module -> scale, in the order of `stored`
+    """
+    groups = scale_groups(stored, group_members(artifact.source.checkpoint.config))
+    return [
+        {member: stored[member] for member in members}
+        for members in gather_groups(groups).values()
+        if len(members) > 1
+    ]
+
+
+def are_equal(scales: Mapping[str, float]) -> bool:
+    """Tell whether all members of a group store one scale; NaN is none."""
+    values = list(scales.values())
+    return all(value == values[0] for value in values)
+
+
+def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
+    """Check the block scales of those modules, and the scales of all else."""
+    findings = _check_block_scales(artifact, modules)
+    traits = artifact.spelling.TRAITS
+    level: Level = "error" if traits.shares_scales else "warning"
+    # Global scales: each by itself, then those of a group beside each other.
+    stored = read_group_scales(artifact, modules)
+    for module, scale in stored.items():
+        if finding := _judge_global_scale(module, scale, traits.scalars.kind == "divisor"):
+            findings.append(finding)
+    for scales in find_shared_scales(artifact, stored):
+        if not are_equal(scales):
+            detail = f"{', '.join(scales)} have different global scales"
+            detail += "; engines that fuse them use only one"
+            findings.append(Finding(level, "group-scales-differ", next(iter(scales)), detail))
+    findings += [*_check_others(artifact), *_check_cache(artifact)]
+    # Input scales in the same way.
+    inputs = read_input_scales(artifact, _modules_with_groups(artifact, modules))
+    for module, scale in inputs.items():
+        if not (math.isfinite(scale) and scale > 0):
+            detail = f"as a multiplier its input scale is {scale}"
+            findings.append(Finding("error", "input-scale", module, detail))
+    for scales in find_shared_scales(artifact, inputs):
+        if not are_equal(scales):
+            detail = f"{', '.join(scales)} have different input scales"
+            detail += "; engines that fuse them use only one"
+            findings.append(Finding(level, "group-inputs-differ", next(iter(scales)), detail))
+    return findings
+
+
+def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Finding | None:
+    """Judge a global scale by the amax of 2688 multipliers that it implies."""
+    if not 0 < stored < math.inf:
+        return Finding("error", "global-scale", module, f"its global scale is {stored}")
+    amax, inverse = GLOBAL_RANGE * stored, GLOBAL_RANGE / stored
+    if is_divisor:
+        amax, inverse = inverse, amax
+    if SMALLEST_AMAX <= amax <= LARGEST_AMAX:
+        return None
+    detail = f"its global scale {stored:g} says that the largest weight is {amax:.3g}"
+    if SMALLEST_AMAX <= inverse <= LARGEST_AMAX:
+        detail += f"; it is the reciprocal of what it is declared as, which says {inverse:.3g}"
+        return Finding("error", "global-scale-reciprocal", module, detail)
+    return Finding("warning", "global-scale-range", module, detail)
+
+
+def _count_scales(q: Blocks) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Count how often each scale byte occurs in a module.
+
+    Returns  (256,) counts, and (256,) float32 of what one code unit is worth under each byte
+    """
+    counts, cpu = np.zeros(256, np.int64), Cpu()
+    for first, last in row_panels(q.shape):
+        counts += cpu.count_bytes(q.scales(first, last))
+    every_byte = memoryview(bytes(range(256)))
+    shape = (256, q.format.block_size)
+    one_each = Quantized(q.format, shape, every_byte, every_byte, q.global_scale, q.kind)
+    return counts, block_steps(one_each)
+
+
+def _check_block_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
+    """Check the bytes of block scales, module by module and together."""
+    findings = []
+    histograms = read_each(
+        artifact.source, lambda module: _count_scales(artifact.decode(module)), modules
+    )
+    for module, (counts, steps) in zip(modules, histograms, strict=True):
+        if bad := int(counts[~np.isfinite(steps)].sum()):
+            detail = f"{bad} blocks have no finite scale"
+            findings.append(Finding("error", "scale-not-finite", module, detail))
+        if negative := int(counts[steps < 0].sum()):
+            detail = f"{negative} blocks have a negative scale"
+            findings.append(Finding("error", "scale-negative", module, detail))
+        # A block of the scale zero holds nothing, whatever its codes say.
+        if not counts[steps == 0].sum():
+            continue
+        q = artifact.decode(module)
+        if erased := _count_erased_blocks(q, steps, artifact.source.is_streamed):
+            detail = f"{erased} blocks hold values, and have the scale zero"
+            is_rounding = erased <= ZEROS_SHARE * counts.sum()
+            level: Level = "warning" if is_rounding else "error"
+            findings.append(Finding(level, "scale-zero", module, detail))
+    for fmt in dict.fromkeys(form.format for form in artifact.forms):
+        own = [
+            counts
+            for module, (counts, _) in zip(modules, histograms, strict=True)
+            if artifact.modules[module].form.format is fmt
+        ]
+        findings += _check_dtype(fmt, own)
+    return findings
+
+
+def _count_erased_blocks(q: Blocks, steps: NDArray[np.float32], is_remote: bool) -> int:
+    """Count blocks of the scale zero whose codes are not zero.
+
+    From the Hub some rows that have any are read, and speak for all of them.
+    """
+    width, row_nbytes = q.shape[1] // q.format.block_size, q.shape[1] // 2
+    zeros = seen = erased = 0
+    for first, last in row_panels(q.shape):
+        is_zero = (steps[np.frombuffer(q.scales(first, last), np.uint8)] == 0).reshape(-1, width)
+        zeros += int(is_zero.sum())
+        if not is_zero.any() or (is_remote and seen):
+            continue
+        begin = 0
+        if is_remote:
+            begin = int(is_zero.any(axis=1).argmax())
+            is_zero = is_zero[begin : begin + max(1, LOOK_NBYTES // row_nbytes)]
+        rows = q.rows(first + begin, first + begin + len(is_zero))
+        packed = np.frombuffer(rows.packed, np.uint8).reshape(*is_zero.shape, -1)[is_zero]
+        seen += int(is_zero.sum())
+        erased += int((packed & 0x77).any(axis=-1).sum())  # without the signs of both codes
+    return round(erased * zeros / seen) if seen else 0
+
+
+def _check_dtype(fmt: Format, histograms: list[NDArray[np.int64]]) -> Iterator[Finding]:
+    """Check that most modules have bytes of the declared scale dtype.
+
+    The largest E4M3 scale of a scale group is 448.  Where exponents (E8M0) are declared that byte
+    is a sign of E4M3; where E4M3 is declared, it is a sign that the declaration is right.
+    """
+    odd = full = 0
+    for counts in histograms:
+        full += bool(counts[LARGEST_E4M3] and not counts[LARGEST_E4M3 + 1 : 128].any())
+        if fmt is NVFP4:
+            # Exponents are a handful of neighbouring large values; scales of E4M3 have mantissas.
+            present = np.flatnonzero(counts)
+            is_handful = 1 < present.size <= FEW_SCALES and present[0] >= LOWEST_BYTE
+            odd += bool(is_handful and (present % 8).any() and np.ptp(present) < 2 * FEW_SCALES)
+        elif counts[1:255].any():
+            # E4M3 read as exponents spreads as no weights do; byte 0 stands for empty blocks.
+            below = np.cumsum(counts[1:255]) / counts[1:255].sum()
+            octaves = np.searchsorted(below, 0.95) - np.searchsorted(below, 0.05)
+            odd += bool(octaves > WIDE_OCTAVES)
+    count = len(histograms)
+    is_sure = 8 * full < count if fmt is NVFP4 else 4 * full >= count
+    if 2 * odd > count and is_sure:
+        other = "e8m0" if fmt is NVFP4 else "fp8_e4m3"
+        detail = f"in {odd} of {count} modules the block scales look like {other}"
+        yield Finding("error", "scale-dtype", None, f"{detail}, not {fmt.scale_dtype}")
+
+
+def _check_others(artifact: Artifact) -> Iterator[Finding]:
+    """Check the scales of FP8 and int4 modules, and groups of several forms."""
+    for module in artifact.others:
+        ref = artifact.tensors[f"{module}.weight_scale"]
+        stored = artifact.source.read_range(ref, 0, ref.nbytes).tobytes()
+        values = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float32)
+        if bad := int(np.count_nonzero(~np.isfinite(values))):
+            detail = f"{bad} of its {values.size} scales are not finite"
+            yield Finding("error", "scale-not-finite", module, detail)
+        if negative := int(np.count_nonzero(values < 0)):
+            detail = f"{negative} of its {values.size} scales are negative"
+            yield Finding("error", "scale-negative", module, detail)
+    if len({group.form.word for group in artifact.groups}) < 2:
+        return
+    packed = artifact.packed
+    groups = scale_groups(packed, group_members(artifact.source.checkpoint.config))
+    for members in gather_groups(groups).values():
+        words = [packed[module].form.word for module in members]
+        if len(set(words)) > 1:
+            detail = f"{', '.join(members)} are {', '.join(words)}"
+            detail += "; engines that fuse them refuse the artifact"
+            yield Finding("error", "group-forms-differ", members[0], detail)
+
+
+def _check_cache(artifact: Artifact) -> Iterator[Finding]:
+    """Check the scales of the FP8 cache that an artifact's record asks for."""
+    found: dict[str, list[str]] = defaultdict(list)
+    endings = artifact.spelling.TRAITS.cache_scales
+    for name in artifact.cache_scales(artifact.spelling):
+        ending = next(ending for ending in endings if name.endswith(f".{ending}"))
+        found[name.removesuffix(f".{ending}")].append(name)
+        if stored_float(artifact.source, artifact.tensors[name]) is None:
+            detail = "as the scale of a cache it is no positive number"
+            yield Finding("error", "cache-scale", name, detail)
+    for attention, names in found.items():
+        if len(names) != len(endings):
+            detail = f"its cache has the scale {names[0]} and not the other"
+            detail += ": engines take 1 for that"
+            yield Finding("warning", "cache-scale-missing", attention, detail)
+    if artifact.forms[0].kv_cache and not found:
+        detail = "the record asks for an FP8 cache of keys and values"
+        detail += ", and there are no scales of it: engines take 1"
+        yield Finding("note", "cache-scale-missing", None, detail)
