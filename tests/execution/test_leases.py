@@ -153,6 +153,34 @@ def test_an_empty_claim_is_given_up_soon_and_one_that_cannot_be_read_is_not(fold
         assert not claims.take("b")
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to a pipe"])
+def test_what_is_no_file_keeps_nobody_waiting(kind, folder, monkeypatch):
+    """A pipe is not read, a link is not followed; both go as soon as an empty lease does."""
+    monkeypatch.setattr(leases, "SILENT_SECONDS", 0.1)
+    folder.mkdir()
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.write_text("kept")
+    if kind == "link":
+        (folder / "a").symlink_to(elsewhere)
+    else:
+        os.mkfifo(folder / "a" if kind == "pipe" else folder.parent / "pipe")
+    if kind == "link to a pipe":
+        (folder / "a").symlink_to(folder.parent / "pipe")
+    answers = []
+
+    def work():
+        with Claims(folder) as claims:
+            answers.extend([claims.others(), claims.take("a")])
+            time.sleep(0.2)
+            answers.append(claims.take("a"))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert answers == [[], False, True]
+    assert elsewhere.read_text() == "kept"
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_interrupt_while_a_claim_is_made_leaves_none(number, folder, monkeypatch):
     """The file is there, and nothing in it yet: of the process itself, and of a task."""
