@@ -58,15 +58,11 @@ class LocalSource:
         self._stamps = self.checkpoint.stamps
 
     def read(self, ref: TensorRef) -> memoryview:
-        with self._lock:
-            if ref.file not in self._maps:
-                self._maps[ref.file] = self._map(ref.file)
-            mapped = self._maps[ref.file]
-        return memoryview(mapped)[ref.start : ref.start + ref.nbytes]
+        return self._mapped(ref.file)[ref.start : ref.start + ref.nbytes]
 
     def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
         if stop - start > SCALAR_NBYTES:
-            return self.read(ref)[start:stop]
+            return self._mapped(ref.file)[ref.start + start : ref.start + stop]
         buffer = memoryview(
             bytearray(stop - start)
         )  # through a mapping, the system would fetch much around it
@@ -93,6 +89,12 @@ class LocalSource:
                     "source-changed", detail, "Run the command again once it stays as it is."
                 )
             done += count
+
+    def _mapped(self, file: str) -> memoryview:
+        with self._lock:
+            if file not in self._maps:
+                self._maps[file] = self._map(file)
+            return memoryview(self._maps[file])
 
     def _map(self, file: str) -> mmap.mmap:
         with self.open_file(file) as stream:

@@ -26,9 +26,6 @@ class Given:
     amax: float | None = None
     importance: Sequence[Float32s] = ()
 
-    def importance_of(self, number: int) -> Float32s | None:
-        return self.importance[number] if self.importance else None
-
 
 OWN = Given()
 
@@ -55,7 +52,7 @@ class Backend(Protocol):
         """(number of the member, its next panel), member by member, under one amax; equals codec.quantize.
 
         measured  whose largest magnitude is the group's: the members, and what shares their scale elsewhere
-        Yields    panels that are valid until the next is asked for
+        Yields    panels, compared with their weights, that are valid until the next is asked for
         Raises    NumericError where anything measured holds Inf or NaN, before the first panel of a format with a global scale;
                   InputError for a rule of another format, and for importance that does not fit
         """
