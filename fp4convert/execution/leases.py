@@ -24,14 +24,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from fp4convert.storage.disk import boot_id, told
 
 LEASE_SECONDS = 60.0  # without a sign of life
 SILENT_SECONDS = 5.0  # of an empty one: its maker fills it at once, or is dead
 BEAT_SECONDS = 15.0
-WAIT_SECONDS = 0.1
+WAIT_SECONDS = 0.1  # between looks at a process of which nobody knows yet whether it lives
+# Between looks at what others do: many wait, and a shared disk has to answer all.
+FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0
 MOST_NBYTES = 4096  # of a lease; ours have some 300
+T = TypeVar("T")
 Owner = dict[str, object]
 WORKER = "worker-"  # of the lease that a process holds as long as it works here
 
@@ -127,9 +131,10 @@ class Claims:
 
     @contextmanager
     def waited_for(self, lease: str) -> Iterator[None]:
-        """Hold a lease that others hold only for moments."""
+        """Hold a lease as soon as nobody else does."""
+        pauses = _pauses()
         while not self.take(lease):
-            time.sleep(WAIT_SECONDS)
+            time.sleep(next(pauses))
         try:
             yield
         finally:
@@ -225,6 +230,34 @@ class Claims:
                     # Taken from us, or the disk is away: the work itself will tell.
                     with suppress(OSError):
                         os.utime(self._folder / lease)
+
+
+def do_together(
+    find_left: Callable[[], list[T]],
+    do_free: Callable[[list[T]], bool],
+    tell: Callable[[list[T]], None] = lambda left: None,
+) -> None:
+    """Do what nobody else does and wait for the rest, until nothing is left.
+
+    do_free  does what is free of what is left; returns False where others have all of it
+    tell     is called once, when there is nothing but to wait
+    """
+    pauses, is_told = _pauses(), False
+    while left := find_left():
+        if do_free(left):
+            pauses = _pauses()
+            continue
+        if not is_told:
+            tell(left)
+        is_told = True
+        time.sleep(next(pauses))
+
+
+def _pauses() -> Iterator[float]:
+    seconds = FIRST_SECONDS
+    while True:
+        yield seconds
+        seconds = min(1.5 * seconds, LONGEST_SECONDS)
 
 
 def _read(path: Path) -> Owner | None:
