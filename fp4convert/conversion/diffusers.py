@@ -212,7 +212,7 @@ class PipelineConversion:
             for name, files in own.items()
             for file, sha256 in files.items()
         }
-        return {**parts, **read_ended(self.options.folder).files}
+        return {**parts, **read_ended(self.options.folder)[1]}
 
     def _copying(self) -> Job:
         """The job that copies everything else."""

@@ -180,7 +180,7 @@ def _read(bench: Bench, key: str, own: Sequence[Candidate]) -> Losses | None:
 
 
 def _keep(bench: Bench, key: str, losses: Losses) -> None:
-    """Write the losses of a shard beside the output, for later runs and others."""
+    """Write the losses of a shard, for later runs and other processes."""
     if bench.output is None or not bench.is_kept:
         return
     final = bench.output / STATE / FOLDER / f"{key}.json"
@@ -239,7 +239,7 @@ def _measure_group(bench: Bench, group: list[Candidate]) -> Losses:
 
 
 def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
-    """Round these members of a scale group in each format, and weigh the errors."""
+    """Round members of a scale group in each format, weigh the errors."""
     source, calibration = bench.source, bench.calibration
     weights = [one.linear.coding.weights(one.linear, source) for one in group]
     # Sums over rows for each column: the power of the weights, and of their error in each format.
@@ -266,17 +266,14 @@ def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
     for one, signal, noise in zip(group, signals, noises, strict=True):
         moments = calibration.moments(one.linear.module) if calibration else None
         power = weighted(signal, moments)
-        losses[one.linear.module] = {
-            name: _loss(weighted(own, moments), power) for name, own in noise.items()
-        }
+        if not math.isfinite(power):
+            raise not_finite()
+        own: dict[str, float] = {}
+        for name, errors in noise.items():
+            loss = weighted(errors, moments) / power if power else 0.0
+            own[name] = float(f"{loss:.{DIGITS}g}")
+        losses[one.linear.module] = own
     return losses
-
-
-def _loss(noise: float, signal: float) -> float:
-    """Divide, with DIGITS digits; NumericError where the weights are not finite."""
-    if not math.isfinite(signal):
-        raise not_finite()
-    return float(f"{noise / signal:.{DIGITS}g}") if signal else 0.0
 
 
 def _add_fp8(

@@ -28,7 +28,6 @@ from typing import BinaryIO
 from fp4convert.errors import OutputError
 from fp4convert.execution.leases import Claims
 from fp4convert.execution.plan_file import (
-    ENDED,
     PLAN,
     STATE,
     Done,
@@ -254,7 +253,7 @@ class OutputFolder:
                 file: seal(self.root / file, sha256, self.temps)
                 for file, sha256 in done.files.items()
             }
-            self._put(f"{DONE}/{task.key}.json", replace(done, seals=seals).as_json())
+            self.put(f"{DONE}/{task.key}.json", replace(done, seals=seals).as_json())
         self.claims.drop(task.key)
 
     def write_texts(self, texts: dict[str, str]) -> None:
@@ -299,18 +298,13 @@ class OutputFolder:
         self.hashes[file] = sha256
         self.named(final, file, sha256)
 
-    def _put(self, name: str, text: str) -> None:
+    def put(self, name: str, text: str) -> None:
+        """Write a file of ours beside plan.json, at once."""
         final = self.state / name
         temp = self.write_temp(f"state-{final.name}", (text.encode("utf-8"),))
         with told(final):
             os.replace(temp, final)
             fsync_folder(final.parent)
-
-    def put_ended(self, files: dict[str, str]) -> None:
-        """Record that everything is written."""
-        self._put(
-            ENDED, json.dumps({"plan": self.manifest.plan_id, "files": files}, sort_keys=True)
-        )
 
     def begin(self, terms: Terms) -> None:
         """Make the folder this plan's own, or refuse."""
@@ -321,7 +315,7 @@ class OutputFolder:
             self.sweep()
             _check_space(self.root, self.manifest, terms.more_nbytes)
             if old is None or old.plan_id != self.manifest.plan_id:
-                self._put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
+                self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
 
     def sweep(self) -> None:
         """Remove files on their way that no living process fills."""

@@ -79,7 +79,10 @@ class Job:
 
     @property
     def tasks(self) -> tuple[TaskFiles, ...]:
-        """List the tasks: every shard's, one for all small copies, one for each large one."""
+        """List the tasks.
+
+        One for each shard, one for all small copies, one for each large copy.
+        """
         copies = {file: self.source.file_nbytes(file) for file in self.sidecars}
         small = {file: nbytes for file, nbytes in copies.items() if nbytes < LARGE_NBYTES}
         large = [{file: nbytes} for file, nbytes in copies.items() if file not in small]
@@ -228,12 +231,7 @@ class _Run:
             with folder.claims.waited_for(ENDING):
                 if ending := ended_meanwhile(folder, self._mark):
                     return ending
-                if folder.missing():
-                    continue
-                harmed = find_harmed(folder, self._settings.phases) or self._find_disputed()
-                for task in harmed:
-                    self._forget(task)
-                if not harmed:
+                if not folder.missing() and not self._forget_harmed():
                     return write_ending(folder)
 
     def _find_left(self) -> list[TaskFiles]:
@@ -298,7 +296,10 @@ class _Run:
         return True
 
     def _explain_unsound(self) -> NumericError:
-        """Return one error: each tensor that an option leaves out, and the first of the others."""
+        """Return one error for all unsound tensors.
+
+        It names each that an option leaves out, and the first of the others.
+        """
         errors = list(self._unsound.values())
         excludable = [error for error in errors if error.code == "not-finite"]
         others = [error for error in errors if error.code != "not-finite"]
@@ -318,33 +319,35 @@ class _Run:
                 f"waiting for {len(left)} tasks of {len(others)} other processes, the first {file}"
             )
 
-    def _find_disputed(self) -> list[TaskFiles]:
-        """Find tasks that found other global scales for a group than others did.
+    def _forget_harmed(self) -> bool:
+        """Have tasks done again that are harmed or disputed; False without any.
 
-        One of them has read what never was in the source.
+        Disputed are tasks that found other global scales for a group than others did: one of them
+        has read what never was in the source.
         """
-        disputes = find_disputes(self._folder)
-        for group in disputes.keys() & self._disputed:
-            shards = " and ".join(file for task in disputes[group] for file in task.files)
-            detail = f"scale group {group} has another largest magnitude each time it is read"
-            next_step = "Run the same command again; or read the source from somewhere else."
-            raise SourceError(CORRUPT, f"{detail}, for {shards}", next_step)
-        self._disputed |= disputes.keys()
-        return [task for tasks in disputes.values() for task in tasks]
-
-    def _forget(self, task: TaskFiles) -> None:
-        """Have a task done again, as often as TRIES says."""
-        self._tries[task.key] = self._tries.get(task.key, 0) + 1
-        if self._tries[task.key] > TRIES:
-            place = self._folder.root / next(iter(task.files))
-            detail = f"{place} is not what was written, {TRIES} times"
-            detail += "; expected a disk that keeps its bytes"
-            raise OutputError("damaged", detail, "Choose another disk: -o FOLDER.")
-        self._folder.forget(task)
+        harmed = find_harmed(self._folder, self._settings.phases)
+        if not harmed:
+            disputes = find_disputes(self._folder)
+            for group in disputes.keys() & self._disputed:
+                shards = " and ".join(file for task in disputes[group] for file in task.files)
+                detail = f"scale group {group} has another largest magnitude each time it is read"
+                next_step = "Run the same command again; or read the source from somewhere else."
+                raise SourceError(CORRUPT, f"{detail}, for {shards}", next_step)
+            self._disputed |= disputes.keys()
+            harmed = [task for tasks in disputes.values() for task in tasks]
+        for task in harmed:
+            self._tries[task.key] = self._tries.get(task.key, 0) + 1
+            if self._tries[task.key] > TRIES:
+                place = self._folder.root / next(iter(task.files))
+                detail = f"{place} is not what was written, {TRIES} times"
+                detail += "; expected a disk that keeps its bytes"
+                raise OutputError("damaged", detail, "Choose another disk: -o FOLDER.")
+            self._folder.forget(task)
+        return bool(harmed)
 
 
 def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:
-    """Begin the output folder with the job's plan, for other processes to carry out.
+    """Begin the output folder with the plan, for others to carry out.
 
     Raises  what carry_out does at first
     """
@@ -353,7 +356,7 @@ def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:
 
 
 def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager[OutputFolder]:
-    """Open the output folder with the plan in it, which no other replaces meanwhile.
+    """Open the output folder with the plan in it, and keep other plans out.
 
     Raises  what carry_out does at first
     """

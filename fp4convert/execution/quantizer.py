@@ -96,12 +96,22 @@ class Quantizer:
             else:
                 self._write_beside(first, form, writer, stop)
         except NumericError as error:
-            raise UnsoundShardError(self._explain(first, error)) from None
+            if first.action == "transcode" or error.code != "not-finite":
+                raise UnsoundShardError([error]) from None
+            # Name the linear layers that are not finite.
+            looked_at = [find_not_finite(self.source, linear) for linear in first.measured]
+            unsound = [found for found in looked_at if found]
+            if unsound:
+                raise UnsoundShardError(unsound) from None
+            name = first.measured[0].name
+            detail = f"{self.device} found NaN or Inf in {name}, which has none"
+            next_step = "Run the same command again, or with --device cpu."
+            raise DeviceError("device-failed", detail, next_step) from None
 
     def _write_blocks(
         self, steps: list[Step], form: Form, writer: TaskWriter, stop: threading.Event
     ) -> None:
-        """Write the members of a scale group as four-bit blocks, a panel at a time."""
+        """Write the members of a scale group as four-bit blocks."""
         # 1. Read rows, measure and quantize: all rows of the group are read for its amax first,
         #    then panel by panel for their codes and scales, which are compared with the rows.
         with closing(self._quantize_panels(steps, form.format)) as panels:
@@ -221,22 +231,13 @@ class Quantizer:
         is_through = self._target.via and not isinstance(linear.coding, Fp8)
         return ThroughFp8(weights) if is_through else weights
 
-    def _explain(self, step: Step, error: NumericError) -> list[NumericError]:
-        """Name the linear layers that are not finite."""
-        if step.action == "transcode" or error.code != "not-finite":
-            return [error]
-        looked_at = [find_not_finite(self.source, linear) for linear in step.measured]
-        if not any(looked_at):
-            detail = f"{self.device} found NaN or Inf in {step.measured[0].name}, which has none"
-            next_step = "Run the same command again, or with --device cpu."
-            raise DeviceError("device-failed", detail, next_step) from None
-        return [unsound for unsound in looked_at if unsound]
-
 
 def quantized_fp8(
     weights: Weights, form: Form, note: Callable[[Compared, int], None]
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Quantize to E4M3: codes panel by panel, then the scales of rows or of the whole.
+    """Quantize to E4M3: codes panel by panel, then all scales.
+
+    A scale is that of a row or of the whole, as the form says.
 
     note     is told what so many elements have lost
     Raises   NumericError where there is Inf or NaN

@@ -29,7 +29,7 @@ from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.numerics.backends.base import Backend, processors
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, check_largest, find_not_finite_values
-from fp4convert.numerics.matrices import Matrix, Quantized, row_panels
+from fp4convert.numerics.matrices import Matrix, row_panels
 from fp4convert.planning.steps import Action, Step
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
@@ -95,7 +95,10 @@ class Dequantizer:
     def _matrix(
         self, step: Step, linears: Mapping[str, Linear], slots: Sequence[Slot]
     ) -> memoryview:
-        """Decode one expert of a stack, whole: slot below slot, the rows of each in turns."""
+        """Decode one expert of a stack, whole.
+
+        Slot lies below slot, and the rows of a slot's members take turns.
+        """
         dtype, (_, height, columns) = step.outputs[0].dtype, step.shape
         matrix = np.empty((height, columns), FLOAT_DTYPES[dtype])
         for module, (piece,) in places_of(slots).items():
@@ -162,14 +165,16 @@ class Transcoder:
                 continue
             module = step.slots[0][0].module
             encoder = MatrixEncoder(self._dialect, self._form, self._artifact.input_scale(module))
-            parts = encoder.encode(step.module, step.shape, self._panels(step.slots))
+            panels = (
+                q
+                for slot in step.slots
+                for q in alternate(
+                    [take_rows(self._carrier.blocks(rows.module), rows) for rows in slot]
+                )
+            )
+            parts = encoder.encode(step.module, step.shape, panels)
             if not append_parts(step, parts, writer, stop):
                 return
-
-    def _panels(self, slots: tuple[Slot, ...]) -> Iterator[Quantized]:
-        for slot in slots:
-            blocks = [take_rows(self._carrier.blocks(rows.module), rows) for rows in slot]
-            yield from alternate(blocks)
 
 
 def append_parts(
@@ -201,7 +206,7 @@ def copy_steps(
 
 
 def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
-    """Find NaN or Inf in a matrix: how many, and where; None where all are finite."""
+    """Count NaN and Inf in a matrix; None where all are finite."""
     found = find_not_finite_values(linear.coding.weights(linear, source))
     if not found:
         return None

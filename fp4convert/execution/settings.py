@@ -23,7 +23,7 @@ class UnsoundShardError(Exception):
 
 
 def summarize(errors: Sequence[NumericError]) -> NumericError:
-    """Return one error for all: every line, and the options that complete the run."""
+    """Return one error for all, with the options that complete the run."""
     steps = dict.fromkeys(error.next_step.removeprefix(AGAIN) for error in errors)
     others = [step for step in steps if not step.startswith("--exclude ")]
     next_step = others[0] if others else AGAIN + " ".join(steps)

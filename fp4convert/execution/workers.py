@@ -39,10 +39,12 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
     groups: dict[str, list[Step]] = defaultdict(list)
     for step in task.steps:
         groups[step.group or step.outputs[0].name].append(step)
-    if worker.source.is_streamed:
-        ordered = sorted(groups.values(), key=_first_byte)
-    else:
-        ordered = sorted(groups.values(), key=lambda steps: -sum(s.source_bytes for s in steps))
+    places: dict[str, int] = {}
+    for name, steps in groups.items():
+        if worker.source.is_streamed:
+            places[name] = min((step.refs[0].start for step in steps if step.refs), default=0)
+        else:
+            places[name] = -sum(step.source_bytes for step in steps)
     stop = threading.Event()
 
     def do(steps: list[Step]) -> None:
@@ -53,7 +55,9 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
     unsound: list[NumericError] = []
     with ThreadPoolExecutor(settings.workers or worker.threads) as pool:
         try:
-            for future in [pool.submit(do, steps) for steps in ordered]:
+            for future in [
+                pool.submit(do, groups[name]) for name in sorted(groups, key=places.__getitem__)
+            ]:
                 error = future.exception()
                 if isinstance(error, UnsoundShardError):
                     unsound += error.errors
@@ -66,10 +70,6 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
             raise
     if unsound:
         raise UnsoundShardError(unsound)
-
-
-def _first_byte(steps: list[Step]) -> int:
-    return min((step.refs[0].start for step in steps if step.refs), default=0)
 
 
 def read_again_if_damaged(read: Callable[[], T]) -> T:
