@@ -90,7 +90,8 @@ class Quantizer:
                 for step in steps:
                     name, dtype = step.outputs[0].name, step.outputs[0].dtype
                     panels = values_of(step.linears[0], self.source, dtype)
-                    append_parts(step, ((name, panel) for panel in panels), writer, stop)
+                    if not append_parts(step, ((name, data) for data in panels), writer, stop):
+                        return
             elif form.format in (NVFP4, MXFP4):
                 self._write_blocks(steps, form, writer, stop)
             else:
