@@ -29,13 +29,11 @@ from fp4convert.execution.plan_file import (
     read_manifest,
     refuse_linked_folders,
 )
-from fp4convert.execution.settings import Result, Settings
+from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.planning.steps import Action, Plan, Step
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
 from fp4convert.storage.disk import told
 from fp4convert.storage.source import Source
-
-AGAIN = "Run the same command again with "  # how the next step of weights that are NaN begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,7 @@ class PipelineConversion:
                 unsound.append(error)
             conversion.source.stop()
         if unsound:
-            raise _summarize(unsound)
+            raise summarize(unsound)
         return results
 
     def ended_files(self) -> dict[str, str]:
@@ -214,7 +212,7 @@ class PipelineConversion:
             for name, files in own.items()
             for file, sha256 in files.items()
         }
-        return {**parts, **read_ended(self.options.folder).files}
+        return {**parts, **read_ended(self.options.folder)[1]}
 
     def _copying(self) -> Job:
         """The job that copies everything else."""
@@ -276,20 +274,6 @@ def named_component(component: str) -> Iterator[None]:
     except Fp4Error as error:
         lines = tuple(f"{component}: {line}" for line in error.lines)
         raise type(error)(error.code, lines, error.next_step, error.tensor) from None
-
-
-def _summarize(errors: list[NumericError]) -> NumericError:
-    """One error for all components, with the options that complete the run."""
-    options = dict.fromkeys(error.next_step.removeprefix(AGAIN) for error in errors)
-    next_step = (
-        AGAIN + " ".join(options) if errors[0].next_step.startswith(AGAIN) else errors[0].next_step
-    )
-    return NumericError(
-        errors[0].code,
-        tuple(line for error in errors for line in error.lines),
-        next_step,
-        errors[0].tensor,
-    )
 
 
 def _labelled(name: str, value: object) -> object:

@@ -66,4 +66,4 @@ class Conversion:
         return quantize_together(self.options, formats, (self.source, self.plan), settings)
 
     def ended_files(self) -> dict[str, str]:
-        return read_ended(self.options.folder).files
+        return read_ended(self.options.folder)[1]

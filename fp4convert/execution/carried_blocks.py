@@ -16,15 +16,11 @@ from fp4convert.planning.steps import Plan
 from fp4convert.recipes.recipe import ScaleGroup, group_members, scale_groups
 
 
-class Kept(NamedTuple):
-    """How many MXFP4 blocks there are, and how many of them keep every value as NVFP4."""
-
-    blocks: int
-    kept: int
-
-
 def carry(stored: Blocks, fmt: Format, exponent: int) -> Blocks:
-    """The same blocks; where they must be cast, under the global scale 2^exponent, with every value that E4M3 can say."""
+    """Take over blocks, or cast them under the global scale 2^exponent.
+
+    A cast keeps every value that E4M3 can say the scale of.
+    """
     if fmt is stored.format:
         return stored
 
@@ -36,7 +32,11 @@ def carry(stored: Blocks, fmt: Format, exponent: int) -> Blocks:
 
 
 def group_exponent(members: Mapping[str, Blocks], fmt: Format) -> int:
-    """k of the global scale 2^k of a scale group whose MXFP4 blocks are cast; 0 where none is; NumericError for a NaN scale."""
+    """Find k of the global scale 2^k of a scale group of MXFP4 blocks.
+
+    Returns  0 where none is cast
+    Raises   NumericError for a NaN block scale
+    """
     if all(q.format is fmt for q in members.values()):
         return 0
     largest = NOTHING
@@ -44,15 +44,17 @@ def group_exponent(members: Mapping[str, Blocks], fmt: Format) -> int:
         try:
             own = max(largest_exponent(q.rows(first, last)) for first, last in row_panels(q.shape))
         except NumericError as error:
-            raise NumericError(
-                error.code, f"{module}: {error.message}", error.next_step, module
-            ) from None
+            message = f"{module}: {error.message}"
+            raise NumericError(error.code, message, error.next_step, module) from None
         largest = max(largest, own)
     return global_exponent(largest)
 
 
 class Carried(NamedTuple):
-    """A module on its way: its blocks, what they become, and k of the global scale 2^k where they are cast."""
+    """A module on its way: its blocks, and what they become.
+
+    exponent  k of the global scale 2^k where they are cast
+    """
 
     module: str
     stored: Blocks
@@ -60,53 +62,58 @@ class Carried(NamedTuple):
     exponent: int = 0
     input_scale: float | None = None
 
-    @property
-    def blocks(self) -> Blocks:
-        """What it becomes."""
-        return carry(self.stored, self.format, self.exponent)
-
 
 class Carrier:
     """The modules of an artifact in a format.
 
-    Raises NumericError where a block scale that must be cast is NaN
+    Raises  NumericError where a block scale that must be cast is NaN
     """
 
     def __init__(self, artifact: Artifact, fmt: Format) -> None:
         self._artifact = artifact
         self.format = fmt
-        self._exponents = {} if fmt is artifact.format else _exponents(artifact, fmt)
+        self._exponents: dict[str, int] = {}  # k of the global scale 2^k, for every module
+        if fmt is artifact.format:
+            return
+        groups = scale_groups(artifact.modules, group_members(artifact.source.checkpoint.config))
+        members: dict[ScaleGroup | str, list[str]] = defaultdict(list)
+        for module in artifact.modules:
+            members[groups.get(module, module)].append(module)
+        for modules in members.values():
+            stored = {module: artifact.decode(module) for module in modules}
+            self._exponents |= dict.fromkeys(modules, group_exponent(stored, fmt))
 
     def blocks(self, module: str) -> Blocks:
-        """That module; every block that is cast keeps its values where E4M3 can say its scale."""
-        return self._of(module).blocks
+        """Return the blocks that a module gets.
+
+        Every block that is cast keeps its values where E4M3 can say its scale.
+        """
+        stored = self._artifact.decode(module)
+        return carry(stored, self.format, self._exponents.get(module, 0))
 
     def each(self) -> Iterator[Carried]:
-        """Every module."""
-        return (self._of(module) for module in self._artifact.modules)
-
-    def _of(self, module: str) -> Carried:
-        scale = self._artifact.stored_input_scale(module)
-        return Carried(
-            module,
-            self._artifact.decode(module),
-            self.format,
-            self._exponents.get(module, 0),
-            scale,
-        )
-
-
-def stored_blocks(plan: Plan) -> Iterator[tuple[str, Blocks]]:
-    """The blocks of every linear layer that a plan takes over, as they are stored."""
-    for step in plan.steps:
-        if step.action == "transcode" and step.linears:
-            yield from (
-                (one.module, blocks) for one in step.linears if (blocks := one.coding.blocks(one))
+        """Describe every module."""
+        for module in self._artifact.modules:
+            yield Carried(
+                module,
+                self._artifact.decode(module),
+                self.format,
+                self._exponents.get(module, 0),
+                self._artifact.stored_input_scale(module),
             )
 
 
+def stored_blocks(plan: Plan) -> Iterator[tuple[str, Blocks]]:
+    """Find the stored blocks of every linear layer that a plan takes over."""
+    for step in plan.steps:
+        if step.action == "transcode":
+            for linear in step.linears:
+                if blocks := linear.coding.blocks(linear):
+                    yield linear.module, blocks
+
+
 def taken_over(plan: Plan) -> Iterator[Carried]:
-    """Every linear layer whose blocks a plan takes over."""
+    """Describe every linear layer whose blocks a plan takes over."""
     exponents: dict[str, int] = {}
     for step in plan.steps:
         fmt = step.form.format if step.form else None
@@ -120,60 +127,39 @@ def taken_over(plan: Plan) -> Iterator[Carried]:
         }
         if key not in exponents:
             exponents[key] = group_exponent(stored, fmt)
-        yield from (
-            Carried(linear.module, stored[linear.module], fmt, exponents[key])
-            for linear in step.linears
-        )
+        for linear in step.linears:
+            yield Carried(linear.module, stored[linear.module], fmt, exponents[key])
 
 
 def describe_carried(modules: Iterable[Carried], kind: Kind | None) -> dict[str, object]:
-    """How many modules keep every bit, and which do not.
+    """Count the modules that keep every bit, and name those that do not.
 
-    kind    how the dialect stores global scales
-    rounded  their global scale or input scale is stored as its reciprocal, and that of the reciprocal is another float32
+    kind     how the dialect stores global scales
+    rounded  their global scale or input scale is stored as its reciprocal, whose reciprocal is
+             another float32
     lossy    MXFP4 modules with blocks that NVFP4 cannot say; blocks, kept_blocks count those of all
     """
     rounded, lossy, blocks, kept, count, is_cast = [], [], 0, 0, 0, False
     for each in modules:
-        count += 1
-        if each.format is each.stored.format:
-            scalars = (each.stored.global_scale, each.input_scale)
-            if kind and kind != each.stored.kind and not all(map(is_reversible, scalars)):
+        stored, count = each.stored, count + 1
+        if each.format is stored.format:
+            scalars = (stored.global_scale, each.input_scale)
+            if kind and kind != stored.kind and not all(map(is_reversible, scalars)):
                 rounded.append(each.module)
             continue
         is_cast = True
-        fared = kept_blocks(each.stored, each.exponent)
-        blocks, kept = blocks + fared.blocks, kept + fared.kept
-        if fared.blocks != fared.kept:
+        own = stored.shape[0] * stored.shape[1] // stored.format.block_size
+        own_kept = 0
+        for first, last in row_panels(stored.shape):
+            own_kept += recast(stored.rows(first, last), each.exponent).kept_blocks
+        blocks, kept = blocks + own, kept + own_kept
+        if own != own_kept:
             lossy.append(each.module)
     document: dict[str, object] = {
         "modules": count,
         "bit_for_bit": count - len(rounded) - len(lossy),
         "rounded": rounded,
     }
-    return (
-        {**document, "lossy": lossy, "blocks": blocks, "kept_blocks": kept} if is_cast else document
-    )
-
-
-def kept_blocks(stored: Blocks, exponent: int) -> Kept:
-    """How the MXFP4 blocks of a matrix fare as NVFP4 under the global scale 2^exponent."""
-    kept = sum(
-        recast(stored.rows(first, last), exponent).kept_blocks
-        for first, last in row_panels(stored.shape)
-    )
-    return Kept(stored.shape[0] * stored.shape[1] // stored.format.block_size, kept)
-
-
-def _exponents(artifact: Artifact, fmt: Format) -> dict[str, int]:
-    """For every module k of the global scale 2^k of its scale group."""
-    groups = scale_groups(artifact.modules, group_members(artifact.source.checkpoint.config))
-    members: dict[ScaleGroup | str, list[str]] = defaultdict(list)
-    for module in artifact.modules:
-        members[groups.get(module, module)].append(module)
-    found: dict[str, int] = {}
-    for modules in members.values():
-        found |= dict.fromkeys(
-            modules, group_exponent({module: artifact.decode(module) for module in modules}, fmt)
-        )
-    return found
+    if is_cast:
+        document |= {"lossy": lossy, "blocks": blocks, "kept_blocks": kept}
+    return document

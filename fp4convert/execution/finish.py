@@ -1,6 +1,7 @@
 """End a conversion: check the files, write the records last.
 
-It needs the output folder alone, so whoever is there when the last task is done can do it, or `merge` later.
+It needs the output folder alone, so whoever is there when the last task is done can do it, or
+`merge` later.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from fp4convert.checkpoint.error_report import merge_accounts, report_text
 from fp4convert.errors import InputError, OutputError
 from fp4convert.execution.folder import OutputFolder, entered
 from fp4convert.execution.plan_file import (
-    Done,
+    ENDED,
     Manifest,
     TaskFiles,
     digest_of,
@@ -49,20 +49,21 @@ class Ending:
 
 
 def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
-    """Tasks whose files are not what was written; those that others wrote are read, but for what is as it was sealed."""
-    records = {task.key: folder.record_of(task) for task in folder.manifest.tasks}
-    sizes = {
-        file: nbytes
-        for task in folder.manifest.tasks
-        if records[task.key]
-        for file, nbytes in task.files.items()
-    }
-    for done in filter(None, records.values()):
-        folder.hashes |= {
-            file: sha256 for file, sha256 in done.files.items() if _is_known(folder, file, done)
-        }
-    unread = [file for file in sizes if file not in folder.hashes]
+    """Find tasks whose files are not what was written.
 
+    Files that others wrote are read, but for those that are as they were sealed.
+    """
+    records = {task.key: folder.record_of(task) for task in folder.manifest.tasks}
+    sizes: dict[str, int] = {}
+    for task in folder.manifest.tasks:
+        if done := records[task.key]:
+            sizes |= task.files
+            for file, sha256 in done.files.items():
+                if file not in folder.hashes and is_sealed(
+                    folder.root / file, sha256, done.seals.get(file)
+                ):
+                    folder.hashes[file] = sha256
+    unread = [file for file in sizes if file not in folder.hashes]
     is_over = threading.Event()
 
     def read(file: str) -> str:
@@ -71,7 +72,10 @@ def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
             if is_over.is_set():
                 raise OSError("nobody waits for it")
 
-        return _hash(folder.root / file, each)
+        try:
+            return hash_file(folder.root / file, each)
+        except OSError:
+            return ""  # gone, or the disk cannot read it: it is written again
 
     if unread:
         phases.begin("check", sum(sizes[file] for file in unread))
@@ -88,15 +92,11 @@ def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
     return [task for task in folder.manifest.tasks if task.key not in sound]
 
 
-def _is_known(folder: OutputFolder, file: str, done: Done) -> bool:
-    """True where a file that this process has not looked at yet is as it was sealed by whoever wrote it."""
-    return file not in folder.hashes and is_sealed(
-        folder.root / file, done.files[file], done.seals.get(file)
-    )
-
-
 def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:
-    """Scale groups that got another global scale in one shard than in another, and the tasks of all these shards."""
+    """Find scale groups whose global scale differs between shards.
+
+    Returns  the tasks of all shards of each
+    """
     found: dict[str, dict[str, float]] = {}
     for task in folder.manifest.tasks:
         done = folder.record_of(task)
@@ -109,81 +109,80 @@ def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:
     }
 
 
-def _hash(path: Path, each: Callable[[int], None]) -> str:
-    try:
-        return hash_file(path, each)
-    except OSError:
-        return ""  # gone, or the disk cannot read it: it is written again
-
-
 def write_ending(folder: OutputFolder) -> Ending:
-    """Write the texts and the report, then the record; every task is finished, and its files are known to be what was written."""
-    manifest = folder.manifest
+    """Write the texts and the report, then the record.
+
+    Every task is finished, and its files are known to be what was written.
+    """
+    manifest, record = folder.manifest, folder.manifest.record
     folder.write_texts(manifest.texts)
-    files = {file: folder.hashes[file] for file in (*manifest.files, *_write_report(folder))}
-    if manifest.record is not None:
-        folder.write_texts({manifest.last: _record_text(manifest.record, files)})
+    files = {file: folder.hashes[file] for file in manifest.files}
+    # Write the report; where nothing was rounded, one of an earlier plan goes.
+    records = [done for task in manifest.tasks if (done := folder.record_of(task))]
+    accounts, taken_over = merge_accounts((done.accounts, done.taken_over) for done in records)
+    if accounts and record is not None:
+        folder.write_texts({REPORT: report_text(accounts, taken_over, record)})
+        files[REPORT] = folder.hashes[REPORT]
+    else:
+        with told(folder.root / REPORT):
+            (folder.root / REPORT).unlink(missing_ok=True)
+    # Write the record last: with it the folder is finished.
+    if record is not None:
+        folder.write_texts({manifest.last: _record_text(record, files)})
         files[manifest.last] = folder.hashes[manifest.last]
     with told(folder.root):
         folder.sweep()
-    folder.put_ended(files)
+    ended = {"plan": manifest.plan_id, "files": files}
+    folder.put(ENDED, json.dumps(ended, sort_keys=True))
     return _ending(folder, files)
 
 
 def _record_text(record: dict[str, object], files: dict[str, str]) -> str:
-    """Our own record, with the sha256 of every file that is digested."""
+    """Write out our own record, with the sha256 of what is digested."""
     listed = {file: sha256 for file, sha256 in sorted(files.items()) if file not in UNDIGESTED}
     return as_text({**record, "files": listed})
 
 
 def nbytes_of(manifest: Manifest) -> int:
-    """Exactly what all files of the result will take, the record too."""
+    """Count exactly what all files of the result will take, the record too."""
     if manifest.record is None:
         return manifest.nbytes
     text = _record_text(manifest.record, dict.fromkeys(manifest.files, "0" * SHA256_DIGITS))
     return manifest.nbytes + len(text.encode("utf-8", "surrogatepass"))
 
 
-def _write_report(folder: OutputFolder) -> list[str]:
-    """Its name, where it was written; where nothing was rounded, one of an earlier plan goes."""
-    records = [done for task in folder.manifest.tasks if (done := folder.record_of(task))]
-    accounts, taken_over = merge_accounts((done.accounts, done.taken_over) for done in records)
-    if accounts and folder.manifest.record is not None:
-        folder.write_texts({REPORT: report_text(accounts, taken_over, folder.manifest.record)})
-        return [REPORT]
-    with told(folder.root / REPORT):
-        (folder.root / REPORT).unlink(missing_ok=True)
-    return []
-
-
 def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
+    """Describe the finished folder."""
+    fidelity = None
     with told(folder.root):
         nbytes = sum((folder.root / file).stat().st_size for file in files if file != REPORT)
-    return Ending(
-        digest_of(files), nbytes, files, _fidelity(folder.root) if REPORT in files else None
-    )
-
-
-def _fidelity(root: Path) -> dict[str, object]:
-    """The summary of the report that was written there."""
-    with told(root / REPORT):
-        return dict(json.loads((root / REPORT).read_text(encoding="utf-8"))["summary"])
+    if REPORT in files:
+        with told(folder.root / REPORT):
+            report = json.loads((folder.root / REPORT).read_text(encoding="utf-8"))
+        fidelity = dict(report["summary"])
+    return Ending(digest_of(files), nbytes, files, fidelity)
 
 
 def ended_meanwhile(folder: OutputFolder, before: Mark | None) -> Ending | None:
-    """What another process ended the folder with since its mark was `before` (read_ended); None where none did."""
+    """Describe the folder where another process has ended it; else None.
+
+    before  the folder's mark at first (read_ended)
+    """
     mark, files = read_ended(folder.root)
-    is_whole = mark != before and files.keys() - {REPORT} == {
-        *folder.manifest.files,
-        folder.manifest.last,
-    }
-    return _ending(folder, files) if is_whole and not folder.missing() else None
+    expected = {*folder.manifest.files, folder.manifest.last}
+    if mark == before or files.keys() - {REPORT} != expected or folder.missing():
+        return None
+    return _ending(folder, files)
 
 
 def merge(root: Path, phases: Phases) -> dict[str, object]:
-    """End a conversion whose every task is done, by whichever processes and in whichever folders; the document of `merge`.
+    """End a conversion whose every task is done, and describe it.
 
-    Raises InputError where the folder is not begun, OutputError where a shard is missing or is not what was written
+    It does not matter by which processes and in which folders they were done.
+
+    Returns  the document of `merge`
+    Raises  InputError where the folder is not begun, OutputError where a shard is missing or is not
+            what was written
     """
     started = time.monotonic()
     with told(root):
@@ -195,26 +194,24 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
     with entered(root, manifest) as folder, folder.claims.waited_for(ENDING):
         if missing := [file for task in folder.missing() for file in task.files]:
-            detail = f"{root}: {len(missing)} of {len(manifest.files)} files are not written yet, the first {missing[0]}"
+            detail = f"{root}: {len(missing)} of {len(manifest.files)} files are not written yet"
             workers = folder.claims.others()
-            at_work = (
-                f"{len(workers)} processes are at work on it: wait."
-                if workers
-                else "Run the command for them."
-            )
-            raise OutputError("unfinished", detail, at_work)
+            next_step = "Run the command for them."
+            if workers:
+                next_step = f"{len(workers)} processes are at work on it: wait."
+            raise OutputError("unfinished", f"{detail}, the first {missing[0]}", next_step)
         if harmed := find_harmed(folder, phases):
             files = [file for task in harmed for file in task.files]
-            detail = f"{root}: {len(files)} files are not what was written, or others beside them, the first {files[0]}"
-            raise OutputError(
-                "damaged", detail, "Run the command that wrote it again: it does them anew."
-            )
+            detail = f"{root}: {len(files)} files are not what was written, or others beside them"
+            next_step = "Run the command that wrote it again: it does them anew."
+            raise OutputError("damaged", f"{detail}, the first {files[0]}", next_step)
         for group, tasks in find_disputes(folder).items():
             shards = " and ".join(file for task in tasks for file in task.files)
-            detail = f"{root}: scale group {group} has another global scale in one shard than in another: {shards}"
-            raise OutputError(
-                "scale-group", detail, "Run the command that wrote them again: it does them anew."
+            detail = (
+                f"{root}: scale group {group} has another global scale in one shard than in another"
             )
+            next_step = "Run the command that wrote them again: it does them anew."
+            raise OutputError("scale-group", f"{detail}: {shards}", next_step)
         ending = write_ending(folder)
     return {
         "output": str(root),

@@ -1,10 +1,14 @@
 """The folder being written: whose it is, enough room, what is done.
 
-  OUT/.fp4convert/plan.json         the plan being carried out: its identity, every task with its files, the texts written last
-  OUT/.fp4convert/done/<task>.json  files with sha256 and seal, global scales and accounts of a finished task; its key names it
-  OUT/.fp4convert/claims/           which process does which task, and which processes are at work
-  OUT/.fp4convert/tmp/<process>/    files on their way: written, fsynced, renamed into OUT, folder fsynced
-  OUT/.fp4convert/ended.json        {"plan": id, "files": {file: sha256}} of everything, written when the last file was
+  OUT/.fp4convert/plan.json         the plan being carried out: its identity, every task with its
+                                    files, the texts written last
+  OUT/.fp4convert/done/<task>.json  files with sha256 and seal, global scales and accounts of a
+                                    finished task; its key names it
+  OUT/.fp4convert/claims/           which process does which task, and which are at work
+  OUT/.fp4convert/tmp/<process>/    files on their way: written, fsynced, renamed into OUT, folder
+                                    fsynced
+  OUT/.fp4convert/ended.json        {"plan": id, "files": {file: sha256}} of everything, written
+                                    when the last file was
 
 Any number of processes may carry out the same plan at once.  Nothing foreign is ever removed.
 """
@@ -24,7 +28,6 @@ from typing import BinaryIO
 from fp4convert.errors import OutputError
 from fp4convert.execution.leases import Claims
 from fp4convert.execution.plan_file import (
-    ENDED,
     PLAN,
     STATE,
     Done,
@@ -41,7 +44,7 @@ from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import PLAN_FILE
 from fp4convert.storage.disk import fsync_folder, hash_file, nbytes_there, seal, told
-from fp4convert.storage.safetensors import ShardWriter, TensorRef
+from fp4convert.storage.safetensors import ShardWriter
 
 DONE = "done"  # the folder of records
 PLANNING = "plan"  # the claim of whoever writes plan.json
@@ -49,56 +52,39 @@ READ_NBYTES = 1 << 20
 
 
 class TaskWriter:
-    """The shards of one task on their way, filled together.
+    """The shards of one task on their way, and what was learnt while they were filled.
 
-    global_scales  of scale groups that other shards have members of, too: group -> what this task found
+    shards         by the name of the file
+    global_scales  of scale groups that other shards have members of, too, as this task found them
     accounts       module -> what it lost
     taken_over     modules that came with codes of their own
     """
 
     def __init__(self, folder: Path, task: Task) -> None:
-        self._folder = folder
-        self._writers: dict[str, ShardWriter] = {}
+        self.shards: dict[str, ShardWriter] = {}
         self.global_scales: dict[str, float] = {}
         self.accounts: dict[str, Account] = {}
         self.taken_over: set[str] = set()
         try:
             for shard in task.shards:
-                self._writers[shard.file] = ShardWriter(
-                    self.path(shard.file), shard.header, shard.outputs, shard.nbytes
+                self.shards[shard.file] = ShardWriter(
+                    folder / shard.file, shard.header, shard.outputs, shard.nbytes
                 )
         except BaseException:
             self.discard()
             raise
 
-    def path(self, file: str) -> Path:
-        """Where a shard is until it is whole."""
-        return self._folder / file
-
-    def append(self, ref: TensorRef, data: memoryview) -> None:
-        """Write the next bytes of that output."""
-        self._writers[ref.file].append(ref, data)
-
     def begin_again(self) -> None:
         """Write everything anew, from the first byte of every output."""
         for found in (self.global_scales, self.accounts, self.taken_over):
             found.clear()
-        for writer in self._writers.values():
-            writer.begin_again()
-
-    def finish(self) -> dict[str, str]:
-        """Flush and close every shard: file -> sha256."""
-        return {file: writer.finish() for file, writer in self._writers.items()}
-
-    def stop(self) -> None:
-        """Make `finish`, in another thread, end soon with an OutputError."""
-        for writer in self._writers.values():
-            writer.stop()
+        for shard in self.shards.values():
+            shard.begin_again()
 
     def discard(self) -> None:
-        """Close, and leave nothing behind."""
-        for writer in self._writers.values():
-            writer.discard()
+        """Close all shards, and leave nothing behind."""
+        for shard in self.shards.values():
+            shard.discard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +105,10 @@ class Terms:
 class OutputFolder:
     """The output, as long as this process works in it.
 
-    hashes   sha256 of every file that this process has written, has read again, or found as another had sealed it
-    named    called with the path, the name and the sha256 of every file that has got its final name, by two threads at times
+    hashes   sha256 of every file that this process has written, has read again, or found as another
+             had sealed it
+    named    called with the path, the name and the sha256 of every file that has got its final
+             name, by two threads at times
     records  of finished tasks
     """
 
@@ -140,22 +128,24 @@ class OutputFolder:
 
     @property
     def temps(self) -> Path:
-        """Where this process has its files on their way."""
+        """Return where this process has its files on their way."""
         return self.state / "tmp" / self.claims.name
 
     def record_of(self, task: TaskFiles) -> Done | None:
-        """What a finished task wrote; None where it is not finished, or where its files are gone or have other sizes."""
+        """Return what a task wrote; None where it is not finished.
+
+        A task whose files are gone or have other sizes is not finished.
+        """
         done = self.records.of(task)
         if done is None or done.files.keys() != task.files.keys():
             return None
-        return (
-            done
-            if all(nbytes_there(self.root / file) == nbytes for file, nbytes in task.files.items())
-            else None
-        )
+        for file, nbytes in task.files.items():
+            if nbytes_there(self.root / file) != nbytes:
+                return None
+        return done
 
     def missing(self) -> list[TaskFiles]:
-        """The tasks of the plan that are not finished."""
+        """List the tasks of the plan that are not finished."""
         return [task for task in self.manifest.tasks if self.record_of(task) is None]
 
     def forget(self, task: TaskFiles) -> None:
@@ -166,27 +156,28 @@ class OutputFolder:
             self.hashes.pop(file, None)
 
     def claimed(self, tasks: Iterable[TaskFiles]) -> Iterator[TaskFiles]:
-        """Of these tasks, one after the other, those that nobody has finished or is at work on; this process claims them."""
-        for task in tasks:
-            if self.record_of(task) is not None:
-                continue
-            if not self.claims.take(task.key):
-                continue
-            if self.record_of(task) is not None:  # somebody finished it meanwhile
-                self.claims.drop(task.key)
-                continue
+        """Claim tasks that nobody has finished or is at work on, one by one."""
+        named = {task.key: task for task in tasks}
+        for key in self.claims.take_undone(
+            named, lambda key: self.record_of(named[key]) is not None
+        ):
             if not self.temps.is_dir():
                 raise self.given_up()
             with told(self.root):
                 (self.root / self.manifest.last).unlink(missing_ok=True)
-            yield task
+            yield named[key]
 
     def given_up(self) -> OutputError:
-        """The error of a process whose files on their way were removed: what is in the folder now need not be its plan's."""
-        detail = f"{self.temps} was removed by another process, which saw no sign of life of this one, or by hand"
-        return OutputError(
-            "given-up", detail, "Run the same command again: what is finished stays."
+        """Return the error of a process whose files on their way are gone.
+
+        What is in the folder now need not be its plan's.
+        """
+        detail = (
+            f"{self.temps} was removed by another process, which saw no sign of life of this one, "
+            "or by hand"
         )
+        next_step = "Run the same command again: what is finished stays."
+        return OutputError("given-up", detail, next_step)
 
     def write_shards(
         self,
@@ -194,11 +185,14 @@ class OutputFolder:
         fill: Callable[[Task, TaskWriter], bool],
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the shards of each claimed task, let `fill` append every tensor, then put them under their final names.
+        """Fill the shards of each task, then give them their final names.
 
-        fill   returns whether the shards are whole; those that are not, are discarded
-        after  what is to be done when all are filled; where it fails, the last shards are finished all the same
-        While one task's shards are flushed, hashed and named, the next ones are filled, or what comes after them is done.
+        While one task's shards are flushed, hashed and named, the next ones are filled, or what
+        comes after them is done.
+
+        fill   appends every tensor; returns False for shards that are not whole: they are discarded
+        after  what is to be done when all are filled; where it fails, the last shards are finished
+               all the same
         """
         finishing: TaskWriter | None = None
         with ThreadPoolExecutor(1) as finisher:
@@ -215,7 +209,7 @@ class OutputFolder:
                         raise
                     if is_whole:
                         finishing = writer  # before it begins: an interrupt may come while it does
-                        last = finisher.submit(self._name_shards, task, writer)
+                        last = finisher.submit(self._finish_shards, task, writer)
                     else:
                         writer.discard()
                         self.claims.drop(task.key)
@@ -223,48 +217,49 @@ class OutputFolder:
                 if last is not None:
                     last.result()
             except BaseException as error:
-                if finishing and not isinstance(
-                    error, Exception
-                ):  # an interrupt: nobody wants to wait for a hash
-                    finishing.stop()
+                # After an interrupt nobody wants to wait for a hash.
+                if finishing and not isinstance(error, Exception):
+                    for shard in finishing.shards.values():
+                        shard.stop()
                 raise
 
-    def _name_shards(self, task: Task, writer: TaskWriter) -> None:
+    def _finish_shards(self, task: Task, writer: TaskWriter) -> None:
+        """Flush, close and name the shards of a task."""
         try:
-            done = Done(
-                writer.finish(),
-                dict(writer.global_scales),
-                dict(writer.accounts),
-                len(writer.taken_over),
-            )
+            files = {file: shard.finish() for file, shard in writer.shards.items()}
         except BaseException:
             writer.discard()
             raise
-        self.settle(TaskFiles.of(task), done, writer.path)
+        done = Done(
+            files, dict(writer.global_scales), dict(writer.accounts), len(writer.taken_over)
+        )
+        self.settle(TaskFiles.of(task), done, lambda file: writer.shards[file].path)
 
-    def settle(self, task: TaskFiles, done: Done, path: Callable[[str], Path]) -> None:
-        """Put a task's files under their final names and say that it is done; where another process did so first, ours go.
+    def settle(self, task: TaskFiles, done: Done, place: Callable[[str], Path]) -> None:
+        """Give a task's files their final names and record that it is done.
 
-        path  where each file is
+        Where another process did so first, our files go.
+
+        place  where each file is
         """
         first = self.record_of(task)
         for file, sha256 in done.files.items():
             if first is None:
-                self._give_name(path(file), file, sha256)
+                self._give_name(place(file), file, sha256)
             else:
-                path(file).unlink()
+                place(file).unlink()
         if first is None:
             seals = {
                 file: seal(self.root / file, sha256, self.temps)
                 for file, sha256 in done.files.items()
             }
-            self._put(f"{DONE}/{task.key}.json", replace(done, seals=seals).as_json())
+            self.put(f"{DONE}/{task.key}.json", replace(done, seals=seals).as_json())
         self.claims.drop(task.key)
 
     def write_texts(self, texts: dict[str, str]) -> None:
-        """Small files of ours, each under its final name at once."""
+        """Write small files of ours, each under its final name at once."""
         for file, text in texts.items():
-            temp = self.write_temp(file, lambda out, text=text: out.write(text.encode("utf-8")))  # type: ignore[misc]
+            temp = self.write_temp(file, (text.encode("utf-8"),))
             self._give_name(temp, file, hash_file(temp))
 
     def write_copies(
@@ -273,29 +268,23 @@ class OutputFolder:
         open_file: Callable[[str], BinaryIO],
         report: Callable[[str, int], None],
     ) -> None:
-        """Files of the source as they are: the task of whoever holds its claim.
+        """Copy files of the source as they are; the task is claimed by us.
 
         report  is called with a file and how many bytes more of it were copied
         """
-        temps = {}
-        for number, file in enumerate(task.files):
+        temps = {
+            file: self.write_temp(f"{number}", _read_blocks(file, open_file, report))
+            for number, file in enumerate(task.files)
+        }
+        done = Done({file: hash_file(temp) for file, temp in temps.items()})
+        self.settle(task, done, temps.__getitem__)
 
-            def copy(out: BinaryIO, file: str = file) -> None:
-                with open_file(file) as stream:
-                    while data := stream.read(READ_NBYTES):
-                        out.write(data)
-                        report(file, len(data))
-
-            temps[file] = self.write_temp(f"{number}", copy)
-        self.settle(
-            task, Done({file: hash_file(temp) for file, temp in temps.items()}), temps.__getitem__
-        )
-
-    def write_temp(self, name: str, fill: Callable[[BinaryIO], object]) -> Path:
-        """A file on its way, whole and on the disk."""
+    def write_temp(self, name: str, blocks: Iterable[bytes]) -> Path:
+        """Write a file on its way, whole and on the disk."""
         temp = self.temps / f"small-{name}"
         with told(temp), temp.open("wb") as out:
-            fill(out)
+            for block in blocks:
+                out.write(block)
             out.flush()
             os.fsync(out.fileno())
         return temp
@@ -309,18 +298,13 @@ class OutputFolder:
         self.hashes[file] = sha256
         self.named(final, file, sha256)
 
-    def _put(self, name: str, text: str) -> None:
+    def put(self, name: str, text: str) -> None:
+        """Write a file of ours beside plan.json, at once."""
         final = self.state / name
-        temp = self.write_temp(f"state-{final.name}", lambda out: out.write(text.encode("utf-8")))
+        temp = self.write_temp(f"state-{final.name}", (text.encode("utf-8"),))
         with told(final):
             os.replace(temp, final)
             fsync_folder(final.parent)
-
-    def put_ended(self, files: dict[str, str]) -> None:
-        """Say that everything is written."""
-        self._put(
-            ENDED, json.dumps({"plan": self.manifest.plan_id, "files": files}, sort_keys=True)
-        )
 
     def begin(self, terms: Terms) -> None:
         """Make the folder this plan's own, or refuse."""
@@ -331,28 +315,27 @@ class OutputFolder:
             self.sweep()
             _check_space(self.root, self.manifest, terms.more_nbytes)
             if old is None or old.plan_id != self.manifest.plan_id:
-                self._put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
+                self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
 
     def sweep(self) -> None:
         """Remove files on their way that no living process fills."""
         leftovers = list((self.state / "tmp").iterdir())
-        living = {
-            self.claims.name,
-            *self.claims.others(),
-        }  # asked last: who has a folder there had a claim before
+        # Asked last: whoever has a folder there had a lease before.
+        living = {self.claims.name, *self.claims.others()}
         for leftover in leftovers:
             if leftover.name not in living:
                 with suppress(FileNotFoundError):  # its process was just leaving
-                    shutil.rmtree(
-                        leftover
-                    ) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+                    if leftover.is_dir() and not leftover.is_symlink():
+                        shutil.rmtree(leftover)
+                    else:
+                        leftover.unlink()
 
     def _replace(self, old: Manifest, terms: Terms) -> None:
+        """Remove what another plan left in the folder, or refuse."""
         discard = "" if terms.is_joining else ", or discard its files with --force"
         next_step = f"Choose another folder with -o{discard}."
-        changed = [
-            words for words, trait in self.manifest.traits.items() if old.traits.get(words) != trait
-        ]
+        traits = self.manifest.traits
+        changed = [words for words in traits if old.traits.get(words) != traits[words]]
         differs = f"{' and '.join(changed) or 'its files'} changed"
         if others := self.claims.others_at_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
@@ -361,18 +344,13 @@ class OutputFolder:
             detail = f"{self.root} holds another plan: another source, format or dialect"
             raise OutputError("other-plan", detail, next_step)
         if terms.is_joining:
-            detail = (
-                f"{self.root} holds another plan: {differs}; a worker that joins never replaces one"
-            )
-            raise OutputError(
-                "other-plan", detail, "Give every worker the same source and options."
-            )
+            detail = f"{self.root} holds another plan: {differs}"
+            detail += "; a worker that joins never replaces one"
+            next_step = "Give every worker the same source and options."
+            raise OutputError("other-plan", detail, next_step)
         if (self.root / old.last).exists() and not terms.is_forced:
-            raise OutputError(
-                "other-plan",
-                f"{self.root} holds a finished result, and since then {differs}",
-                next_step,
-            )
+            detail = f"{self.root} holds a finished result, and since then {differs}"
+            raise OutputError("other-plan", detail, next_step)
         forgotten = old.files if terms.is_forced else set(old.files) - set(self.manifest.files)
         refuse_linked_folders(self.root, forgotten)
         for file in (old.last, *sorted(forgotten)):
@@ -380,21 +358,28 @@ class OutputFolder:
                 (self.root / file).unlink(missing_ok=True)
 
 
+def _read_blocks(
+    file: str, open_file: Callable[[str], BinaryIO], report: Callable[[str, int], None]
+) -> Iterator[bytes]:
+    """Read a file of the source block by block, and report each."""
+    with open_file(file) as stream:
+        while block := stream.read(READ_NBYTES):
+            yield block
+            report(file, len(block))
+
+
 @contextmanager
 def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[OutputFolder]:
-    """The output folder, created, with this process among those that work in it.
+    """Create or enter the output folder, and begin the plan in it.
 
-    Raises OutputError where it is foreign, holds another plan, cannot be written, or where the disk has too little room
-    (finished shards counted as there)
+    Raises  OutputError where it is foreign, holds another plan, cannot be written, or where the
+            disk has too little room (finished shards counted as there)
     """
     with told(root):
         is_there, is_ours = root.exists(), (root / PLAN_FILE).exists()
         if is_there and not root.is_dir():
-            raise OutputError(
-                "foreign-output",
-                f"{root} is a file; expected a folder to write to",
-                "Choose another: -o FOLDER.",
-            )
+            detail = f"{root} is a file; expected a folder to write to"
+            raise OutputError("foreign-output", detail, "Choose another: -o FOLDER.")
         if is_there and not is_ours:
             refuse_foreign(root)
         if not is_ours:
@@ -406,7 +391,7 @@ def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[Output
 
 @contextmanager
 def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
-    """A folder of ours, with this process among those that work in it."""
+    """Enter a folder of ours, among those that work in it."""
     refuse_links(root, "claims", "tmp", DONE)
     refuse_linked_folders(root, manifest.files)
     claims = Claims(root / STATE / "claims", work=manifest.plan_id)
@@ -428,22 +413,23 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
 
 
 def missing_nbytes(root: Path, manifest: Manifest) -> int:
-    """What is still to be written of a plan; all of it where its folder is not there."""
-    coming = [
-        Path(folder, file) for folder, _, files in os.walk(root / STATE / "tmp") for file in files
-    ]
-    return manifest.nbytes - sum(
-        nbytes_there(path) or 0 for path in (*(root / file for file in manifest.files), *coming)
-    )
+    """Count the bytes of a plan that are still to be written.
+
+    All of them where its folder is not there.
+    """
+    written = [root / file for file in manifest.files]
+    for folder, _, files in os.walk(root / STATE / "tmp"):
+        written += [Path(folder, file) for file in files]
+    return manifest.nbytes - sum(nbytes_there(path) or 0 for path in written)
 
 
 def _check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
+    """Raise OutputError where the disk has too little room."""
     existing = next(place for place in (root, *root.absolute().parents) if place.exists())
     needed = missing_nbytes(root, manifest) + more_nbytes
     disk = os.statvfs(existing)
     free = disk.f_bavail * disk.f_frsize
     if needed > free:
         detail = f"{root} needs {needed:,} bytes, its disk has {free:,} free"
-        raise OutputError(
-            "disk-full", detail, "Free some space, or choose another disk: -o FOLDER."
-        )
+        next_step = "Free some space, or choose another disk: -o FOLDER."
+        raise OutputError("disk-full", detail, next_step)

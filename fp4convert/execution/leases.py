@@ -1,9 +1,13 @@
-"""Claim tasks in a folder that several processes work in.
+"""Lease tasks in a folder that several processes work in.
 
-A claim is a file that only its maker creates: it names host and process, and its time is renewed while the process lives.
-A dead process of the same host loses its claims at once; one of another host, or one that hangs, when nobody has seen its time
-change for a minute.  Clocks are never compared: each process watches with its own.  Claims save work, and nothing else: should
-two processes hold one claim, both write the same bytes.
+A lease is a file that only its maker creates: it names host and process, and its time is renewed
+while the process lives.  A dead process of the same host loses its leases at once; one of another
+host, or one that hangs, when nobody has seen its time change for a minute.  Clocks are never
+compared: each process watches with its own.  Leases save work, and nothing else: should two
+processes hold one lease, both write the same bytes.
+
+A lease that is nobody's any more is unlinked and made anew, because every file system can do that:
+exchanging two names, which other libraries take a lease over with, NFS and FUSE refuse.
 """
 
 from __future__ import annotations
@@ -12,35 +16,34 @@ import hashlib
 import json
 import os
 import platform
+import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import TypeVar
 
 from fp4convert.storage.disk import boot_id, told
 
 LEASE_SECONDS = 60.0  # without a sign of life
 SILENT_SECONDS = 5.0  # of an empty one: its maker fills it at once, or is dead
 BEAT_SECONDS = 15.0
-WAIT_SECONDS = 0.1
+WAIT_SECONDS = 0.1  # between looks at a process of which nobody knows yet whether it lives
+# Between looks at what others do: many wait, and a shared disk has to answer all.
+FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0
+MOST_NBYTES = 4096  # of a lease; ours have some 300
+T = TypeVar("T")
 Owner = dict[str, object]
-WORKER = "worker-"  # of the claim that a process holds as long as it works here
-
-
-class Seen(NamedTuple):
-    """A claim of another process: its time, since when, by our own clock, nobody renewed it, and whether we saw that done."""
-
-    renewed_ns: int
-    since: float
-    is_renewed: bool
+WORKER = "worker-"  # of the lease that a process holds as long as it works here
 
 
 class Claims:
-    """The claims in a folder, as this process sees and holds them; a claim `worker-NAME` is held from beginning to end.
+    """The leases in a folder, as this process sees and holds them.
+
+    From beginning to end the process holds one that is named `worker-NAME`.
 
     name  of this process: host, process number, and a word that no other has
     work  what it does there, in a word that those who do the same have too
@@ -60,11 +63,11 @@ class Claims:
         self._me = _describe_self()
         host = "".join(letter if letter.isalnum() else "_" for letter in platform.node())[:40]
         self.name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._seen: dict[str, Seen] = {}
+        # Of leases of others: their time, and since when, by our own clock, nobody renewed them.
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._renewed: set[str] = set()  # of these, those that were renewed while we looked
         self._held: set[str] = set()
-        self._made: set[str] = (
-            set()
-        )  # of these, what may say nothing yet: an interrupt comes at any time
+        self._made: set[str] = set()  # files that may be empty yet: an interrupt comes at any time
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="claims", daemon=True)
@@ -83,119 +86,137 @@ class Claims:
         trace: TracebackType | None,
     ) -> None:
         self._ended.set()
-        for claim in self._held | self._made:
-            self.drop(claim)
+        for lease in self._held | self._made:
+            self.drop(lease)
 
-    def take(self, claim: str) -> bool:
-        """True where this process holds the claim from now on; False where a living one does."""
-        path = self._folder / claim
+    def take(self, lease: str) -> bool:
+        """Hold a lease from now on; False where a living process holds it."""
+        path = self._folder / lease
         with told(path):
-            self._made.add(claim)
+            self._made.add(lease)
             try:
                 made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             except FileExistsError:
-                self._made.discard(claim)
-                is_alive, owner = self._judge(claim)
-                return not is_alive and self._remove_dead(claim, owner) and self.take(claim)
+                self._made.discard(lease)
+                is_alive, owner = self._judge(lease)
+                return not is_alive and self._remove_dead(lease, owner) and self.take(lease)
             with os.fdopen(made, "w") as out:
                 json.dump(self._me | {"worker": self.name, "work": self._work}, out)
         with self._lock:
-            self._held.add(claim)
-        self._made.discard(claim)
+            self._held.add(lease)
+        self._made.discard(lease)
         return True
 
-    def drop(self, claim: str) -> None:
-        """Hold it no longer; one that was taken from us stays with its new owner."""
+    def take_undone(self, tasks: Iterable[str], is_done: Callable[[str], bool]) -> Iterator[str]:
+        """Take the leases of tasks that nobody has done or is at work on."""
+        for task in tasks:
+            if is_done(task) or not self.take(task):
+                continue
+            if is_done(task):  # somebody did it before we took it
+                self.drop(task)
+            else:
+                yield task
+
+    def drop(self, lease: str) -> None:
+        """Hold a lease no longer; one that was taken from us stays."""
         with self._lock:
-            self._held.discard(claim)
-        path = self._folder / claim
+            self._held.discard(lease)
+        path = self._folder / lease
         with suppress(OSError):
             owner = _read(path)
-            if (owner is None and claim in self._made) or (
-                owner is not None and owner.get("worker") == self.name
-            ):
+            is_empty = owner is None and lease in self._made
+            if is_empty or (owner is not None and owner.get("worker") == self.name):
                 path.unlink()
-        self._made.discard(claim)
+        self._made.discard(lease)
 
     @contextmanager
-    def waited_for(self, claim: str) -> Iterator[None]:
-        """Holds a claim that others hold only for moments."""
-        while not self.take(claim):
-            time.sleep(WAIT_SECONDS)
+    def waited_for(self, lease: str) -> Iterator[None]:
+        """Hold a lease as soon as nobody else does."""
+        pauses = _pauses()
+        while not self.take(lease):
+            time.sleep(next(pauses))
         try:
             yield
         finally:
-            self.drop(claim)
+            self.drop(lease)
 
     def others(self) -> list[str]:
-        """Names of the other living processes that work in this folder; claims of dead ones are removed."""
+        """List the other living processes here; remove leases of dead ones."""
         with told(self._folder):
             foreign = sorted(set(os.listdir(self._folder)) - self._held)
-            judged = {claim: self._judge(claim) for claim in foreign}
-            for claim, (is_alive, owner) in judged.items():
+            judged = {lease: self._judge(lease) for lease in foreign}
+            for lease, (is_alive, owner) in judged.items():
                 if not is_alive:
-                    self._remove_dead(claim, owner)
+                    self._remove_dead(lease, owner)
         return [
-            claim.removeprefix(WORKER)
-            for claim, (is_alive, _) in judged.items()
-            if is_alive and claim.startswith(WORKER)
+            lease.removeprefix(WORKER)
+            for lease, (is_alive, _) in judged.items()
+            if is_alive and lease.startswith(WORKER)
         ]
 
     def others_at_other_work(self) -> list[str]:
-        """Of these others, those that do not do what this process does.
+        """List the other processes that do not do what this one does.
 
-        Of another host's process nobody knows at first whether it lives: it is watched until that shows.
+        Of another host's process nobody knows at first whether it lives: it is watched until that
+        shows.
         """
         while True:
-            owners = {name: _read(self._folder / f"{WORKER}{name}") or {} for name in self.others()}
-            strangers = [name for name, owner in owners.items() if owner.get("work") != self._work]
-            sure = [
-                name for name in strangers if self._is_here(owners[name]) or self._is_renewed(name)
-            ]
+            strangers, sure = [], []
+            for name in self.others():
+                owner = _read(self._folder / f"{WORKER}{name}") or {}
+                if owner.get("work") != self._work:
+                    strangers.append(name)
+                    if self._is_here(owner) or WORKER + name in self._renewed:
+                        sure.append(name)
             if sure or not strangers:
                 return sure
             time.sleep(WAIT_SECONDS)
 
-    def _judge(self, claim: str) -> tuple[bool, Owner | None]:
-        """Whether its owner, in another process, may be at work; and what the claim says of it."""
-        path = self._folder / claim
-        owner = _read(
-            path
-        )  # before its time: of one that is replaced meanwhile the time is a new one
+    def _judge(self, lease: str) -> tuple[bool, Owner | None]:
+        """Tell whether the owner of a lease may be at work, and who it is."""
+        path = self._folder / lease
+        # The owner before the time: of a lease that is replaced meanwhile the time is a new one.
+        owner = _read(path)
         try:
-            status = path.stat()
+            status = path.lstat()
         except FileNotFoundError:
             return False, owner
-        renewed_ns, lease_seconds = status.st_mtime_ns, self._lease_seconds
-        if not status.st_size:
-            lease_seconds = min(lease_seconds, SILENT_SECONDS)
-        seen = self._seen.get(claim)
-        if seen is None or seen.renewed_ns != renewed_ns:
-            seen = self._seen[claim] = Seen(renewed_ns, time.monotonic(), seen is not None)
-        if time.monotonic() - seen.since > lease_seconds:
+        is_silent = not status.st_size or not stat.S_ISREG(status.st_mode)
+        most_seconds = (
+            min(self._lease_seconds, SILENT_SECONDS) if is_silent else self._lease_seconds
+        )
+        now, (renewed_ns, since) = time.monotonic(), self._seen.get(lease, (None, 0.0))
+        if renewed_ns != status.st_mtime_ns:
+            if renewed_ns is not None:
+                self._renewed.add(lease)
+            since = now
+            self._seen[lease] = status.st_mtime_ns, since
+        if now - since > most_seconds:
             return False, owner
-        return owner is None or not self._is_here(owner) or _started(
-            owner.get("process")
-        ) == owner.get("started"), owner
-
-    def _is_renewed(self, name: str) -> bool:
-        seen = self._seen.get(WORKER + name)
-        return seen is not None and seen.is_renewed
+        if owner is None or not self._is_here(owner):
+            return True, owner
+        return _start_of(owner.get("process")) == owner.get("started"), owner
 
     def _is_here(self, owner: Owner) -> bool:
-        """True for a process of this machine."""
+        """Tell whether a process is one of this machine."""
         return all(owner.get(key) == self._me[key] for key in ("host", "boot", "processes"))
 
-    def _remove_dead(self, claim: str, owner: Owner | None) -> bool:
-        """True where the claim of that dead process is gone; one process at a time removes it, lest one removes its successor."""
-        path, right, seen = self._folder / claim, f".{_hash([claim, owner])}", self._seen.get(claim)
+    def _remove_dead(self, lease: str, owner: Owner | None) -> bool:
+        """Remove the lease of a dead process; False where that is not sure.
+
+        One process at a time removes it, lest one removes the lease that follows it: a lease of its
+        own, named by a hash of the dead one, is the right to.
+        """
+        path, seen = self._folder / lease, self._seen.get(lease)
+        text = json.dumps([lease, owner], sort_keys=True)
+        right = f".{hashlib.sha256(text.encode()).hexdigest()[:32]}"
         if seen is None or not self.take(right):
             return False
         try:
-            if _read(path) != owner or path.stat().st_mtime_ns != seen.renewed_ns:
+            if _read(path) != owner or path.lstat().st_mtime_ns != seen[0]:
                 return False
             path.unlink()
-            self._seen.pop(claim, None)
+            self._seen.pop(lease, None)
             return True
         except FileNotFoundError:
             return False
@@ -205,43 +226,76 @@ class Claims:
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_seconds):
             with self._lock:
-                for claim in self._held:
-                    with suppress(
-                        OSError
-                    ):  # taken from us, or the disk is away: the work itself will tell
-                        os.utime(self._folder / claim)
+                for lease in self._held:
+                    # Taken from us, or the disk is away: the work itself will tell.
+                    with suppress(OSError):
+                        os.utime(self._folder / lease)
 
 
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+def do_together(
+    find_left: Callable[[], list[T]],
+    do_free: Callable[[list[T]], bool],
+    tell: Callable[[list[T]], None] = lambda left: None,
+) -> None:
+    """Do what nobody else does and wait for the rest, until nothing is left.
+
+    do_free  does what is free of what is left; returns False where others have all of it
+    tell     is called once, when there is nothing but to wait
+    """
+    pauses, is_told = _pauses(), False
+    while left := find_left():
+        if do_free(left):
+            pauses = _pauses()
+            continue
+        if not is_told:
+            tell(left)
+        is_told = True
+        time.sleep(next(pauses))
+
+
+def _pauses() -> Iterator[float]:
+    seconds = FIRST_SECONDS
+    while True:
+        yield seconds
+        seconds = min(1.5 * seconds, LONGEST_SECONDS)
 
 
 def _read(path: Path) -> Owner | None:
-    """What a claim says; None where it is gone, or is just being written."""
+    """Read what a lease says; None where it is gone, or says nothing yet.
+
+    A link is not followed and a pipe is not waited for: nobody of ours makes one.
+    """
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            entry = json.loads(os.read(fd, MOST_NBYTES)) if is_file else None
+        finally:
+            os.close(fd)
     except (OSError, ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
 
 
 def _describe_self() -> Owner:
-    """What tells this process from all others: the machine since it was started, its table of processes, and the process."""
-    boot, processes = boot_id(), 0
+    """Describe this process so that no other fits.
+
+    That is the machine since it was started, its table of processes, and the process.
+    """
+    process, processes = os.getpid(), 0
     if os.path.exists("/proc/self/ns/pid"):
         processes = os.stat("/proc/self/ns/pid").st_ino
-    process = os.getpid()
     return {
         "host": platform.node(),
-        "boot": boot,
+        "boot": boot_id(),
         "processes": processes,
         "process": process,
-        "started": _started(process),
+        "started": _start_of(process),
     }
 
 
-def _started(process: object) -> str | None:
-    """When a process of this machine was started, in a word; None where there is none of that number."""
+def _start_of(process: object) -> str | None:
+    """Tell when a process of this machine was started; None where it is not."""
     if not isinstance(process, int):
         return None
     try:

@@ -36,7 +36,8 @@ class Done:
     """A finished task.
 
     files          name -> sha256
-    global_scales  scale group -> the float32 multiplier that its members in this shard got; groups of several shards alone
+    global_scales  scale group -> the float32 multiplier that its members in this shard got; groups
+                   of several shards alone
     accounts       module -> what it lost, of those that were rounded
     taken_over     how many modules came with codes of their own
     seals          of the files under their final names
@@ -54,38 +55,36 @@ class Done:
     @staticmethod
     def from_json(text: str) -> Done:
         entry = json.loads(text)
-        files, global_scales = dict(entry["files"]), dict(entry.get("global_scales", {}))
-        accounts = {
-            module: Account.from_json(account)
-            for module, account in dict(entry.get("accounts", {})).items()
-        }
+        files, accounts = dict(entry["files"]), dict(entry.get("accounts", {}))
         done = Done(
             files,
-            global_scales,
-            accounts,
+            dict(entry.get("global_scales", {})),
+            {module: Account.from_json(account) for module, account in accounts.items()},
             int(entry.get("taken_over", 0)),
             dict(entry.get("seals", {})),
         )
-        if not {*map(type, done.files.values())} <= {str} or not {
-            *map(type, done.global_scales.values())
-        } <= {float}:
+        types = {*map(type, done.files.values())}, {*map(type, done.global_scales.values())}
+        if not types[0] <= {str} or not types[1] <= {float}:
             raise TypeError("a record of other types")
         return done
 
 
 class Records:
-    """The records of finished tasks, each parsed once as long as its file stays the same: who waits for others looks often."""
+    """The records of finished tasks.
+
+    Each is parsed once as long as its file stays the same: who waits for others looks often.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._parsed: dict[str, tuple[Mark, Done]] = {}
 
     def path(self, task: TaskFiles) -> Path:
-        """Where a task's record is, or will be."""
+        """Return where a task's record is, or will be."""
         return self._folder / f"{task.key}.json"
 
     def of(self, task: TaskFiles) -> Done | None:
-        """What a task wrote; None where there is no record, or a damaged one: it proves nothing."""
+        """Read what a task wrote; None where no record proves anything."""
         try:
             with self.path(task).open(encoding="utf-8") as stream:
                 mark = Mark.of(os.fstat(stream.fileno()))
@@ -98,7 +97,7 @@ class Records:
 
 
 def nbytes_written(tasks: Iterable[TaskFiles], texts: Mapping[str, str]) -> int:
-    """Bytes of the files of tasks and of small files of ours, by their names."""
+    """Count the bytes of the files of tasks, and of small files of ours."""
     small = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts.values())
     return small + sum(sum(task.files.values()) for task in tasks)
 
@@ -108,10 +107,11 @@ class Manifest:
     """What a run is for.
 
     identity  source, format and dialect: a folder begun for another identity is refused
-    traits    everything else that decides the output's bytes, by the words in which a message names it
+    traits    everything else that decides the output's bytes, by the words that messages use
     tasks     what is to be done, the copies of small files included
     texts     small files of ours, in the order in which they are written after all tasks
-    record    our own record, written last, but for the hashes of all other files; None where the last text is the last file
+    record    our own record, written last, but for the hashes of all other files; None where the
+              last text is the last file
     last      the file written last; while it is absent the folder is unfinished
     origin    repository and commit that a re-run goes on with
     """
@@ -126,46 +126,48 @@ class Manifest:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file the run will write but the last record, relative to the folder."""
+        """List every file that will be written, but for the last record."""
         return (*(file for task in self.tasks for file in task.files), *self.texts)
 
     @property
     def nbytes(self) -> int:
-        """Everything that will be written, but for the last record."""
+        """Count all bytes that will be written, but for the last record."""
         return nbytes_written(self.tasks, self.texts)
 
     @property
     def shards(self) -> list[str]:
-        """The files of weights."""
-        return [
-            file
-            for task in self.tasks
-            for file in task.files
-            if "/" not in file and file.endswith((WEIGHTS, GGUF))
-        ]
+        """List the files of weights."""
+        files = (file for task in self.tasks for file in task.files)
+        return [file for file in files if "/" not in file and file.endswith((WEIGHTS, GGUF))]
 
     @property
     def plan_id(self) -> str:
-        return hashlib.sha256(
-            json.dumps([self.identity, self.traits], sort_keys=True).encode()
-        ).hexdigest()
+        traits = json.dumps([self.identity, self.traits], sort_keys=True)
+        return hashlib.sha256(traits.encode()).hexdigest()
 
     def as_json(self) -> dict[str, object]:
-        """The document of plan.json; the order of texts and of the record's keys counts."""
-        tasks = [task._asdict() for task in self.tasks]
-        named = {
+        """Return the document of plan.json.
+
+        The order of texts and of the record's keys counts.
+        """
+        document: dict[str, object] = {
+            "plan": self.plan_id,
             "identity": self.identity,
             "traits": self.traits,
-            "tasks": tasks,
+            "tasks": [task._asdict() for task in self.tasks],
             "texts": self.texts,
             "record": self.record,
+            "last": self.last,
+            "source": self.origin,
         }
-        document = {"plan": self.plan_id, **named, "last": self.last, "source": self.origin}
         return {**document, "sha256": _hash(document)}
 
     @staticmethod
     def from_json(text: str) -> Manifest:
-        """The plan that was written; ValueError, KeyError, TypeError or AttributeError where it is damaged."""
+        """Parse plan.json.
+
+        Raises  ValueError, KeyError, TypeError or AttributeError where it is damaged
+        """
         entry = dict(json.loads(text))
         if entry.pop("sha256") != _hash(entry):
             raise ValueError("changed since it was written")
@@ -191,7 +193,10 @@ def _hash(document: dict[str, object]) -> str:
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """The plan that a folder holds; None where it is new.  OutputError where it is foreign, or the plan damaged."""
+    """Read the plan that a folder holds; None where it is new.
+
+    Raises  OutputError where the folder is foreign, or its plan damaged
+    """
     path = root / STATE / PLAN
     if not path.exists():
         refuse_foreign(root)
@@ -200,73 +205,66 @@ def read_manifest(root: Path) -> Manifest | None:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         detail = f"{path} is damaged; expected the plan that began {root}"
-        raise OutputError(
-            "other-plan", detail, "Remove the folder yourself, or choose another: -o FOLDER."
-        ) from None
+        next_step = "Remove the folder yourself, or choose another: -o FOLDER."
+        raise OutputError("other-plan", detail, next_step) from None
 
 
-class Ended(NamedTuple):
-    """How a folder was finished last.
+def read_ended(root: Path) -> tuple[Mark | None, dict[str, str]]:
+    """Read how a folder was finished last.
 
-    mark   another one each time; None where it never was
-    files  the sha256 of every file in it then
+    Returns  a mark, another one each time and None where it never was; and the sha256 of every file
+             in it then
     """
-
-    mark: Mark | None
-    files: dict[str, str]
-
-
-def read_ended(root: Path) -> Ended:
-    """How a folder was finished last."""
     try:
         with (root / STATE / ENDED).open(encoding="utf-8") as stream:
-            return Ended(
-                Mark.of(os.fstat(stream.fileno())), dict(json.loads(stream.read())["files"])
-            )
+            mark = Mark.of(os.fstat(stream.fileno()))
+            return mark, dict(json.loads(stream.read())["files"])
     except (ValueError, KeyError, TypeError, RecursionError, OSError):
-        return Ended(None, {})
+        return None, {}
 
 
 def refuse_foreign(root: Path) -> None:
-    """OutputError where a folder holds anything that fp4convert did not begin."""
+    """Raise OutputError where a folder holds anything that is not ours."""
     others = sorted(set(os.listdir(root)) - {STATE})
     if others and not (root / PLAN_FILE).exists():  # looked for last: it comes before all others
         detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
-        raise OutputError(
-            "foreign-output",
-            f"{detail}; expected a new or empty folder",
-            "Choose another: -o FOLDER.",
-        )
+        next_step = "Choose another: -o FOLDER."
+        raise OutputError("foreign-output", f"{detail}; expected a new or empty folder", next_step)
 
 
 def digest_of(hashes: dict[str, str]) -> str:
-    """sha256 over the lines "sha256  name" of all files but UNDIGESTED, sorted by name: `sha256sum FILES | sha256sum`.
+    """Hash the hashes of all files but UNDIGESTED, sorted by name.
 
-    A report is that of a component too, in its own folder.
+    The sha256 is over lines "sha256  name": `sha256sum FILES | sha256sum`.  A report is that of a
+    component too, in its own folder.
     """
-    files = (
-        file
+    lines = [
+        f"{hashes[file]}  {file}\n"
         for file in sorted(hashes)
         if file not in UNDIGESTED and not file.endswith(f"/{REPORT}")
-    )
-    lines = "".join(f"{hashes[file]}  {file}\n" for file in files)
-    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+    ]
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def refuse_links(root: Path, *names: str) -> None:
-    """OutputError where a folder of ours in an output is a link: leftovers are removed, and behind it they may be somebody's."""
+    """Raise OutputError where a folder of ours in an output is a link.
+
+    Leftovers are removed there, and behind a link they may be somebody's.
+    """
     refuse_linked_folders(root, (f"{STATE}/{name}/any" for name in names))
 
 
 def refuse_linked_folders(root: Path, files: Iterable[str]) -> None:
-    """OutputError where a folder of an output that one of these files lies in is a link: what lies behind may be somebody's.
+    """Raise OutputError where a folder that holds such a file is a link.
+
+    What lies behind may be somebody's.
 
     files  below root, whose own place may be a link
     """
     folders = {root / parent for file in files for parent in Path(file).parents if parent.parts}
     for folder in sorted(folders):
         if folder.is_symlink():
-            detail = f"{folder} is a link; expected a folder made by fp4convert, in which it may write and remove files"
-            raise OutputError(
-                "foreign-output", detail, "Remove the link, or choose another folder: -o FOLDER."
-            )
+            detail = f"{folder} is a link; expected a folder made by fp4convert"
+            detail += ", in which it may write and remove files"
+            next_step = "Remove the link, or choose another folder: -o FOLDER."
+            raise OutputError("foreign-output", detail, next_step)

@@ -1,6 +1,7 @@
 """Turn the steps of dequantize, transcode and copy into bytes.
 
-A worker reads panels of whole rows and writes the parts that a dialect makes of them; memory does not grow with the tensor.
+A worker reads panels of whole rows and writes the parts that a dialect makes of them; memory does
+not grow with the tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.numerics.backends.base import Backend, processors
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, check_largest, find_not_finite_values
-from fp4convert.numerics.matrices import Matrix, Quantized, row_panels
+from fp4convert.numerics.matrices import Matrix, row_panels
 from fp4convert.planning.steps import Action, Step
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
@@ -36,7 +37,7 @@ COPY_NBYTES = 8 << 20
 
 
 def step_members(step: Step) -> list[tuple[Linear, ...]]:
-    """The linear layers of a step whose rows take turns; one below the other in the result."""
+    """List the linear layers of each slot of a step; their rows take turns."""
     if not step.slots:
         return [step.linears]
     linears = {linear.module: linear for linear in step.linears}
@@ -60,21 +61,18 @@ class Dequantizer:
             if step.action != "dequantize":
                 copy_steps(self.source, [step], writer, stop)
                 continue
-            output = step.outputs[0]
+            name = step.outputs[0].name
             try:
                 with closing(self._panels(step)) as panels:
-                    if not append_parts(
-                        step, ((output.name, values) for values in panels), writer, stop
-                    ):
+                    if not append_parts(step, ((name, data) for data in panels), writer, stop):
                         return
             except NumericError as error:
-                named = NumericError(
-                    error.code, f"{output.name}: {error.message}", error.next_step, output.name
-                )
+                message = f"{name}: {error.message}"
+                named = NumericError(error.code, message, error.next_step, name)
                 raise UnsoundShardError([named]) from None
 
     def _panels(self, step: Step) -> Generator[memoryview]:
-        """The values in the order of the output: rows, or for a stack one expert after the other."""
+        """Decode in the order of the output: rows, or one expert after the other."""
         dtype = step.outputs[0].dtype
         if not step.slots:
             yield from self._values(step.linears[0], dtype)
@@ -83,10 +81,10 @@ class Dequantizer:
         count = len(step.slots) // step.shape[0]
         for first in range(0, len(step.slots), count):
             slots = step.slots[first : first + count]
+            # What shares a tensor with others is read more than once: its rows lie among theirs.
             held = {linears[rows.module] for slot in slots for rows in slot}
-            with room_for(
-                self.source, [linear for linear in held if linear.share > 1]
-            ):  # whose rows lie among those of others
+            shared = [linear for linear in held if linear.share > 1]
+            with room_for(self.source, shared):
                 if step.is_transposed or any(len(slot) > 1 for slot in slots):
                     yield self._matrix(step, linears, slots)
                 else:
@@ -96,26 +94,24 @@ class Dequantizer:
     def _matrix(
         self, step: Step, linears: Mapping[str, Linear], slots: Sequence[Slot]
     ) -> memoryview:
-        """One expert of a stack, whole: its slots below each other, the rows of each in turns."""
+        """Decode one expert of a stack, whole.
+
+        Slot lies below slot, and the rows of a slot's members take turns.
+        """
         dtype, (_, height, columns) = step.outputs[0].dtype, step.shape
         matrix = np.empty((height, columns), FLOAT_DTYPES[dtype])
         for module, (piece,) in places_of(slots).items():
-            values = b"".join(
-                self._values(
-                    linears[module], dtype, Rows(module, piece.start, piece.start + piece.height)
-                )
-            )
+            rows = Rows(module, piece.start, piece.start + piece.height)
+            values = b"".join(self._values(linears[module], dtype, rows))
             places = slice(piece.first, piece.first + piece.height * piece.step, piece.step)
             matrix[places] = np.frombuffer(values, matrix.dtype).reshape(-1, columns)
         data = matrix.reshape(-1).view(np.uint8).data
-        return (
-            Cpu().transpose(Matrix(data, dtype, (height, columns)), range(columns)).data
-            if step.is_transposed
-            else data
-        )
+        if not step.is_transposed:
+            return data
+        return Cpu().transpose(Matrix(data, dtype, (height, columns)), range(columns)).data
 
     def _values(self, linear: Linear, dtype: str, rows: Rows | None = None) -> Iterator[memoryview]:
-        """The values of a linear layer as bytes of that dtype, or of those rows of one in four bits."""
+        """Decode a linear layer, or those rows of a four-bit one, as that dtype."""
         blocks = linear.coding.blocks(linear)
         if blocks is None:
             yield from values_of(linear, self.source, dtype)
@@ -126,7 +122,10 @@ class Dequantizer:
 
 
 def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview]:
-    """The values of a linear layer as bytes of that dtype, panel by panel; NumericError beyond the range of F16 or BF16."""
+    """Decode a linear layer as bytes of that dtype, panel by panel.
+
+    Raises  NumericError beyond the range of F16 or BF16
+    """
     weights = linear.coding.weights(linear, source)
     for first, last in row_panels(weights.shape):
         panel = weights.rows(first, last)
@@ -135,11 +134,10 @@ def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview
             continue
         values = as_floats(panel).reshape(-1)
         check_largest(float(np.fmax.reduce(np.abs(values), initial=0)), dtype)
-        yield (
-            Cpu().to_bf16(values)
-            if dtype == "BF16"
-            else values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
-        )
+        if dtype == "BF16":
+            yield Cpu().to_bf16(values)
+        else:
+            yield values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
 
 
 class Transcoder:
@@ -164,66 +162,57 @@ class Transcoder:
             if step.action != "transcode":
                 copy_steps(self.source, [step], writer, stop)
                 continue
-            encoder = MatrixEncoder(
-                self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module)
+            module = step.slots[0][0].module
+            encoder = MatrixEncoder(self._dialect, self._form, self._artifact.input_scale(module))
+            panels = (
+                q
+                for slot in step.slots
+                for q in alternate(
+                    [take_rows(self._carrier.blocks(rows.module), rows) for rows in slot]
+                )
             )
-            if not append_parts(
-                step,
-                encoder.encode(step.module, step.shape, self._panels(step.slots)),
-                writer,
-                stop,
-            ):
+            parts = encoder.encode(step.module, step.shape, panels)
+            if not append_parts(step, parts, writer, stop):
                 return
-
-    def _panels(self, slots: tuple[Slot, ...]) -> Iterator[Quantized]:
-        for slot in slots:
-            yield from alternate(
-                [take_rows(self._carrier.blocks(rows.module), rows) for rows in slot]
-            )
 
 
 def append_parts(
     step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event
 ) -> bool:
-    """Write parts at the places that the step has for their names; False where it was stopped before the last."""
+    """Append parts to the outputs of their names; False where it was stopped."""
     place = {output.name: output for output in step.outputs}
     for name, part in parts:
         if stop.is_set():
             return False
-        writer.append(place[name], part)
+        ref = place[name]
+        writer.shards[ref.file].append(ref, part)
     return True
 
 
 def copy_steps(
     source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event
 ) -> None:
-    """What the first output of each step holds: the bytes of its refs, one behind the other."""
+    """Copy the refs of each step into its first output, one behind the other."""
     for step in steps:
+        output = step.outputs[0]
         for ref in step.refs:
-            for start in range(0, ref.nbytes, COPY_NBYTES):
+            nbytes = ref.nbytes
+            for start in range(0, nbytes, COPY_NBYTES):
                 if stop.is_set():
                     return
-                writer.append(
-                    step.outputs[0],
-                    source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)),
-                )
+                data = source.read_range(ref, start, min(start + COPY_NBYTES, nbytes))
+                writer.shards[output.file].append(output, data)
 
 
 def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
-    """The error for a matrix that holds NaN or Inf: how many, and where the first is; None where all are finite."""
+    """Count NaN and Inf in a matrix; None where all are finite."""
     found = find_not_finite_values(linear.coding.weights(linear, source))
     if not found:
         return None
-    detail = f"{linear.home.file}: {linear.name} has {found}"
-    return NumericError(
-        "not-finite",
-        f"{detail}; weights must be finite",
-        f"--exclude {_pattern(linear.module)}",
-        linear.name,
-    )
-
-
-def _pattern(module: str) -> str:
-    """A pattern for the shell that fits this module alone, whatever its name holds."""
-    pattern = glob.escape(module)
-    return shlex.quote(f"[r]{pattern[1:]}" if pattern.startswith("re:") else pattern)
+    # A pattern for the shell that fits this module alone, whatever its name holds.
+    pattern = glob.escape(linear.module)
+    if pattern.startswith("re:"):
+        pattern = f"[r]{pattern[1:]}"
+    detail = f"{linear.home.file}: {linear.name} has {found}; weights must be finite"
+    next_step = f"--exclude {shlex.quote(pattern)}"
+    return NumericError("not-finite", detail, next_step, linear.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -49,58 +49,58 @@ class Rounding:
         modules: Sequence[str],
         fmt: Format,
     ) -> Iterator[tuple[int, Quantized]]:
-        """(number of the member, its next panel), member by member, under one amax; as Backend.quantize_group.
+        """Quantize under one amax: (number of the member, its next panel).
+
+        Member by member, each panel compared with its weights; as Backend.quantize_group.
 
         modules  whose statistics are those of each member's inputs
         Raises   NumericError also for a Gram matrix that is none
         """
-        rule = self.target.rule_for(fmt)
-        nearest = self.backend.quantize_group(
-            measured, members, fmt, rule, self._given(rule, members, modules)
-        )
-        if self.target.method == GPTQ and self.calibration:
-            return compared(members, self._compensated(nearest, members, modules, self.calibration))
-        return compared(members, nearest)
+        rule, calibration = self.target.rule_for(fmt), self.calibration
+        # What the rule is given beside the weights.
+        importance = []
+        if rule == IMPORTANCE and calibration:
+            importance = [
+                moments_under(calibration.moments(module), weights)
+                for module, weights in zip(modules, members, strict=True)
+            ]
+        given = Given(global_range(rule) if self.target.has_unit_scale else None, importance)
+        nearest = self.backend.quantize_group(measured, members, fmt, rule, given)
+        if self.target.method == GPTQ and calibration:
+            return self._compensated(nearest, members, modules, calibration)
+        return nearest
 
     @property
     def threads(self) -> int:
-        """How many callers it serves at once, with the machine's memory."""
-        need = self._extra_nbytes
-        return (
-            max(1, min(self.backend.threads, int(MEMORY_SHARE * memory_nbytes() / need)))
-            if need
-            else self.backend.threads
-        )
+        """Count the callers it serves at once, with the machine's memory."""
+        threads, each_nbytes = self.backend.threads, self._extra_nbytes
+        if not each_nbytes:
+            return threads
+        return max(1, min(threads, int(MEMORY_SHARE * memory_nbytes() / each_nbytes)))
 
     def held_nbytes(self, threads: int, widest: int) -> int:
-        """Memory that so many callers hold, at linear layers of up to so many columns; 0 threads are as many as suit."""
+        """Count the memory that so many callers hold.
+
+        threads  0: as many as suit
+        widest   columns of the widest linear layer
+        """
         threads = threads or self.threads
         return self.backend.held_nbytes(threads, widest) + threads * self._extra_nbytes
 
     @property
     def _extra_nbytes(self) -> int:
-        """Memory of one caller beside the backend's: of GPTQ, at the widest linear layer that the file knows."""
+        """Count the memory of one caller beside the backend's.
+
+        It is that of GPTQ, at the widest linear layer that the file knows.
+        """
         if self.target.method != GPTQ or self.calibration is None:
             return 0
-        return max(
-            (held_nbytes(count, width) for count, width in self.calibration.gram_widths()),
-            default=0,
-        )
+        widths = self.calibration.gram_widths()
+        return max((held_nbytes(count, width) for count, width in widths), default=0)
 
     def working(self) -> AbstractContextManager[None]:
-        """Meanwhile any number of threads may call."""
+        """Let any number of threads call meanwhile."""
         return one_thread() if self.target.method == GPTQ else nullcontext()
-
-    def _given(self, rule: str, members: Sequence[Weights], modules: Sequence[str]) -> Given:
-        """What the rule is given beside the weights of these modules."""
-        amax = global_range(rule) if self.target.has_unit_scale else None
-        if rule != IMPORTANCE or self.calibration is None:
-            return Given(amax)
-        pairs = zip(modules, members, strict=True)
-        return Given(
-            amax,
-            [moments_under(self.calibration.moments(module), weights) for module, weights in pairs],
-        )
 
     def _compensated(
         self,
@@ -109,15 +109,32 @@ class Rounding:
         modules: Sequence[str],
         calibration: Calibration,
     ) -> Generator[tuple[int, Quantized]]:
-        """The members under the block scales of these panels, and with the codes that GPTQ gives them."""
+        """Quantize the members by GPTQ, under the block scales of nearest panels."""
         known: dict[str, Factor] = {}  # of the last member, and most often of all of its group
         for number, panels in groupby(nearest, key=itemgetter(0)):
             module, weights = modules[number], members[number]
-            scaled = _joined((q for _, q in panels), weights.shape)
+            # Keep the scales of the whole matrix: a panel is valid until the next is asked for.
+            scales, q = bytearray(), None
+            for _, q in panels:
+                scales += q.block_scales
+            if q is None:
+                raise RuntimeError(f"no panels of {module}")
+            scaled = replace(
+                q,
+                shape=weights.shape,
+                packed=memoryview(b""),
+                block_scales=memoryview(scales),
+                compared=None,
+            )
             holder = calibration.holder(module)
             with explained(f"{calibration.path}: the Gram matrix of {module}", module):
                 if holder not in known:
-                    known = {holder: self._factor(calibration, module)}
+                    gram = calibration.gram(module)
+                    if gram is None:
+                        raise RuntimeError(f"no Gram matrix of {module}")
+                    device = torch_device(self.backend.name)
+                    known = {holder: factorize(gram.blocks, gram.columns, device)}
+                # Round column by column, and say what these codes lose.
                 for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
                     q = scaled.rows(first, last)
                     steps = block_steps(q).reshape(last - first, -1)
@@ -125,35 +142,3 @@ class Rounding:
                     codes = round_columns(as_floats(panel), steps, known[holder])
                     rounded = replace(q, packed=pack(codes).reshape(-1).data)
                     yield number, replace(rounded, compared=Cpu().compare(panel, rounded))
-
-    def _factor(self, calibration: Calibration, module: str) -> Factor:
-        gram = calibration.gram(module)
-        if gram is None:
-            raise RuntimeError(f"no Gram matrix of {module}")
-        return factorize(gram.blocks, gram.columns, torch_device(self.backend.name))
-
-
-def _joined(panels: Iterator[Quantized], shape: tuple[int, int]) -> Quantized:
-    """The block scales of panels of whole rows, each valid until the next is asked for, without codes."""
-    first = next(panels)
-    block_scales = b"".join([bytes(first.block_scales), *(bytes(q.block_scales) for q in panels)])
-    return replace(
-        first, shape=shape, packed=memoryview(b""), block_scales=memoryview(block_scales)
-    )
-
-
-def compared(
-    members: Sequence[Weights], panels: Iterable[tuple[int, Quantized]]
-) -> Iterator[tuple[int, Quantized]]:
-    """The panels, each compared with the weights that it stands for; those that are not by now are read once more."""
-    current = first = 0
-    for number, q in panels:
-        first = first if number == current else 0
-        current, last = number, first + q.shape[0]
-        yield (
-            number,
-            q
-            if q.compared
-            else replace(q, compared=Cpu().compare(members[number].rows(first, last), q)),
-        )
-        first = last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from fp4convert.errors import NumericError
 from fp4convert.execution.share import Share
 from fp4convert.progress import Phases
 
+AGAIN = "Run the same command again with "
 OnNamed = Callable[[Path, str, str], None]
 
 
@@ -19,6 +20,15 @@ class UnsoundShardError(Exception):
     def __init__(self, errors: list[NumericError]) -> None:
         super().__init__()
         self.errors = errors
+
+
+def summarize(errors: Sequence[NumericError]) -> NumericError:
+    """Return one error for all, with the options that complete the run."""
+    steps = dict.fromkeys(error.next_step.removeprefix(AGAIN) for error in errors)
+    others = [step for step in steps if not step.startswith("--exclude ")]
+    next_step = others[0] if others else AGAIN + " ".join(steps)
+    lines = tuple(line for error in errors for line in error.lines)
+    return NumericError(errors[0].code, lines, next_step, errors[0].tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +41,8 @@ class Settings:
     is_joining  one of several processes that begin together: none of them may replace a plan
     share       the part of the tasks that this process does; None for all that nobody else does
     tell        gets a line for people when everything has to wait
-    named   called with the path, the name and the sha256 of every file that this process has finished, by two threads at times
+    named       called with the path, the name and the sha256 of every file that this process has
+                finished, by two threads at times
     """
 
     device: str = "auto"
@@ -49,15 +60,15 @@ class Result:
     """What a conversion tells at its end; the keys of --json.
 
     bits_per_weight  of the quantized modules, scales and all; None where there are none
-    output_bytes  of the whole; after one of several parts, of what this process wrote
-    digest        of the whole; None after one of several parts
-    adopted_bytes of the source, whose result an earlier run or another process wrote
-    share         which part, and how many shards it wrote; None for the whole
-    pushed        address of the commit that holds it on the Hub; None where it is here alone
-    components    of a pipeline: the name and the result of each conversion that it was made of
-    method        by which weights were rounded; None where none were
-    fidelity      the summary of its report; None where nothing was rounded, or after one of several parts
-    experts       of a pruned model: how many a layer had and has, in how many layers
+    output_bytes     of the whole; after one of several parts, of what this process wrote
+    digest           of the whole; None after one of several parts
+    adopted_bytes    of the source, whose result an earlier run or another process wrote
+    share            which part, and how many shards it wrote; None for the whole
+    pushed           address of the commit that holds it on the Hub; None where it is here alone
+    components       of a pipeline: the name and the result of each conversion it was made of
+    method           by which weights were rounded; None where none were
+    fidelity         the summary of its report; None where nothing was rounded, or after a part
+    experts          of a pruned model: how many a layer had and has, in how many layers
     """
 
     output: str
@@ -81,7 +92,7 @@ class Result:
     experts: dict[str, int] | None = None
 
     def as_json(self) -> dict[str, object]:
-        """The document; some keys are there only where they mean something."""
+        """Return the document; some keys stand only where they mean something."""
         rare = ("carried", "share", "pushed", "components", "method", "fidelity", "experts")
         return {
             key: value

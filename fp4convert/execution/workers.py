@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fp4convert.errors import CORRUPT, NumericError, SourceError
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.settings import Settings, UnsoundShardError
 from fp4convert.planning.steps import Action, Step, Task
 from fp4convert.storage.source import Source
+
+T = TypeVar("T")
 
 
 class Worker(Protocol):
@@ -28,7 +30,21 @@ class Worker(Protocol):
 
 
 def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Settings) -> None:
-    """Do all steps of a shard in threads; raises UnsoundShardError after the sound ones are done."""
+    """Do all steps of a shard in threads.
+
+    Raises  UnsoundShardError after the sound steps are done
+    """
+    # Members of a scale group stay together: the largest group goes first, but what is streamed
+    # goes in the order in which it lies in its file.
+    groups: dict[str, list[Step]] = defaultdict(list)
+    for step in task.steps:
+        groups[step.group or step.outputs[0].name].append(step)
+    places: dict[str, int] = {}
+    for name, steps in groups.items():
+        if worker.source.is_streamed:
+            places[name] = min((step.refs[0].start for step in steps if step.refs), default=0)
+        else:
+            places[name] = -sum(step.source_bytes for step in steps)
     stop = threading.Event()
 
     def do(steps: list[Step]) -> None:
@@ -36,13 +52,12 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
         for step in steps:
             settings.phases.report(step.name, step.source_bytes)
 
+    unsound: list[NumericError] = []
     with ThreadPoolExecutor(settings.workers or worker.threads) as pool:
         try:
-            futures = [
-                pool.submit(do, steps) for steps in _by_scale_group(task, worker.source.is_streamed)
-            ]
-            unsound: list[NumericError] = []
-            for future in futures:
+            for future in [
+                pool.submit(do, groups[name]) for name in sorted(groups, key=places.__getitem__)
+            ]:
                 error = future.exception()
                 if isinstance(error, UnsoundShardError):
                     unsound += error.errors
@@ -57,58 +72,11 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
         raise UnsoundShardError(unsound)
 
 
-def _by_scale_group(task: Task, is_streamed: bool) -> list[list[Step]]:
-    """The steps of a shard, members of a scale group together: largest first, or as they lie in a file that is streamed."""
-    gathered: dict[str, list[Step]] = defaultdict(list)
-    for step in task.steps:
-        gathered[step.group or step.outputs[0].name].append(step)
-    if is_streamed:
-        return sorted(
-            gathered.values(),
-            key=lambda steps: min(
-                (ref.start for step in steps for ref in step.refs[:1]), default=0
-            ),
-        )
-    return sorted(gathered.values(), key=lambda steps: -sum(step.source_bytes for step in steps))
-
-
-class Filler:
-    """Fills the shards of one task after the other.
-
-    verb     what is done
-    unsound  the error of every tensor because of which a shard cannot be finished, by its name
-    given_up keys of the tasks that hold them
-    """
-
-    def __init__(self, source: Source, worker: Worker, settings: Settings) -> None:
-        self._source = source
-        self._worker = worker
-        self._settings = settings
-        self.verb = worker.action
-        self.unsound: dict[str, NumericError] = {}
-        self.given_up: set[str] = set()
-
-    def fill(self, task: Task, writer: TaskWriter) -> bool:
-        """True where the shards are whole; what arrives damaged is fetched once more."""
-        try:
-            return self._fill_once(task, writer)
-        except SourceError as error:
-            if error.code != CORRUPT:
-                raise
-            writer.begin_again()
-            return self._fill_once(task, writer)
-
-    def _fill_once(self, task: Task, writer: TaskWriter) -> bool:
-        found: list[NumericError] = []
-        with self._source.stream(task.steps[0].refs[0].file) if task.steps else nullcontext():
-            try:
-                fill_shard(task, writer, self._worker, self._settings)
-            except UnsoundShardError as caught:
-                found = caught.errors
-        self.unsound |= {str(error.tensor): error for error in found}
-        if found:
-            self.given_up.add(task.key)
-            return False
-        for file in task.sources:
-            self._source.check_unchanged(file)
-        return True
+def read_again_if_damaged(read: Callable[[], T]) -> T:
+    """Call a function, and once more where what it reads arrives damaged."""
+    try:
+        return read()
+    except SourceError as error:
+        if error.code != CORRUPT:
+            raise
+    return read()

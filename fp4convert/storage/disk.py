@@ -47,13 +47,17 @@ def told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
-        code, next_step = "cannot-write", ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            code = "disk-full"
-            next_step = "Make room and run the same command again: what is finished stays."
-        detail = f"{path}: cannot be written{need}: {error.strerror}"
-        raise OutputError(code, detail, next_step) from error
+        raise write_error(path, error, needed_nbytes) from error
+
+
+def write_error(path: Path, error: OSError, needed_nbytes: int | None = None) -> OutputError:
+    """Return the OutputError for what the system refused."""
+    need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
+    message = f"{path}: cannot be written{need}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        next_step = "Make room and run the same command again: what is finished stays."
+        return OutputError("disk-full", message, next_step)
+    return OutputError("cannot-write", message)
 
 
 def nbytes_there(path: Path) -> int | None:

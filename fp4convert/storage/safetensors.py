@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
 from fp4convert.errors import OutputError
-from fp4convert.storage.disk import begin_flush, hash_file, reserve, told
+from fp4convert.storage.disk import begin_flush, hash_file, reserve, told, write_error
 
 SHAPES = 1 << 12  # that are remembered: models have few
 # By one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads
@@ -202,8 +202,10 @@ class ShardWriter:
         """
         flat, before = data.cast("B"), self._filled[ref.name]
         after = before + flat.nbytes
-        with told(self.path, self._nbytes):
+        try:
             self._pwrite(flat, ref.start + before)
+        except OSError as error:
+            raise write_error(self.path, error, self._nbytes) from error
         self._filled[ref.name] = after
         first, last = (nbytes // FLUSH_NBYTES * FLUSH_NBYTES for nbytes in (before, after))
         if after == ref.nbytes and after - first >= LEAST_FLUSH_NBYTES:

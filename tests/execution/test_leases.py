@@ -153,6 +153,34 @@ def test_an_empty_claim_is_given_up_soon_and_one_that_cannot_be_read_is_not(fold
         assert not claims.take("b")
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to a pipe"])
+def test_what_is_no_file_keeps_nobody_waiting(kind, folder, monkeypatch):
+    """A pipe is not read, a link is not followed; both go as soon as an empty lease does."""
+    monkeypatch.setattr(leases, "SILENT_SECONDS", 0.1)
+    folder.mkdir()
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.write_text("kept")
+    if kind == "link":
+        (folder / "a").symlink_to(elsewhere)
+    else:
+        os.mkfifo(folder / "a" if kind == "pipe" else folder.parent / "pipe")
+    if kind == "link to a pipe":
+        (folder / "a").symlink_to(folder.parent / "pipe")
+    answers = []
+
+    def work():
+        with Claims(folder) as claims:
+            answers.extend([claims.others(), claims.take("a")])
+            time.sleep(0.2)
+            answers.append(claims.take("a"))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert answers == [[], False, True]
+    assert elsewhere.read_text() == "kept"
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_interrupt_while_a_claim_is_made_leaves_none(number, folder, monkeypatch):
     """The file is there, and nothing in it yet: of the process itself, and of a task."""
@@ -251,3 +279,34 @@ def test_a_stranger_on_another_host_is_watched_until_it_shows_whether_it_lives(f
     with Claims(folder, lease_seconds=0.3, work="a") as claims:
         assert claims.others_at_other_work() == []
     assert not worker.exists()
+
+
+def test_a_task_that_another_did_before_we_took_it_is_not_done_again(folder):
+    with Claims(folder) as one, Claims(folder) as two:
+        assert two.take("held")
+        done = {"done"}
+        asked = []
+
+        def is_done(task):
+            """Somebody finishes `late` after we have looked, and before we have its lease."""
+            asked.append(task)
+            if asked.count("late") == 1 and task == "late":
+                done.add("late")
+                return False
+            return task in done
+
+        assert list(one.take_undone(["done", "held", "late", "free"], is_done)) == ["free"]
+        assert two.take("late")
+        assert not two.take("free")
+
+
+def test_who_waits_for_others_waits_longer_each_time_and_says_so_once(monkeypatch):
+    pauses, told = [], []
+    monkeypatch.setattr(leases.time, "sleep", pauses.append)
+    rounds = iter([False] * 12 + [True] + [False] * 2)  # what is done in a round
+    left = iter([["a"]] * 15 + [[]])
+    leases.do_together(lambda: next(left), lambda tasks: next(rounds), told.append)
+    assert told == [["a"]]
+    assert pauses[:3] == pytest.approx([0.1, 0.15, 0.225])
+    assert max(pauses) == pauses[11] == 3.0
+    assert pauses[12:] == pytest.approx([0.1, 0.15])

@@ -176,16 +176,16 @@ def test_a_source_that_shrinks_is_told(source):
 
 def test_a_source_written_during_a_run_ends_it(source, tmp_path, monkeypatch):
     """Equal size, other bytes: no record may promise what was read half before and half after."""
-    from fp4convert.execution import workers
+    from fp4convert.execution import job
 
-    fill = workers.fill_shard
+    fill = job.fill_shard
 
     def fill_then_write(task, *rest):
         fill(task, *rest)
         data = (source / task.sources[-1]).read_bytes()
         (source / task.sources[-1]).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
-    monkeypatch.setattr(workers, "fill_shard", fill_then_write)
+    monkeypatch.setattr(job, "fill_shard", fill_then_write)
     outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-changed")
     assert not list((tmp_path / "out").glob("*.safetensors"))

@@ -226,14 +226,18 @@ class MatrixEncoder:
     def encode(
         self, stem: str, shape: tuple[int, ...], panels: Iterator[Quantized]
     ) -> Iterator[Part]:
-        """Yield the bytes to append to the outputs of a stem, by name.
+        """Return the bytes to append to the outputs of a stem, by name.
 
-        No panels, no bytes: then not even the scalars are written.
+        Asks for the first panel at once; without one not even the scalars are written.
         """
-        for first in panels:
-            input_scale = self.input_scale if self.form.has_input_scale else None
-            yield from self.dialect.TRAITS.scalars.encode(stem, first, input_scale)
-            yield from self.dialect.encode(stem, shape, self.form, chain((first,), panels))
+        first = next(panels, None)
+        if first is None:
+            return iter(())
+        input_scale = self.input_scale if self.form.has_input_scale else None
+        return chain(
+            self.dialect.TRAITS.scalars.encode(stem, first, input_scale),
+            self.dialect.encode(stem, shape, self.form, chain((first,), panels)),
+        )
 
 
 def each_alone(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:

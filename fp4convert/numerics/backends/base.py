@@ -56,7 +56,7 @@ class Backend(Protocol):
         member.
         measured  whose largest magnitude is the group's: the members, and what shares their scale
                   elsewhere
-        Yields    panels that are valid until the next is asked for
+        Yields    panels, compared with their weights; each is valid until the next is asked for
         Raises    NumericError where anything measured holds Inf or NaN, before the first panel of a
                   format with a global scale; InputError for a rule of another format, and for
                   importance that does not fit

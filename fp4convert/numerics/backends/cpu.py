@@ -82,22 +82,25 @@ class Cpu:
         rule: str,
         given: Given = OWN,
     ) -> Iterator[tuple[int, Quantized]]:
-        group_amax = 0.0
         is_in_one_pass = not fmt.has_global_scale and all(
             weights in members for weights in measured
         )
+        # Read all that is measured for its amax, which sets the global scale of every member.
+        group_amax = 0.0
         for weights in () if is_in_one_pass else measured:
             known = weights.amaxes()
             amaxes = map(self.amax, _panels(weights)) if known is None else known
             for amax in amaxes:
                 group_amax = max(group_amax, _finite(amax))
+        if given.amax is not None:
+            group_amax = given.amax
+        # Read panel by panel, quantize, and compare with what was read.
         for number, weights in enumerate(members):
             importance = given.importance[number] if given.importance else None
             for panel in _panels(weights):
                 if is_in_one_pass:
                     _finite(self.amax(panel))
-                amax = group_amax if given.amax is None else given.amax
-                q = self.quantize(panel, fmt, rule, amax, importance)
+                q = self.quantize(panel, fmt, rule, group_amax, importance)
                 yield number, replace(q, compared=self.compare(panel, q))
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:

@@ -175,9 +175,9 @@ main()
 BUG = IMPATIENT.replace(
     "main()",
     """
-import fp4convert.execution.workers as workers
+import fp4convert.execution.job as job
 def fail(*a): raise KeyError('a bug')
-workers.fill_shard = fail
+job.fill_shard = fail
 main()
 """,
 )
