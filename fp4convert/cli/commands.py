@@ -27,7 +27,8 @@ from fp4convert.recipes.options import Option
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExplainOptions:
-    """Explain a finding or an error by its code: what it means, where it comes from, what to do. Without CODE: list all.
+    """Explain a finding or an error by its code: what it means, where it
+    comes from, what to do. Without CODE: list all.
 
     Example: fp4convert explain global-scale-reciprocal
     """
@@ -39,7 +40,8 @@ class ExplainOptions:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DoctorOptions:
-    """Tell what this machine offers: driver, GPUs, compiler, processor, caches, disk.
+    """Tell what this machine offers: driver, GPUs, compiler, processor,
+    caches, disk.
 
     Example: fp4convert doctor
     """
@@ -47,7 +49,8 @@ class DoctorOptions:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RecipesOptions:
-    """List the recipes: modes to pick, and what is kept in the models of each family.
+    """List the recipes: modes to pick, and what is kept in the models of
+    each family.
 
     Example: fp4convert recipes deepseek
     """

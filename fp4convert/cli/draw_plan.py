@@ -29,7 +29,7 @@ Row = tuple[str, ...]
 
 
 def draw_plan(screen: Screen, plan: Document) -> None:
-    """Print what becomes of every kind of module, and why; then sizes and time."""
+    """Print what becomes of every kind of module; then sizes and time."""
     rows = [HEADINGS, *map(_cells, plan["patterns"])]
     numbers = [max(len(row[at]) for row in rows) for at in range(1, len(HEADINGS) - 1)]
     left = screen.width - sum(numbers) - len(GAP) * (len(numbers) + 1)
@@ -45,26 +45,26 @@ def draw_plan(screen: Screen, plan: Document) -> None:
             screen.line(f"{component}/", "bold")
             part_of, above = component, ""
         if parent and parent != above:
-            for part in _broken(_told(parent.removesuffix(".")), screen.width):
+            for part in _break_name(_escape_name(parent.removesuffix(".")), screen.width):
                 screen.line(part, "bold")
         above = parent
         style = STYLES.get(row["action"], "green")
         is_long = len(name) > name_width
-        for part in _broken(name, screen.width) if is_long else ():
+        for part in _break_name(name, screen.width) if is_long else ():
             screen.line(part, style)
         screen.row(("" if is_long else name, *cells), widths, style, RIGHT)
     screen.line("")
-    for word, told in _totals(plan):
-        screen.line(f"{word:<9}{told}", "bold" if word == "total" else "")
+    for word, text in _sum_up(plan):
+        screen.line(f"{word:<9}{text}", "bold" if word == "total" else "")
 
 
-def _told(name: str) -> str:
-    """A name or a pattern for the terminal: all of it, unless one of its words is longer than any that a model has."""
+def _escape_name(name: str) -> str:
+    """Escape a name or a pattern; shorten words longer than any model's."""
     return shorten(",".join(map(shorten, escape(name).split(","))), LONGEST_NAME)
 
 
-def _broken(name: str, width: int) -> Iterator[str]:
-    """Lines of a name too long for one, each but the last up to a comma: in ranges and in braces nothing is left out."""
+def _break_name(name: str, width: int) -> Iterator[str]:
+    """Break a long name after commas; nothing of it is left out."""
     line = ""
     for piece in name.split(","):
         if line.strip() and len(line) + len(piece) >= width:
@@ -75,8 +75,9 @@ def _broken(name: str, width: int) -> Iterator[str]:
 
 
 def _cells(row: Document) -> Row:
+    """Return the cells of one kind of module, as HEADINGS has them."""
     parent = _parent_of(row["pattern"])
-    name = _told(row["pattern"].removeprefix(parent))
+    name = _escape_name(row["pattern"].removeprefix(parent))
     shared = f"one scale: {join_words(row['group'].split('/'))}" if row["group"] else ""
     why = row["reason"].removeprefix(LINEAR).removeprefix(", ") if shared else row["reason"]
     sizes = (size_text(row[key]) for key in ("source_bytes", "output_bytes"))
@@ -91,9 +92,10 @@ def _cells(row: Document) -> Row:
 
 
 def _parent_of(pattern: str) -> str:
-    """What stands above a row, where that tells of many; otherwise nothing, and the row has its whole name.
+    """Return what stands above a row, where that tells of many.
 
-    A number alone is no name: it stands in the row with the word before it, to_out.0 and net.0.proj.
+    Otherwise nothing, and the row has its whole name.  A number alone is no name: it stands in the
+    row with the word before it, to_out.0 and net.0.proj.
     """
     parent, word, _ = split_leaf(pattern)
     while (
@@ -105,55 +107,46 @@ def _parent_of(pattern: str) -> str:
     return parent if "[" in parent else ""
 
 
-def _totals(plan: Document) -> Iterator[tuple[str, str]]:
-    """What the rows come to, and what it costs."""
+def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
+    """Sum up the rows, and what the conversion costs."""
     rows, seconds = plan["patterns"], plan["seconds_estimated"]
+    # modules by format, experts, other tensors
     for name in dict.fromkeys(row["format"] for row in rows if row["format"]):
         yield name, _sum_text([row for row in rows if row["format"] == name], "modules")
     if experts := plan.get("experts"):
-        yield (
-            "experts",
-            f"{experts['before']} -> {experts['kept']} in each of {experts['layers']} layers",
-        )
+        kept = f"{experts['before']} -> {experts['kept']}"
+        yield "experts", f"{kept} in each of {experts['layers']} layers"
+    others = [row for row in rows if not row["format"]]
     for word, is_added in (("stays", False), ("added", True)):
-        if others := [
-            row for row in rows if not row["format"] and (row["action"] == "write") == is_added
-        ]:
-            yield word, _sum_text(others, "tensors")
+        if chosen := [row for row in others if (row["action"] == "write") == is_added]:
+            yield word, _sum_text(chosen, "tensors")
     if copied := plan.get("copied_bytes"):
-        yield (
-            "copied",
-            f"{size_text(copied)} outside {' and '.join(part['name'] for part in plan['components'])}",
-        )
+        components = " and ".join(part["name"] for part in plan["components"])
+        yield "copied", f"{size_text(copied)} outside {components}"
+    # the whole
     before, after, bits = (plan[key] for key in ("source_bytes", "output_bytes", "bits_per_weight"))
     share = f" ({100 * after / before:.0f} %)" if before else ""
     weights = f", {bits:.3f} bits per weight where it is quantized" if bits else ""
     yield "total", f"{size_text(before)} -> {size_text(after)}{share}{weights}"
     if plan["added_bytes"] > 0:
-        added = size_text(plan["added_bytes"])
-        yield (
-            "bf16",
-            f"adds {added}: packed weights that stay; --keep-packed leaves them as they are",
-        )
-    yield (
-        "peak",
-        f"memory {size_text(plan['peak_memory_bytes'])}, disk {size_text(plan['peak_disk_bytes'])}",
-    )
+        what = "packed weights that stay; --keep-packed leaves them as they are"
+        yield "bf16", f"adds {size_text(plan['added_bytes'])}: {what}"
+    # memory, disk and time
+    memory, disk = size_text(plan["peak_memory_bytes"]), size_text(plan["peak_disk_bytes"])
+    yield "peak", f"memory {memory}, disk {disk}"
+    work = f"{duration_text(seconds['work'])} on {seconds['device']}"
     parts = ", ".join(f"{key} {duration_text(seconds[key])}" for key in ("arithmetic", "hashing"))
-    yield (
-        "work",
-        f"{duration_text(seconds['work'])} on {seconds['device']}: {parts}; writing to the disk apart",
-    )
-    reading = [
+    yield "work", f"{work}: {parts}; writing to the disk apart"
+    fast, slow = (
         duration_text(seconds["reading"][f"at_{rate}_per_second"]) for rate in ("1_gb", "100_mb")
-    ]
-    yield "source", f"to be read meanwhile, in {reading[0]} at 1 GB/s, in {reading[1]} at 100 MB/s"
+    )
+    yield "source", f"to be read meanwhile, in {fast} at 1 GB/s, in {slow} at 100 MB/s"
 
 
 def _sum_text(rows: list[Document], what: str) -> str:
+    """Return count and size of rows; `what` they are, in the plural."""
     before, after = (sum(row[key] for row in rows) for key in ("source_bytes", "output_bytes"))
     change = f" -> {size_text(after)}" if after != before else ""
     count = sum(row["count"] for row in rows)
-    return (
-        f"{count:,} {what if count != 1 else what.removesuffix('s')}, {size_text(before)}{change}"
-    )
+    named = what if count != 1 else what.removesuffix("s")
+    return f"{count:,} {named}, {size_text(before)}{change}"

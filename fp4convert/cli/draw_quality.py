@@ -14,71 +14,7 @@ from fp4convert.report.text import Document, artifact_rows, badness, fidelity_te
 CODE = "seem"  # E2M1, bit 3 first
 SCALES = {"fp8_e4m3": "-eeeemmm", "e8m0": "eeeeeeee"}  # of a scale that is positive
 SHOWN = 2  # bytes at the beginning of a block, before the dots
-
-
-def elements_of(fmt: Format, nibble_order: str) -> list[tuple[int, int]]:
-    """(element in bits 7-4, element in bits 3-0) of every byte of a block's codes.
-
-    nibble_order  low_first, high_first or half_split, as Traits.nibble_order
-    """
-    half = fmt.block_size // 2
-    if nibble_order == "half_split":
-        return [(byte + half, byte) for byte in range(half)]
-    pairs = [(2 * byte + 1, 2 * byte) for byte in range(half)]
-    return pairs if nibble_order == "low_first" else [(low, high) for high, low in pairs]
-
-
-def draw_block(fmt: Format, nibble_order: str) -> list[str]:
-    """Three lines: numbers of bits, what they mean, of which elements of the block; ValueError for a format without blocks."""
-    if fmt.scale_dtype not in SCALES:
-        raise ValueError(f"{fmt.name} has no blocks to draw")
-    elements = elements_of(fmt, nibble_order)
-    first, last = ([_byte(*pair) for pair in part] for part in (elements[:SHOWN], elements[-1:]))
-    scale = ("76543210", SCALES[fmt.scale_dtype], f"all {fmt.block_size}")
-    return [
-        "  ".join(line).rstrip()
-        for line in zip(*first, ("   ", "...", "   "), *last, scale, strict=True)
-    ]
-
-
-def _byte(high: int, low: int) -> tuple[str, str, str]:
-    return "7654 3210", f"{CODE} {CODE}", f"{high:>4} {low:>4}"
-
-
 MOST_PATTERNS = 24  # of modules that are shown
-
-
-def draw_artifact(screen: Screen, artifact: Document) -> None:
-    """What `inspect` found out."""
-    recorded = (
-        {"recorded": fidelity_text(fidelity)} if (fidelity := artifact.get("fidelity")) else {}
-    )
-    for key, value in {**artifact_rows(artifact), **recorded, **_picture(artifact)}.items():
-        screen.line(f"{key:<16}{value}")
-    for entry in artifact["patterns"][:MOST_PATTERNS]:
-        screen.line(f"{entry['modules']:>9}  {entry['form']:<12}  {entry['pattern']}")
-    if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
-        screen.line(f"{'':<25}and {more} patterns more: --json")
-    draw_findings(screen, artifact["findings"])
-    draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
-
-
-def _picture(artifact: Document) -> dict[str, str]:
-    """The bits of a block, where all blocks are of one format."""
-    fmt = FORMATS.get(artifact["format"])
-    return (
-        dict(
-            zip(
-                ("bits", "meaning", "elements"),
-                draw_block(fmt, artifact["nibble_order"]),
-                strict=True,
-            )
-        )
-        if fmt
-        else {}
-    )
-
-
 MOST_SHOWN, MOST_COMPARED = 5, 10  # tensors
 SIDES = {
     "artifact": "artifact",
@@ -94,25 +30,80 @@ SIDES = {
     "output_error": "output error",
 }
 FORMS = {"bits_per_weight": ".3f", "sqnr_db_mean": ".2f", "sqnr_db_min": ".2f", "output_error": ""}
+WIDEST = 130  # of a sentence, also in a pipe
+WHOLE = ("format", "rule", "block", "bits/weight", "SQNR dB", "output error", "")
+KIND = ("kind", "matrices", "weights")
+
+
+def elements_of(fmt: Format, nibble_order: str) -> list[tuple[int, int]]:
+    """Return the two elements in every byte of a block's codes.
+
+    nibble_order  low_first, high_first or half_split, as Traits.nibble_order
+    Returns       (element in bits 7-4, element in bits 3-0)
+    """
+    half = fmt.block_size // 2
+    if nibble_order == "half_split":
+        return [(byte + half, byte) for byte in range(half)]
+    pairs = [(2 * byte + 1, 2 * byte) for byte in range(half)]
+    return pairs if nibble_order == "low_first" else [(low, high) for high, low in pairs]
+
+
+def draw_block(fmt: Format, nibble_order: str) -> list[str]:
+    """Draw a block: numbers of bits, what they mean, of which elements.
+
+    Raises  ValueError for a format without blocks
+    """
+    if fmt.scale_dtype not in SCALES:
+        raise ValueError(f"{fmt.name} has no blocks to draw")
+    columns = [
+        ("7654 3210", f"{CODE} {CODE}", f"{high:>4} {low:>4}")
+        for high, low in elements_of(fmt, nibble_order)
+    ]
+    dots = ("   ", "...", "   ")
+    scale = ("76543210", SCALES[fmt.scale_dtype], f"all {fmt.block_size}")
+    lines = zip(*columns[:SHOWN], dots, columns[-1], scale, strict=True)
+    return ["  ".join(line).rstrip() for line in lines]
+
+
+def draw_artifact(screen: Screen, artifact: Document) -> None:
+    """Draw what `inspect` found out."""
+    rows = dict(artifact_rows(artifact))
+    if fidelity := artifact.get("fidelity"):
+        rows["recorded"] = fidelity_text(fidelity)
+    # The bits of a block, where all blocks are of one format.
+    if fmt := FORMATS.get(artifact["format"]):
+        bits = draw_block(fmt, artifact["nibble_order"])
+        rows |= dict(zip(("bits", "meaning", "elements"), bits, strict=True))
+    for key, value in rows.items():
+        screen.line(f"{key:<16}{value}")
+    for entry in artifact["patterns"][:MOST_PATTERNS]:
+        screen.line(f"{entry['modules']:>9}  {entry['form']:<12}  {entry['pattern']}")
+    if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
+        screen.line(f"{'':<25}and {more} patterns more: --json")
+    draw_findings(screen, artifact["findings"])
+    draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
 
 
 def draw_verification(screen: Screen, report: Document) -> None:
-    """The totals and the worst tensors: by their outputs where these were measured, else by their weights."""
+    """Draw the totals and the worst tensors of `verify`.
+
+    The worst are those of the largest output error where outputs were measured, else of weights.
+    """
     tensors, summary, has_outputs = report["tensors"], report["summary"], "inputs" in report
-    worst = sorted(tensors, key=_output_badness if has_outputs else _badness)[:MOST_SHOWN]
-    if worst:
+
+    def rank(tensor: Document) -> float:
+        if not has_outputs:
+            return badness(tensor["sqnr_db"], tensor["mse"])
+        return -math.inf if tensor["output_error"] is None else -float(tensor["output_error"])
+
+    if worst := sorted(tensors, key=rank)[:MOST_SHOWN]:
         keys = {"sqnr_db": ".2f", "mse": ".3g", "max_abs": ".3g", "cosine": ".6f"}
-        rows = [
-            [tensor["name"], *(number(tensor[key], form) for key, form in keys.items())]
-            for tensor in worst
-        ]
         headings = ["worst tensors", "SQNR dB", "MSE", "max |error|", "cosine"]
+        rows = [[each["name"], *(number(each[key], keys[key]) for key in keys)] for each in worst]
         if has_outputs:
             headings.append("output error")
-            rows = [
-                [*row, percent(tensor["output_error"])]
-                for row, tensor in zip(rows, worst, strict=True)
-            ]
+            for row, tensor in zip(rows, worst, strict=True):
+                row.append(percent(tensor["output_error"]))
         screen.table(headings, rows)
         mean, low = number(summary["sqnr_db_mean"], ".2f"), number(summary["sqnr_db_min"], ".2f")
         nmse = number(summary["nmse"], ".4g")
@@ -127,61 +118,43 @@ def draw_verification(screen: Screen, report: Document) -> None:
 
 
 def draw_comparison(screen: Screen, found: Document) -> None:
-    """What both artifacts are, the linear layers that differ most, and who holds how many of them better."""
-    screen.table(
-        ("", "a", "b"),
-        [(words, *(_side_text(found[side], key) for side in "ab")) for key, words in SIDES.items()],
-    )
+    """Draw two artifacts, the layers that differ most, and the verdict."""
+    # both artifacts as a whole
+    sides = [
+        (words, *(_side_text(found[side], key) for side in "ab")) for key, words in SIDES.items()
+    ]
+    screen.table(("", "a", "b"), sides)
     screen.line("")
-    ranked = sorted(found["tensors"], key=_contrast, reverse=True)
-    headings = (
-        "linear layers that differ most",
-        "a",
-        "SQNR dB",
-        "output error",
-        "b",
-        "SQNR dB",
-        "output error",
-        "b - a",
-        "better",
-    )
+    # linear layers
+    lost = ("SQNR dB", "output error")
+    headings = ("linear layers that differ most", "a", *lost, "b", *lost, "b - a", "better")
+    ranked = sorted(found["tensors"], key=_output_difference, reverse=True)
     screen.table(headings, [_contrast_row(tensor) for tensor in ranked[:MOST_COMPARED]])
     if len(ranked) > MOST_COMPARED:
         screen.line(f"and {len(ranked) - MOST_COMPARED} more: --json has them all")
+    # how many are quantized, and which are better
     totals = found["totals"]
     counts = [f"quantized by both {totals['quantized_by_both']}"]
-    counts += [
-        f"by {side} alone {totals[f'quantized_by_{side}_alone']}"
-        for side in "ab"
-        if totals[f"quantized_by_{side}_alone"]
-    ]
-    screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
-    mean = number(totals["difference_db_mean"], "+.2f")
-    judged = any(tensor["better"] for tensor in found["tensors"])
-    better = f"a is better on {totals['better_a']}, b on {totals['better_b']}, equal on {totals['equal']}"
-    if judged:
-        screen.line(
-            f"{better}, by output error; SQNR of b - a {mean} dB on average; inputs: {found['inputs']}",
-            "bold",
-        )
     for side in "ab":
-        draw_findings(
-            screen,
-            (
-                {**finding, "detail": f"{side}: {finding['detail']}"}
-                for finding in found[side]["findings"]
-            ),
-        )
+        if alone := totals[f"quantized_by_{side}_alone"]:
+            counts.append(f"by {side} alone {alone}")
+    screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
+    is_judged = any(tensor["better"] for tensor in found["tensors"])
+    if is_judged:
+        mean = number(totals["difference_db_mean"], "+.2f")
+        better = f"a is better on {totals['better_a']}, b on {totals['better_b']}"
+        how = f"equal on {totals['equal']}, by output error; SQNR of b - a {mean} dB on average"
+        screen.line(f"{better}, {how}; inputs: {found['inputs']}", "bold")
+    for side in "ab":
+        findings = found[side]["findings"]
+        draw_findings(screen, ({**one, "detail": f"{side}: {one['detail']}"} for one in findings))
     if not found["passed"]:
-        draw_verdict(
-            screen,
-            False,
-            "",
-            "failed: what findings name is judged by nobody" if judged else "failed: no verdict",
-        )
+        why = "what findings name is judged by nobody" if is_judged else "no verdict"
+        draw_verdict(screen, False, "", f"failed: {why}")
 
 
 def _side_text(side: Document, key: str) -> str:
+    """Return one value of an artifact in words."""
     value = side[key]
     if value is None:
         return "-"
@@ -190,70 +163,48 @@ def _side_text(side: Document, key: str) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _contrast(tensor: Document) -> float:
-    """How far the two are apart, as a difference of output errors; those of which nothing can be said come first."""
+def _output_difference(tensor: Document) -> float:
+    """Return the difference of output errors; infinity where one is unknown."""
     a, b = ((tensor[side] or {}).get("output_error") for side in "ab")
     return math.inf if a is None or b is None else abs(a - b)
 
 
 def _contrast_row(tensor: Document) -> list[str]:
+    """Return the cells of a linear layer that two artifacts hold."""
     cells = [tensor["name"]]
     for side in "ab":
-        held = tensor[side]
-        lost = (
-            [number(held["sqnr_db"], ".2f"), percent(held["output_error"])] if held else ["-", "-"]
-        )
-        cells += [held["stored"] if held else "not there", *lost]
+        if held := tensor[side]:
+            lost = (number(held["sqnr_db"], ".2f"), percent(held["output_error"]))
+            cells += [held["stored"], *lost]
+        else:
+            cells += ["not there", "-", "-"]
     return [*cells, number(tensor["difference_db"], "+.2f"), tensor["better"] or "-"]
 
 
 def draw_codes(screen: Screen, known: Document) -> None:
-    """Every code in a line."""
+    """Draw every code in a line."""
     width = max(len(one["code"]) for one in (*known["findings"], *known["errors"]))
     screen.line("findings of inspect and verify", "bold")
     for one in known["findings"]:
         screen.line(f"  {one['code']:{width}}  {one['meaning']}")
     screen.line("errors, with the exit code of the command", "bold")
     for one in known["errors"]:
-        screen.line(f"  {one['code']:{width}}  {_exits(one)}: {one['meaning']}")
+        exits = ", ".join(map(str, one["exits"]))
+        screen.line(f"  {one['code']:{width}}  {exits}: {one['meaning']}")
 
 
 def draw_code(screen: Screen, explained: Document) -> None:
-    """What one code means, where it comes from, and what to do."""
-    finding, failure = explained["finding"], explained["error"]
+    """Draw what one code means, where it comes from, and what to do."""
+    code, finding, failure = explained["code"], explained["finding"], explained["error"]
     if finding:
-        screen.line(f"{explained['code']}: a finding ({', '.join(finding['levels'])})", "bold")
-        _draw_rows(
-            screen,
-            {"means": finding["meaning"], "seen": finding["seen"], "what to do": finding["remedy"]},
-        )
+        screen.line(f"{code}: a finding ({', '.join(finding['levels'])})", "bold")
+        for key, name in (("means", "meaning"), ("seen", "seen"), ("what to do", "remedy")):
+            screen.line(f"  {key:<12}{finding[name]}")
     if failure:
-        screen.line(f"{explained['code']}: an error (exit code {_exits(failure)})", "bold")
-        _draw_rows(
-            screen,
-            {
-                "means": failure["meaning"],
-                "comes from": failure["origin"],
-                "what to do": failure["remedy"],
-            },
-        )
-
-
-def _draw_rows(screen: Screen, rows: dict[str, str]) -> None:
-    for key, value in rows.items():
-        screen.line(f"  {key:<12}{value}")
-
-
-def _exits(failure: Document) -> str:
-    return ", ".join(map(str, failure["exits"]))
-
-
-def _badness(tensor: Document) -> float:
-    return badness(tensor["sqnr_db"], tensor["mse"])
-
-
-def _output_badness(tensor: Document) -> float:
-    return -math.inf if tensor["output_error"] is None else -float(tensor["output_error"])
+        exits = ", ".join(map(str, failure["exits"]))
+        screen.line(f"{code}: an error (exit code {exits})", "bold")
+        for key, name in (("means", "meaning"), ("comes from", "origin"), ("what to do", "remedy")):
+            screen.line(f"  {key:<12}{failure[name]}")
 
 
 def number(value: float | None, form: str) -> str:
@@ -264,76 +215,59 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.3f} %"
 
 
-WIDEST = 130  # of a sentence, also in a pipe
-WHOLE = ("format", "rule", "block", "bits/weight", "SQNR dB", "output error", "")
-KIND = ("kind", "matrices", "weights")
-
-
 def draw_study(screen: Screen, study: Document) -> None:
-    """The whole by every form; kinds by the forms that engines read; words."""
+    """Draw what `analyze` measured: all forms, all kinds, and advice."""
+    # what was sampled
     share = 100 * study["sampled_weights"] / study["weights"]
-    what = f"{study['sampled_matrices']} of {study['matrices']} matrices, {share:.3g} % of {study['weights']:,} weights"
-    screen.line(
-        f"{study['source']}: {what}, {size_text(study['sampled_bytes'])} read; inputs: {study['inputs']}",
-        "bold",
-    )
-    screen.table(WHOLE, [_row(way) for way in study["ways"]])
+    matrices = f"{study['sampled_matrices']} of {study['matrices']} matrices"
+    what = f"{matrices}, {share:.3g} % of {study['weights']:,} weights"
+    read = f"{size_text(study['sampled_bytes'])} read; inputs: {study['inputs']}"
+    screen.line(f"{study['source']}: {what}, {read}", "bold")
+    # the whole by every form
+    rows = [
+        (
+            way["format"],
+            way["rule"] or "",
+            "" if way["block"] is None else str(way["block"]),
+            f"{way['bits_per_weight']:.3f}",
+            "exact" if way["sqnr_db"] is None else f"{way['sqnr_db']:.2f}",
+            percent(way["output_error"]),
+            "for study" if way["for_study"] else "",
+        )
+        for way in study["ways"]
+    ]
+    screen.table(WHOLE, rows)
     screen.line("")
+    # kinds by the forms that engines read, each told from others of its format
     used = [way for way in study["ways"] if not way["for_study"]]
-    headings = [f"{way['format']}\n{_rule(way)}" for way in used]
+    headings = []
+    for way in used:
+        told_by = way["block"] if isinstance(way["block"], str) else way["rule"]
+        headings.append(f"{way['format']}\n{told_by or ''}")
     screen.line("output error of every kind in the forms that engines read, in percent", "bold")
-    screen.table(
-        (*KIND, *headings), [_kind_row(kind, used, study["weights"]) for kind in study["kinds"]]
-    )
+    kinds = [_kind_row(kind, used, study["weights"]) for kind in study["kinds"]]
+    screen.table((*KIND, *headings), kinds)
     screen.line("")
     for sentence in study["recommendation"]["words"]:
         for line in wrap(sentence, min(screen.width, WIDEST)):
             screen.line(line)
 
 
-def draw_calibrated(screen: Screen, found: Document) -> None:
-    """What `calibrate` wrote."""
-    screen.line(found["output"], "bold")
-    screen.line(
-        f"  {found['samples']} samples, {found['tokens']:,} tokens in {duration_text(found['seconds'])}"
-    )
-    experts = f", {found['experts']} experts" if found["experts"] else ""
-    screen.line(
-        f"  statistics of {found['linears']} linear layers{experts}, {size_text(found['output_bytes'])}"
-    )
-    screen.line(f"  sha256 {found['sha256']}")
-
-
-def _row(way: dict[str, Any]) -> tuple[str, ...]:
-    sqnr = "exact" if way["sqnr_db"] is None else f"{way['sqnr_db']:.2f}"
-    block = "" if way["block"] is None else str(way["block"])
-    numbers = (f"{way['bits_per_weight']:.3f}", sqnr, _percent(way))
-    return (
-        way["format"],
-        way["rule"] or "",
-        block,
-        *numbers,
-        "for study" if way["for_study"] else "",
-    )
-
-
-def _rule(way: dict[str, Any]) -> str:
-    """What tells a form from others of its format."""
-    return str(way["block"] if isinstance(way["block"], str) else way["rule"] or "")
-
-
 def _kind_row(kind: dict[str, Any], used: list[dict[str, Any]], weights: int) -> tuple[str, ...]:
-    found = {_key(way): way for way in kind["ways"]}
-    cells = (
-        f"{100 * found[_key(way)]['output_error']:.2f}" if _key(way) in found else ""
-        for way in used
-    )
+    """Return the cells of one kind of module: its share and errors."""
+    keys = ("format", "rule", "block")
+    errors = {tuple(way[key] for key in keys): way["output_error"] for way in kind["ways"]}
+    found = [errors.get(tuple(way[key] for key in keys)) for way in used]
+    cells = ("" if error is None else f"{100 * error:.2f}" for error in found)
     return kind["kind"], str(kind["matrices"]), f"{100 * kind['weights'] / weights:.3g} %", *cells
 
 
-def _key(way: dict[str, Any]) -> tuple[object, ...]:
-    return way["format"], way["rule"], way["block"]
-
-
-def _percent(way: dict[str, Any]) -> str:
-    return f"{100 * way['output_error']:.3f} %"
+def draw_calibrated(screen: Screen, found: Document) -> None:
+    """Draw what `calibrate` wrote."""
+    screen.line(found["output"], "bold")
+    seconds = duration_text(found["seconds"])
+    screen.line(f"  {found['samples']} samples, {found['tokens']:,} tokens in {seconds}")
+    experts = f", {found['experts']} experts" if found["experts"] else ""
+    linears = f"statistics of {found['linears']} linear layers{experts}"
+    screen.line(f"  {linears}, {size_text(found['output_bytes'])}")
+    screen.line(f"  sha256 {found['sha256']}")

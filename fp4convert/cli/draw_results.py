@@ -8,50 +8,49 @@ from fp4convert.report.text import Document, fidelity_text
 
 
 def draw_result(screen: Screen, result: Document) -> None:
-    """What a conversion did, in lines to paste: the same whatever command made it.
+    """Draw what a conversion did, whatever command made it.
 
     adopted_bytes    of the source, whose result was there already; they count for no rate
     bits_per_weight  of the quantized tensors
     """
-    counts, bits = result["tensors"], result.get("bits_per_weight")
-    named = {"": result["format"], "dialect ": result["dialect"], "rule ": result["scale_rule"]}
-    named["method "] = method if (method := result.get("method")) != "rtn" else None
+    # where it is, in which format
     screen.line(result["output"], "bold")
+    named = {"": result["format"], "dialect ": result["dialect"], "rule ": result["scale_rule"]}
+    if (method := result.get("method")) != "rtn":
+        named["method "] = method
     screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
+    # what became of tensors and bytes
     if experts := result.get("experts"):
-        screen.line(
-            f"  {experts['kept']} of {experts['before']} experts stay in each of {experts['layers']} layers"
-        )
-    (how, converted), *others = counts.items()
-    told = [
-        f"{converted} tensors {how}",
-        *(f"{count} {'kept' if how == 'copied' else how}" for how, count in others),
-    ]
-    screen.line(f"  {', '.join(told)}")
+        stays = f"{experts['kept']} of {experts['before']} experts stay"
+        screen.line(f"  {stays} in each of {experts['layers']} layers")
+    (how, converted), *others = result["tensors"].items()
+    counts = [f"{count} {'kept' if what == 'copied' else what}" for what, count in others]
+    screen.line(f"  {', '.join([f'{converted} tensors {how}', *counts])}")
     before, after = result["source_bytes"], result["output_bytes"]
+    bits = result.get("bits_per_weight")
     weights = f", {bits:.3f} bits per weight where it is quantized" if bits and before else ""
     ratio = f" ({100 * after / before:.0f} %)" if before else ""
     screen.line(f"  {size_text(before)} -> {size_text(after)}{ratio}{weights}")
-    share, seconds = result.get("share"), result["seconds"]
-    worked = (
-        before if share else before - result.get("adopted_bytes", 0)
-    )  # a part tells what it did itself
     if fidelity := result.get("fidelity"):
         screen.line(f"  {fidelity_text(fidelity)}")
+    # how long it took; a part tells what it did itself
+    share, seconds = result.get("share"), result["seconds"]
+    worked = before if share else before - result.get("adopted_bytes", 0)
     rate = f", {rate_text(worked / seconds)}" if worked and seconds else ""
     screen.line(f"  in {duration_text(seconds)} on {result['device']}{rate}")
     if share:
-        screen.line(
-            f"  part {share['index']} of {share['of']}, shards written: {share['shards']}. When every part is done:"
-        )
+        part = f"part {share['index']} of {share['of']}, shards written: {share['shards']}"
+        screen.line(f"  {part}. When every part is done:")
         screen.line(f"  fp4convert merge {result['output']}")
     else:
         screen.line(f"  digest {result['digest']}")
-    for part in result.get("components", ()):
-        sizes = f"{size_text(part['source_bytes'])} -> {size_text(part['output_bytes'])}"
-        screen.line(f"  {part['name']}: {part['tensors'][how]} tensors {how}, {sizes}")
-        if fidelity := part.get("fidelity"):
-            screen.line(f"  {part['name']}: {fidelity_text(fidelity)}")
+    # components of a pipeline, the Hub, another artifact
+    for component in result.get("components", ()):
+        name, count = component["name"], component["tensors"][how]
+        sizes = " -> ".join(size_text(component[key]) for key in ("source_bytes", "output_bytes"))
+        screen.line(f"  {name}: {count} tensors {how}, {sizes}")
+        if fidelity := component.get("fidelity"):
+            screen.line(f"  {name}: {fidelity_text(fidelity)}")
     if pushed := result.get("pushed"):
         screen.line(f"  pushed: {pushed}")
     if carried := result.get("carried"):
@@ -59,7 +58,7 @@ def draw_result(screen: Screen, result: Document) -> None:
 
 
 def _draw_carried(screen: Screen, carried: Document) -> None:
-    """What a transcoded artifact keeps of the other, and what it does not."""
+    """Draw what a transcoded artifact keeps of the other, and what not."""
     how = "keep every value in another format" if "blocks" in carried else "are carried bit for bit"
     screen.line(f"  {carried['bit_for_bit']} of {carried['modules']} modules {how}")
     for key, what in (
@@ -69,13 +68,12 @@ def _draw_carried(screen: Screen, carried: Document) -> None:
         if names := carried.get(key):
             screen.line(f"  {len(names)} are not ({what}), the first {names[0]}", "yellow")
     if "blocks" in carried:
-        screen.line(
-            f"  {carried['kept_blocks']:,} of {carried['blocks']:,} blocks keep every value"
-        )
+        blocks = f"{carried['kept_blocks']:,} of {carried['blocks']:,} blocks"
+        screen.line(f"  {blocks} keep every value")
 
 
 def draw_merged(screen: Screen, merged: Document) -> None:
-    """What `merge` ended."""
+    """Draw what `merge` ended."""
     screen.line(merged["output"], "bold")
     made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
     size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
@@ -86,7 +84,7 @@ def draw_merged(screen: Screen, merged: Document) -> None:
 
 
 def draw_recipes(screen: Screen, found: Document) -> None:
-    """Every recipe in a line, families with the models that they are for."""
+    """Draw every recipe in a line, families with their models."""
     width = max(len(recipe["name"]) for recipe in found["recipes"])
     for recipe in found["recipes"]:
         models = ", ".join((*recipe["model_types"], *recipe["class_names"]))
@@ -96,7 +94,7 @@ def draw_recipes(screen: Screen, found: Document) -> None:
 
 
 def draw_recipe(screen: Screen, recipe: Document) -> None:
-    """What one recipe says, in the words of its file."""
+    """Draw what one recipe says, in the words of its file."""
     screen.line(f"{recipe['name']}: {recipe['about']}")
     if models := (*recipe["model_types"], *recipe["class_names"]):
         screen.line(f"for {', '.join(models)}")
@@ -112,53 +110,46 @@ def draw_recipe(screen: Screen, recipe: Document) -> None:
         screen.line(f"one scale for {', '.join(members)}")
     for rule in recipe["stacks"]:
         rows = f", {rule['rows']}" if len(rule["members"]) > 1 else ""
-        screen.line(
-            f"takes {', '.join(rule['tensors'])} for stacks of {', '.join(rule['members'])}: {rule['order']}{rows}"
-        )
+        stacks = f"{', '.join(rule['tensors'])} for stacks of {', '.join(rule['members'])}"
+        screen.line(f"takes {stacks}: {rule['order']}{rows}")
     for rule in recipe["experts"]:
-        screen.line(
-            f"counts experts by {', '.join(rule['counts'])}: in {', '.join((*rule['rows'], *rule['columns']))}"
-        )
+        places = ", ".join((*rule["rows"], *rule["columns"]))
+        screen.line(f"counts experts by {', '.join(rule['counts'])}: in {places}")
 
 
 def draw_examination(screen: Screen, found: Document) -> None:
-    """What `doctor` found out."""
+    """Draw what `doctor` found out."""
     cache, cpu, disk = found["cubin_cache"], found["cpu"], found["disk"]
-    driver = (
-        f"NVIDIA, runs CUDA {found['driver']}, shows {found['gpus_shown']} GPU(s)"
-        if found["driver"]
-        else "none"
-    )
-    kept = (
-        f"{cache['files']} files, {size_text(cache['bytes'])}"
-        if cache["writable"]
-        else "not writable: compiled anew by each run"
-    )
+    driver = "none"
+    if found["driver"]:
+        driver = f"NVIDIA, runs CUDA {found['driver']}, shows {found['gpus_shown']} GPU(s)"
+    kept = "not writable: compiled anew by each run"
+    if cache["writable"]:
+        kept = f"{cache['files']} files, {size_text(cache['bytes'])}"
+    free = "the folder is gone"
+    if disk["folder"]:
+        free = f"{disk['folder']}: {disk['free_bytes'] / 1e9:,.1f} GB free"
+    no_cupy = "none that can be used" if found["gpus_shown"] else "not looked for"
+    kernels = f"kernels for {cpu['instruction_set']}"
     rows = {
         "fp4convert": f"{found['fp4convert']}, Python {found['python']}",
         "--device auto": found["device"],
         "driver": driver,
-        "CuPy": found["cupy"]
-        or ("none that can be used" if found["gpus_shown"] else "not looked for"),
+        "CuPy": found["cupy"] or no_cupy,
         "NVRTC": found["nvrtc"] or "-",
         "cubin cache": f"{cache['folder']} ({kept})",
-        "CPU": f"{cpu['processors']} processors, {cpu['machine']}, kernels for {cpu['instruction_set']}",
-        "disk": f"{disk['folder']}: {disk['free_bytes'] / 1e9:,.1f} GB free"
-        if disk["folder"]
-        else "the folder is gone",
+        "CPU": f"{cpu['processors']} processors, {cpu['machine']}, {kernels}",
+        "disk": free,
     }
     for key, value in rows.items():
         screen.line(f"{key:<16}{value}")
     for gpu in found["gpus"]:
+        capability = f"compute capability {gpu['compute_capability']}"
         memory = f"{gpu['memory_bytes'] / 1e9:,.1f} GB"
-        screen.line(
-            f"{gpu['device']:<16}{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}, {gpu['target']}"
-        )
+        screen.line(f"{gpu['device']:<16}{gpu['name']}, {capability}, {memory}, {gpu['target']}")
         for how in ("hardware", "software"):
-            if gpu[f"{how}_conversion"]:
-                screen.line(
-                    f"{'':<16}E2M1 conversion in {how}: {', '.join(gpu[f'{how}_conversion'])}"
-                )
+            if kernels := ", ".join(gpu[f"{how}_conversion"]):
+                screen.line(f"{'':<16}E2M1 conversion in {how}: {kernels}")
     for gpu in found["gpus_refused"]:
         screen.line(f"{gpu['device']:<16}cannot be used: {gpu['reason']}", "yellow")
     if found["problem"]:

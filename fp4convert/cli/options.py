@@ -25,7 +25,7 @@ PLAIN_TYPES = (str, int, float, bool)
 
 
 class Shown(NamedTuple):
-    """What a command shows, how it is drawn for a person, and whether all is well."""
+    """The document of a command, and how it is drawn for a person."""
 
     document: Document
     draw: Callable[[Screen, Document], None]
@@ -46,7 +46,7 @@ class Command(Generic[Options]):
     preview: Callable[[Options], Shown] | None = None
 
     def for_typer(self) -> Callable[..., None]:
-        """Return the function that typer reads the parameters of, and calls."""
+        """Return a function whose parameters typer reads."""
 
         def called(**words: Any) -> None:
             self._run(words)
@@ -91,7 +91,7 @@ def parameter_of(declared: Declared) -> Parameter:
     if plain is Path:
         how["readable"] = False  # whoever opens the file says what is wrong with it
     if option.words or option.is_recipe:
-        how["autocompletion"] = _completion(option)
+        how["autocompletion"] = _completion_for(option)
     made: Any
     if option.is_argument:
         made = typer.Argument(**how)
@@ -107,10 +107,10 @@ def parameter_of(declared: Declared) -> Parameter:
     )
 
 
-def _completion(option: Option) -> Callable[[str], list[str]]:
-    """Return what finds the words that a shell may complete an unfinished one to."""
+def _completion_for(option: Option) -> Callable[[str], list[str]]:
+    """Return what finds the words that complete an unfinished one."""
 
-    def complete(incomplete: str) -> list[str]:
+    def complete(incomplete: str) -> list[str]:  # typer takes no partial
         words = option.words
         if option.is_recipe:
             from fp4convert.recipes.toml_files import known_names

@@ -1,7 +1,8 @@
 """Print documents, progress, warnings and errors.
 
-A command makes one document; it is printed as JSON for a machine or drawn for a person, from the same values.
-Text from a checkpoint is escaped first and printed as plain text: no control, bidi or markup character reaches a terminal.
+A command makes one document; it is printed as JSON for a machine or drawn for a person, from the
+same values.  Text from a checkpoint is escaped first and printed as plain text: no control, bidi or
+markup character reaches a terminal.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ GAP = "  "  # between columns
 
 
 class Screen:
-    """The two streams of one command; `is_json` turns every document into JSON on stdout."""
+    """The two streams of one command.
+
+    is_json   every document is printed as JSON on stdout
+    is_quiet  neither progress nor warnings nor lines of `tell` are printed
+    """
 
     def __init__(self, is_json: bool = False, is_quiet: bool = False) -> None:
         self.is_json = is_json
@@ -52,7 +57,7 @@ class Screen:
 
     @cached_property
     def width(self) -> int:
-        """Characters that a line of stdout has room for."""
+        """Return how many characters a line of stdout has room for."""
         return self.out.width if sys.stdout.isatty() else PIPE_WIDTH
 
     @cached_property
@@ -62,13 +67,12 @@ class Screen:
         return Console(stderr=True, highlight=False, soft_wrap=True)
 
     def show(self, document: Document, draw: Callable[[Screen, Document], None]) -> None:
-        """The document as JSON for a machine, or drawn for a person."""
+        """Print the document as JSON, or draw it for a person."""
         try:
             if self.is_json:
                 pieces = json.JSONEncoder(indent=2).iterencode(document)
-                while part := "".join(
-                    islice(pieces, JSON_PIECES)
-                ):  # never all at once: a plan can have tens of megabytes
+                # Never all at once: a plan can have tens of megabytes.
+                while part := "".join(islice(pieces, JSON_PIECES)):
                     sys.stdout.write(part)
                 print()
             else:
@@ -78,25 +82,29 @@ class Screen:
             _forget_stdout()
             if isinstance(error, BrokenPipeError):
                 sys.exit(CLOSED_PIPE)
-            raise OutputError(
-                "cannot-print", f"standard output cannot be written: {error.strerror}"
-            ) from None
+            detail = f"standard output cannot be written: {error.strerror}"
+            raise OutputError("cannot-print", detail) from None
 
     def line(self, text: object, style: str = "", label: str = "") -> None:
-        """A line on stdout; where it has a label before it, that alone has the style."""
+        """Print a line on stdout; the style is that of a label before it."""
         self._print(sys.stdout, text, style, label)
 
     def _print(self, to: TextIO, text: object, style: str, label: str = "") -> None:
-        if not _has_colours(to):
+        """Print an escaped line; its label, or else all of it, has the style."""
+        # Rich would print plain words to a pipe or a file, unless a user asks for colours in it.
+        has_colours = (
+            to.isatty()
+            or bool(os.environ.get("FORCE_COLOR"))
+            or os.environ.get("TTY_COMPATIBLE") == "1"
+        )
+        if not has_colours:
             print(f"{label}{escape(text)}", file=to, flush=True)
             return
         from rich.text import Text
 
-        line = (
-            Text(label, style).append(escape(text), "default")
-            if label
-            else Text(escape(text), style)
-        )
+        line = Text(label or escape(text), style)
+        if label:
+            line.append(escape(text), "default")
         (self.out if to is sys.stdout else self.err).print(line)
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -116,7 +124,7 @@ class Screen:
         style: str = "",
         right: Collection[int] = (),
     ) -> None:
-        """Print a row of a table; a cell wider than its column goes on below itself.
+        """Print a row of a table; long cells go on below themselves.
 
         right  the columns that stand to the right, as numbers do
         """
@@ -132,17 +140,16 @@ class Screen:
         for warning in () if self.is_quiet else warnings:
             self._print(sys.stderr, warning, "yellow", "warning: ")
 
-    def note(self, lines: Iterable[str]) -> None:
-        """What a person wants to know meanwhile, on stderr."""
-        for line in () if self.is_quiet else lines:
+    def tell(self, line: str) -> None:
+        """Print on stderr what a person wants to know meanwhile."""
+        if not self.is_quiet:
             self._print(sys.stderr, line, "dim")
 
-    def tell(self, line: str) -> None:
-        """A line of `note`."""
-        self.note([line])
-
     def fail(self, error: Fp4Error) -> None:
-        """One message on stderr: found, where, expected; then the next step. With JSON also a document on stdout."""
+        """Print an error on stderr: what was found, then the next step.
+
+        With JSON its document goes to stdout, too.
+        """
         if self.is_json:
             try:
                 print(json.dumps(error.as_json(), indent=2), flush=True)
@@ -155,14 +162,22 @@ class Screen:
 
     @contextmanager
     def phases(self) -> Iterator[Phases]:
-        """A bar for each phase on a terminal, a line every few seconds elsewhere and in CI; both on stderr."""
+        """Show progress on stderr: bars on a terminal, lines elsewhere.
+
+        In CI, too, there is a line every few seconds.
+        """
         is_bare = (
             "CI" in os.environ
             or not sys.stderr.isatty()
             or self.err.is_dumb_terminal
             or not self.err.is_terminal
         )
-        phases = Phases(_print_progress if is_bare and not self.is_quiet else None)
+
+        def print_line(line: str, tensor: str) -> None:
+            name = f", {shorten(escape(tensor))}" if tensor else ""
+            print(f"{line}{name}", file=sys.stderr, flush=True)
+
+        phases = Phases(print_line if is_bare and not self.is_quiet else None)
         if is_bare or self.is_quiet:
             yield phases
             phases.end()
@@ -170,34 +185,23 @@ class Screen:
         from rich.live import Live
 
         with Live(
-            get_renderable=lambda: _bars(phases.meters, self.err.width),
+            get_renderable=lambda: _draw_bars(phases.meters, self.err.width),
             console=self.err,
             transient=True,
         ):
             yield phases
 
 
-def _has_colours(stream: TextIO) -> bool:
-    """False where rich would print plain words: a pipe or a file, unless a user asks for colours in it."""
-    return (
-        stream.isatty()
-        or bool(os.environ.get("FORCE_COLOR"))
-        or os.environ.get("TTY_COMPATIBLE") == "1"
-    )
-
-
 def _forget_stdout() -> None:
-    """What is left to be written there has nowhere to go."""
+    """Close stdout: what is left to be written there has nowhere to go."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_progress(line: str, tensor: str) -> None:
-    name = f", {shorten(escape(tensor))}" if tensor else ""
-    print(f"{line}{name}", file=sys.stderr, flush=True)
+def _draw_bars(meters: Sequence[Meter], width: int) -> RenderableType:
+    """Draw a row for each phase; below them the tensor done last.
 
-
-def _bars(meters: Sequence[Meter], width: int) -> RenderableType:
-    """A row for each phase, with a bar where there is room for one; below them the tensor that was done last."""
+    A row has a bar where there is room for one.
+    """
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -208,20 +212,21 @@ def _bars(meters: Sequence[Meter], width: int) -> RenderableType:
     rows = Table.grid(padding=(0, 1))
     for meter in meters:
         done = meter.total_nbytes if meter.is_over else meter.done_nbytes
-        bar = (
-            [ProgressBar(meter.total_nbytes or (0 if meter.is_over else None), done, room)]
-            if room >= SHORTEST_BAR
-            else []
-        )
-        rows.add_row(Text(meter.verb), *bar, Text(meter.status(), no_wrap=True))
+        cells: list[RenderableType] = [Text(meter.verb)]
+        if room >= SHORTEST_BAR:
+            total = meter.total_nbytes or (0 if meter.is_over else None)
+            cells.append(ProgressBar(total, done, room))
+        rows.add_row(*cells, Text(meter.status(), no_wrap=True))
     tensor = meters[-1].tensor if meters and not meters[-1].is_over else ""
-    return Group(
-        rows, Text(shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis")
-    )
+    below = shorten(escape(tensor), width - 3)
+    return Group(rows, Text(below, "dim", no_wrap=True, overflow="ellipsis"))
 
 
 def draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
-    """A line for each, by its level; those that say the same of several tensors in one, under their pattern."""
+    """Draw a line for each finding, in the colour of its level.
+
+    Findings that say the same of several tensors share a line, under the pattern of their names.
+    """
     alike: dict[tuple[str, str, str], list[str | None]] = defaultdict(list)
     for finding in findings:
         alike[finding["level"], finding["code"], finding["detail"]].append(finding["tensor"])
@@ -231,19 +236,14 @@ def draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
             for tensor in tensors
             if tensor
         ]
-        whole = [""] if len(named) < len(tensors) else []
-        for where in [
-            *whole,
-            *(_pattern_text(named, pattern, held) for pattern, held in join_names(named)),
-        ]:
-            screen.line(f"{where}{detail}", _COLOURS[level], f"{level} {code}: ")
-
-
-def _pattern_text(named: Sequence[tuple[str, str]], pattern: str, held: Sequence[int]) -> str:
-    """The pattern of those names, and how many they are."""
-    return f"{escape(pattern)}{named[held[0]][1]}{f' ({len(held)} of them)' if len(held) > 1 else ''}: "
+        places = [""] if len(named) < len(tensors) else []
+        for pattern, held in join_names(named):
+            count = f" ({len(held)} of them)" if len(held) > 1 else ""
+            places.append(f"{escape(pattern)}{named[held[0]][1]}{count}: ")
+        for place in places:
+            screen.line(f"{place}{detail}", _COLOURS[level], f"{level} {code}: ")
 
 
 def draw_verdict(screen: Screen, is_good: bool, good: str, bad: str) -> None:
-    """The last line of what judges."""
+    """Draw the last line of a command that judges."""
     screen.line(good if is_good else bad, "bold green" if is_good else "bold red")

@@ -5,6 +5,8 @@ Typer imports pydantic to check a value: as long again as all else before the wo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -15,30 +17,54 @@ MOST_DIGITS = 15  # of a plain number; a float has so many exactly
 _ODD = object()  # stands for what typer has to look at
 
 
-class _PlainOption(TyperOption):
-    def process_value(self, ctx: Any, value: Any) -> Any:
-        return (
-            super().process_value(ctx, value)
-            if (taken := _take(self, value)) is _ODD
-            else _called_back(self, ctx, taken)
-        )
+class PlainCommand(TyperCommand):
+    """One command, whose plain words are taken here."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _take_plain_words(super().get_params(ctx))
 
 
-class _PlainArgument(TyperArgument):
-    def process_value(self, ctx: Any, value: Any) -> Any:
-        return (
-            super().process_value(ctx, value)
-            if (taken := _take(self, value)) is _ODD
-            else _called_back(self, ctx, taken)
-        )
+class PlainGroup(TyperGroup):
+    """All commands, and the options before them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _take_plain_words(super().get_params(ctx))
+
+
+def _take_plain_words(parameters: list[Any]) -> list[Any]:
+    """Make the parameters take plain words as they are.
+
+    They are changed where they stand: they belong to the command that typer has just made for us.
+    Copies would not do, for typer sorts parameters by which object they are, and keeps one.
+    """
+    for parameter in parameters:
+        is_changed = "process_value" in vars(parameter)
+        if type(parameter) in (TyperOption, TyperArgument) and not is_changed:
+            parameter.process_value = partial(_process, parameter, parameter.process_value)
+    return parameters
+
+
+def _process(
+    parameter: TyperOption | TyperArgument, check: Callable[..., Any], ctx: Any, value: Any
+) -> Any:
+    """Process a value; what is not plain as typer's own check does."""
+    taken = _take(parameter, value)
+    if taken is _ODD:
+        return check(ctx, value)
+    return taken if parameter.callback is None else parameter.callback(ctx, parameter, taken)
 
 
 def _take(parameter: TyperOption | TyperArgument, value: Any) -> object:
-    """What typer would make of a value: none given, one plain word, or plain words where several may be given."""
+    """Return what typer would make of a plain value.
+
+    Plain are: none given, one plain word, or plain words where several may be given.
+    """
     if parameter.nargs != 1:
         return _ODD
     if value is None or (parameter.multiple and value == ()):
-        return _ODD if parameter.required else () if parameter.multiple else None
+        if parameter.required:
+            return _ODD
+        return () if parameter.multiple else None
     described = getattr(parameter, "type_descriptor", None)  # older typers have none, nor pydantic
     if described is None:
         return _ODD
@@ -50,14 +76,12 @@ def _take(parameter: TyperOption | TyperArgument, value: Any) -> object:
 
 
 def _take_word(kind: object, info: ParameterInfo, word: Any) -> object:
+    """Return what typer would make of one plain word."""
     if type(word) is kind:  # a word where one is wanted, and defaults
         return word
     if kind is Path and isinstance(word, str):
-        is_any = (
-            info.file_okay
-            and info.dir_okay
-            and not (info.exists or info.readable or info.writable or info.resolve_path)
-        )
+        is_checked = info.exists or info.readable or info.writable or info.resolve_path
+        is_any = info.file_okay and info.dir_okay and not is_checked
         return Path(word) if is_any else _ODD
     if kind not in (int, float) or not isinstance(word, str) or len(word) > MOST_DIGITS:
         return _ODD
@@ -65,37 +89,6 @@ def _take_word(kind: object, info: ParameterInfo, word: Any) -> object:
     if not (digits.isascii() and digits.isdigit()):
         return _ODD
     number = int(word) if kind is int else float(word)
-    is_within = (info.min is None or number >= info.min) and (
-        info.max is None or number <= info.max
-    )
-    return number if is_within else _ODD
-
-
-def _called_back(parameter: TyperOption | TyperArgument, ctx: Any, value: object) -> object:
-    return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
-
-
-def _taken_plainly(parameters: list[Any]) -> list[Any]:
-    """The same parameters, as ones that take plain words as they are.
-
-    Typer makes them of its own classes and of no others, so their class is changed where they stand: they belong to the command
-    that typer has just made for us.  Copies would not do, for typer sorts parameters by which object they are, and keeps one.
-    """
-    for parameter in parameters:
-        if type(parameter) in (TyperOption, TyperArgument):
-            parameter.__class__ = _PlainOption if type(parameter) is TyperOption else _PlainArgument
-    return parameters
-
-
-class PlainCommand(TyperCommand):
-    """One command, whose plain words are taken here."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _taken_plainly(super().get_params(ctx))
-
-
-class PlainGroup(TyperGroup):
-    """All commands, and the options before them."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _taken_plainly(super().get_params(ctx))
+    if info.min is not None and number < info.min:
+        return _ODD
+    return _ODD if info.max is not None and number > info.max else number

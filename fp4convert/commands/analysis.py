@@ -17,7 +17,9 @@ from fp4convert.storage.open import open_source
 @public(AnalyzeOptions)
 @keeping_nothing()
 def analyze(options: AnalyzeOptions) -> dict[str, Any]:
-    """Measure what every kind of module loses in each form, on a sample: the command `analyze`.
+    """Measure what every kind of module loses in each form, on a sample.
+
+    The command `analyze`.
 
     Writes nothing.
     Returns  what `analyze --json` prints; docs/analysis.md has every key

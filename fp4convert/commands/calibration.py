@@ -17,9 +17,10 @@ from fp4convert.storage.open import open_source
 
 @public(CalibrateOptions)
 def calibrate(options: CalibrateOptions) -> Calibrated:
-    """Run text through the model, a layer at a time, and keep what every linear layer is given.
+    """Run text through the model and keep the inputs of linear layers.
 
-    One of text, dataset and self_generate is given: the command `calibrate`.
+    A layer is in memory at a time.  One of text, dataset and self_generate is given: the command
+    `calibrate`.
     Returns  what was written; `warnings` says what a person should know of it
     Raises   Fp4Error: InputError for text or a model that cannot be used, OutputError for a file
              that cannot be written

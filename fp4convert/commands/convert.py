@@ -39,33 +39,40 @@ def quantize(options: QuantizeOptions) -> Result:
              nothing is written, unless it is a NumericError, for NaN or Inf in weights: then all
              sound shards are finished
     """
-    work, settings = _planned(options, is_dry=False)
+    work, settings = _plan(options, is_dry=False)
     return fulfil(work, settings)
 
 
 @public(QuantizeOptions)
 def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
-    """Plan what `quantize` would do, from headers alone: `quantize --dry-run --json`.
+    """Plan what `quantize` would do, from headers alone.
+
+    As `quantize --dry-run --json` does.
 
     Writes nothing; raises as `quantize` does.
     """
-    work, settings = _planned(options, is_dry=True)
+    work, settings = _plan(options, is_dry=True)
     return work.describe(settings)
 
 
-def _planned(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
-    """Plan what is asked for; tell doubts, in a dry run only those not in its document."""
+def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
+    """Plan what is asked for, and warn of doubts.
+
+    Those in the document of a dry run are not told twice.
+    """
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
     check_destinations(options, settings.share, is_dry)
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
-    _tell(options, () if is_dry else work.warnings, settings)
+    _warn(options, () if is_dry else work.warnings, settings)
     return work, settings
 
 
 @public(DequantizeOptions)
 def dequantize(options: DequantizeOptions) -> Result:
-    """Turn an artifact back into a checkpoint of ordinary weights: the command `dequantize`.
+    """Turn an artifact back into a checkpoint of ordinary weights.
+
+    The command `dequantize`.
 
     The values are exactly those that engines compute; FP8 and int4 of other makers are read, too.
     Raises  Fp4Error, as `quantize` does; NumericError beyond the range of fp16
@@ -74,13 +81,15 @@ def dequantize(options: DequantizeOptions) -> Result:
     settings.phases.begin("plan")
     source, artifact = open_quantized(os.fspath(options.artifact), options.access(output))
     plan = repacking.prepare_dequantize(source, artifact, options.dtype)
-    _tell(options, plan.warnings, settings)
+    _warn(options, plan.warnings, settings)
     return repacking.dequantize(source, plan, output, settings)
 
 
 @public(TranscodeOptions)
 def transcode(options: TranscodeOptions) -> Result:
-    """Spell an artifact in another dialect, never rounded again: the command `transcode`.
+    """Spell an artifact in another dialect, never rounded again.
+
+    The command `transcode`.
 
     Raises  Fp4Error, as `quantize` does; InputError for what the dialect cannot say
     """
@@ -89,7 +98,7 @@ def transcode(options: TranscodeOptions) -> Result:
     artifact = open_artifact(os.fspath(options.artifact), options.access(output))
     donor = open_source(os.fspath(options.template)) if options.template else None
     plan = repacking.prepare_transcode(artifact, options, donor)
-    _tell(options, plan.warnings, settings)
+    _warn(options, plan.warnings, settings)
     return repacking.transcode(artifact, plan, output, settings, donor)
 
 
@@ -100,8 +109,8 @@ def prune(options: PruneOptions) -> Result:
     Raises  Fp4Error, as `quantize` does
     """
     settings = options.settings("cpu")
-    source, pruned = _pruning(options, settings)
-    _tell(options, pruned.plan.warnings, settings)
+    source, pruned = _plan_pruning(options, settings)
+    _warn(options, pruned.plan.warnings, settings)
     result = pruning.prune(source, pruned, Path(options.output), settings)
     return replace(result, experts=pruned.experts)
 
@@ -113,12 +122,13 @@ def preview_prune(options: PruneOptions) -> dict[str, Any]:
     Writes nothing; raises as `prune` does.
     """
     settings = options.settings("cpu")
-    source, pruned = _pruning(options, settings)
-    _tell(options, (), settings)
+    source, pruned = _plan_pruning(options, settings)
+    _warn(options, (), settings)
     return pruning.describe_pruning(source, pruned, settings)
 
 
-def _pruning(options: PruneOptions, settings: Settings) -> tuple[Source, pruning.Pruning]:
+def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, pruning.Pruning]:
+    """Open the source and plan which experts stay."""
     settings.phases.begin("plan")
     source = open_source(os.fspath(options.source), options.access(Path(options.output)))
     calibration = open_calibration(Path(options.calibration))
@@ -137,8 +147,8 @@ def merge(options: MergeOptions) -> dict[str, Any]:
     return finish.merge(Path(options.output), options.phases or Phases())
 
 
-def _tell(options: WorkOptions, warnings: Iterable[str], settings: Settings) -> None:
-    """Tell a person of doubts, and of the part that this process does."""
+def _warn(options: WorkOptions, warnings: Iterable[str], settings: Settings) -> None:
+    """Warn of doubts, and tell which part this process does."""
     (options.warn or as_warnings)([*warnings, *unused(settings.device)])
     if settings.share:
         settings.tell(describe(settings.share))

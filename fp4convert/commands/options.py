@@ -38,7 +38,7 @@ Sarif = Annotated[
 
 
 class Public(Protocol[P, O_contra, R_co]):
-    """A public function: called with its options by name, or run with all of them as one."""
+    """A public function, called with options by name or run with all."""
 
     @property
     def run(self) -> Callable[[O_contra], R_co]: ...
@@ -47,7 +47,7 @@ class Public(Protocol[P, O_contra, R_co]):
 
 
 def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O, R]]:
-    """Make a function of an options object one that takes these options by name.
+    """Let a function of an options object take them by name.
 
     options  the dataclass; its fields are the parameters, for a type checker, too
     """
@@ -71,7 +71,10 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ReadOptions(AccessOptions):
-    """How a command reads that only looks: the command line leaves memory and transport out."""
+    """How a command reads that only looks.
+
+    The command line leaves memory and transport out.
+    """
 
     PYTHON_ONLY: ClassVar = frozenset({"memory", "transport"})
 
@@ -97,7 +100,8 @@ class InspectOptions(ReadOptions):
 class VerifyOptions(ReadOptions):
     """Re-hash every file and read every scale; with --source, measure every tensor.
 
-    Exit code 6 when something is wrong. Example: fp4convert verify ./M-NVFP4 --source ./M --min-sqnr 18
+    Exit code 6 when something is wrong. Example: fp4convert verify ./M-NVFP4 --source ./M
+    --min-sqnr 18
     """
 
     artifact: ArtifactArgument
@@ -128,9 +132,11 @@ class VerifyOptions(ReadOptions):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CompareOptions(ReadOptions):
-    """Put two artifacts side by side against one source, tensor by tensor: which of them is better, and by how much.
+    """Put two artifacts side by side against one source, tensor by tensor:
+    which of them is better, and by how much.
 
-    Exit code 6 when one of them is not of that source. Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
+    Exit code 6 when one of them is not of that source. Example: fp4convert compare ./M-NVFP4
+    ./M-MXFP4 --source ./M
     """
 
     a: ArtifactArgument
@@ -153,7 +159,8 @@ class CompareOptions(ReadOptions):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AnalyzeOptions(RecipeOptions, AccessOptions):
-    """Tell which format, which rule and which modules: what every kind of module loses in each form. Writes nothing.
+    """Tell which format, which rule and which modules: what every kind of
+    module loses in each form. Writes nothing.
 
     Example: fp4convert analyze ./Llama-3.1-8B
     """
@@ -171,7 +178,8 @@ class AnalyzeOptions(RecipeOptions, AccessOptions):
 class CalibrateOptions(AccessOptions):
     """Run text through the model, a layer at a time, and keep what every linear layer is given.
 
-    Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram block:128
+    Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram
+    block:128
     """
 
     source: SourceArgument
@@ -210,8 +218,9 @@ class CalibrateOptions(AccessOptions):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MergeOptions:
-    """End a conversion whose parts are done: check every shard (reading what no seal proves untouched:
-    docs/resume.md), compare scale groups, write the index and the records.
+    """End a conversion whose parts are done: check every shard (reading
+    what no seal proves untouched: docs/resume.md), compare scale groups,
+    write the index and the records.
 
     Example: fp4convert merge ./Llama-3.1-8B-NVFP4
     """
@@ -232,7 +241,10 @@ def as_path(file: Reference | None) -> Path | None:
 
 
 def as_warnings(lines: Iterable[str]) -> None:
-    """Give Python's own warnings, where the caller of the package stands, safe for a terminal."""
+    """Warn as Python does, at the line that called the package.
+
+    The text is safe for a terminal.
+    """
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").startswith("fp4convert."):
         level += 1

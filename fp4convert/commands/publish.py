@@ -6,7 +6,6 @@ Shards are uploaded as they are finished, and one commit names them all when the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,43 +51,25 @@ def fulfil(work: Work, settings: Settings) -> Result:
     Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and save_page
             raise
     """
-    pages = _pages(work)
-    if pages:
-        from fp4convert.report.html import check_page
+    # The page of every artifact, by its folder in the result.
+    pages: dict[str, Path] = {}
+    if work.options.report is not None:
+        from fp4convert.report.html import check_page, save_page
 
-        for page in pages.values():
-            check_page(page)
+        page = Path(work.options.report)
+        for folder in work.artifacts():
+            pages[folder] = page.with_stem(f"{page.stem}-{folder}") if folder else page
+            check_page(pages[folder])
     is_pushed = work.options.push_to_hub is not None
     result = _publish(work, settings) if is_pushed else work.carry_out(settings)
-    for line in _write_pages(work, pages):
-        settings.tell(line)
-    return result
-
-
-def _pages(work: Work) -> dict[str, Path]:
-    """Return the page of every artifact by its folder in the result; none if none is asked for."""
-    if work.options.report is None:
-        return {}
-    page = Path(work.options.report)
-    return {
-        folder: page.with_stem(f"{page.stem}-{folder}") if folder else page
-        for folder in work.artifacts()
-    }
-
-
-def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
-    """Write every page; yield lines that tell of them.
-
-    The source is opened again, for whoever converted it may have ended its reading.
-    """
+    # The source is opened again, for whoever converted it may have ended its reading.
     for folder, page in pages.items():
-        from fp4convert.report.html import save_page
-
         options = work.artifacts()[folder]
         access = options.access(options.folder)
         access = replace(access, revision=work.source.checkpoint.revision or access.revision)
         source = open_source(os.fspath(options.source), access)
-        yield save_page(page, open_artifact(str(options.folder)), source)
+        settings.tell(save_page(page, open_artifact(str(options.folder)), source))
+    return result
 
 
 def _publish(work: Work, settings: Settings) -> Result:
@@ -111,7 +92,7 @@ def _publish(work: Work, settings: Settings) -> Result:
     try:
         pusher.begin()
         result = work.carry_out(replace(settings, named=pusher.add))
-        made_by = CardRequest(repo, options.that_make_bytes(), _errors(result))
+        made_by = CardRequest(repo, options.that_make_bytes(), _fidelity_rows(result))
         card = make_card(work.plan, result, work.source, made_by)
         files = work.ended_files()
         nbytes = sum((options.folder / file).stat().st_size for file in files if file != CARD)
@@ -122,8 +103,11 @@ def _publish(work: Work, settings: Settings) -> Result:
         pusher.stop()
 
 
-def _errors(result: Result) -> list[tuple[object, ...]] | None:
-    """The table of a card: what was lost by all tensors, of each component apart; None where nothing was rounded."""
+def _fidelity_rows(result: Result) -> list[tuple[object, ...]] | None:
+    """Tabulate for the model card what all tensors lost.
+
+    Components of a pipeline have rows of their own; None where nothing was rounded.
+    """
     parts: list[tuple[str, Any]] = [("all tensors", result.fidelity)]
     parts += [(str(part["name"]), part.get("fidelity")) for part in result.components or ()]
     known = [

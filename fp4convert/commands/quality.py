@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 @keeping_nothing()
 @uncollected()
 def inspect(options: InspectOptions) -> dict[str, Any]:
-    """Tell what an artifact is and whether it is healthy: the command `inspect`.
+    """Tell what an artifact is and whether it is healthy.
+
+    The command `inspect`.
 
     Returns  what `inspect --json` prints; `healthy` is False where the command exits with 6
     Raises   Fp4Error: InputError where it is no artifact, SourceError and AccessError from the Hub
@@ -49,7 +51,9 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
 @public(VerifyOptions)
 @keeping_nothing()
 def verify(options: VerifyOptions) -> Verified:
-    """Hash every file again and read every scale; measure against a source: the command `verify`.
+    """Hash every file again and read every scale; measure with a source.
+
+    The command `verify`.
 
     Returns   tensors, summary and findings; `passed` is False where the command exits with 6
     Raises    Fp4Error, as `inspect` does; InputError for a gate without a source
@@ -82,7 +86,9 @@ def verify(options: VerifyOptions) -> Verified:
 @public(CompareOptions)
 @keeping_nothing()
 def compare(options: CompareOptions) -> dict[str, Any]:
-    """Put two artifacts side by side against one source: the command `compare`.
+    """Put two artifacts side by side against one source.
+
+    The command `compare`.
 
     They may be of any formats, dialects and makers; a revision is that of both.
     Returns  what `compare --json` prints

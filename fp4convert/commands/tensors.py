@@ -1,7 +1,7 @@
 """quantize_tensor() and dequantize_tensor(): one matrix in memory.
 
-Decides which arrays and tensors are matrices of weights; what becomes of them is the CPU backend's work.  torch is never
-imported: whoever has a tensor has it already.
+Decides which arrays and tensors are matrices of weights; what becomes of them is the CPU backend's
+work.  torch is never imported: whoever has a tensor has it already.
 """
 
 from __future__ import annotations
@@ -41,18 +41,22 @@ def quantize_tensor(
     scale_rule: str | None = None,
     importance: Float32s | torch.Tensor | None = None,
 ) -> Quantized:
-    """Codes and scales of one matrix: the bytes that `quantize` writes for it.
+    """Return the codes and scales of one matrix, as `quantize` writes them.
 
-    x            (rows, columns) NumPy float32, float16 or ml_dtypes.bfloat16, or such a torch tensor on the CPU; any strides;
-                 columns a multiple of 16 (nvfp4) or 32 (mxfp4); not changed
+    x            (rows, columns) NumPy float32, float16 or ml_dtypes.bfloat16, or such a torch
+                 tensor on the CPU; any strides; columns a multiple of 16 (nvfp4) or 32 (mxfp4);
+                 not changed
     format       nvfp4 or mxfp4
-    global_amax  nvfp4: the largest magnitude of all matrices that share its global scale (q/k/v, gate/up); default: of x
+    global_amax  nvfp4: the largest magnitude of all matrices that share its global scale
+                 (q/k/v, gate/up); default: of x
     scale_rule   of the format; default mse, as `quantize` has it
     importance   (columns,) float32 second moments of the inputs, for rule importance
-    Returns      Quantized in memory of its own, its global scale a multiplier: packed, rows * columns / 2 bytes, element 2i in
-                 bits 0-3; block_scales, a byte a block, row-major
-    Raises       InputError for any other format, rule, type, dtype, device or shape, and for a global_amax that is no number or
-                 below the largest of x; NumericError for NaN and infinity, with the first place
+    Returns      Quantized in memory of its own, its global scale a multiplier: packed,
+                 rows * columns / 2 bytes, element 2i in bits 0-3; block_scales, a byte a block,
+                 row-major
+    Raises       InputError for any other format, rule, type, dtype, device or shape, and for a
+                 global_amax that is no number or below the largest of x; NumericError for NaN and
+                 infinity, with the first place
     """
     fmt = format_named(format)
     rule = check_rule(fmt, scale_rule or fmt.default_rule)
@@ -60,7 +64,7 @@ def quantize_tensor(
     if found := find_not_finite_values(weights):
         raise NumericError("not-finite", f"the matrix has {found}; weights must be finite", LEAVE)
     given = Given(
-        _checked_amax(weights, fmt, global_amax),
+        _check_amax(weights, fmt, global_amax),
         () if importance is None else (_moments(importance),),
     )
     if importance is not None and rule != IMPORTANCE:
@@ -84,9 +88,10 @@ def quantize_tensor(
 
 
 def dequantize_tensor(q: Quantized, dtype: str = "fp32") -> NDArray[Any]:
-    """(rows, columns) values of a Quantized, those that engines compute, rounded once.
+    """Return the values of a Quantized, as engines compute them.
 
     dtype    fp32, bf16 (an array of ml_dtypes.bfloat16) or fp16
+    Returns  (rows, columns) of this dtype, rounded once
     Raises   InputError for any other; NumericError where a value is beyond its range
     """
     if not isinstance(q, Quantized):
@@ -101,8 +106,11 @@ def dequantize_tensor(q: Quantized, dtype: str = "fp32") -> NDArray[Any]:
     return np.concatenate(panels).reshape(q.shape)
 
 
-def _checked_amax(weights: InMemory, fmt: Format, global_amax: float | None) -> float | None:
-    """The amax of the scale group, where one is given; InputError where the matrix cannot be in that group."""
+def _check_amax(weights: InMemory, fmt: Format, global_amax: float | None) -> float | None:
+    """Check the amax of a scale group; InputError where x is not of it.
+
+    Returns  the amax as a float32 has it; None where none is given
+    """
     if global_amax is None:
         return None
     if not fmt.has_global_scale:
@@ -111,35 +119,32 @@ def _checked_amax(weights: InMemory, fmt: Format, global_amax: float | None) -> 
             f"global_amax {global_amax!r} is given, and {fmt.name} has no global scale",
             "Leave it out.",
         )
-    own, found = Cpu().amax(weights.matrix), _number(global_amax)
+    try:
+        if isinstance(global_amax, str) or np.ndim(global_amax):
+            raise TypeError
+        found = float(global_amax)
+    except OverflowError:  # beyond every float
+        found = math.inf
+    except (TypeError, ValueError):
+        detail = f"global_amax is {global_amax!r:.60}; expected a number"
+        raise InputError("global-amax", detail, "Give a float.") from None
+    own = Cpu().amax(weights.matrix)
     with np.errstate(over="ignore"):
         narrow = float(np.float32(found))
     if not own <= narrow < math.inf:
-        detail = f"global_amax is {found:g}; expected a finite number, at least {own:g}, the largest magnitude of the matrix"
+        expected = (
+            f"expected a finite number, at least {own:g}, the largest magnitude of the matrix"
+        )
         raise InputError(
             "global-amax",
-            detail,
+            f"global_amax is {found:g}; {expected}",
             "Give the largest magnitude of all matrices that share the global scale.",
         )
     return narrow
 
 
-def _number(global_amax: object) -> float:
-    """The number, infinity where it is beyond every float; InputError for what is none, or several."""
-    try:
-        if isinstance(global_amax, str) or np.ndim(global_amax):  # type: ignore[arg-type]
-            raise TypeError
-        return float(global_amax)  # type: ignore[arg-type]
-    except OverflowError:
-        return math.inf
-    except (TypeError, ValueError):
-        raise InputError(
-            "global-amax", f"global_amax is {global_amax!r:.60}; expected a number", "Give a float."
-        ) from None
-
-
 def _moments(importance: object) -> Float32s:
-    """The second moments as an array; InputError for what is none."""
+    """Return the second moments as an array; InputError for what is none."""
     try:
         return np.asarray(getattr(importance, "detach", lambda: importance)(), np.float32)
     except (TypeError, ValueError, RuntimeError):
@@ -150,19 +155,17 @@ def _moments(importance: object) -> Float32s:
 
 
 def _matrix_of(x: object, fmt: Format) -> Matrix:
-    """The values, row by row; a copy only where they do not lie so.  InputError for what is no matrix of weights."""
+    """Return the values row by row; InputError for no matrix of weights.
+
+    They are copied only where they do not lie so.
+    """
     torch = sys.modules.get("torch")
-    if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
-        return _numpy_matrix(x, _checked_shape(x.shape, fmt))
     if torch is not None and isinstance(x, torch.Tensor):
         return _torch_matrix(x, fmt)
-    raise InputError(
-        "tensor-type",
-        f"weights are a {type(x).__module__}.{type(x).__qualname__}; expected a NumPy array or a torch tensor",
-    )
-
-
-def _numpy_matrix(x: NDArray[Any], shape: tuple[int, int]) -> Matrix:
+    if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
+        found = f"weights are a {type(x).__module__}.{type(x).__qualname__}"
+        raise InputError("tensor-type", f"{found}; expected a NumPy array or a torch tensor")
+    shape = _check_shape(x.shape, fmt)
     names = {kind: name for name, kind in FLOAT_DTYPES.items()}
     if x.dtype not in names:
         raise InputError(
@@ -174,6 +177,7 @@ def _numpy_matrix(x: NDArray[Any], shape: tuple[int, int]) -> Matrix:
 
 
 def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
+    """Return the values of a torch tensor, row by row, as _matrix_of does."""
     names = {f"torch.{kind.config_name}": name for name, kind in FLOAT_TYPES.items()}
     if str(x.layout) != "torch.strided" or x.is_nested:
         layout = "nested" if x.is_nested else x.layout
@@ -182,7 +186,7 @@ def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
             f"weights are {layout}; expected torch.strided",
             "Make them dense: x.to_dense().",
         )
-    shape = _checked_shape(tuple(x.shape), fmt)
+    shape = _check_shape(tuple(x.shape), fmt)
     if str(x.dtype) not in names:
         raise InputError(
             "tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.float()."
@@ -196,19 +200,20 @@ def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
             x.detach().resolve_neg().contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
         )
     except RuntimeError:  # of a subclass, such as a FakeTensor
-        found = f"weights are a {type(x).__module__}.{type(x).__qualname__}, which holds no values in memory"
-        raise InputError("tensor-type", f"{found}; expected a plain torch tensor") from None
+        found = f"weights are a {type(x).__module__}.{type(x).__qualname__}"
+        detail = f"{found}, which holds no values in memory; expected a plain torch tensor"
+        raise InputError("tensor-type", detail) from None
     return Matrix(flat.data, names[str(x.dtype)], shape)
 
 
-def _checked_shape(shape: tuple[int, ...], fmt: Format) -> tuple[int, int]:
-    """The shape itself; InputError unless it is that of a matrix of whole blocks."""
+def _check_shape(shape: tuple[int, ...], fmt: Format) -> tuple[int, int]:
+    """Return the shape; InputError unless it is a matrix of whole blocks."""
+    found, size = f"weights have the shape {tuple(shape)}", fmt.block_size
     if len(shape) != 2 or 0 in shape:
-        detail = f"weights have the shape {tuple(shape)}; expected a matrix, (rows, columns), that holds something"
+        detail = f"{found}; expected a matrix, (rows, columns), that holds something"
         raise InputError("tensor-shape", detail, "Of a stack give one matrix at a time.")
-    if shape[1] % fmt.block_size:
-        detail = f"weights have the shape {tuple(shape)}; expected columns that are a multiple of {fmt.block_size}, for {fmt.name}"
-        raise InputError(
-            "tensor-shape", detail, f"Pad its columns with zeros to a multiple of {fmt.block_size}."
-        )
+    if shape[1] % size:
+        detail = f"{found}; expected columns that are a multiple of {size}, for {fmt.name}"
+        next_step = f"Pad its columns with zeros to a multiple of {size}."
+        raise InputError("tensor-shape", detail, next_step)
     return shape[0], shape[1]

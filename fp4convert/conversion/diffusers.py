@@ -1,7 +1,8 @@
 """Convert each transformer of a Diffusers pipeline.
 
-A transformer is converted into its own folder of the result, where it is an artifact by itself.  All else is copied as it is by a
-job without shards, which comes last and ends with model_index.json: without that file nothing takes the folder for a pipeline.
+A transformer is converted into its own folder of the result, where it is an artifact by itself.
+All else is copied as it is by a job without shards, which comes last and ends with
+model_index.json: without that file nothing takes the folder for a pipeline.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ class PipelineConversion:
         )
 
     def _collect(self, warnings: dict[str, list[str]]) -> list[str]:
-        """The warnings of all components, each with its name, after our own."""
+        """Return our warnings, then those of components with their names."""
         left_out = self.source.checkpoint.left_out
-        beside = f"{len(left_out)} files of weights beside {PIPELINE} are no part of the pipeline and are left out, the first"
-        named = [f"{name}: {line}" for name, lines in warnings.items() for line in lines]
-        return [*([f"{beside} {left_out[0]!r}"] if left_out else []), *named]
+        lines = [f"{name}: {line}" for name, lines in warnings.items() for line in lines]
+        if not left_out:
+            return lines
+        beside = f"{len(left_out)} files of weights beside {PIPELINE} are no part of the pipeline"
+        return [f"{beside} and are left out, the first {left_out[0]!r}", *lines]
 
     def names(self) -> list[str]:
         parts = [
@@ -83,7 +86,10 @@ class PipelineConversion:
         return {name: conversion.options for name, conversion in self.conversions.items()}
 
     def describe(self, settings: Settings) -> dict[str, object]:
-        """The documents of all components in one, with what is copied; every tensor says whose it is."""
+        """Join the documents of all components, and what is copied.
+
+        Every tensor says which component it is of.
+        """
         copied = self._copying().output_nbytes
         described = {
             name: dict[str, Any](conversion.describe(settings))
@@ -93,28 +99,31 @@ class PipelineConversion:
         for name, document in described.items():
             for key, value in document.items():
                 whole[key] = (
-                    _joined(key, whole[key], _labelled(name, value))
+                    _join_values(key, whole[key], _label_entries(name, value))
                     if key in whole
-                    else _labelled(name, value)
+                    else _label_entries(name, value)
                 )
         sizes = ("source_bytes", "output_bytes", "peak_disk_bytes")
         for key in sizes:
-            whole[key] = _joined(key, whole[key], copied)
+            whole[key] = _join_values(key, whole[key], copied)
         components = [
             {"name": name, **{key: document[key] for key in sizes}}
             for name, document in described.items()
         ]
         ours = {
             "bits_per_weight": self.plan.bits_per_weight,
-            "seconds_estimated": self._with_copies(whole["seconds_estimated"], copied),
+            "seconds_estimated": self._add_copies(whole["seconds_estimated"], copied),
             "warnings": self._collect(
                 {name: document["warnings"] for name, document in described.items()}
             ),
         }
         return {**whole, **ours, "copied_bytes": copied, "components": components}
 
-    def _with_copies(self, seconds: dict[str, Any], copied_nbytes: int) -> dict[str, object]:
-        """Estimated times and those of the copies, which are hashed at the same rate: once, and as they arrive where they do."""
+    def _add_copies(self, seconds: dict[str, Any], copied_nbytes: int) -> dict[str, object]:
+        """Add the times of the copies to estimated ones.
+
+        They are hashed at the same rate: once, and once more as they arrive where they do.
+        """
         streamed = sum(
             c.source.checkpoint.nbytes for c in self.conversions.values() if c.source.is_streamed
         )
@@ -137,8 +146,10 @@ class PipelineConversion:
 
     def check(self, settings: Settings) -> None:
         if settings.share is not None:  # nobody could end all parts of all conversions
-            detail = f"part {settings.share.index} of {settings.share.count}: a pipeline is several conversions, not dealt out so"
-            next_step = "Deal out one at a time: --subfolder transformer; or let processes join (--join), or --num-shards 1."
+            part = f"part {settings.share.index} of {settings.share.count}"
+            detail = f"{part}: a pipeline is several conversions, not dealt out so"
+            one = "Deal out one at a time: --subfolder transformer"
+            next_step = f"{one}; or let processes join (--join), or --num-shards 1."
             raise InputError("share", detail, next_step)
         next(iter(self.conversions.values())).check(settings)
 
@@ -148,29 +159,29 @@ class PipelineConversion:
 
     @contextmanager
     def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
-        """Every folder with its plan in it, the pipeline's first."""
+        """Begin every folder with its plan in it, the pipeline's first."""
         refuse_linked_folders(self.options.folder, (f"{name}/any" for name in self.conversions))
         with opened(self._copying(), self.options.folder, settings) as folder:
             for name, conversion in self.conversions.items():
                 with named_component(name), told(self.options.folder):
                     self._reopen(conversion)
-                    if conversion.begin(
-                        settings
-                    ).missing():  # done again after it was whole: nothing loads it meanwhile
+                    if conversion.begin(settings).missing():
+                        # Done again after it was whole: nothing loads it meanwhile.
                         self._end.unlink(missing_ok=True)
             yield folder
 
     @property
     def _end(self) -> Path:
-        """The file whose absence makes the whole unfinished."""
+        """Return the file whose absence makes the whole unfinished."""
         return self.options.folder / PIPELINE
 
     def _reopen(self, conversion: Conversion) -> None:
-        """Of an unfinished whole no component is finished, so that its plan may be replaced: changed options go on."""
-        output, manifest = (
-            conversion.options.folder,
-            manifest_of(conversion.source, conversion.plan),
-        )
+        """Let changed options go on where the whole is unfinished.
+
+        Then no component counts as finished, so that its plan may be replaced.
+        """
+        output = conversion.options.folder
+        manifest = manifest_of(conversion.source, conversion.plan)
         old = read_manifest(output) if (output / PLAN_FILE).exists() else None
         if (
             old
@@ -186,17 +197,24 @@ class PipelineConversion:
             adopted_nbytes = folder.manifest.nbytes - missing_nbytes(folder.root, folder.manifest)
             results = self._convert(settings)
             copied = carry_out(self._copying(), _Copier(self.source), self.options.folder, settings)
-        return self._whole(results, copied, adopted_nbytes)
+        return self._join_results(results, copied, adopted_nbytes)
 
     def _convert(self, settings: Settings) -> dict[str, Result]:
-        """Every component; where weights are NaN or Inf, the others, and one error for all."""
+        """Convert every component; raise one error for all NaN and Inf.
+
+        Where weights of one are NaN or Inf, the others are converted all the same.
+        """
+
+        def hear_name(component: str, path: Path, file: str, sha256: str) -> None:
+            settings.named(path, f"{component}/{file}", sha256)
+
         results: dict[str, Result] = {}
         unsound: list[NumericError] = []
         for name, conversion in self.conversions.items():
             try:
                 with named_component(name):
                     results[name] = conversion.carry_out(
-                        replace(settings, named=partial(_named_below, settings, name))
+                        replace(settings, named=partial(hear_name, name))
                     )
             except NumericError as error:
                 unsound.append(error)
@@ -215,7 +233,7 @@ class PipelineConversion:
         return {**parts, **read_ended(self.options.folder)[1]}
 
     def _copying(self) -> Job:
-        """The job that copies everything else."""
+        """Return the job that copies everything else."""
         with self.source.open_file(PIPELINE) as stream:
             texts = {PIPELINE: stream.read().decode("utf-8")}
         plan = replace(self.plan, tasks=())
@@ -225,8 +243,10 @@ class PipelineConversion:
         }
         return Job(self.source, plan, texts, None, PIPELINE, frozenset(texts), parts)
 
-    def _whole(self, results: dict[str, Result], copied: Result, adopted_nbytes: int) -> Result:
-        """The results of all components and of the copies as one."""
+    def _join_results(
+        self, results: dict[str, Result], copied: Result, adopted_nbytes: int
+    ) -> Result:
+        """Join the results of all components and of the copies."""
         made, copied_nbytes = list(results.values()), copied.output_bytes
         tensors: Counter[str] = Counter()
         for result in made:
@@ -262,13 +282,9 @@ class _Copier:
         raise RuntimeError("a pipeline's own plan has no tensors")
 
 
-def _named_below(settings: Settings, name: str, path: Path, file: str, sha256: str) -> None:
-    settings.named(path, f"{name}/{file}", sha256)
-
-
 @contextmanager
 def named_component(component: str) -> Iterator[None]:
-    """Meanwhile errors say of which component they are."""
+    """Make errors say meanwhile of which component they are."""
     try:
         yield
     except Fp4Error as error:
@@ -276,19 +292,22 @@ def named_component(component: str) -> Iterator[None]:
         raise type(error)(error.code, lines, error.next_step, error.tensor) from None
 
 
-def _labelled(name: str, value: object) -> object:
-    """The entries of a list, each with the component that it is of."""
+def _label_entries(name: str, value: object) -> object:
+    """Add to the entries of a list which component they are of."""
     if not isinstance(value, list):
         return value
     return [{**entry, "component": name} if isinstance(entry, dict) else entry for entry in value]
 
 
-def _joined(key: str, value: object, other: object) -> object:
-    """A value of a document for two components: lists follow one another, numbers are added; memory is not held twice."""
+def _join_values(key: str, value: object, other: object) -> object:
+    """Join a value of two documents: append lists, add numbers.
+
+    Of memory and threads the larger number stands: components are converted one after another.
+    """
     if isinstance(value, list) and isinstance(other, list):
         return [*value, *other]
     if isinstance(value, dict) and isinstance(other, dict):
-        return {part: _joined(part, value[part], other[part]) for part in value}
+        return {part: _join_values(part, value[part], other[part]) for part in value}
     if (
         isinstance(value, int | float)
         and isinstance(other, int | float)

@@ -8,7 +8,7 @@ from typing import Any
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.mixed_precision import Fit
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import begin_quantize, name_files, quantize
+from fp4convert.conversion.quantization import begin_quantize, manifest_of, quantize
 from fp4convert.conversion.ray_workers import check_cluster, quantize_together
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import read_ended
@@ -35,7 +35,8 @@ class Conversion:
         return [*self.plan.warnings, *(self.fitted.words if self.fitted else ())]
 
     def names(self) -> list[str]:
-        return name_files(self.source, self.plan)
+        manifest = manifest_of(self.source, self.plan)
+        return [*manifest.files, manifest.last]
 
     def artifacts(self) -> dict[str, QuantizeOptions]:
         return {"": self.options}

@@ -29,7 +29,10 @@ def ignore(line: str) -> None:
 
 
 def as_nbytes(gigabytes: float) -> int:
-    """Return bytes for GB, inf for as many as there are; InputError below 0 and for NaN."""
+    """Return bytes for GB; inf is as many as there are.
+
+    Raises  InputError below 0 and for NaN
+    """
     if not gigabytes >= 0:
         raise InputError(
             "usage", f"{gigabytes:g} GB of memory; expected 0 or more", "Give a number of GB."
@@ -80,7 +83,7 @@ class AccessOptions:
 
     @property
     def known_token(self) -> str | None:
-        """Return the token; None for one of nothing, as --token "$TOKEN" gives."""
+        """Return the token; None for an empty one."""
         return (self.token or "").strip() or None
 
     def access(self, output: Path | None = None) -> "Access":
@@ -101,7 +104,7 @@ class AccessOptions:
         )
 
     def original_access(self) -> "Access":
-        """Return the same for the source of an artifact, whose revision is its own."""
+        """Return how the source of an artifact is found: at its own revision."""
         return replace(self.access(), revision=None)
 
 
@@ -266,7 +269,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         return Path(self.output or f"{name_of(os.fspath(self.source))}-{self.format.upper()}")
 
     def that_make_bytes(self) -> dict[str, object]:
-        """Return the options by name that the bytes depend on, for making the artifact again."""
+        """Return the options by name that the bytes depend on."""
         values = {name: getattr(self, name) for name in self.MAKES_BYTES}
         return {
             name: os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -276,7 +279,8 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DequantizeOptions(DeviceOptions):
-    """Turn an artifact back into a checkpoint of ordinary weights, with exactly the values that engines compute.
+    """Turn an artifact back into a checkpoint of ordinary weights, with
+    exactly the values that engines compute.
 
     Example: fp4convert dequantize ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-restored
     """
@@ -291,7 +295,8 @@ class DequantizeOptions(DeviceOptions):
 class TranscodeOptions(WorkOptions):
     """Spell an artifact in another dialect: the same codes and block scales, never rounded again.
 
-    Example: fp4convert transcode ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-modelopt --dialect modelopt
+    Example: fp4convert transcode ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-modelopt --dialect
+    modelopt
     """
 
     artifact: ArtifactArgument
@@ -314,9 +319,11 @@ class TranscodeOptions(WorkOptions):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PruneOptions(PartOptions):
-    """Leave out the experts that matter least (REAP): an ordinary checkpoint with fewer of them, for quantize to take.
+    """Leave out the experts that matter least (REAP): an ordinary
+    checkpoint with fewer of them, for quantize to take.
 
-    Example: fp4convert prune ./Qwen3-30B-A3B -o ./Qwen3-30B-A3B-96 --calibration qwen3.safetensors --keep 96
+    Example: fp4convert prune ./Qwen3-30B-A3B -o ./Qwen3-30B-A3B-96 --calibration
+    qwen3.safetensors --keep 96
     """
 
     source: SourceArgument

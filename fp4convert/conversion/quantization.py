@@ -1,6 +1,7 @@
 """Plan and carry out quantize for one checkpoint.
 
-A request and a source become a recipe, the linear layers and their scales; these become a plan, which a Quantizer carries out.
+A request and a source become a recipe, the linear layers and their scales; these become a plan,
+which a Quantizer carries out.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def prepare_quantize(
 
 
 def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linears, Scalars]:
-    """Read what all plans of these options are made of: recipe, linear layers and their scales.
+    """Read the recipe, the linear layers and their scales.
+
+    All plans of these options are made of them.
 
     Raises  InputError for anything that the options or the source have wrong
     """
@@ -137,33 +140,31 @@ def plan_with(
     """Plan with these formats of modules before the recipe's."""
     recipe = replace(recipe, formats=(*formats, *recipe.formats))
     with uncollected():
-        merged = _merge_folds(source, recipe, linears, scalars)
+        # Put linear layers under the folds of the method, where it has some.
+        merged, target = Merged(linears, (), ()), recipe.target
+        if scalars.measured is not None and target.method in FOLDING:
+            if target.via:
+                rounds = f"--via {target.via} rounds weights before anything else"
+                detail = f"{rounds}, and --method {target.method} multiplies them first"
+                next_step = "Leave --via out."
+                raise InputError("method-via", f"{detail}; expected one of them", next_step)
+            has_scales = not isinstance(scalars.inputs, Constant)
+            smoother = Smoother(target, scalars.measured.calibration, has_scales)
+            dialect = dialect_to_write(target)
+            factors = smoother.factors
+            merged = merge_folds(source.checkpoint, recipe, linears, dialect, factors)
         plan = plan_quantize(source.checkpoint, recipe, merged.linears, scalars)
     if not merged.folds:
         return plan
     return replace(plan, folds=uses_of(merged.folds), warnings=(*plan.warnings, *merged.notes))
 
 
-def _merge_folds(source: Source, recipe: Recipe, linears: Linears, scalars: Scalars) -> Merged:
-    """Put linear layers under the folds of the method; as they are where it has none."""
-    target = recipe.target
-    if scalars.measured is None or target.method not in FOLDING:
-        return Merged(linears, (), ())
-    if target.via:
-        rounds = f"--via {target.via} rounds weights before anything else"
-        detail = f"{rounds}, and --method {target.method} multiplies them first"
-        raise InputError("method-via", f"{detail}; expected one of them", "Leave --via out.")
-    is_told = not isinstance(scalars.inputs, Constant)
-    smoother = Smoother(target, scalars.measured.calibration, is_told)
-    dialect = dialect_to_write(target)
-    return merge_folds(source.checkpoint, recipe, linears, dialect, smoother.factors)
-
-
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
-    """Carry out a plan of prepare_quantize; the artifact's record is written last.
+    """Carry out a plan of prepare_quantize; write the record last.
 
-    Raises DeviceError for a device that is not there; OutputError as open_output does; NumericError, after all sound shards
-    are written, where weights are NaN or Inf: then neither index nor records are written.
+    Raises  DeviceError for a device that is not there; OutputError as open_output does;
+            NumericError, after all sound shards are written, where weights are NaN or Inf: then
+            neither index nor records are written
     """
     calibration = reopened(plan) if plan.calibration else None
     worker = Quantizer(source, plan.target, open_backend(settings.device), calibration)
@@ -178,16 +179,13 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
 
 
 def manifest_of(source: Source, plan: Plan) -> Manifest:
-    """What the output folder of `quantize` remembers."""
+    """Return what the output folder of `quantize` remembers."""
     return artifact_job(source, plan).manifest()
 
 
-def name_files(source: Source, plan: Plan) -> list[str]:
-    """Every file that `quantize` writes."""
-    manifest = manifest_of(source, plan)
-    return [*manifest.files, manifest.last]
-
-
 def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> OutputFolder:
-    """The output folder with the plan in it, for other processes to join; raises what quantize does before it works."""
+    """Begin the output folder with the plan in it, for others to join.
+
+    Raises  what quantize raises before it works
+    """
     return begin(artifact_job(source, plan), output, settings)

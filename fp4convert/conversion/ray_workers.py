@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fp4convert import errors
 from fp4convert.conversion.options import QuantizeOptions, ignore
 from fp4convert.conversion.quantization import begin_quantize, prepare_quantize, quantize
 from fp4convert.errors import DeviceError, Fp4Error, InputError
@@ -34,18 +35,17 @@ LATE_SECONDS = 30.0  # for the others, once one worker has seen the end
 LEAVE_SECONDS = 4.0  # for workers to drop their claims, also on busy cores
 CONNECT_SECONDS = 5.0
 OLDEST = (2, 50)
-CARRIED = (
-    "HF_ENDPOINT",
-    "HF_HUB_OFFLINE",
-)  # of this process's variables; Ray shows them to everybody, so the token goes another way
+# of this process's variables; Ray shows them to everybody, so the token goes another way
+CARRIED = ("HF_ENDPOINT", "HF_HUB_OFFLINE")
 
 
 def work_on_node(
     options: QuantizeOptions, formats: tuple[FormatRule, ...]
 ) -> Result | dict[str, Any]:
-    """Convert together with all other nodes; return the whole's result, or an error in words.
+    """Convert together with all other nodes.
 
     formats  of modules, chosen to meet a size: a worker measures nothing
+    Returns  the result of the whole, or an error in words
     """
     try:
         source = open_source(os.fspath(options.source), options.access())
@@ -65,7 +65,9 @@ def quantize_together(
     planned: tuple[Source, Plan],
     settings: Settings,
 ) -> Result:
-    """Carry out a plan by workers on all nodes; this process begins the folder, and watches.
+    """Carry out a plan by workers on all nodes.
+
+    This process begins the folder, and watches.
 
     planned   the source that the options name, and the plan of prepare_quantize
     settings  of this process
@@ -84,7 +86,8 @@ def quantize_together(
         last = max(results, key=lambda result: result.seconds)
         return replace(last, output=str(options.folder))
     if refused:
-        raise _as_error(refused[0])
+        error: Fp4Error = getattr(errors, refused[0]["kind"])(*refused[0]["said"])
+        raise error
     raise DeviceError(
         "workers-lost",
         f"every worker on {address} is lost",
@@ -114,13 +117,13 @@ def options_for_nodes(options: QuantizeOptions, source: Source) -> QuantizeOptio
 
 
 def check_cluster(address: str) -> None:
-    """Nothing; raises InputError where no cluster answers there."""
+    """Raise InputError where no cluster answers there."""
     with redirect_stdout(sys.stderr), _connected(address):
         pass
 
 
 class _Watch:
-    """Tells what all workers have finished, by what is in the folder."""
+    """What all workers have finished, by what is in the folder."""
 
     def __init__(self, folder: OutputFolder, plan: Plan, settings: Settings) -> None:
         self._folder = folder
@@ -129,6 +132,7 @@ class _Watch:
         self.tell = settings.tell
 
     def look(self) -> None:
+        """Report tasks that were finished since the last look."""
         for task in list(self._left.values()):
             done = self._folder.record_of(TaskFiles.of(task))
             if done is None:
@@ -143,7 +147,10 @@ class _Watch:
 def _wait_for(
     ray: ModuleType, workers: dict[Any, str], watch: _Watch
 ) -> tuple[list[Result], list[dict[str, Any]]]:
-    """What the workers returned, and what those that could not go on said; the lost are neither."""
+    """Wait for the workers; return their results and their errors.
+
+    A worker that is lost gives neither.
+    """
     results: list[Result] = []
     refused: list[dict[str, Any]] = []
     until = float("inf")
@@ -152,7 +159,10 @@ def _wait_for(
             ended = _ended(ray, workers)
             for worker in ended:
                 node = workers.pop(worker)
-                outcome = _outcome(ray, worker)
+                try:
+                    outcome = ray.get(worker)
+                except ray.exceptions.RayError as error:
+                    outcome = type(getattr(error, "cause", None) or error).__name__
                 if isinstance(outcome, Result):
                     results.append(outcome)
                     until = time.monotonic() + LATE_SECONDS
@@ -171,7 +181,7 @@ def _wait_for(
 
 
 def _ended(ray: ModuleType, workers: dict[Any, str]) -> list[Any]:
-    """The next worker that has ended, or nothing for a second."""
+    """Wait a second for the next worker that ends."""
     try:
         return list(ray.wait(list(workers), num_returns=1, timeout=LOOK_SECONDS)[0])
     except Exception as error:
@@ -179,19 +189,13 @@ def _ended(ray: ModuleType, workers: dict[Any, str]) -> list[Any]:
         raise stop if stop is not None and not isinstance(stop, Exception) else error from None
 
 
-def _outcome(ray: ModuleType, worker: Any) -> object:
-    """What a worker returned; in a word, how it was lost."""
-    try:
-        return ray.get(worker)
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None)
-        return type(cause or error).__name__
-
-
 def _start(
     ray: ModuleType, options: QuantizeOptions, formats: tuple[FormatRule, ...]
 ) -> Iterator[tuple[Any, str]]:
-    """(worker, name of its node) on every node that has a processor."""
+    """Start a worker on every node that has a processor.
+
+    Yields  (worker, name of its node)
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     for node in _nodes(ray):
@@ -206,19 +210,13 @@ def _start(
 
 
 def _nodes(ray: Any) -> list[dict[str, Any]]:
-    """The nodes that live and have a processor."""
+    """Return the nodes that live and have a processor."""
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-
-
-def _as_error(outcome: dict[str, Any]) -> Fp4Error:
-    import fp4convert.errors
-
-    error: Fp4Error = getattr(fp4convert.errors, outcome["kind"])(*outcome["said"])
-    return error
 
 
 @contextmanager
 def _connected(address: str) -> Iterator[ModuleType]:
+    """Connect to a Ray cluster for a while; InputError where none answers."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

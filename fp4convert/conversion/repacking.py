@@ -37,10 +37,11 @@ from fp4convert.storage.source import Source
 
 
 def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) -> Plan:
-    """The plan that `dequantize` carries out.
+    """Plan what `dequantize` carries out.
 
     artifact  what the source is, where some of its modules have four bits
-    Raises    InputError for an unknown dtype, an artifact with errors, or weights that nothing here reads
+    Raises    InputError for an unknown dtype, an artifact with errors, or weights that nothing
+              here reads
     """
     if artifact:
         for module in artifact.modules:
@@ -58,11 +59,13 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
 
 
 def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
-    """Carry out a plan of prepare_dequantize: ordinary weights again, with the values that engines compute.
+    """Write ordinary weights again, with the values that engines compute.
 
-    Raises DeviceError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
+    plan    of prepare_dequantize
+    Raises  DeviceError for a device that is not there; NumericError beyond fp16's range;
+            OutputError as open_output does
     """
-    config = _with_dtype(
+    config = _widen_dtypes(
         source.checkpoint.config, FLOAT_TYPES[dtype_named(plan.target.format)].config_name
     )
     config = unquantized(config)
@@ -78,15 +81,17 @@ def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> 
 def prepare_transcode(
     artifact: Artifact, options: TranscodeOptions, donor: Source | None = None
 ) -> Plan:
-    """The plan that `transcode` carries out; InputError for what cannot be said without a change, or an artifact with errors.
+    """Plan what `transcode` carries out.
 
-    donor  a GGUF file, whose frame the result gets
+    donor   a GGUF file, whose frame the result gets
+    Raises  InputError for what cannot be said without a change, or an artifact with errors
     """
     artifact.refuse_unsound()
     made = format_named(options.format or artifact.format.name)
     is_same = made is artifact.format
     if not is_same and artifact.format.has_global_scale:
-        detail = f"{artifact.format.name} cannot be carried into {made.name}: its block scales are no powers of two"
+        why = "its block scales are no powers of two"
+        detail = f"{artifact.format.name} cannot be carried into {made.name}: {why}"
         raise InputError("not-lossless", detail, "Dequantize it, and quantize the result.")
     recorded = str(artifact.record.get("scale_rule"))
     rule = recorded if is_same and recorded in made.scale_rules else None
@@ -94,7 +99,9 @@ def prepare_transcode(
     target = Target(
         made.name, options.dialect, rule, activations, options.scale_layout, artifact.form.kv_cache
     )
-    method, calibration = (_word(artifact.record.get(key)) for key in ("method", "calibration"))
+    method, calibration = (
+        _as_text_or_none(artifact.record.get(key)) for key in ("method", "calibration")
+    )
     target = replace(target, method=method, calibration=calibration)
     spelling = dialect_to_write(target)
     for module in artifact.modules if is_same else ():
@@ -104,7 +111,7 @@ def prepare_transcode(
     if donor is None:
         renamed = artifact.cache_scales(spelling)
         plan = plan_transcode(artifact.source.checkpoint, artifact.modules, target, renamed=renamed)
-        return _as_before(artifact, plan)
+        return _add_losses(artifact, plan)
     if spelling.TRAITS.container != "gguf":
         raise InputError(
             "template",
@@ -113,79 +120,89 @@ def prepare_transcode(
         )
     _check_unit_scales(artifact, donor)
     framed = Framed(donor, artifact.source).checkpoint
-    return _as_before(
+    return _add_losses(
         artifact, plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
     )
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
-    """InputError where llama.cpp reads no global scale for the donor's architecture, and a module has one."""
+    """Refuse global scales that llama.cpp does not read.
+
+    It reads none for some architectures: InputError where the donor has one of these, and a
+    module a global scale.
+    """
     if all(shard.frame.reads_global_scales for shard in donor.checkpoint.shards):
         return
     for module in artifact.modules:
         if artifact.decode(module).global_scale not in (None, 1.0):
-            detail = f"{module} has a global scale other than 1, which llama.cpp passes over for models of this architecture"
+            passed = "which llama.cpp passes over for models of this architecture"
+            detail = f"{module} has a global scale other than 1, {passed}"
             next_step = (
                 "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
             )
             raise InputError("dialect-global-scale", detail, next_step, module)
 
 
-def _as_before(artifact: Artifact, plan: Plan) -> Plan:
-    """The plan, with how the source's stacks were read, and what a cast loses beside values."""
+def _add_losses(artifact: Artifact, plan: Plan) -> Plan:
+    """Add to the plan how stacks were read, and what a cast loses."""
     stacks = rules_of(artifact, model_recipe(artifact.source.checkpoint.config))
     plan = replace(plan, stacks=stacks, folds=folds_recorded(artifact.record))
     if artifact.form.activations == plan.target.activations:
         return plan
-    lost = "activations become 16-bit: four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"
+    needed = "four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"
+    lost = f"activations become 16-bit: {needed}"
     return replace(plan, warnings=(*plan.warnings, lost))
 
 
 def _check_block_scales(artifact: Artifact, module: str, spelling: Dialect) -> None:
-    """InputError where engines of the dialect would read a block scale as another number."""
+    """Refuse block scales that engines of the dialect would misread."""
     highest = spelling.TRAITS.highest_scale.get(artifact.format)
     if highest is None:
         return
     q, sayable = artifact.decode(module), bytes(range(highest + 1))
     panels = (q.rows(first, last) for first, last in row_panels(q.shape))
     if count := sum(len(bytes(rows.block_scales).translate(None, sayable)) for rows in panels):
-        detail = f"{module} has {count} block scales with a sign, or that are NaN; engines would read them as other numbers"
+        found = f"{module} has {count} block scales with a sign, or that are NaN"
+        detail = f"{found}; engines would read them as other numbers"
         raise InputError("dialect-block-scale", detail, "See: fp4convert inspect --full.", module)
 
 
 def transcode(
     artifact: Artifact, plan: Plan, output: Path, settings: Settings, donor: Source | None = None
 ) -> Result:
-    """Carry out a plan of prepare_transcode: the same codes and block scales under other names.
+    """Write the same codes and block scales under other names.
 
-    Raises OutputError as open_output does.
+    plan    of prepare_transcode
+    Raises  OutputError as open_output does
     """
     source = Framed(donor, artifact.source) if donor else artifact.source
-    job = artifact_job(source, plan, _origin_of(artifact))
+    # Where the record says that the weights come from.
+    recorded = artifact.record.get("source")
+    known = recorded if isinstance(recorded, dict) else {}
+    origin: dict[str, object] = {
+        key: _as_text_or_none(known.get(key)) for key in ("repo", "revision")
+    }
+    job = artifact_job(source, plan, origin)
     carrier = Carrier(artifact, format_named(plan.target.format))
     carried = describe_carried(carrier.each(), dialect_of(plan).TRAITS.global_scale_kind)
     result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
     return replace(result, carried=carried)
 
 
-def _origin_of(artifact: Artifact) -> dict[str, object]:
-    """Where an artifact's record says that its weights come from."""
-    recorded = artifact.record.get("source")
-    known = recorded if isinstance(recorded, dict) else {}
-    return {key: _word(known.get(key)) for key in ("repo", "revision")}
-
-
-def _word(value: object) -> str | None:
+def _as_text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:
-    """The config with every declared dtype widened to hold `dtype` too: engines load all weights in the declared one."""
+def _widen_dtypes(config: dict[str, object], dtype: str) -> dict[str, object]:
+    """Widen every declared dtype of a config to hold `dtype`, too.
+
+    Engines load all weights in the declared one.
+    """
     known = {kind.config_name for kind in FLOAT_TYPES.values()}
     widened: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            widened[key] = _with_dtype(value, dtype)
+            widened[key] = _widen_dtypes(value, dtype)
         elif key in ("dtype", "torch_dtype") and value in known and value != dtype:
             widened[key] = FLOAT_TYPES["F32"].config_name
         else:

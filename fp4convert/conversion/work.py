@@ -45,26 +45,35 @@ class Work(Protocol):
         """Return every file that it writes."""
 
     def artifacts(self) -> dict[str, QuantizeOptions]:
-        """Return what makes each artifact, by its folder in the result ("": the result itself)."""
+        """Return what makes each artifact, by its folder in the result.
+
+        "" is the result itself.
+        """
 
     def describe(self, settings: Settings) -> dict[str, object]:
-        """Return the document of a dry run; DeviceError for a device that is not there."""
+        """Return the document of a dry run.
+
+        Raises  DeviceError for a device that is not there
+        """
 
     def check(self, settings: Settings) -> None:
-        """Raise what is wrong with the device, the cluster or the part that is asked for."""
+        """Refuse a device, a cluster or a part that cannot be."""
 
     def begin(self, settings: Settings) -> OutputFolder:
-        """Return the output folder with the plan in it; raise what carry_out raises before."""
+        """Return the output folder with the plan in it.
+
+        Raises  what carry_out raises before it works
+        """
 
     def carry_out(self, settings: Settings) -> Result:
-        """Do it; raise what quantization.quantize and ray_workers.quantize_together raise."""
+        """Convert; raise what `quantize` and `quantize_together` raise."""
 
     def ended_files(self) -> dict[str, str]:
         """Return the sha256 of every file, once it is done."""
 
 
 def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: bool = True) -> Work:
-    """Plan what is asked for; with a target size, after a pass that measures the weights.
+    """Plan what is asked for; for a target size, measure the weights first.
 
     may_write  what is measured is kept in the output folder
     Raises     what open_source, fit and prepare_quantize raise
