@@ -1,12 +1,17 @@
 """Run every benchmark; make bench, make bench-check, make gpu and make bench-fidelity call it.
 
-    python benchmarks/bench.py [PART ...]           measure parts, all by default; write results/cpu.json, and cpu.md from it
-    python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where a ratio has lost too much
+    python benchmarks/bench.py [PART ...]           measure parts, all by default; write
+    results/cpu.json, and cpu.md from it
+    python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where
+    a ratio has lost too much
     python benchmarks/bench.py PAGE [OPTION ...]    write a page of its own: hub, gpu or fidelity
 
-Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A part is a module with
-sections(is_quick); it is measured in a process of its own, and its rows replace those it had.  A page is a module with
-main(arguments).  Imports name the folder (`from harness.measure import table`): Python puts the folder of this file on its path.
+Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A
+part is a module with
+sections(is_quick); it is measured in a process of its own, and its rows replace those it had.  A
+page is a module with
+main(arguments).  Imports name the folder (`from harness.measure import table`): Python puts the
+                  folder of this file on its path.
 """
 
 from __future__ import annotations

@@ -150,3 +150,8 @@ def _open_text(file: io.FileIO, encoding: str = "utf-8") -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(file), encoding, "backslashreplace", line_buffering=True
     )
+
+
+def processors() -> int:
+    """Count the processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

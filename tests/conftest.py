@@ -64,7 +64,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
-    """A Hub on the loopback device that this process asks, and soon gives up on; its storage must never see a token."""
+    """A Hub on the loopback device that this process asks, and soon gives up on; its storage must
+    never see a token.
+    """
     from huggingface_hub import constants
 
     fake = UploadHub()

@@ -13,7 +13,14 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from checkpoints import run, start, wait_until, write_llama, write_zeros
+from checkpoints import (
+    llama_shards,
+    run,
+    start,
+    wait_until,
+    write_checkpoint,
+    write_zeros,
+)
 from hub_cases import NVFP4
 
 from fp4convert import process
@@ -27,7 +34,9 @@ SLOW = {"Retry-After": "600"}
 
 @pytest.fixture
 def repositories(hub, tmp_path):
-    folder = write_llama(tmp_path / "m")
+    shards = llama_shards()  # and a vector, for a small shard is fetched whole, at once
+    next(iter(shards.values()))["model.filler"] = "BF16", (1 << 20,), bytes(2 << 20)
+    folder = write_checkpoint(tmp_path / "m", shards, None)
     assert run("quantize", folder, *NVFP4, "-o", tmp_path / "q").code == 0
     hub.add("org/m", folder)
     hub.add("org/q", tmp_path / "q")

@@ -1,4 +1,6 @@
-"""What a person is told while work goes on: right figures, after a resume and from several threads too."""
+"""What a person is told while work goes on: right figures, after a resume and from several threads
+too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Words for people that have nowhere to go end no work; a document that cannot be printed is an error."""
+"""Words for people that have nowhere to go end no work; a document that cannot be printed is an
+error.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""A conversion beside a copy: `quantize --scale-rule amax`, and `cp -r` of the same folder; at the end both are on the disk."""
+"""A conversion beside a copy: `quantize --scale-rule amax`, and `cp -r` of the same folder; at the
+end both are on the disk.
+"""
 
 from __future__ import annotations
 

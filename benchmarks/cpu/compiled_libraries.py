@@ -1,4 +1,6 @@
-"""The CPU library as it is installed, the same built by the other compiler beside it, and the memory's own speed in C."""
+"""The CPU library as it is installed, the same built by the other compiler beside it, and the
+memory's own speed in C.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def installed() -> Path:
 
 
 def compiler_of(library: Path) -> tuple[str, str]:
-    """(gcc or clang, its version), as the compiler has noted them; clang's linkers note GCC's start files, too."""
+    """(gcc or clang, its version), as the compiler has noted them; clang's linkers note GCC's start
+    files, too.
+    """
     data = library.read_bytes()
     for name, pattern in COMMENTS.items():
         if found := re.search(pattern, data):
@@ -47,7 +51,9 @@ def compiler_of(library: Path) -> tuple[str, str]:
 
 
 def built_by_the_other(library: Path) -> Path:
-    """The library as clang builds it where gcc built the given one, or the other way round; UnavailableError without it."""
+    """The library as clang builds it where gcc built the given one, or the other way round;
+    UnavailableError without it.
+    """
     name = "gcc" if compiler_of(library)[0] == "clang" else "clang"
     if importlib.util.find_spec("cmake") is None:
         raise UnavailableError(f"no cmake: {INSTALL}")
@@ -75,7 +81,8 @@ def built_by_the_other(library: Path) -> Path:
 def _compiler(name: str, build: Path) -> tuple[Path, str]:
     """A program that compiles, and what it must link: the system's, or Zig's clang.
 
-    Zig spells the names of processors its own way; its runtime library knows nothing of the processor, GCC's does.
+    Zig spells the names of processors its own way; its runtime library knows nothing of the
+    processor, GCC's does.
     """
     if system := shutil.which(name):
         return Path(system), ""

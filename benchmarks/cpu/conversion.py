@@ -1,7 +1,9 @@
 """A whole conversion against its own lawful costs, and its memory against the checkpoint's size.
 
-The lawful costs: read the source once, write as many bytes as the artifact has, fsync them, hash them; writing and hashing
-on as many threads as the conversion has, and as it writes.  They are done in this process, so that they have no start-up.
+The lawful costs: read the source once, write as many bytes as the artifact has, fsync them, hash
+them; writing and hashing
+on as many threads as the conversion has, and as it writes.  They are done in this process, so that
+they have no start-up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The CPU kernels against the memory: each call as a share of the read bandwidth measured in turn with it."""
+"""The CPU kernels against the memory: each call as a share of the read bandwidth measured in turn
+with it.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ class Kernels:
 def shared(
     pool: ThreadPoolExecutor, threads: int, elements: int, call: Callable[[int, int], object]
 ) -> Work:
-    """A call for each thread on its share of the elements, all at once; says how long the slowest thread had a core."""
+    """A call for each thread on its share of the elements, all at once; says how long the slowest
+    thread had a core.
+    """
     starts = [elements * number // threads // PART * PART for number in range(threads)]
     counts = [end - start for start, end in zip(starts, [*starts[1:], elements], strict=True)]
 

@@ -1,6 +1,8 @@
-"""Planning a checkpoint of a trillion parameters in 100,000 tensors and 400 shards: seconds and peak memory.
+"""Planning a checkpoint of a trillion parameters in 100,000 tensors and 400 shards: seconds and
+peak memory.
 
-The names are those of DeepSeek-V3 and Kimi-K2; the files are headers and holes, which take no disk.  Everything is measured in
+The names are those of DeepSeek-V3 and Kimi-K2; the files are headers and holes, which take no disk.
+Everything is measured in
 a process of its own.
 """
 
@@ -104,7 +106,9 @@ def write_hole(path: Path, entries: dict[str, object], nbytes: int) -> None:
 
 
 class Cost(NamedTuple):
-    """What a stage took: seconds that passed, seconds of a processor, and the peak memory of its process until then in MB."""
+    """What a stage took: seconds that passed, seconds of a processor, and the peak memory of its
+    process until then in MB.
+    """
 
     seconds: float
     cpu_seconds: float
@@ -163,7 +167,9 @@ def measure_command(
 
 
 def measure_hub(folder: Path) -> list[Cost]:
-    """The dry run from a Hub on the loopback device, which is here, while the command has its own process."""
+    """The dry run from a Hub on the loopback device, which is here, while the command has its own
+    process.
+    """
     sys.path.append(str(SUPPORT))
     from fakehub import FakeHub
 

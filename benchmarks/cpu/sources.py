@@ -1,6 +1,8 @@
-"""What a stack of experts or an FP8 source costs beside plain bf16 matrices of the same weights: whole commands, warm cache.
+"""What a stack of experts or an FP8 source costs beside plain bf16 matrices of the same weights:
+whole commands, warm cache.
 
-Seconds and processor seconds of `quantize` into memory-backed files, start-up taken off, as ratios of the plain source per
+Seconds and processor seconds of `quantize` into memory-backed files, start-up taken off, as ratios
+of the plain source per
 element; medians of interleaved rounds.
 """
 

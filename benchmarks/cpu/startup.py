@@ -1,4 +1,6 @@
-"""How long a command takes to begin, beside a bare interpreter: --help, and inspect of a small artifact and of a large one."""
+"""How long a command takes to begin, beside a bare interpreter: --help, and inspect of a small
+artifact and of a large one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ GLOBAL_DIVISOR = struct.pack("<f", 2688 / 0.25)  # the largest weight is 0.25
 
 
 def write_artifact(folder: Path) -> int:
-    """What quantize would make of such a checkpoint: true headers, records and global scales, and holes that take no disk.
+    """What quantize would make of such a checkpoint: true headers, records and global scales, and
+    holes that take no disk.
 
     Real block scales stand where inspect reads them.  Returns the number of tensors.
     """
@@ -56,7 +59,9 @@ def write_artifact(folder: Path) -> int:
 
 
 def write_block_scales(folder: Path, artifact: Artifact) -> None:
-    """Scales as weights have them, with larger and smaller rows and columns, for the modules that inspect looks at."""
+    """Scales as weights have them, with larger and smaller rows and columns, for the modules that
+    inspect looks at.
+    """
     rng = np.random.default_rng(0)
     for module in choose_modules(artifact, is_full=False):
         ref = artifact.tensors[f"{module}.weight_scale"]

@@ -1,9 +1,14 @@
-"""One conversion by several processes: what the sharing itself costs, beside what one process takes for the same bytes.
+"""One conversion by several processes: what the sharing itself costs, beside what one process takes
+for the same bytes.
 
-Every process has one thread.  Start-up is what quantize takes of the processors when its part is done already: it imports,
-reads headers, plans, and finds nothing to do.  Of parts one after the other it is that of the same commands, each part in turn;
-of workers that join, which would wait for one another, that of as many with `--shard-index 0 --num-shards 8`.  Of workers that
-begin at once it is measured at once, too: they take more of the processors than one after the other.  That of `merge` is one of
+Every process has one thread.  Start-up is what quantize takes of the processors when its part is
+done already: it imports,
+reads headers, plans, and finds nothing to do.  Of parts one after the other it is that of the same
+commands, each part in turn;
+of workers that join, which would wait for one another, that of as many with `--shard-index 0
+--num-shards 8`.  Of workers that
+begin at once it is measured at once, too: they take more of the processors than one after the
+other.  That of `merge` is one of
 next to nothing: what grows with bytes, tensors or shards is no start-up.
 """
 
@@ -113,7 +118,9 @@ def _together(commands: list[list[object]]) -> Cost:
 
 
 def _deal(source: Path, output: Path, merged: Path) -> Cost:
-    """Parts of one folder, one after the other, and the end; of a new folder, where it is the one that is merged."""
+    """Parts of one folder, one after the other, and the end; of a new folder, where it is the one
+    that is merged.
+    """
     if merged == output:
         shutil.rmtree(output, ignore_errors=True)
     parts = [*(run(_part(source, output, index)) for index in range(SHARDS)), _merge(merged)]

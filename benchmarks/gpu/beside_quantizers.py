@@ -1,6 +1,8 @@
-"""Other people's amax and NVFP4 quantizers, on the same bytes in the same run: torch, torch.compile, torchao, ModelOpt.
+"""Other people's amax and NVFP4 quantizers, on the same bytes in the same run: torch,
+torch.compile, torchao, ModelOpt.
 
-A peer that is missing or fails is a row that says why.  Output: whether its bytes are those of this project's kernel.
+A peer that is missing or fails is a row that says why.  Output: whether its bytes are those of this
+project's kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Is the output of every kernel right on this GPU?  Bytes as the CPU backend gives them; products as float64 gives them.
+"""Is the output of every kernel right on this GPU?  Bytes as the CPU backend gives them; products
+as float64 gives them.
 
 Decides what is compared, on adversarial.py's data, before anything is measured.
 """
@@ -141,7 +142,9 @@ def compare_dequantizers(device: Device, dtype: str, fmt: Format) -> None:
 
 
 def vectors_of(kind: str, vectors: int, columns: int) -> tuple[list[Values], Values]:
-    """(x, its block scales, its global scale) as gemv takes them, and the vectors in float64; kind: bf16, fp16, nvfp4."""
+    """(x, its block scales, its global scale) as gemv takes them, and the vectors in float64; kind:
+    bf16, fp16, nvfp4.
+    """
     values = np.random.default_rng(vectors).standard_normal((vectors, columns)).astype(np.float32)
     if kind == "nvfp4":
         q = codec.quantize(values, NVFP4, "amax")
@@ -156,7 +159,9 @@ def vectors_of(kind: str, vectors: int, columns: int) -> tuple[list[Values], Val
 
 
 def product_and_reach(q: Quantized, x: Values) -> tuple[Values, Values]:
-    """(vectors, rows) in float64, and how far float32 sums in any order, then rounded to fp16, may be from that."""
+    """(vectors, rows) in float64, and how far float32 sums in any order, then rounded to fp16, may
+    be from that.
+    """
     weights = codec.dequantize(q).astype(np.float64)
     expected = x @ weights.T
     sums = q.shape[1] * 2.0**-24 * (np.abs(x) @ np.abs(weights).T)

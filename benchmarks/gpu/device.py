@@ -1,7 +1,9 @@
 """One GPU: its kernels, its memory and its clock.
 
-Decides how kernels are launched, and how they are timed: medians of REPEATS runs between two events, all queued behind enough
-copying that the GPU never waits for Python, on buffers that take turns, so that no run finds its input in the L2 cache.
+Decides how kernels are launched, and how they are timed: medians of REPEATS runs between two
+events, all queued behind enough
+copying that the GPU never waits for Python, on buffers that take turns, so that no run finds its
+input in the L2 cache.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def family(name: str) -> str:
 
 
 def grid_of(name: str, count: int, vectors: int = 1) -> tuple[int, int]:
-    """Blocks of threads for that many elements, or rows and vectors, as the head comments of the .cu files say."""
+    """Blocks of threads for that many elements, or rows and vectors, as the head comments of the
+    .cu files say.
+    """
     per_block = PER_BLOCK[name if name in BASELINES else family(name)]
     return -(-count // per_block), -(-vectors // GEMV_VECTORS)
 
@@ -160,7 +164,9 @@ class Device:
         return [Rung(kernels, name) for kernels in (self.kernels, self.software) if kernels]
 
     def sets(self, nbytes: int) -> int:
-        """How many buffers of that size must take turns for none to be in the L2 cache when its turn comes."""
+        """How many buffers of that size must take turns for none to be in the L2 cache when its
+        turn comes.
+        """
         return -(-4 * self.l2_nbytes // nbytes) + 1
 
     def empty(self, nbytes: int) -> Any:
@@ -208,7 +214,9 @@ class Device:
     def case(
         self, rung: Rung, work: Work, nbytes: int, bar: float | None = None, note: str = ""
     ) -> Case:
-        """The case of a rung that was compared; without the hardware's conversions it has no bar to meet."""
+        """The case of a rung that was compared; without the hardware's conversions it has no bar to
+        meet.
+        """
         is_software = rung.kernels is self.software
         label = rung.name + note + ", without hardware conversion" * is_software
         return Case(
@@ -236,6 +244,8 @@ class Device:
         return [case.label, f"{ms:.4f}", f"{rate:.0f}", f"{share:.1f}", bar, case.output]
 
     def measure(self, copy: Case, cases: Iterable[Case]) -> str:
-        """A table of them; the copy is measured twice, to be the measure and to show how well it repeats."""
+        """A table of them; the copy is measured twice, to be the measure and to show how well it
+        repeats.
+        """
         copy_rate = copy.nbytes / self.median_ms(copy.work) / 1e6
         return table(HEADINGS, [self.row(case, copy_rate) for case in (copy, *cases)])

@@ -1,4 +1,6 @@
-"""What GPUs did, from the pages that `make gpu` has left in results/: tables with a naive kernel or another package in them."""
+"""What GPUs did, from the pages that `make gpu` has left in results/: tables with a naive kernel or
+another package in them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The CUDA kernels against the memory of this GPU, and beside other people's quantizers, as one Markdown page.
+"""The CUDA kernels against the memory of this GPU, and beside other people's quantizers, as one
+Markdown page.
 
     python benchmarks/bench.py gpu [--output benchmarks/results/gpu-NAME.md] [--seconds N]
 
-The page is written anew after each section, so that a run that is cut short leaves what it has measured.  Ends with 1 where a
+The page is written anew after each section, so that a run that is cut short leaves what it has
+measured.  Ends with 1 where a
 kernel's output differs or a section fails; a bar that is not met is the page's to tell.
 """
 
@@ -158,7 +160,9 @@ def elementwise(device: Device, dtype: str, n: int) -> str:
 
 
 class Products:
-    """Matrices of random codes in buffers that take turns, times vectors; bytes counted: the matrix, once."""
+    """Matrices of random codes in buffers that take turns, times vectors; bytes counted: the
+    matrix, once.
+    """
 
     def __init__(self, device: Device, rows: int, columns: int) -> None:
         self._device, self._rows, self._columns = device, rows, columns
@@ -227,7 +231,8 @@ def products(device: Device, rows: int, columns: int) -> str:
     return Products(device, rows, columns).table()
 
 
-# ----------------------------------------------------------------------------------------------------------- the page
+# -----------------------------------------------------------------------------------------------------------
+# the page
 
 
 def said(*command: str) -> str:

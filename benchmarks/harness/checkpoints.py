@@ -1,4 +1,6 @@
-"""Made checkpoints: a Llama with Llama-3.1-8B's layers, random, which every converter here loads; and one of small matrices."""
+"""Made checkpoints: a Llama with Llama-3.1-8B's layers, random, which every converter here loads;
+and one of small matrices.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ LAYER_NBYTES = 2 * sum(rows * columns for rows, columns in MATRICES.values())
 
 
 def make_checkpoint(folder: Path, gigabytes: float, shards: int | None = None) -> None:
-    """bf16 layers, in so many shards, or in shards of about 1 GB; with config, index and a tokenizer."""
+    """bf16 layers, in so many shards, or in shards of about 1 GB; with config, index and a
+    tokenizer.
+    """
     folder.mkdir(parents=True)
     noise = np.random.default_rng(0).standard_normal(1 << 24, np.float32) * np.float32(0.02)
     pattern = (noise.view(np.uint32) >> 16).astype(np.uint16)

@@ -1,4 +1,6 @@
-"""How everything here is measured: works taken in turn, ratios within a turn, medians; and what to say of the machine."""
+"""How everything here is measured: works taken in turn, ratios within a turn, medians; and what to
+say of the machine.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def seconds(work: Callable[[], object]) -> float:
 def in_turn(
     *works: Callable[[], Any], rounds: int, clock: Callable[[Callable[[], Any]], float] = seconds
 ) -> list[tuple[float, ...]]:
-    """Times of `rounds` calls of every work in turn, a tuple of rounds for each work, after one call that is not counted."""
+    """Times of `rounds` calls of every work in turn, a tuple of rounds for each work, after one
+    call that is not counted.
+    """
     taken = [[clock(work) for work in works] for _ in range(rounds + 1)]
     return list(zip(*taken[1:], strict=True))
 
@@ -41,13 +45,17 @@ def median_ratio(above: tuple[float, ...], below: tuple[float, ...]) -> float:
 def paired(
     work: Callable[[], object], reference: Callable[[], object], rounds: int
 ) -> tuple[float, float, float]:
-    """Medians over `rounds` alternating calls: (work's seconds, reference's seconds, work / reference)."""
+    """Medians over `rounds` alternating calls: (work's seconds, reference's seconds, work /
+    reference).
+    """
     ours, theirs = in_turn(work, reference, rounds=rounds)
     return statistics.median(ours), statistics.median(theirs), median_ratio(ours, theirs)
 
 
 def results(name: str, kind: str) -> Path:
-    """Where a page of figures is kept: those of processors without AVX-512 have their own, such as cpu-avx2.md."""
+    """Where a page of figures is kept: those of processors without AVX-512 have their own, such as
+    cpu-avx2.md.
+    """
     from fp4convert.numerics.backends.cpu import LEVELS, Cpu
 
     words = {LEVELS[4]: "", LEVELS[3]: "-avx2", LEVELS[2]: "-sse4"}

@@ -1,6 +1,7 @@
 """Commands run, and what they cost: seconds by the clock, seconds of all processors, memory.
 
-Their own bytecode is kept, as it is of an installed program: PYTHONDONTWRITEBYTECODE does not reach them.
+Their own bytecode is kept, as it is of an installed program: PYTHONDONTWRITEBYTECODE does not reach
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ TOLD_CHARACTERS = 2000  # of the end of what a failed command said
 class Cost:
     """What some work took; children count.
 
-    anonymous_nbytes, peak_nbytes  of memory at its highest: RssAnon, as often as it was looked at, and VmHWM
+    anonymous_nbytes, peak_nbytes  of memory at its highest: RssAnon, as often as it was looked at,
+    and VmHWM
     """
 
     seconds: float
@@ -138,7 +140,9 @@ def cost_here(work: Callable[[], object]) -> Cost:
 
 
 def take_turns(works: dict[str, Callable[[], Cost]], rounds: int) -> dict[str, list[Cost]]:
-    """What each took in each round, all of them one after the other in every round; a first round does not count."""
+    """What each took in each round, all of them one after the other in every round; a first round
+    does not count.
+    """
     done = [{name: work() for name, work in works.items()} for _ in range(rounds + 1)]
     return {name: [each[name] for each in done[1:]] for name in works}
 

@@ -1,6 +1,8 @@
-"""What a measurement says: rows of figures, each with at most one ratio and its bar.  Page and gate are made of the same rows.
+"""What a measurement says: rows of figures, each with at most one ratio and its bar.  Page and gate
+are made of the same rows.
 
-A ratio is of two things measured in turn in the same run; absolute figures stand beside it, and nothing is judged by them
+A ratio is of two things measured in turn in the same run; absolute figures stand beside it, and
+nothing is judged by them
 unless a section says so.
 """
 

@@ -1,6 +1,8 @@
-"""A repository on the Hub against a bare download of the same bytes: how fast it is hashed and quantized, in what memory.
+"""A repository on the Hub against a bare download of the same bytes: how fast it is hashed and
+quantized, in what memory.
 
-The Hub is tests/support/fakehub.py in a process of its own, on the loopback device, on the cores of this machine.  The bare
+The Hub is tests/support/fakehub.py in a process of its own, on the loopback device, on the cores of
+this machine.  The bare
 download is one connection of http.client, read into one buffer, without a check.
 """
 
@@ -39,7 +41,9 @@ GROUP_NBYTES = 2 * 2 * HIDDEN * MLP  # gate_proj and up_proj
 
 
 def serve(folder: str, nbytes_per_second: float, is_copying: bool, chunks: str | None) -> None:
-    """Be the Hub until standard input ends; the first line of output is the endpoint and the commit."""
+    """Be the Hub until standard input ends; the first line of output is the endpoint and the
+    commit.
+    """
     sys.path.append(str(SUPPORT))
     from fakehub import FakeHub
 

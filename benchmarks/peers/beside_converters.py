@@ -1,7 +1,10 @@
-"""Whole converters of other packages beside ours: the same checkpoint, a process each, start-up included, warm.
+"""Whole converters of other packages beside ours: the same checkpoint, a process each, start-up
+included, warm.
 
-converters.py calls them.  LIMIT is for each package: no pair begins after it, and a run that alone takes LONGEST times that is
-ended, and told so.  mlx_lm.convert and Model Optimizer run beside fp4convert; llm-compressor in the environment that
+converters.py calls them.  LIMIT is for each package: no pair begins after it, and a run that alone
+takes LONGEST times that is
+ended, and told so.  mlx_lm.convert and Model Optimizer run beside fp4convert; llm-compressor in the
+environment that
 `make bench-peers` makes.
 """
 

@@ -1,4 +1,6 @@
-"""Quantizing on a CPU beside other packages: processor time of their defaults, and of this one's, on the same bytes in turn."""
+"""Quantizing on a CPU beside other packages: processor time of their defaults, and of this one's,
+on the same bytes in turn.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
     python -P converters.py PACKAGE SOURCE OUTPUT
 
-run where the package is.  Nothing of fp4convert is imported, and -P keeps this folder off the path: no package may find a module
+run where the package is.  Nothing of fp4convert is imported, and -P keeps this folder off the path:
+no package may find a module
 of ours.
 """
 

@@ -1,11 +1,15 @@
-"""Other packages' own quantizers on a CPU: what they make of a matrix by default, and what it costs them.
+"""Other packages' own quantizers on a CPU: what they make of a matrix by default, and what it costs
+them.
 
     python -P quantizers.py values WEIGHTS.safetensors VALUES.safetensors PEER ...
     python -P quantizers.py serve WEIGHTS.safetensors
 
-run where the packages are (make bench-peers makes an environment for those that do not resolve with the rest).  The first writes
-PEER/NAME, float32, for every matrix NAME.  The second answers each line `PEER THREADS` with one line of JSON: seconds and
-cpu_seconds of quantizing the first matrix once, or missing or problem.  Nothing of fp4convert is imported,
+run where the packages are (make bench-peers makes an environment for those that do not resolve with
+the rest).  The first writes
+PEER/NAME, float32, for every matrix NAME.  The second answers each line `PEER THREADS` with one
+line of JSON: seconds and
+cpu_seconds of quantizing the first matrix once, or missing or problem.  Nothing of fp4convert is
+imported,
 and -P keeps this folder off the path: no package may find a module of ours.
 """
 

@@ -1,8 +1,10 @@
-"""make bench-fidelity: errors of every rule and method beside other packages' defaults; benchmarks/results/fidelity.md.
+"""make bench-fidelity: errors of every rule and method beside other packages' defaults;
+benchmarks/results/fidelity.md.
 
     python benchmarks/bench.py fidelity [FOLDER]
 
-FOLDER holds what takes minutes to make: the small language model, and converted copies (default: build/fidelity).
+FOLDER holds what takes minutes to make: the small language model, and converted copies (default:
+build/fidelity).
 Peers that do not resolve with the rest run in .venv-peers, which `make bench-peers` makes.
 """
 
@@ -101,7 +103,9 @@ def peers_of(fmt: str, originals: dict[str, Tensor], folder: Path) -> dict[str, 
 
 
 def rows_of_weights(bench: Bench, fmt: str) -> Iterable[list[str]]:
-    """Every rule and peer: SQNR of the weights of both models, and the squared error beside that of mse, tensor by tensor."""
+    """Every rule and peer: SQNR of the weights of both models, and the squared error beside that of
+    mse, tensor by tensor.
+    """
     originals = {
         f"{model}/{name}": x
         for model in bench.sources
@@ -139,7 +143,9 @@ def rows_of_weights(bench: Bench, fmt: str) -> Iterable[list[str]]:
 
 
 def rows_of_outputs(bench: Bench) -> Iterable[list[str]]:
-    """Every rule and method: what its error does to outputs of MiniLM's layers, and to the language model's predictions."""
+    """Every rule and method: what its error does to outputs of MiniLM's layers, and to the language
+    model's predictions.
+    """
     originals = bench.originals("MiniLM")
     moments = metrics.minilm_moments(
         bench.sources["MiniLM"], models.sentences("judge"), list(originals)

@@ -1,4 +1,6 @@
-"""What is measured of converted models: errors of weights, errors of outputs of linear layers, and how far predictions move."""
+"""What is measured of converted models: errors of weights, errors of outputs of linear layers, and
+how far predictions move.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def minilm_moments(folder: Path, texts: list[str], names: list[str]) -> dict[str
 
 
 def _unpadded(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The tokens of a batch; what has a row for each sentence, as a pooler's input, is whole already."""
+    """The tokens of a batch; what has a row for each sentence, as a pooler's input, is whole
+    already.
+    """
     return x if mask is None or x.ndim == 2 else x[mask.bool()]
 
 

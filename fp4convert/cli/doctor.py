@@ -9,9 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fp4convert.numerics.backends import cubins
-from fp4convert.numerics.backends.base import processors
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.gpus import Gpu, dotted, survey
+from fp4convert.process import processors
 
 # kernels that convert to or from E2M1 in hardware
 CONVERTING = ("quantize_nvfp4", "quantize_mxfp4", "gemv_nvfp4", "gemv_mxfp4")

@@ -10,8 +10,8 @@ from typing import Any
 
 from fp4convert.calibration.statistics import open_calibration
 from fp4convert.checkpoint.artifact import open_artifact, open_quantized
+from fp4convert.commands import publish
 from fp4convert.commands.options import MergeOptions, as_warnings, public
-from fp4convert.commands.publish import check_destinations, fulfil
 from fp4convert.conversion import pruning, repacking
 from fp4convert.conversion.options import (
     DequantizeOptions,
@@ -40,7 +40,9 @@ def quantize(options: QuantizeOptions) -> Result:
              sound shards are finished
     """
     work, settings = _plan(options, is_dry=False)
-    return fulfil(work, settings)
+    if options.push_to_hub is None and options.report is None:
+        return work.carry_out(settings)
+    return publish.carry_out(work, settings)
 
 
 @public(QuantizeOptions)
@@ -61,7 +63,8 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     Those in the document of a dry run are not told twice.
     """
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
-    check_destinations(options, settings.share, is_dry)
+    if options.private or options.report is not None:
+        publish.check_destinations(options, settings.share, is_dry)
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
     _warn(options, () if is_dry else work.warnings, settings)

@@ -45,8 +45,8 @@ def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bo
     check_page(page)
 
 
-def fulfil(work: Work, settings: Settings) -> Result:
-    """Carry out the work; any number of processes may do so together.
+def carry_out(work: Work, settings: Settings) -> Result:
+    """Carry out the work, then bring its result where it belongs.
 
     Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and save_page
             raise

@@ -32,10 +32,9 @@ from fp4convert.conversion.experts import (
 from fp4convert.errors import InputError
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.job import Job, carry_out
-from fp4convert.execution.repacker import copy_steps
 from fp4convert.execution.settings import Result, Settings
+from fp4convert.execution.workers import copy_steps
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.backends.base import processors
 from fp4convert.planning.quantize_plan import notes_on
 from fp4convert.planning.steps import (
     Action,
@@ -46,6 +45,7 @@ from fp4convert.planning.steps import (
     module_of,
     refuse_collisions,
 )
+from fp4convert.process import processors
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Target, model_recipe

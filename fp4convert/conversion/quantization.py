@@ -31,7 +31,7 @@ from fp4convert.execution.plan_file import Manifest
 from fp4convert.execution.quantizer import Quantizer
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import IMPORTANCE, format_named
+from fp4convert.numerics.formats import IMPORTANCE, METHODS, format_named
 from fp4convert.planning.activation_scales import (
     UNIT_SCALE,
     Constant,
@@ -82,9 +82,10 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
 
     Raises  InputError for anything that the options or the source have wrong
     """
-    file = options.calibration
-    statistics = None if file is None else os.fspath(file)
-    calibration = open_statistics(options.method, options.scale_rule, statistics)
+    file, calibration = options.calibration, None
+    if file is not None or options.method != METHODS[0] or options.scale_rule == IMPORTANCE:
+        statistics = None if file is None else os.fspath(file)
+        calibration = open_statistics(options.method, options.scale_rule, statistics)
     measured = Measured(calibration) if calibration else None
     recipe = _recipe_for(source, options, calibration)
     if calibration:

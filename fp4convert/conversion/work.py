@@ -78,7 +78,9 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     may_write  what is measured is kept in the output folder
     Raises     what open_source, fit and prepare_quantize raise
     """
-    goal, output = goal_of(options.target_size, options.target_bits), options.folder
+    goal, output = None, options.folder
+    if (options.target_size, options.target_bits) != (None, None):
+        goal = goal_of(options.target_size, options.target_bits)
     access = options.access(output)
     source, components = open_with_components(os.fspath(options.source), access)
     if not components:

@@ -24,7 +24,7 @@ from fp4convert.execution.plan_file import (
     read_ended,
     read_manifest,
 )
-from fp4convert.numerics.backends.base import processors
+from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import PLAN_FILE, REPORT, UNDIGESTED
 from fp4convert.storage.disk import Mark, hash_file, is_sealed, told

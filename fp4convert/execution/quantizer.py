@@ -28,15 +28,10 @@ from fp4convert.checkpoint.encodings.fp8 import ThroughFp8
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.execution.carried_blocks import carry, group_exponent
 from fp4convert.execution.folder import TaskWriter
-from fp4convert.execution.repacker import (
-    append_parts,
-    copy_steps,
-    find_not_finite,
-    step_members,
-    values_of,
-)
+from fp4convert.execution.repacker import find_not_finite, step_members, values_of
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import UnsoundShardError
+from fp4convert.execution.workers import append_parts, copy_steps
 from fp4convert.numerics.backends.base import Backend
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, not_finite

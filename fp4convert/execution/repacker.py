@@ -18,22 +18,21 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import MatrixEncoder
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, places_of, take_rows
-from fp4convert.checkpoint.dialects.tables import Part
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.errors import NumericError
 from fp4convert.execution.carried_blocks import Carrier
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.settings import UnsoundShardError
-from fp4convert.numerics.backends.base import Backend, processors
+from fp4convert.execution.workers import append_parts, copy_steps
+from fp4convert.numerics.backends.base import Backend
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, check_largest, find_not_finite_values
 from fp4convert.numerics.matrices import Matrix, row_panels
 from fp4convert.planning.steps import Action, Step
+from fp4convert.process import processors
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
-
-COPY_NBYTES = 8 << 20
 
 
 def step_members(step: Step) -> list[tuple[Linear, ...]]:
@@ -174,34 +173,6 @@ class Transcoder:
             parts = encoder.encode(step.module, step.shape, panels)
             if not append_parts(step, parts, writer, stop):
                 return
-
-
-def append_parts(
-    step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event
-) -> bool:
-    """Append parts to the outputs of their names; False where it was stopped."""
-    place = {output.name: output for output in step.outputs}
-    for name, part in parts:
-        if stop.is_set():
-            return False
-        ref = place[name]
-        writer.shards[ref.file].append(ref, part)
-    return True
-
-
-def copy_steps(
-    source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event
-) -> None:
-    """Copy the refs of each step into its first output, one behind the other."""
-    for step in steps:
-        output = step.outputs[0]
-        for ref in step.refs:
-            nbytes = ref.nbytes
-            for start in range(0, nbytes, COPY_NBYTES):
-                if stop.is_set():
-                    return
-                data = source.read_range(ref, start, min(start + COPY_NBYTES, nbytes))
-                writer.shards[output.file].append(output, data)
 
 
 def find_not_finite(source: Source, linear: Linear) -> NumericError | None:

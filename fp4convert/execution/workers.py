@@ -1,13 +1,14 @@
-"""Fill one shard with several threads."""
+"""Fill one shard with several threads; copy tensors and append parts."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
+from fp4convert.checkpoint.dialects.tables import Part
 from fp4convert.errors import CORRUPT, NumericError, SourceError
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.settings import Settings, UnsoundShardError
@@ -15,6 +16,7 @@ from fp4convert.planning.steps import Action, Step, Task
 from fp4convert.storage.source import Source
 
 T = TypeVar("T")
+COPY_NBYTES = 8 << 20  # read at once
 
 
 class Worker(Protocol):
@@ -80,3 +82,31 @@ def read_again_if_damaged(read: Callable[[], T]) -> T:
         if error.code != CORRUPT:
             raise
     return read()
+
+
+def append_parts(
+    step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event
+) -> bool:
+    """Append parts to the outputs of their names; False where it was stopped."""
+    place = {output.name: output for output in step.outputs}
+    for name, part in parts:
+        if stop.is_set():
+            return False
+        ref = place[name]
+        writer.shards[ref.file].append(ref, part)
+    return True
+
+
+def copy_steps(
+    source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event
+) -> None:
+    """Copy the refs of each step into its first output, one behind the other."""
+    for step in steps:
+        output = step.outputs[0]
+        for ref in step.refs:
+            nbytes = ref.nbytes
+            for start in range(0, nbytes, COPY_NBYTES):
+                if stop.is_set():
+                    return
+                data = source.read_range(ref, start, min(start + COPY_NBYTES, nbytes))
+                writer.shards[output.file].append(output, data)

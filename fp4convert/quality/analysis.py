@@ -16,11 +16,11 @@ from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError, NumericError
-from fp4convert.numerics.backends.base import processors
 from fp4convert.numerics.codec import as_floats
 from fp4convert.numerics.error_sums import decibels
 from fp4convert.numerics.formats import FORMATS, FP8, NVFP4
 from fp4convert.planning.decisions import NAME_SOME, decide
+from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.losses import (
     BF16,

@@ -17,12 +17,12 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import Linears, linears_stored
 from fp4convert.errors import Finding
-from fp4convert.numerics.backends.base import processors
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_doubles, as_matrix
 from fp4convert.numerics.error_sums import Sums, count_codes
 from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
+from fp4convert.process import processors
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source, stopping

@@ -14,11 +14,11 @@ from fp4convert.calibration.input_power import describe_inputs
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import Entry, Recorded, read_recorded, shares
 from fp4convert.errors import Finding, InputError
-from fp4convert.numerics.backends.base import processors
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.error_sums import SOURCE, Sums, count_codes, summarise
 from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
+from fp4convert.process import processors
 from fp4convert.quality.checks import choose_modules, is_healthy, judge
 from fp4convert.quality.source_compare import (
     Distance,

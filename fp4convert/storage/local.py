@@ -31,8 +31,7 @@ from fp4convert.storage.checkpoint_files import (
 from fp4convert.storage.disk import Mark
 from fp4convert.storage.gguf import read_gguf_header
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.safetensors import Header, TensorRef
-from fp4convert.storage.safetensors_header import read_header
+from fp4convert.storage.safetensors import Header, TensorRef, read_header
 from fp4convert.storage.source import Checkpoint, name_of
 
 SCALAR_NBYTES = 8
@@ -108,9 +107,11 @@ class LocalSource:
         try:
             return _regular(self._folder, file).open("rb")
         except OSError as error:
-            refusal, code = _unreadable(file, error), "source-unreadable"
+            refusal = _unreadable(file, error)
+            code = "source-unreadable"
         except InputError as error:
-            refusal, code = error, "source-changed"
+            refusal = error
+            code = "source-changed"
         if file not in self._stamps:
             raise refusal
         # It was there when headers were read: a re-run may find it again.

@@ -1,4 +1,6 @@
-"""What inspect says of a folder: the promised document, and every lie that headers and records can tell."""
+"""What inspect says of a folder: the promised document, and every lie that headers and records can
+tell.
+"""
 
 import json
 from pathlib import Path
@@ -50,7 +52,9 @@ RECORD_FILE = "quantization_config.json"
 
 
 def retell(folder: Path, **changes: Tensor | None) -> None:
-    """Rewrite the second shard with these tensors added, replaced or (None) left out; the index follows."""
+    """Rewrite the second shard with these tensors added, replaced or (None) left out; the index
+    follows.
+    """
     tensors = {**read_shard(folder / SECOND), **changes}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     (folder / SECOND).write_bytes(pack_shard(tensors))
@@ -348,7 +352,9 @@ def test_a_layout_that_nobody_knows_is_bad_input(source_of_minilm, tmp_path):
 
 @pytest.mark.parametrize("has_source", [False, True])
 def test_a_layout_that_the_dialect_lacks_is_never_detected(has_source, source_of_minilm, tmp_path):
-    """The record lies; the bytes are linear, as compressed-tensors has them, and that is what is found."""
+    """The record lies; the bytes are linear, as compressed-tensors has them, and that is what is
+    found.
+    """
     folder = tmp_path / "artifact"
     assert run("quantize", source_of_minilm, "--format", "nvfp4", "-o", folder, "-q").code == 0
     record = json.loads((folder / RECORD_FILE).read_text())

@@ -1,4 +1,6 @@
-"""What a folder says of itself: whose it is, what is wrong with its records, and which modules engines would ignore."""
+"""What a folder says of itself: whose it is, what is wrong with its records, and which modules
+engines would ignore.
+"""
 
 import pytest
 from typed_records import (
@@ -263,7 +265,9 @@ def test_modelopt_ignores_by_its_second_record_alone():
     ],
 )
 def test_activations_are_recognised(name, declared, form):
-    """ModelOpt's NVFP4 with no input_activations in any group is for weights alone: so vLLM 0.33 reads it."""
+    """ModelOpt's NVFP4 with no input_activations in any group is for weights alone: so vLLM 0.33
+    reads it.
+    """
     assert recognised(name, clues(declared)) == everywhere(form)
 
 

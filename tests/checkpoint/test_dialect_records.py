@@ -1,4 +1,6 @@
-"""What is written for engines to read: exact records, and names in them that fit what they should and nothing else."""
+"""What is written for engines to read: exact records, and names in them that fit what they should
+and nothing else.
+"""
 
 import re
 from fnmatch import fnmatchcase
@@ -125,7 +127,9 @@ def test_what_is_written_is_recognised_by_its_own_dialect_alone(name, form, file
 
 
 def test_gpt_oss_names_what_stays_and_says_no_globs():
-    """transformers compiles every entry as an expression: one that begins with "*" is none, and the model does not load."""
+    """transformers compiles every entry as an expression: one that begins with "*" is none, and the
+    model does not load.
+    """
     modules = (
         "lm_head",
         "model.layers.0.mlp.router",
@@ -152,7 +156,9 @@ def test_comfy_names_its_modules_in_the_file_itself():
 
 
 def is_excluded(module: str, patterns: list[str]) -> bool:
-    """vLLM 0.33, ModelOptQuantConfigBase.is_layer_excluded: equal, or a part of the name, or a wildcard that fits."""
+    """vLLM 0.33, ModelOptQuantConfigBase.is_layer_excluded: equal, or a part of the name, or a
+    wildcard that fits.
+    """
     return any(
         pattern == module or pattern in module or fnmatchcase(module, pattern)
         for pattern in patterns
@@ -210,7 +216,9 @@ def test_exactly_the_kept_names_are_excluded(kept, quantized):
     ],
 )
 def test_kept_modules_are_ignored_under_any_prefix(module, seen_as, is_ignored):
-    """Engines put a prefix before a checkpoint's names, at the front or inside; patterns and expressions hold under it."""
+    """Engines put a prefix before a checkpoint's names, at the front or inside; patterns and
+    expressions hold under it.
+    """
     ignored = Ignored((module,), ("*vision_tower*", "*.gate", "lm_head"))
     record = dialect_named(CT).records(
         [Group(Form(NVFP4), ("model.layers.0.mlp.gate_proj",))], ignored
@@ -268,7 +276,9 @@ BESIDE = [  # a form, its format, weights and activations in compressed-tensors
 
 @pytest.mark.parametrize(("form", "fmt", "weights", "inputs"), BESIDE)
 def test_groups_of_compressed_tensors(form, fmt, weights, inputs):
-    """Typed by hand after compressed-tensors 0.20, quantization/quant_scheme.py: every group has its own format."""
+    """Typed by hand after compressed-tensors 0.20, quantization/quant_scheme.py: every group has
+    its own format.
+    """
     groups = [Group(Form(NVFP4), MLP), Group(form, ATTENTION)]
     record = dialect_named(CT).records(groups, Ignored((), ("lm_head",)))["config.json"][
         "quantization_config"
@@ -327,7 +337,9 @@ MO_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
     ],
 )
 def test_mixed_precision_of_modelopt(form, algorithm, group):
-    """Typed by hand after ModelOpt 0.47, torch/export/convert_hf_config.py: every module, and every group, by name."""
+    """Typed by hand after ModelOpt 0.47, torch/export/convert_hf_config.py: every module, and every
+    group, by name.
+    """
     records = dialect_named(MO).records(
         [Group(Form(NVFP4, 4), MLP), Group(form, ATTENTION)], Ignored(("m.0.mlp.up",), ("lm_head",))
     )
@@ -446,7 +458,9 @@ def test_dialects_refuse_what_they_cannot_mix():
     ],
 )
 def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
-    """vLLM 0.33, compressed_tensors_w8a8_fp8 and modelopt.py; only ModelOpt's FP8 has a static scale of activations, and must."""
+    """vLLM 0.33, compressed_tensors_w8a8_fp8 and modelopt.py; only ModelOpt's FP8 has a static
+    scale of activations, and must.
+    """
     form = fp8_form(Target("nvfp4", name, None, activations), granularity)
     specs = [
         (spec.name, spec.dtype, spec.shape)
@@ -474,7 +488,9 @@ def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
 
 
 def test_layers_that_stay_are_told_under_whatever_an_engine_has_before_them():
-    """Qwen2.5-VL saves model.layers, and runs model.language_model.layers: names from the layers on hold for both."""
+    """Qwen2.5-VL saves model.layers, and runs model.language_model.layers: names from the layers on
+    hold for both.
+    """
     kept, pattern = "model.layers.0.mlp.down_proj", "model.layers.1.*"
     ignored = Ignored((kept, "model.layers.1.mlp.up_proj"), (pattern,))
     group = Group(Form(NVFP4), ("model.layers.2.mlp.down_proj", "model.layers.11.mlp.up_proj"))

@@ -253,7 +253,9 @@ def test_quantize_into_gpt_oss(tmp_path):
 
 
 def test_two_shards_of_one_name(tmp_path):
-    """The scales of plain's model.safetensors go into scales.safetensors, which the source has already."""
+    """The scales of plain's model.safetensors go into scales.safetensors, which the source has
+    already.
+    """
     shards = {
         "model.safetensors": {"a.o_proj.weight": weight(1)},
         "scales.safetensors": {"a.norm.weight": weight(2, 1, 64)},

@@ -214,7 +214,9 @@ TWO_ROWS = small(NVFP4, ROW_0 + ROW_1, "a0 a1 b0 b1", 2)
 
 
 def test_bytes_of_comfy():
-    """The even column in bits 4-7; scales 0, 1 of row 0 at byte 0, those of row 1 at byte 16 of a tile of 512."""
+    """The even column in bits 4-7; scales 0, 1 of row 0 at byte 0, those of row 1 at byte 16 of a
+    tile of 512.
+    """
     parts = spell("comfy", Form(NVFP4, 4, "128x4"), TWO_ROWS, [TWO_ROWS], input_scale=2.0)
     swapped = "01 23 45 67 89 ab cd ef 10 32 54 76 98 ba dc fe" + ROW_1
     assert parts[f"{M}.weight"] == bytes.fromhex(swapped)
@@ -284,7 +286,9 @@ def test_bytes_of_plain_with_codes_and_scales_in_one(layout, expected):
 @pytest.mark.parametrize("layout", ["128x4", "8x4", "deepgemm", "k_major"])
 @pytest.mark.parametrize("shape", [(1, 1), (129, 5), (32, 4), (130, 9), (8, 3), (257, 1)])
 def test_orders_are_those_of_the_kernels_sources(layout, shape):
-    """Every byte at the offset that the formulas give, in more than one tile and with padding both ways."""
+    """Every byte at the offset that the formulas give, in more than one tile and with padding both
+    ways.
+    """
     rows, blocks = shape
     q = quantized(NV, (rows, blocks * 16))
     parts = spell("plain", Form(NVFP4, 16, layout), q, [q])
@@ -294,7 +298,9 @@ def test_orders_are_those_of_the_kernels_sources(layout, shape):
 
 
 def test_rows_of_gate_and_up_take_turns(tmp_path):
-    """Typed by hand: two experts, gate rows of 0x1N, up rows of 0x2N; the biases stay; and the same as modules again."""
+    """Typed by hand: two experts, gate rows of 0x1N, up rows of 0x2N; the biases stay; and the same
+    as modules again.
+    """
     tensors = {f"{EXPERTS}.gate_up_proj_bias": ("BF16", (2, 4), bytes(16))}
     for expert, digits in ((0, "01"), (1, "23")):
         for member, kind in (("gate_proj", "1"), ("up_proj", "2"), ("down_proj", "3")):

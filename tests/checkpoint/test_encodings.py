@@ -1,6 +1,8 @@
-"""encodings/: every kind of stored matrix gives exactly the rows that its judge gives, in panels that begin and end anywhere.
+"""encodings/: every kind of stored matrix gives exactly the rows that its judge gives, in panels
+that begin and end anywhere.
 
-Stacks are sliced by hand; FP8 codes are torch's own dtypes; integers are decompressed by compressed-tensors; blocks of four bits
+Stacks are sliced by hand; FP8 codes are torch's own dtypes; integers are decompressed by
+compressed-tensors; blocks of four bits
 are decoded by torch_formulas.py.
 """
 
@@ -460,7 +462,9 @@ def test_nan_among_fp8_codes_and_scales_is_placed(tmp_path):
 def packed_integers(
     bits: int, symmetric: bool, group: int | None
 ) -> tuple[dict[str, Tensor], dict[str, object], np.ndarray]:
-    """Tensors, the record and the values of a matrix that compressed-tensors packed, and unpacked again."""
+    """Tensors, the record and the values of a matrix that compressed-tensors packed, and unpacked
+    again.
+    """
     from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

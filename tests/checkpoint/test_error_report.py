@@ -1,4 +1,6 @@
-"""quantization_report.json: what it says of every tensor, held to outside judges; how it comes about; who sees that it lies."""
+"""quantization_report.json: what it says of every tensor, held to outside judges; how it comes
+about; who sees that it lies.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,14 @@ def rewrite(folder: Path, change) -> None:  # type: ignore[no-untyped-def]
     (folder / REPORT).write_text(json.dumps(document))
 
 
-# ------------------------------------------------------------------------------------------------------- what it says
+# -------------------------------------------------------------------------------------------------------
+# what it says
 
 
 def decompressed(folder: Path, module: str, columns: int) -> np.ndarray:
-    """The values of a module of an artifact by compressed-tensors' own helpers and PyTorch's float8."""
+    """The values of a module of an artifact by compressed-tensors' own helpers and PyTorch's
+    float8.
+    """
     import torch
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from safetensors import safe_open
@@ -188,7 +193,8 @@ def test_what_is_taken_over_is_counted_and_not_listed(source: Path, tmp_path: Pa
     assert not (tmp_path / "second" / REPORT).exists()
 
 
-# ------------------------------------------------------------------------------------------ in any way of working
+# ------------------------------------------------------------------------------------------ in any
+# way of working
 
 
 def test_any_number_of_workers_writes_the_same_report(source: Path, tmp_path: Path) -> None:
@@ -251,7 +257,8 @@ def test_a_report_in_the_source_does_not_travel(source: Path, tmp_path: Path) ->
     assert not (tmp_path / "back" / REPORT).exists()
 
 
-# ---------------------------------------------------------------------------------------------------- who reads it
+# ----------------------------------------------------------------------------------------------------
+# who reads it
 
 
 def test_verify_and_inspect_show_what_was_recorded(source: Path, tmp_path: Path) -> None:

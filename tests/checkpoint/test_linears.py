@@ -1,4 +1,5 @@
-"""linears.py and encodings/: which linear layers a source has, what belongs to each, and every reason for refusing a source.
+"""linears.py and encodings/: which linear layers a source has, what belongs to each, and every
+reason for refusing a source.
 
 What their rows are worth is in test_encodings.py.
 """

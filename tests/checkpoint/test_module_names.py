@@ -20,7 +20,9 @@ def joined(*names: str) -> list[str]:
 
 
 def names_of(pattern: str) -> set[str]:
-    """Every name of a pattern, by the rules that the documentation states and by no code of the package."""
+    """Every name of a pattern, by the rules that the documentation states and by no code of the
+    package.
+    """
     parts = re.split(r"(\[[0-9,-]+\]|\{[^}]*\})", pattern)
     choices = []
     for part in parts:

@@ -1,4 +1,6 @@
-"""Artifacts of several forms: which module is which, what `inspect` says of them, and what it finds wrong."""
+"""Artifacts of several forms: which module is which, what `inspect` says of them, and what it finds
+wrong.
+"""
 
 import json
 import struct

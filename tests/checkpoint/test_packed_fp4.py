@@ -1,4 +1,6 @@
-"""Sources whose experts, or all of whose layers, are four-bit already: their codes are taken over, or nothing of them is lost."""
+"""Sources whose experts, or all of whose layers, are four-bit already: their codes are taken over,
+or nothing of them is lost.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def artifact(source: Source) -> Path:
 
 
 def _four_bit(folder: Path) -> tuple[dict[str, tuple[Any, Any]], Tensors]:
-    """(module -> packed codes and block scales, every other tensor) of an artifact in compressed-tensors."""
+    """(module -> packed codes and block scales, every other tensor) of an artifact in
+    compressed-tensors.
+    """
     tensors = read_tensors(folder)
     modules = [
         name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")
@@ -148,7 +152,9 @@ def _encoded(weight: Any) -> tuple[Any, Any]:
 
 
 def test_deepseek_v4_computes_what_transformers_computes_of_the_source(tmp_path: Path) -> None:
-    """It reads the published form, FP4 and FP8, and the restored one, and nothing was lost between them."""
+    """It reads the published form, FP4 and FP8, and the restored one, and nothing was lost between
+    them.
+    """
     from transformers import FineGrainedFP8Config
 
     source = make_deepseek_v4(tmp_path / "source")

@@ -1,4 +1,6 @@
-"""Sources that are quantized already: FP4 from what an outside judge says they are worth, in float32, without a stage between."""
+"""Sources that are quantized already: FP4 from what an outside judge says they are worth, in
+float32, without a stage between.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ def cut(draw, height: int) -> list[tuple[int, int]]:
 
 
 def test_pieces_of_a_stack_typed_by_hand():
-    """Two experts; gate and up take turns, gate first: rows 0, 2, 4 and 1, 3, 5, and those of the second below."""
+    """Two experts; gate and up take turns, gate first: rows 0, 2, 4 and 1, 3, 5, and those of the
+    second below.
+    """
     slots = [(Rows("0.gate", 0, 3), Rows("0.up", 0, 3)), (Rows("1.gate", 0, 3), Rows("1.up", 0, 3))]
     assert places_of(slots) == {
         "0.gate": (StridedRows(0, 0, 2, 3),),
@@ -116,7 +118,9 @@ def test_what_takes_turns_is_gathered_again(data):
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_module_in_many_pieces_is_gathered_in_its_own_order(data):
-    """Halves of heads in turn, as GGUF keeps q and k; every range of rows may begin and end inside a piece."""
+    """Halves of heads in turn, as GGUF keeps q and k; every range of rows may begin and end inside
+    a piece.
+    """
     heads, half = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     rows = heads * 2 * half
     slots = [
@@ -156,7 +160,9 @@ def test_the_whole_is_handed_on_as_it_is():
 
 
 def test_half_of_a_matrix_is_not_the_whole():
-    """Every second row of a stack as tall as twice the module: the first of two members, from row 0."""
+    """Every second row of a stack as tall as twice the module: the first of two members, from row
+    0.
+    """
     tables = matrix_of(6)
     found = gather(blocks_of(tables), (3, COLUMNS), (StridedRows(0, 0, 2, 3),))
     assert tables_of(found.rows(0, 3)) == as_bytes(tuple(table[::2] for table in tables))

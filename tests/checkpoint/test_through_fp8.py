@@ -1,4 +1,6 @@
-"""Weights that go through FP8 on their way to four bits: torch's own values, whatever rows are asked for, in little memory."""
+"""Weights that go through FP8 on their way to four bits: torch's own values, whatever rows are
+asked for, in little memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The command line: exit codes, one JSON document whatever happens, golden help, and nothing heavy loaded before its time."""
+"""The command line: exit codes, one JSON document whatever happens, golden help, and nothing heavy
+loaded before its time.
+"""
 
 import json
 import os
@@ -70,7 +72,9 @@ def artifact(source, tmp_path):
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_is_golden(command):
-    """After a change on purpose: COLUMNS=100 NO_COLOR=1 TERM=dumb fp4convert COMMAND --help, read, and kept."""
+    """After a change on purpose: COLUMNS=100 NO_COLOR=1 TERM=dumb fp4convert COMMAND --help, read,
+    and kept.
+    """
     outcome = run_alone(*command.split(), "--help")
     assert (outcome.code, outcome.err) == (0, "")
     golden = (HELP / f"{command or 'fp4convert'}.txt").read_text(encoding="utf-8")

@@ -1,4 +1,6 @@
-"""The picture of a block says where bits are: bytes that other packages wrote are taken apart by what it says."""
+"""The picture of a block says where bits are: bytes that other packages wrote are taken apart by
+what it says.
+"""
 
 import ml_dtypes
 import numpy as np

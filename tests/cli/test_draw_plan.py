@@ -1,4 +1,6 @@
-"""The plan on a terminal: what becomes of the experts, the attention and the embedding, at a glance on 100 columns."""
+"""The plan on a terminal: what becomes of the experts, the attention and the embedding, at a glance
+on 100 columns.
+"""
 
 import re
 
@@ -62,7 +64,8 @@ def test_a_drawn_plan_joins_layers_and_says_why(tmp_path):
         "quantize", write_checkpoint(tmp_path / "m", shards), "--format", "nvfp4", "--dry-run"
     )
     lines = [re.sub(r" {2,}", "|", line).rstrip("|") for line in outcome.out.splitlines()]
-    # 24 matrices of 32 x 64: 4096 bytes each; 1024 of codes, 128 of block scales and 4 of a global scale become of it
+    # 24 matrices of 32 x 64: 4096 bytes each; 1024 of codes, 128 of block scales and 4 of a global
+    # scale become of it
     assert lines[:8] == [
         "modules|count|becomes|before|after|why",
         "model.embed_tokens|1|stays|4.10 kB|4.10 kB|an embedding",
@@ -154,7 +157,8 @@ def test_a_name_too_long_for_its_column_has_a_line_to_itself(capsys):
 
 
 def test_names_and_ranges_longer_than_the_terminal_go_on_after_a_comma(capsys):
-    layers = f"[{','.join(map(str, range(3, 123, 4)))}]"  # every fourth layer has attention of another kind
+    # every fourth layer has attention of another kind
+    layers = f"[{','.join(map(str, range(3, 123, 4)))}]"
     leaves = ",".join(f"a_leaf_with_number_{at}" for at in range(20))
     lines = draw(
         capsys,

@@ -1,4 +1,6 @@
-"""What a person sees: nothing that acts on a terminal, the layers folded, the worst first, and the next step of every error."""
+"""What a person sees: nothing that acts on a terminal, the layers folded, the worst first, and the
+next step of every error.
+"""
 
 import fcntl
 import json

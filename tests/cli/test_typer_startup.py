@@ -1,4 +1,6 @@
-"""cli/typer_startup.py: plain words become what typer makes of them, and what typer refuses is still refused by typer."""
+"""cli/typer_startup.py: plain words become what typer makes of them, and what typer refuses is
+still refused by typer.
+"""
 
 import io
 import subprocess

@@ -1,4 +1,6 @@
-"""The commands from Python: the command line's words, defaults, bytes and documents, and errors that can be caught."""
+"""The commands from Python: the command line's words, defaults, bytes and documents, and errors
+that can be caught.
+"""
 
 import ast
 import inspect as reflection
@@ -125,7 +127,11 @@ def plain(value: object) -> object:
 @pytest.mark.parametrize(
     ("work", "command", "words"),
     [
-        ("commands.convert.fulfil", "quantize SOURCE --format nvfp4", {"format": "nvfp4"}),
+        (
+            "conversion.one_checkpoint.Conversion.carry_out",
+            "quantize SOURCE --format nvfp4",
+            {"format": "nvfp4"},
+        ),
         ("commands.convert.repacking.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
         (
             "commands.convert.repacking.transcode",
@@ -182,7 +188,9 @@ def plain(value: object) -> object:
 def test_what_is_not_said_is_what_the_command_line_does_not_say(
     work, command, words, source, tmp_path, monkeypatch
 ):
-    """Both come to the opening and to the work with the same, where neither was told more than it needs."""
+    """Both come to the opening and to the work with the same, where neither was told more than it
+    needs.
+    """
     monkeypatch.chdir(tmp_path)
     if command.startswith("prune"):
         source = write_checkpoint(tmp_path / "experts", deepseek_shards(), DEEPSEEK)

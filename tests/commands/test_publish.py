@@ -1,4 +1,6 @@
-"""`quantize --push-to-hub`: what the folder holds is in the repository, in one commit, whoever did the work."""
+"""`quantize --push-to-hub`: what the folder holds is in the repository, in one commit, whoever did
+the work.
+"""
 
 import json
 import re

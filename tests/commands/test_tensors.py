@@ -1,4 +1,6 @@
-"""One matrix in memory: the bytes of ModelOpt, torchao and compressed-tensors, whatever holds it; and what is refused."""
+"""One matrix in memory: the bytes of ModelOpt, torchao and compressed-tensors, whatever holds it;
+and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_mxfp4_is_torchaos_in_every_form(rule):
 
 
 def test_a_group_amax_sets_the_global_scale_as_in_modelopt():
-    """The bytes of one half under the amax of both are the first rows of both together, which ModelOpt made."""
+    """The bytes of one half under the amax of both are the first rows of both together, which
+    ModelOpt made.
+    """
     x = INPUTS["rand_bf16"]
     half, rows = x[16:], x.shape[0]
     q = quantize_tensor(half, format="nvfp4", scale_rule="amax", global_amax=float(x.abs().max()))
@@ -111,7 +115,9 @@ def test_the_default_is_what_quantize_writes(format, tmp_path):
 
 
 def test_matrices_of_several_panels_are_whole():
-    """4 Mi elements are dealt with at once; torch's own arithmetic reads them back, within half a step of the weights."""
+    """4 Mi elements are dealt with at once; torch's own arithmetic reads them back, within half a
+    step of the weights.
+    """
     x = torch.randn((2100, 4096), generator=torch.Generator().manual_seed(0))
     q = quantize_tensor(x, format="nvfp4", scale_rule="amax")
     packed = torch.frombuffer(q.packed, dtype=torch.uint8).view(2100, 2048)

@@ -1,4 +1,6 @@
-"""quantize --activations 4: the input scales, the records that change, the bytes that do not, and what is refused."""
+"""quantize --activations 4: the input scales, the records that change, the bytes that do not, and
+what is refused.
+"""
 
 import json
 import shutil
@@ -297,7 +299,9 @@ def test_an_input_scale_of_the_other_dialects_shape_is_an_error(dialect, quantiz
 @every_nvfp4
 @pytest.mark.parametrize("has_our_record", [True, False])
 def test_a_w4a4_record_without_input_scales_is_an_error(has_our_record, dialect, quantize):
-    """The engines' record says W4A4, and ours (where there is one) too; the tensors are those of W4A16."""
+    """The engines' record says W4A4, and ours (where there is one) too; the tensors are those of
+    W4A16.
+    """
     four, folder = (
         quantize("four", "nvfp4", dialect, "--activations", 4),
         quantize("sixteen", "nvfp4", dialect),
@@ -439,7 +443,9 @@ def test_a_finished_folder_is_not_mixed_with_another_input_scale(
     ],
 )
 def test_an_unfinished_folder_is_not_mixed_with_other_options(first, second, tmp_path):
-    """A run that fails after its first shard leaves it behind; a run with other options may not take it for its own."""
+    """A run that fails after its first shard leaves it behind; a run with other options may not
+    take it for its own.
+    """
     shards = llama_shards()
     dtype, shape, data = shards[SECOND][f"{DOWN}.weight"]
     shards[SECOND][f"{DOWN}.weight"] = (dtype, shape, b"\xc0\x7f" + data[2:])

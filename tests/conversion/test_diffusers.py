@@ -1,4 +1,6 @@
-"""A Diffusers pipeline: each transformer becomes an artifact in its own folder, and everything else is copied as it is."""
+"""A Diffusers pipeline: each transformer becomes an artifact in its own folder, and everything else
+is copied as it is.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,6 @@
-"""Pipelines from the Hub, and to it: one commit is read to the end, and one commit holds the whole result."""
+"""Pipelines from the Hub, and to it: one commit is read to the end, and one commit holds the whole
+result.
+"""
 
 import json
 import re

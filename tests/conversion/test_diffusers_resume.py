@@ -1,4 +1,6 @@
-"""A pipeline that is interrupted, shared or done again: nothing that is finished is lost, and nothing half done loads."""
+"""A pipeline that is interrupted, shared or done again: nothing that is finished is lost, and
+nothing half done loads.
+"""
 
 import json
 import os

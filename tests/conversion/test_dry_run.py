@@ -1,4 +1,6 @@
-"""A dry run tells what a run makes: published sizes, every tensor in one row, honest times, and what is doubtful."""
+"""A dry run tells what a run makes: published sizes, every tensor in one row, honest times, and
+what is doubtful.
+"""
 
 import json
 from dataclasses import replace
@@ -31,9 +33,11 @@ def four_bit(document):
 
 
 def test_the_published_size_of_qwen3_8b(tmp_path):
-    """nvidia/Qwen3-8B-NVFP4 (modelopt, W4A4): 1,227 tensors of 6,396,932,352 bytes; 72 of them are calibrated k and v scales.
+    """nvidia/Qwen3-8B-NVFP4 (modelopt, W4A4): 1,227 tensors of 6,396,932,352 bytes; 72 of them are
+    calibrated k and v scales.
 
-    By hand: 36 layers of 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12288 * 4096 weights at 4.5 bits, two float32 a module;
+    By hand: 36 layers of 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12288 * 4096 weights at 4.5 bits,
+    two float32 a module;
     embedding and head of 151936 * 4096 in bf16; 36 * (2 * 4096 + 2 * 128) + 4096 of norms.
     """
     published_tensors, published_bytes, cache_scales = 1227, 6_396_932_352, 2 * 36
@@ -53,10 +57,13 @@ def test_the_published_size_of_qwen3_8b(tmp_path):
 
 
 def test_the_published_size_of_llama_3_3_70b(tmp_path):
-    """nvidia/Llama-3.3-70B-Instruct-FP4 (modelopt, W4A4, lm_head kept): its index has a total_size of 42,709,045,632.
+    """nvidia/Llama-3.3-70B-Instruct-FP4 (modelopt, W4A4, lm_head kept): its index has a total_size
+    of 42,709,045,632.
 
-    By hand: 80 layers of 2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192 weights at 4.5 bits, two float32 a module;
-    embedding and head of 128256 * 8192, and 161 norms of 8192, in bf16.  Scales for a cache are not among them.
+    By hand: 80 layers of 2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192 weights at 4.5 bits,
+    two float32 a module;
+    embedding and head of 128256 * 8192, and 161 norms of 8192, in bf16.  Scales for a cache are not
+    among them.
     """
     folder = write_holes(tmp_path / "m", "llama", LLAMA_70B.tensors(), shards=9)
     quantized = (
@@ -75,7 +82,9 @@ def test_the_published_size_of_llama_3_3_70b(tmp_path):
     ("format", "published", "bits"), [("nvfp4", 269e9, 4.5), ("mxfp4", 254e9, 4.25)]
 )
 def test_the_published_size_of_478_billion_weights(format, published, bits, tmp_path):
-    """Qwen3-Coder-480B has 478 billion weights in linear layers: 269 GB of NVFP4, 254 GB of MXFP4, within 1 %."""
+    """Qwen3-Coder-480B has 478 billion weights in linear layers: 269 GB of NVFP4, 254 GB of MXFP4,
+    within 1 %.
+    """
     document = forecast(
         write_holes(tmp_path / "m", "qwen3_moe", QWEN3_CODER_480B.tensors(), shards=40), format
     )
@@ -124,7 +133,9 @@ def test_rows_stand_in_the_order_of_the_model(tmp_path):
 
 
 def test_towers_and_later_tokens_stand_after_the_layers(tmp_path):
-    """An embedding of the language model goes first; names as Qwen3-VL and Qwen3-Next have them, sorted as in a file."""
+    """An embedding of the language model goes first; names as Qwen3-VL and Qwen3-Next have them,
+    sorted as in a file.
+    """
     language = "model.language_model"
     names = [
         *(
@@ -249,7 +260,9 @@ def warnings_of(tmp_path, shapes, format="nvfp4"):
 
 
 def test_columns_that_ranks_cannot_divide_into_whole_blocks_are_told(tmp_path):
-    """2880 columns of gpt-oss: 360 to each of 8 ranks are 22.5 blocks of 16; 720 to each of 4 are 22.5 blocks of 32."""
+    """2880 columns of gpt-oss: 360 to each of 8 ranks are 22.5 blocks of 16; 720 to each of 4 are
+    22.5 blocks of 32.
+    """
     shapes = {
         "mlp.experts.0.down_proj": (2880, 2880),
         "mlp.experts.1.down_proj": (2880, 2880),
@@ -297,7 +310,9 @@ def test_what_stays_is_never_warned_of(tmp_path):
 
 
 def unpacked_plan(source):
-    """A plan in which lm_head was FP8 and becomes bf16: as this version cannot read such a source, its step is put together."""
+    """A plan in which lm_head was FP8 and becomes bf16: as this version cannot read such a source,
+    its step is put together.
+    """
     plan = prepare_quantize(source, QuantizeOptions("", format="nvfp4"))
     (head,) = (step for step in plan.steps if step.module == "lm_head")
     packed = head.refs[0]._replace(dtype="F8_E4M3")
@@ -334,7 +349,9 @@ def test_a_result_larger_than_its_source_is_told(tmp_path):
 
 
 def test_a_result_larger_by_less_than_anybody_reads_is_not_told(tmp_path):
-    """Integers of four bits in groups of 32 with bf16 scales have 4.5 bits, as NVFP4 has: 8 bytes more are no news."""
+    """Integers of four bits in groups of 32 with bf16 scales have 4.5 bits, as NVFP4 has: 8 bytes
+    more are no news.
+    """
     norm = {
         f"{LAYER}.input_layernorm.weight": weight(0, 4096, 64),
         "model.norm.weight": weight(0, 1, 16),
@@ -379,7 +396,9 @@ def test_what_comes_from_the_hub_is_hashed_too(hub, tmp_path, monkeypatch):
 
 
 def test_a_dry_run_from_the_hub_transfers_headers_and_small_files(hub, tmp_path):
-    """Of 16 GB: the first 32 kB of each shard, what is left of a header, both twice, the index and config.json."""
+    """Of 16 GB: the first 32 kB of each shard, what is left of a header, both twice, the index and
+    config.json.
+    """
     folder = write_holes(tmp_path / "m", "qwen3", QWEN3_8B.tensors(), shards=5)
     hub.add("org/m", folder)
     remote, local = forecast("org/m"), forecast(folder)

@@ -1,4 +1,6 @@
-"""W4A4 never leaves without every scale: whatever the source stores, whoever made it, however many processes worked on it."""
+"""W4A4 never leaves without every scale: whatever the source stores, whoever made it, however many
+processes worked on it.
+"""
 
 import json
 import struct

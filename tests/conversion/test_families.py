@@ -1,4 +1,6 @@
-"""Every family: what becomes four-bit, with which scales, and the logits of the model that the reference codec made."""
+"""Every family: what becomes four-bit, with which scales, and the logits of the model that the
+reference codec made.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ pytestmark = [
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Folders: the checkpoint, its artifact, and the artifact turned back into bf16 weights; and the checkpoint's tensors."""
+    """Folders: the checkpoint, its artifact, and the artifact turned back into bf16 weights; and
+    the checkpoint's tensors.
+    """
 
     family: Family
     source: Path
@@ -75,7 +79,9 @@ def test_four_bit_modules_are_those_listed_with_the_codes_of_the_codec(done: Con
 
 @pytest.mark.sweep(9)
 def test_all_else_arrives_untouched(done: Conversion) -> None:
-    """Tensors, layers for multi-token prediction among them, tied heads that are not there, and files of every kind."""
+    """Tensors, layers for multi-token prediction among them, tied heads that are not there, and
+    files of every kind.
+    """
     untouched = kept(done.family, done.tensors)
     assert not done.family.model or set(done.family.extra or {}) <= set(untouched)
     for folder in (done.artifact, done.restored):

@@ -1,4 +1,6 @@
-"""Experts that stay four-bit on their way into transformers: MXFP4, since 5.23 drops the global scales of NVFP4 experts."""
+"""Experts that stay four-bit on their way into transformers: MXFP4, since 5.23 drops the global
+scales of NVFP4 experts.
+"""
 
 from __future__ import annotations
 

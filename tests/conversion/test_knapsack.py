@@ -112,7 +112,9 @@ def test_no_parts_take_no_bytes():
 
 
 def test_an_early_step_that_fits_to_the_byte_is_taken_back():
-    """The cheap step saves too little; once the dear one is taken, the cheap one can go, and exactly so many bytes are left."""
+    """The cheap step saves too little; once the dear one is taken, the cheap one can go, and
+    exactly so many bytes are left.
+    """
     cheap = Part("cheap", (Option("bf16", 100, 0.0), Option("fp8", 50, 0.1)))
     dear = Part("dear", (Option("bf16", 100, 0.0), Option("fp4", 40, 1.0)))
     assert [option.word for option in choose([cheap, dear], 140)] == ["bf16", "fp4"]

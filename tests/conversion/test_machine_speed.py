@@ -51,7 +51,9 @@ class Looked:
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_the_rate_is_that_of_all_threads(threads, monkeypatch):
-    """What all did, but to warm up, in the time between the last two looks of the main thread at the clock."""
+    """What all did, but to warm up, in the time between the last two looks of the main thread at
+    the clock.
+    """
     backend, looks = Counted(1e9), []
     monkeypatch.setattr("fp4convert.conversion.dry_run.time", Looked(looks))
     pace = measure_pace(backend, Target("nvfp4"), (10, 4096), threads)

@@ -1,4 +1,6 @@
-"""--target-size and --target-bits: sizes to the byte, the choice beside every choice, what is refused."""
+"""--target-size and --target-bits: sizes to the byte, the choice beside every choice, what is
+refused.
+"""
 
 import math
 from collections import Counter
@@ -106,7 +108,9 @@ def units_of(modules: dict[str, object]) -> list[list[str]]:
 
 
 def test_no_other_choice_of_that_size_loses_less(source, tmp_path):
-    """Every choice of 8 parts in 3 formats: sizes by hand, losses as measured; within one step of the best of them."""
+    """Every choice of 8 parts in 3 formats: sizes by hand, losses as measured; within one step of
+    the best of them.
+    """
     target = planned(source, tmp_path / "dry", "--target-bits", 6.3)["target"]
     quantize(source, tmp_path / "out", "--target-bits", 6.3)
     found = losses(tmp_path / "out")

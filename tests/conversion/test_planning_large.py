@@ -1,6 +1,8 @@
-"""Twice the tensors are twice the work, from the headers to the plan as it is drawn: a trillion parameters plan in seconds.
+"""Twice the tensors are twice the work, from the headers to the plan as it is drawn: a trillion
+parameters plan in seconds.
 
-Work is counted in calls, which no other process disturbs; loops inside a built-in function make none, so time counts, too.
+Work is counted in calls, which no other process disturbs; loops inside a built-in function make
+none, so time counts, too.
 """
 
 from __future__ import annotations

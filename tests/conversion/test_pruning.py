@@ -1,4 +1,6 @@
-"""`prune`: the bytes of what stays, in every form that experts are stored in; resuming, parts, the Hub; and what it refuses."""
+"""`prune`: the bytes of what stays, in every form that experts are stored in; resuming, parts, the
+Hub; and what it refuses.
+"""
 
 import json
 from pathlib import Path

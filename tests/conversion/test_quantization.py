@@ -1,4 +1,6 @@
-"""A whole conversion: the same bytes from everywhere, whatever travels beside the weights, and the way back."""
+"""A whole conversion: the same bytes from everywhere, whatever travels beside the weights, and the
+way back.
+"""
 
 import hashlib
 import json
@@ -301,7 +303,9 @@ def test_the_output_is_named_after_the_source_and_the_format(tmp_path, monkeypat
 
 
 def test_a_matrix_larger_than_a_panel_is_whole(tmp_path):
-    """4 Mi elements are a panel: three panels with a short last one equal the same rows converted as a small matrix."""
+    """4 Mi elements are a panel: three panels with a short last one equal the same rows converted
+    as a small matrix.
+    """
     top, tail = weight(1, 8, 4096), weight(2, 3, 4096)
     rows = (top[2] * 260 + tail[2],)
     tall = ("BF16", (8 * 260 + 3, 4096), rows[0])

@@ -1,4 +1,6 @@
-"""The measuring pass: losses beside NumPy and torch in float64; what is kept, by whom, and when it is measured again."""
+"""The measuring pass: losses beside NumPy and torch in float64; what is kept, by whom, and when it
+is measured again.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""transcode between dialects of NVFP4: the same codes and block scales, other names and records, and what is refused."""
+"""transcode between dialects of NVFP4: the same codes and block scales, other names and records,
+and what is refused.
+"""
 
 import json
 import re
@@ -94,7 +96,9 @@ def transcode(artifact: Path, output: Path, dialect: str, *options: object) -> d
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder but the state of the conversion, and what only a run that rounds has to report."""
+    """Every file of a folder but the state of the conversion, and what only a run that rounds has
+    to report.
+    """
     return {
         path.name: path.read_bytes()
         for path in folder.glob("[!.]*")
@@ -107,7 +111,9 @@ def scalar(tensor: Tensor) -> np.float32:
 
 
 def inverse(x: np.float32) -> np.float32:
-    """The float32 nearest to 1/x: IEEE division by NumPy, checked against its neighbours in exact fractions."""
+    """The float32 nearest to 1/x: IEEE division by NumPy, checked against its neighbours in exact
+    fractions.
+    """
     found = np.float32(1) / x
     error = abs(Fraction(float(found)) - 1 / Fraction(float(x)))
     neighbours = (Fraction(float(np.nextafter(found, np.float32(end)))) for end in (0, np.inf))
@@ -137,7 +143,9 @@ def others(tensors: dict[str, Tensor], dialect: str) -> dict[str, Tensor]:
 def write_foreign(
     folder: Path, dialect: str, modules: dict[str, tuple[np.float32, np.float32]]
 ) -> Path:
-    """A W4A4 artifact with no record of ours, made by hand: module -> its global scale and input scale, as they are stored."""
+    """A W4A4 artifact with no record of ours, made by hand: module -> its global scale and input
+    scale, as they are stored.
+    """
     tensors: dict[str, Tensor] = {}
     for number, (module, scales) in enumerate(modules.items()):
         codes = np.random.default_rng(number).integers(0, 256, 16 * 16, np.uint8).tobytes()
@@ -153,7 +161,9 @@ def write_foreign(
 @every_form
 @every_pair
 def test_codes_and_block_scales_are_the_same_bytes(before, after, options, source, tmp_path):
-    """Global scales and input scales are inverted and rounded once; the shapes are those of the dialect."""
+    """Global scales and input scales are inverted and rounded once; the shapes are those of the
+    dialect.
+    """
     quantize(source, tmp_path / "before", before, *options)
     document = transcode(tmp_path / "before", tmp_path / "after", after)
     left, right = read_folder(tmp_path / "before"), read_folder(tmp_path / "after")
@@ -283,7 +293,9 @@ def test_scales_that_do_not_come_back_are_named(before, after, tmp_path):
     "bits", [0, 1, 0x7F800000, 0x7FC00000], ids=["zero", "subnormal", "infinity", "nan"]
 )
 def test_a_scale_without_an_inverse_is_no_bug_of_ours(before, after, bits, tmp_path):
-    """Exporters write a global scale of 0 for a matrix of zeros; whatever comes of it, it is said, and nothing is half made."""
+    """Exporters write a global scale of 0 for a matrix of zeros; whatever comes of it, it is said,
+    and nothing is half made.
+    """
     odd = np.array([bits], np.uint32).view(np.float32)[0]
     artifact = write_foreign(tmp_path / "foreign", before, {"l.0.o_proj": (odd, np.float32(1))})
     outcome = run("transcode", artifact, "-o", tmp_path / "out", "--dialect", after, "--json")
@@ -300,7 +312,9 @@ def test_a_scale_without_an_inverse_is_no_bug_of_ours(before, after, bits, tmp_p
 )
 @every_pair
 def test_what_stays_is_said_in_the_records(before, after, excluded, head, tmp_path):
-    """The modules that the target's record ignores are those of a direct conversion, absent tied heads among them."""
+    """The modules that the target's record ignores are those of a direct conversion, absent tied
+    heads among them.
+    """
     shards = llama_shards()
     if head == "tied":
         del shards[SECOND]["lm_head.weight"]
@@ -349,7 +363,9 @@ def _fits(pattern: str, name: str) -> bool:
 
 
 def test_parts_of_a_module_in_two_shards(source, tmp_path):
-    """The global scale and the input scale lie apart from the codes: what is made lies with the codes."""
+    """The global scale and the input scale lie apart from the codes: what is made lies with the
+    codes.
+    """
     folder, name = tmp_path / "apart", f"{LAYER}.self_attn.o_proj"
     quantize(source, tmp_path / "whole", MO, "--activations", 4)
     tensors = read_folder(tmp_path / "whole")
@@ -388,7 +404,9 @@ def test_nothing_of_the_other_dialect_is_left(dialect, source, tmp_path):
 
 
 def test_scales_of_a_kv_cache_are_not_lost_in_silence(source, tmp_path):
-    """A calibrated k_scale means something to engines: it is there afterwards, or a line says that it is not."""
+    """A calibrated k_scale means something to engines: it is there afterwards, or a line says that
+    it is not.
+    """
     quantize(source, tmp_path / "before", MO)
     tensors, name = read_folder(tmp_path / "before"), f"{LAYER}.self_attn.k_proj.k_scale"
     config = json.loads((tmp_path / "before" / "config.json").read_text())

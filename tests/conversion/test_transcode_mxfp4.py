@@ -1,4 +1,5 @@
-"""transcode --format nvfp4 of MXFP4 artifacts, whole: values, groups, counts; arithmetic is in test_mxfp4_as_nvfp4.py.
+"""transcode --format nvfp4 of MXFP4 artifacts, whole: values, groups, counts; arithmetic is in
+test_mxfp4_as_nvfp4.py.
 
 Artifacts are made by hand, without a record of ours; values are decoded by ml_dtypes in float64.
 """
@@ -59,7 +60,9 @@ def codes(seed: int, count: int = ROWS * BLOCKS * 16) -> bytes:
 def write_mxfp4(
     folder: Path, scales: dict[str, np.ndarray], activations: int = 16, **packed: bytes
 ) -> Path:
-    """Seven modules in two shards, q/k/v and gate/up in both; module -> its E8M0 bytes (rows, blocks)."""
+    """Seven modules in two shards, q/k/v and gate/up in both; module -> its E8M0 bytes (rows,
+    blocks).
+    """
     shards: dict[str, dict[str, Tensor]] = {
         FIRST: {},
         SECOND: {"lm_head.weight": weight(11, 96, 64)},
@@ -225,7 +228,9 @@ def test_blocks_below_are_rounded_and_counted(dialect, lowest, highest, tmp_path
 
 @every_dialect
 def test_members_of_a_group_in_other_shards_set_the_global_scale(dialect, tmp_path):
-    """v_proj, in the second shard, is the largest of q/k/v; gate_proj, of gate/up; nobody else learns of it."""
+    """v_proj, in the second shard, is the largest of q/k/v; gate_proj, of gate/up; nobody else
+    learns of it.
+    """
     scales = {module: np.full((ROWS, BLOCKS), 100) for module in MODULES}
     scales[V] = np.full((ROWS, BLOCKS), 119)
     scales[GATE] = np.full((ROWS, BLOCKS), 110)
@@ -241,7 +246,9 @@ def test_members_of_a_group_in_other_shards_set_the_global_scale(dialect, tmp_pa
 
 @every_dialect
 def test_zeros(dialect, tmp_path):
-    """A matrix of zeros of both signs beside others, its scales as large as can be: it has no say, and stays."""
+    """A matrix of zeros of both signs beside others, its scales as large as can be: it has no say,
+    and stays.
+    """
     scales = scales_within(110, 127)
     scales[K] = np.full((ROWS, BLOCKS), 254)
     zeros = (b"\x80\x08\x00\x88" * (ROWS * BLOCKS * 4))[: ROWS * BLOCKS * 16]
@@ -378,7 +385,9 @@ def test_modelopt_has_no_mxfp4(options, tmp_path):
 
 @every_dialect
 def test_a_shard_made_under_another_global_scale_is_not_adopted(dialect, tmp_path):
-    """The run died after its shards; then v_proj, in the second, grew: q_proj, in the first, needs a new global scale."""
+    """The run died after its shards; then v_proj, in the second, grew: q_proj, in the first, needs
+    a new global scale.
+    """
     artifact = write_mxfp4(tmp_path / "artifact", scales_within(110, 127))
     transcode(artifact, tmp_path / "out", dialect)
     (tmp_path / "out" / OURS).unlink()

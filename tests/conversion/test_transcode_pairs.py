@@ -1,4 +1,6 @@
-"""Every dialect into every other that holds the same data, and back: artifacts are made by spellings.py, read by safetensors."""
+"""Every dialect into every other that holds the same data, and back: artifacts are made by
+spellings.py, read by safetensors.
+"""
 
 import json
 import struct
@@ -152,7 +154,9 @@ def test_nvfp4_with_a_global_scale_of_one_to_and_from_mlx(other, tmp_path):
     "other", [dialect for dialect in NVFP4_DIALECTS if dialect != "compressed-tensors"]
 )
 def test_a_scale_whose_reciprocal_does_not_come_back(other, tmp_path):
-    """Named on the way, and the only tensor that is another one afterwards; between two multipliers nothing is rounded."""
+    """Named on the way, and the only tensor that is another one afterwards; between two multipliers
+    nothing is rounded.
+    """
     odd = next(
         x for x in np.linspace(1e-4, 2e-4, 99, dtype=np.float32) if 1 / (np.float32(1) / x) != x
     )

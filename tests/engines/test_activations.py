@@ -1,6 +1,7 @@
 """transformers with compressed-tensors loads and runs artifacts for four-bit activations (W4A4).
 
-On a CPU compressed-tensors runs its own emulation: every linear layer rounds its inputs to four bits first.
+On a CPU compressed-tensors runs its own emulation: every linear layer rounds its inputs to four
+bits first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ LINEARS = 14
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Folders: artifacts with four-bit and 16-bit activations, and the first turned back into bf16 weights."""
+    """Folders: artifacts with four-bit and 16-bit activations, and the first turned back into bf16
+    weights.
+    """
 
     w4a4: Path
     w4a16: Path
@@ -53,7 +56,9 @@ def done(
 
 
 def _load(folder: Path) -> Any:
-    """The model as transformers loads it; the test fails where a tensor was missing, unexpected or of another shape."""
+    """The model as transformers loads it; the test fails where a tensor was missing, unexpected or
+    of another shape.
+    """
     model, info = _load_and_tell(folder)
     assert not any(info.values()), info
     return model
@@ -90,7 +95,9 @@ def _kind(done: Conversion) -> str:
 
 
 def test_the_record_is_the_engines_own_scheme(done: Conversion) -> None:
-    """Equal to the preset that compressed-tensors offers under the format's name, weights and activations."""
+    """Equal to the preset that compressed-tensors offers under the format's name, weights and
+    activations.
+    """
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     record = read_json(done.w4a4 / "config.json")["quantization_config"]
@@ -130,7 +137,9 @@ def test_loaded_modules_know_their_input_activations(done: Conversion) -> None:
 
 
 def test_engine_computes_the_weights_that_dequantize_writes(done: Conversion) -> None:
-    """Asked for plain weights the engine has no use for the input scales: they alone are unexpected."""
+    """Asked for plain weights the engine has no use for the input scales: they alone are
+    unexpected.
+    """
     from transformers import CompressedTensorsConfig
 
     model, info = _load_and_tell(
@@ -146,7 +155,9 @@ def test_engine_computes_the_weights_that_dequantize_writes(done: Conversion) ->
 
 
 def test_forward_rounds_the_activations(done: Conversion) -> None:
-    """Finite, near the 16-bit model's logits, and not equal to them: the inputs of every layer really are four-bit."""
+    """Finite, near the 16-bit model's logits, and not equal to them: the inputs of every layer
+    really are four-bit.
+    """
     import torch
 
     logits, plain = _logits(_load(done.w4a4)).float(), _logits(_load(done.w4a16)).float()
@@ -158,7 +169,9 @@ def test_forward_rounds_the_activations(done: Conversion) -> None:
 
 @pytest.mark.parametrize("done", ["nvfp4"], indirect=True)
 def test_the_stored_input_scale_is_the_one_that_counts(done: Conversion, tmp_path: Path) -> None:
-    """An input scale stored the wrong way round still loads; activations then saturate, and the logits show it."""
+    """An input scale stored the wrong way round still loads; activations then saturate, and the
+    logits show it.
+    """
     from safetensors.torch import save_file
 
     shutil.copytree(done.w4a4, tmp_path / "tampered")

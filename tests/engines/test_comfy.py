@@ -1,4 +1,6 @@
-"""comfy-kitchen, ComfyUI's own kernels: it reads what the command writes, and the command reads what it quantized."""
+"""comfy-kitchen, ComfyUI's own kernels: it reads what the command writes, and the command reads
+what it quantized.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Diffusers: it loads what `dequantize` makes of its transformers, and reads NVFP4 as Black Forest Labs publishes it."""
+"""Diffusers: it loads what `dequantize` makes of its transformers, and reads NVFP4 as Black Forest
+Labs publishes it.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def test_what_was_restored_loads_with_the_values_that_the_artifact_holds(name, c
 
 
 def test_it_reads_nvfp4_of_one_file_and_computes_what_the_restored_weights_give(tmp_path):
-    """Its fallback without a Blackwell GPU, which dequantizes; the config is the original's, without a record."""
+    """Its fallback without a Blackwell GPU, which dequantizes; the config is the original's,
+    without a record.
+    """
     import torch
 
     name, kinds = "FluxTransformer2DModel", {"dtype": torch.bfloat16}

@@ -1,6 +1,8 @@
-"""What stays of every diffusion transformer that Diffusers has and a recipe is for, at its published size.
+"""What stays of every diffusion transformer that Diffusers has and a recipe is for, at its
+published size.
 
-The models are Diffusers' own, without weights; what stays is typed here by hand, from the sources that the recipes name.
+The models are Diffusers' own, without weights; what stays is typed here by hand, from the sources
+that the recipes name.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ FLUX2_TIME = [
 ]
 ADAPTER = [f"face_adapter.#.{leaf}" for leaf in ("to_q", "to_k", "to_v", "to_out")]
 
-# class, settings beside its own, what stays (# is any number) beside whole blocks, those blocks, at most that share of weights
+# class, settings beside its own, what stays (# is any number) beside whole blocks, those blocks, at
+# most that share of weights
 TABLE: list[tuple[str, dict[str, Any], list[str], str, float]] = [
     (
         "FluxTransformer2DModel",

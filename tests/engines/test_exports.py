@@ -1,6 +1,8 @@
-"""What ModelOpt and compressed-tensors themselves export beyond the plain case: caches in FP8, mixed modules, MXFP4.
+"""What ModelOpt and compressed-tensors themselves export beyond the plain case: caches in FP8,
+mixed modules, MXFP4.
 
-How ModelOpt's plain NVFP4 fares is in test_modelopt.py.  vLLM's maybe_remap_kv_scale_name takes self_attn.k_proj.k_scale
+How ModelOpt's plain NVFP4 fares is in test_modelopt.py.  vLLM's maybe_remap_kv_scale_name takes
+self_attn.k_proj.k_scale
 (ModelOpt) and self_attn.k_scale (compressed-tensors) for the same scale.
 """
 
@@ -159,7 +161,9 @@ def test_modelopts_exports_dequantize_as_the_formula_says(
 def test_matrices_of_eight_bits_beside_four(
     modelopt: Exports, compressed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """No other dialect says what they are; integers of eight bits are not read at all; FP8 is restored as torch computes it."""
+    """No other dialect says what they are; integers of eight bits are not read at all; FP8 is
+    restored as torch computes it.
+    """
     exports = [
         ("fp8-modules", modelopt["beside-fp8"]),
         *((code, compressed[name][0]) for name, code in REFUSED.items()),
@@ -188,7 +192,9 @@ def test_matrices_of_eight_bits_beside_four(
 def test_fp8_cache_travels_to_compressed_tensors_and_back(
     modelopt: Exports, compressed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Its scales get the names that compressed-tensors itself gives them, and both records of it say FP8."""
+    """Its scales get the names that compressed-tensors itself gives them, and both records of it
+    say FP8.
+    """
     export, own = modelopt["cache"], compressed["cache"][0]
     differ, rounded = _there_and_back(export, tmp_path, ("compressed-tensors", "modelopt"))
     assert {tensor.rpartition(".")[0] for tensor in differ} <= set(rounded)
@@ -254,7 +260,9 @@ def test_a_dialect_that_knows_no_cache_refuses_one(modelopt: Exports, tmp_path: 
 def test_input_scales_of_some_modules_are_left_out(
     modelopt: Exports, compressed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A warning says so: engines would not know the names, and the record of the result has one word for all modules."""
+    """A warning says so: engines would not know the names, and the record of the result has one
+    word for all modules.
+    """
     for export, dialect, ending in (
         (modelopt["w4a4-beside-w4a16"], "compressed-tensors", ".input_scale"),
         (compressed["w4a4-beside-w4a16"][0], "modelopt", ".input_global_scale"),
@@ -278,7 +286,9 @@ def test_input_scales_of_some_modules_are_left_out(
 def test_modelopts_mxfp4_travels_to_compressed_tensors_and_quark(
     modelopt: Exports, tmp_path: Path
 ) -> None:
-    """Quark has ModelOpt's names for it; ModelOpt's own record is one that engines refuse, and is not written."""
+    """Quark has ModelOpt's names for it; ModelOpt's own record is one that engines refuse, and is
+    not written.
+    """
     assert _there_and_back(modelopt["mxfp4"], tmp_path, ("compressed-tensors", "quark")) == ([], [])
     _refused(
         "dialect-format",

@@ -1,4 +1,6 @@
-"""Real architectures: what is quantized is exactly what the engine's own matching takes for quantized, tied heads included."""
+"""Real architectures: what is quantized is exactly what the engine's own matching takes for
+quantized, tied heads included.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +203,9 @@ def build(name: str) -> Any:
 
 
 def plan_of(model: Any) -> Plan:
-    """The plan for the tensors that the model would save; tied ones are saved once, under their first name."""
+    """The plan for the tensors that the model would save; tied ones are saved once, under their
+    first name.
+    """
     seen: set[int] = set()
     refs = []
     for name, tensor in model.state_dict(keep_vars=True).items():

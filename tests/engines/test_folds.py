@@ -1,4 +1,6 @@
-"""Artifacts with folds in transformers: as close to the model as rounding alone, whatever the factors were."""
+"""Artifacts with folds in transformers: as close to the model as rounding alone, whatever the
+factors were.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ pytestmark = [
 
 
 def statistics(folder: Path, path: Path) -> Path:
-    """A calibration file with inputs of every linear layer; some columns are much larger than others."""
+    """A calibration file with inputs of every linear layer; some columns are much larger than
+    others.
+    """
     source = open_source(str(folder))
     linears = find_linears(source, build_recipe(Target("nvfp4"), source.checkpoint.config)).of
     tensors: dict[str, np.ndarray] = {}
@@ -58,7 +62,9 @@ def restored(folder: Path, out: Path, *options: object) -> Path:
     "name", ["llama", "gemma2", "phi", "cohere", "bert", "mixtral", "qwen2_moe", "deepseek_v2"]
 )
 def test_a_folded_artifact_is_as_close_as_a_rounded_one(name, tmp_path):
-    """A reader that was left out, or a factor that was not undone, would be an error of another size."""
+    """A reader that was left out, or a factor that was not undone, would be an error of another
+    size.
+    """
     folder = build(name, tmp_path / "model")
     before = outputs(name, folder)
     calibration = (

@@ -1,4 +1,6 @@
-"""gpt-oss: experts stored natively in MXFP4, as OpenAI published them and as transformers reads them."""
+"""gpt-oss: experts stored natively in MXFP4, as OpenAI published them and as transformers reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from torch_formulas import mxfp4_weight
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny gpt-oss whose experts hold every code and several block scales, written by safetensors alone."""
+    """A tiny gpt-oss whose experts hold every code and several block scales, written by safetensors
+    alone.
+    """
     return make_gptoss(tmp_path_factory.mktemp("native"))
 
 
@@ -47,7 +51,9 @@ def back(listed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _load(folder: Path) -> Any:
-    """The model as transformers loads it; the test fails where a tensor was missing, unexpected or of another shape."""
+    """The model as transformers loads it; the test fails where a tensor was missing, unexpected or
+    of another shape.
+    """
     import torch
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
@@ -73,7 +79,9 @@ def _engine_weights(model: Any) -> dict[str, Any]:
 
 
 def test_engine_reads_the_native_file_as_the_formula_does(native: Path) -> None:
-    """What the tests below rest on: transformers decodes code 8 as -0.0, and the rows and columns are where they should be."""
+    """What the tests below rest on: transformers decodes code 8 as -0.0, and the rows and columns
+    are where they should be.
+    """
     expected = expected_weights(native)
     assert len(expected) == LAYERS * len(STACKED)
     assert differing(_engine_weights(_load(native)), expected) == []
@@ -104,7 +112,9 @@ def test_experts_become_modules_of_the_same_bytes(native: Path, listed: Path) ->
 
 
 def test_dequantized_experts_equal_the_formula(native: Path, listed: Path, tmp_path: Path) -> None:
-    """In stacks again, transposed, gate and up column by column in turns: the record of the listed ones keeps how they lay."""
+    """In stacks again, transposed, gate and up column by column in turns: the record of the listed
+    ones keeps how they lay.
+    """
     fp4convert("dequantize", listed, "-o", tmp_path / "restored", "--dtype", "fp32", "-q")
     restored, found = read_tensors(tmp_path / "restored"), {}
     for name in [name for name in restored if name.endswith(STACKED)]:
@@ -152,7 +162,9 @@ def test_engine_loads_what_came_back(native: Path, back: Path) -> None:
 def test_dequantized_stacks_load_as_a_plain_model(
     native: Path, artifact: str, dtype: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Stacks of ordinary weights, transposed as transformers holds them: the model that Mxfp4Config(dequantize=True) makes."""
+    """Stacks of ordinary weights, transposed as transformers holds them: the model that
+    Mxfp4Config(dequantize=True) makes.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

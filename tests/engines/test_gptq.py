@@ -1,4 +1,6 @@
-"""From text to four bits by commands alone: calibrate, quantize --method gptq, and what transformers computes afterwards."""
+"""From text to four bits by commands alone: calibrate, quantize --method gptq, and what
+transformers computes afterwards.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def logits_of(folder, tokens):
     ("format", "gram"), [("nvfp4", "full"), ("mxfp4", "full"), ("nvfp4", "block:32")]
 )
 def test_the_model_comes_nearer_to_what_it_was(kind, format, gram, tmp_path):
-    """Outputs of the whole model on the text that it was calibrated with, attention, experts and all."""
+    """Outputs of the whole model on the text that it was calibrated with, attention, experts and
+    all.
+    """
     from transformers import AutoTokenizer
 
     source = make_model(tmp_path / "source", kind)

@@ -1,4 +1,6 @@
-"""llama.cpp: it loads and runs the GGUF files that the command writes, from a GGUF file and from an artifact."""
+"""llama.cpp: it loads and runs the GGUF files that the command writes, from a GGUF file and from an
+artifact.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ every_format = pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A checkpoint, the same as a GGUF file in bfloat16, and what the command makes of each: GGUF files, and an artifact."""
+    """A checkpoint, the same as a GGUF file in bfloat16, and what the command makes of each: GGUF
+    files, and an artifact.
+    """
 
     checkpoint: Path
     template: Path
@@ -69,7 +73,9 @@ every_way = pytest.mark.parametrize("way", ["quantize", "transcode"])
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """(architecture, format) -> its models, made once; artifacts of NVFP4 store the multiplier that GGUF stores too."""
+    """(architecture, format) -> its models, made once; artifacts of NVFP4 store the multiplier that
+    GGUF stores too.
+    """
 
     @cache
     def source(kind: str) -> tuple[Path, Path]:
@@ -117,7 +123,9 @@ def gguf_name(name: str) -> str:
 
 
 def permuted(name: str, rows: Any, kind: str) -> Any:
-    """Rows in the order of llama.cpp, whose rotary embedding of Llama turns neighbours; of Qwen3, halves, as transformers."""
+    """Rows in the order of llama.cpp, whose rotary embedding of Llama turns neighbours; of Qwen3,
+    halves, as transformers.
+    """
     heads = HEADS.get(name.split(".")[-2]) if kind == "llama" else None
     return (
         rows if heads is None else rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
@@ -132,7 +140,9 @@ def unpermuted(name: str, rows: Any, kind: str) -> Any:
 
 
 def write_gguf(checkpoint: Path, kind: str, path: Path) -> Path:
-    """The checkpoint as llama.cpp's own converter would write it: matrices in bfloat16, norms in float32."""
+    """The checkpoint as llama.cpp's own converter would write it: matrices in bfloat16, norms in
+    float32.
+    """
     import gguf
     from gguf.quants import quantize
 
@@ -188,7 +198,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _values(tensor: Any) -> Any:
-    """Float32 of a GGUF tensor, of NVFP4 without its global scale, by llama.cpp's own Python package."""
+    """Float32 of a GGUF tensor, of NVFP4 without its global scale, by llama.cpp's own Python
+    package.
+    """
     import torch
     from gguf.quants import dequantize
 
@@ -196,7 +208,9 @@ def _values(tensor: Any) -> Any:
 
 
 def _weights(path: Path, checkpoint: Path, kind: str) -> dict[str, Any]:
-    """Name in transformers -> float32 tensor of a GGUF file, its rows back in the order of transformers."""
+    """Name in transformers -> float32 tensor of a GGUF file, its rows back in the order of
+    transformers.
+    """
     tensors, weights = _read(path), {}
     for name in read_tensors(checkpoint):
         stored = gguf_name(name)
@@ -255,7 +269,9 @@ def _distance(found: dict[int, float], expected: Any) -> float:
 
 @every_kind
 def test_engine_runs_the_template_as_transformers_does(tmp_path: Path, kind: str) -> None:
-    """What the tests below rest on: names, metadata and the order of rows are those that llama.cpp expects."""
+    """What the tests below rest on: names, metadata and the order of rows are those that llama.cpp
+    expects.
+    """
     checkpoint = MAKERS[kind](tmp_path / "checkpoint")
     template = write_gguf(checkpoint, kind, tmp_path / "tiny.gguf")
     weights = _weights(template, checkpoint, kind)
@@ -275,7 +291,9 @@ def test_engine_runs_the_template_as_transformers_does(tmp_path: Path, kind: str
 def test_engine_agrees_with_the_dequantized_model(
     make: Make, kind: str, fmt: str, way: str
 ) -> None:
-    """llama.cpp rounds activations to eight bits; what is left is far below what four-bit weights change."""
+    """llama.cpp rounds activations to eight bits; what is left is far below what four-bit weights
+    change.
+    """
     models = make(kind, fmt)
     weights = _weights(models.made(way), models.checkpoint, kind)
     before = {name: tensor.float() for name, tensor in read_tensors(models.checkpoint).items()}
@@ -341,7 +359,9 @@ def test_kept_tensors_are_the_templates(make: Make, kind: str, fmt: str, way: st
 @every_format
 @every_kind
 def test_transcoded_blocks_are_the_artifacts(make: Make, kind: str, fmt: str) -> None:
-    """Codes and block scales by value, in llama.cpp's order of rows; global scales bit for bit; code 8 is +0.0 there."""
+    """Codes and block scales by value, in llama.cpp's order of rows; global scales bit for bit;
+    code 8 is +0.0 there.
+    """
     models = make(kind, fmt)
     artifact, ours = read_tensors(models.artifact), _read(models.transcoded)
     for name in filter(is_quantized, read_tensors(models.checkpoint)):
@@ -393,7 +413,9 @@ def test_inspect_and_verify_measure_against_the_template(
 def test_engine_runs_the_dequantized_file(
     make: Make, tmp_path: Path, kind: str, fmt: str, dtype: str
 ) -> None:
-    """It holds what the four-bit file is worth, rounded to its dtype, and nothing that only four-bit tensors need."""
+    """It holds what the four-bit file is worth, rounded to its dtype, and nothing that only
+    four-bit tensors need.
+    """
     models = make(kind, fmt)
     fp4convert(
         "dequantize", models.quantized.parent, "-o", tmp_path / "restored", "--dtype", dtype, "-q"

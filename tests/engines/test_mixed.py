@@ -1,4 +1,5 @@
-"""Artifacts with modules of several forms, judged by those who read them: compressed-tensors with transformers, and ModelOpt.
+"""Artifacts with modules of several forms, judged by those who read them: compressed-tensors with
+transformers, and ModelOpt.
 
 The codes come from compressed-tensors' compressors and from torch; fp4convert only spells them.
 """
@@ -43,7 +44,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """compressed-tensors' own NVFP4 in the MLP and MXFP4 in the attention, and what it decompresses."""
+    """compressed-tensors' own NVFP4 in the MLP and MXFP4 in the attention, and what it
+    decompresses.
+    """
     folder = tmp_path_factory.mktemp("exported")
     weights = export_compressed(
         source, (("NVFP4A16", "re:.*mlp.*"), ("MXFP4A16", "re:.*self_attn.*")), folder
@@ -96,7 +99,8 @@ def _kept(folder: Path, modules: Matrices) -> dict[str, Tensor]:
 
 
 def _load(folder: Path, dtype: str) -> dict[str, Any]:
-    """The weights as transformers has them, decompressed where they are: with dequantize=True it takes one group for all.
+    """The weights as transformers has them, decompressed where they are: with dequantize=True it
+    takes one group for all.
 
     dtype  of scales too: bfloat16 rounds those of FP8
     """
@@ -214,7 +218,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def modelopt(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Granularity, Path]:
-    """ModelOpt's own NVFP4 in the MLP beside FP8 in the attention, for a matrix, for rows, and for blocks of weights alone."""
+    """ModelOpt's own NVFP4 in the MLP beside FP8 in the attention, for a matrix, for rows, and for
+    blocks of weights alone.
+    """
     quantizers: dict[Granularity, dict[str, Any]] = {
         "tensor": {f"*self_attn*{which}_quantizer": FP8 for which in ("weight", "input")},
         "row": {
@@ -265,7 +271,8 @@ def test_modelopts_own_mixed_export(
 def _assert_said_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """quantization_config, or the nested record of hf_quant_config.json.
 
-    FP8_PB_WO is written in small letters by ModelOpt, without numbers, and in capitals in what NVIDIA publishes.
+    FP8_PB_WO is written in small letters by ModelOpt, without numbers, and in capitals in what
+    NVIDIA publishes.
     """
     left, right = (
         each.get("quantization_config") or each["quantization"] for each in (ours, theirs)
@@ -339,7 +346,9 @@ def test_quantize_makes_fp8_that_transformers_reads(
 
 
 def _blocked(source: Path, folder: Path) -> dict[str, Any]:
-    """The values of the folder's matrices, which are now FP8 in blocks of 128x128, as DeepSeek stores them."""
+    """The values of the folder's matrices, which are now FP8 in blocks of 128x128, as DeepSeek
+    stores them.
+    """
     from safetensors.torch import load_file, save_file
 
     form = Form(FP8_FORMAT, granularity=(128, 128))
@@ -371,7 +380,9 @@ def _tensor(data: bytes, dtype: str, shape: tuple[int, int]) -> Any:
 
 @pytest.mark.parametrize("dialect", [CT, MO])
 def test_fp8_that_stays_is_said_in_the_records(source: Path, tmp_path: Path, dialect: str) -> None:
-    """Queries of 128x128 are one block, and keys of 64 rows a part of one: both are stored like all others."""
+    """Queries of 128x128 are one block, and keys of 64 rows a part of one: both are stored like all
+    others.
+    """
     blocked, made = tmp_path / "blocked", tmp_path / "made"
     blocked.mkdir()
     expected = _blocked(source, blocked)
@@ -405,7 +416,9 @@ def test_fp8_that_stays_is_said_in_the_records(source: Path, tmp_path: Path, dia
 def test_quantize_makes_what_modelopt_exports(
     wide: Path, modelopt: dict[Granularity, Path], tmp_path: Path
 ) -> None:
-    """But for scales of activations, which it calibrates, and codes of FP8, which it rounds to bf16 first, some to the next."""
+    """But for scales of activations, which it calibrates, and codes of FP8, which it rounds to bf16
+    first, some to the next.
+    """
     import numpy as np
     import torch
     from safetensors.torch import load_file

@@ -1,4 +1,6 @@
-"""MLX: mlx-lm loads and runs what the command writes, and the command reads what MLX itself quantized."""
+"""MLX: mlx-lm loads and runs what the command writes, and the command reads what MLX itself
+quantized.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def _restored(artifact: Path, folder: Path, dtype: str = "fp32") -> dict[str, An
 
 
 def _load(folder: Path) -> Any:
-    """The model as mlx-lm loads it; strict: a tensor that is missing or of another shape is an error."""
+    """The model as mlx-lm loads it; strict: a tensor that is missing or of another shape is an
+    error.
+    """
     from mlx_lm.utils import load_model
 
     return load_model(folder)[0]
@@ -134,7 +138,9 @@ def _logits(model: Any) -> Any:
 
 
 def _formula(tensors: dict[str, Any], fmt: str) -> dict[str, Any]:
-    """What the tensors of an MLX checkpoint are worth; eight codes of a U32 lie as little-endian bytes of two codes do."""
+    """What the tensors of an MLX checkpoint are worth; eight codes of a U32 lie as little-endian
+    bytes of two codes do.
+    """
     import torch
 
     formula = {"mxfp4": mxfp4_weight, "nvfp4": nvfp4_weight}[fmt]

@@ -1,4 +1,6 @@
-"""ModelOpt, which defines the arithmetic of NVFP4: its own export of a model against the command's artifact, byte for byte."""
+"""ModelOpt, which defines the arithmetic of NVFP4: its own export of a model against the command's
+artifact, byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def artifact(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def w4a4(source: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command's artifact for four-bit activations, with the input scale that ModelOpt calibrated for PROBED."""
+    """The command's artifact for four-bit activations, with the input scale that ModelOpt
+    calibrated for PROBED.
+    """
     folder = tmp_path_factory.mktemp("w4a4") / "artifact"
     probed = read_tensors(exports["W4A4"])[f"{PROBED}.input_scale"].item()
     choice = ("--format", "nvfp4", "--scale-rule", "amax", "--dialect", "modelopt")
@@ -106,7 +110,9 @@ def test_four_bit_activations_export_adds_input_scales_only(
 def test_four_bit_activations_export_equals_ours_but_for_calibration(
     exports: dict[str, Path], w4a4: Path
 ) -> None:
-    """Every name, dtype, shape and byte but the values of input scales; and the one that ours was given is equal too."""
+    """Every name, dtype, shape and byte but the values of input scales; and the one that ours was
+    given is equal too.
+    """
     ours, theirs = read_tensors(w4a4), read_tensors(exports["W4A4"])
     scales = _input_scales(exports["W4A4"])
     assert len(scales) == MODULES
@@ -129,7 +135,9 @@ def test_four_bit_activations_export_equals_ours_but_for_calibration(
 def test_engine_records_equal_the_export(
     exports: dict[str, Path], artifact: Path, w4a4: Path, name: str
 ) -> None:
-    """Equal but for the modules to leave alone: ours names more, all of them modules that are not quantized."""
+    """Equal but for the modules to leave alone: ours names more, all of them modules that are not
+    quantized.
+    """
     made = {"W4A16": artifact, "W4A4": w4a4}[name]
     for file, key in (("config.json", "ignore"), ("hf_quant_config.json", "exclude_modules")):
         ours, theirs = (_engine_record(folder / file) for folder in (made, exports[name]))
@@ -150,7 +158,9 @@ def _engine_record(path: Path) -> dict[str, Any]:
 def test_config_keeps_what_modelopt_keeps(
     exports: dict[str, Path], artifact: Path, source: Path
 ) -> None:
-    """config.json is the source's with one key more; ModelOpt's differs from it only in how it spells dtype."""
+    """config.json is the source's with one key more; ModelOpt's differs from it only in how it
+    spells dtype.
+    """
     ours, theirs = read_json(artifact / "config.json"), read_json(exports["W4A16"] / "config.json")
     assert {key: value for key, value in ours.items() if key != "quantization_config"} == read_json(
         source / "config.json"
@@ -174,7 +184,9 @@ def test_inspect_knows_modelopts_own_export(export: Path) -> None:
 
 @every_export
 def test_verify_measures_modelopts_own_export(export: Path, source: Path, artifact: Path) -> None:
-    """Nothing is wrong with it, and its errors are those of the command's artifact to the last digit."""
+    """Nothing is wrong with it, and its errors are those of the command's artifact to the last
+    digit.
+    """
     theirs = fp4convert_json("verify", export, "--source", source, "--min-sqnr", 18)
     assert theirs["passed"]
     assert [finding["code"] for finding in theirs["findings"]] == ["no-hashes"]
@@ -187,7 +199,9 @@ def test_verify_measures_modelopts_own_export(export: Path, source: Path, artifa
 @every_export
 @pytest.mark.parametrize("dtype", TORCH_NAMES)
 def test_dequantize_equals_modelopts_own(export: Path, tmp_path: Path, dtype: str) -> None:
-    """Equal but for the sign of zeros: ModelOpt writes code 8 for small negative values and reads it as +0.0; others, -0.0."""
+    """Equal but for the sign of zeros: ModelOpt writes code 8 for small negative values and reads
+    it as +0.0; others, -0.0.
+    """
     fp4convert("dequantize", export, "-o", tmp_path / "restored", "--dtype", dtype, "-q")
     restored, expected = (
         read_tensors(tmp_path / "restored"),
@@ -198,7 +212,9 @@ def test_dequantize_equals_modelopts_own(export: Path, tmp_path: Path, dtype: st
 
 
 def _dequantized(export: Path, dtype: str) -> dict[str, Any]:
-    """Name -> weight of every four-bit module, by ModelOpt's own tensor class, which computes in the dtype of its scales."""
+    """Name -> weight of every four-bit module, by ModelOpt's own tensor class, which computes in
+    the dtype of its scales.
+    """
     import torch
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
@@ -240,7 +256,9 @@ def test_dequantize_leaves_no_input_scale(
 def test_tampering_with_one_tensor_is_seen(
     exports: dict[str, Path], artifact: Path, tmp_path: Path, part: str
 ) -> None:
-    """The comparisons above have teeth: one fault in one tensor, and exactly that tensor and its weight differ."""
+    """The comparisons above have teeth: one fault in one tensor, and exactly that tensor and its
+    weight differ.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -276,7 +294,9 @@ def transcoded(export: Path, tmp_path: Path) -> Path:
 @every_export
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 def test_transcoded_export_loads_in_transformers(transcoded: Path, tmp_path: Path) -> None:
-    """With nothing missing or unexpected; as plain weights, those that dequantize writes, and with no use for input scales."""
+    """With nothing missing or unexpected; as plain weights, those that dequantize writes, and with
+    no use for input scales.
+    """
     import torch
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -296,7 +316,9 @@ def test_transcoded_export_loads_in_transformers(transcoded: Path, tmp_path: Pat
 
 @every_export
 def test_transcoded_export_keeps_every_code(export: Path, transcoded: Path) -> None:
-    """Codes, block scales and kept tensors are the same bytes; scalars are inverted and rounded once, as torch divides."""
+    """Codes, block scales and kept tensors are the same bytes; scalars are inverted and rounded
+    once, as torch divides.
+    """
     names = {
         "weight_scale_2": "weight_global_scale",
         "input_scale": "input_global_scale",

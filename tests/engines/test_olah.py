@@ -1,7 +1,10 @@
-"""Through a mirror that nobody here wrote: olah, pulling from the Hub of the tests, gives the bytes of the folder.
+"""Through a mirror that nobody here wrote: olah, pulling from the Hub of the tests, gives the bytes
+of the folder.
 
-It asks that Hub in its own ways, answers ranges out of blocks that it keeps, and sends no X-Linked headers.  It wants an older
-psutil than is beside it, so it has an environment of its own, which the package index fills: hence the mark.
+It asks that Hub in its own ways, answers ranges out of blocks that it keeps, and sends no X-Linked
+headers.  It wants an older
+psutil than is beside it, so it has an environment of its own, which the package index fills: hence
+the mark.
 """
 
 from __future__ import annotations
@@ -115,7 +118,9 @@ def test_an_artifact_is_inspected_and_verified_through_it(mirror, folder, tmp_pa
 
 
 def test_files_of_the_xet_storage_come_over_http(mirror, folder, tmp_path):
-    """As olah is set up without a file: it takes them from the link that it is given, and answers itself."""
+    """As olah is set up without a file: it takes them from the link that it is given, and answers
+    itself.
+    """
     commit = mirror.add("org/m", folder)
     files = mirror.repos["org/m"].commits[commit]
     mirror.xet_names = {

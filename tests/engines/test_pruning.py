@@ -1,4 +1,6 @@
-"""Pruned checkpoints, judged by transformers: the logits of the original, whose routers cannot choose the dropped experts."""
+"""Pruned checkpoints, judged by transformers: the logits of the original, whose routers cannot
+choose the dropped experts.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def calibrated(source: Path, file: Path, kept: Mapping[str, Sequence[int]], expe
 
 @contextmanager
 def masked(model: Any, kept: Mapping[int, Sequence[int]], experts: int) -> Iterator[Any]:
-    """The model, whose router in each of those layers gives every expert that goes the score of minus infinity."""
+    """The model, whose router in each of those layers gives every expert that goes the score of
+    minus infinity.
+    """
     import torch
 
     current: list[int] = []
@@ -186,7 +190,9 @@ def test_the_result_computes_what_the_model_does_that_may_not_choose_the_others(
 
 @pytest.mark.slow
 def test_256_experts_become_160_in_groups_and_quantize_takes_the_result(tmp_path: Path) -> None:
-    """DeepSeek V3's names and routing; the layer for multi-token prediction, which transformers does not run, is left out."""
+    """DeepSeek V3's names and routing; the layer for multi-token prediction, which transformers
+    does not run, is left out.
+    """
     source, out = build(DEEPSEEK, tmp_path / "source"), tmp_path / "out"
     random = np.random.default_rng(0)
     kept = {
@@ -229,7 +235,9 @@ def test_256_experts_become_160_in_groups_and_quantize_takes_the_result(tmp_path
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
 def test_what_goes_has_the_least_saliency_by_the_papers_formula(name: str, tmp_path: Path) -> None:
-    """REAP, arXiv 2510.13999: S_j = mean over the tokens routed to j of g_j(x) * |f_j(x)|, of the whole model in float32."""
+    """REAP, arXiv 2510.13999: S_j = mean over the tokens routed to j of g_j(x) * |f_j(x)|, of the
+    whole model in float32.
+    """
     import torch
     import transformers
 
@@ -289,7 +297,9 @@ def test_what_goes_has_the_least_saliency_by_the_papers_formula(name: str, tmp_p
 
 
 def saliency_of(module: Any, expert: int, calls: list[Any]) -> Any:
-    """What that expert answers the tokens that were sent to it, by the whole stack's own code, and the router's weights."""
+    """What that expert answers the tokens that were sent to it, by the whole stack's own code, and
+    the router's weights.
+    """
     import torch
 
     products = []

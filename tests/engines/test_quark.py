@@ -1,4 +1,6 @@
-"""AMD Quark: it loads what the command writes in its dialect, and the command reads what Quark itself exports."""
+"""AMD Quark: it loads what the command writes in its dialect, and the command reads what Quark
+itself exports.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def _restored(artifact: Path, folder: Path, dtype: str = "fp32") -> dict[str, An
 
 
 def _load(folder: Path) -> Any:
-    """The model as transformers loads it; the test fails where a tensor was missing, unexpected or of another shape."""
+    """The model as transformers loads it; the test fails where a tensor was missing, unexpected or
+    of another shape.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -131,7 +135,9 @@ def _import(folder: Path) -> Any:
 
 
 def _engine_weights(model: Any) -> dict[str, Any]:
-    """Name -> float32 weight of every four-bit module, as Quark's runtime decodes it in a forward pass."""
+    """Name -> float32 weight of every four-bit module, as Quark's runtime decodes it in a forward
+    pass.
+    """
     import torch
     from quark.torch.export.nn.modules.qparamslinear import QParamsLinear
 
@@ -191,7 +197,9 @@ def test_engine_equals_the_plain_model(artifacts: dict[str, Path], tmp_path: Pat
 
 
 def test_engine_keeps_the_sign_of_zeros(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """Code 8 is -0.0 to Quark's runtime, though its own export never writes it: nothing has to be changed for it."""
+    """Code 8 is -0.0 to Quark's runtime, though its own export never writes it: nothing has to be
+    changed for it.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -294,7 +302,9 @@ def test_transcoded_export_holds_the_same_bytes(
 def test_transcoded_nvfp4_export_rounds_only_what_it_says(
     exports: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Compressed-tensors stores inverses: where one is not exact, --json names the module, and a last place may differ."""
+    """Compressed-tensors stores inverses: where one is not exact, --json names the module, and a
+    last place may differ.
+    """
     other = tmp_path / "other"
     document = fp4convert_json(
         "transcode", exports["nvfp4"], "-o", other, "--dialect", "compressed-tensors"
@@ -313,7 +323,9 @@ def test_transcoded_nvfp4_export_rounds_only_what_it_says(
 def test_export_there_and_back_is_the_export(
     exports: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """Every tensor but the scales that --json names: NVFP4's global scales may come back one unit of the last place away."""
+    """Every tensor but the scales that --json names: NVFP4's global scales may come back one unit
+    of the last place away.
+    """
     there, back = tmp_path / "there", tmp_path / "back"
     document = fp4convert_json(
         "transcode", exports[name], "-o", there, "--dialect", "compressed-tensors"
@@ -331,7 +343,9 @@ def test_export_there_and_back_is_the_export(
 def test_quarks_own_export_never_writes_code_8(
     exports: dict[str, Path], artifacts: dict[str, Path]
 ) -> None:
-    """Why its bytes are not compared with the command's, which keeps the sign of what it rounds to zero."""
+    """Why its bytes are not compared with the command's, which keeps the sign of what it rounds to
+    zero.
+    """
     ours, theirs = read_tensors(artifacts["mxfp4"]), read_tensors(exports["mxfp4"])
     codes = [unpacked(theirs[name]) for name in ours if is_quantized(name)]
     assert not any((matrix == 8).any() for matrix in codes)

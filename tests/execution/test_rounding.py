@@ -1,4 +1,6 @@
-"""quantize --method gptq: outputs come nearer, the same bytes from any workers and parts, and bad statistics are told."""
+"""quantize --method gptq: outputs come nearer, the same bytes from any workers and parts, and bad
+statistics are told.
+"""
 
 import json
 import signal
@@ -90,7 +92,9 @@ def test_outputs_of_every_layer_come_nearer(gram, source, tmp_path):
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_inputs_that_know_nothing_of_each_other_give_the_bytes_of_mse(format, source, tmp_path):
-    """Columns of a Hadamard matrix have identity as Gram matrix, and moments of 1: nothing to weigh for method or rule."""
+    """Columns of a Hadamard matrix have identity as Gram matrix, and moments of 1: nothing to weigh
+    for method or rule.
+    """
     hadamard = np.ones((1, 1), np.float32)
     for _ in range(7):
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
@@ -257,7 +261,9 @@ def test_the_same_bytes_from_any_workers_any_process_and_parts(format, gram, sou
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path):
-    """Stopped in the middle, and the same command ends it with the bytes of a run that nobody stopped."""
+    """Stopped in the middle, and the same command ends it with the bytes of a run that nobody
+    stopped.
+    """
     shards = {
         f"part-{number}.safetensors": {
             f"model.layers.{number}.mlp.down_proj.weight": (
@@ -308,7 +314,9 @@ def stack(*shape: int, seed: int) -> tuple[str, tuple[int, ...], bytes]:
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "gpt-oss"])
 def test_experts_in_stacks_have_statistics_of_their_own(dialect, tmp_path):
-    """gpt-oss' stacks lie transposed, gate and up in turns; written as modules, and as stacks whose rows take turns again."""
+    """gpt-oss' stacks lie transposed, gate and up in turns; written as modules, and as stacks whose
+    rows take turns again.
+    """
     experts = "model.layers.0.mlp.experts"
     tensors = {
         f"{experts}.gate_up_proj": stack(2, 64, 192, seed=1),
@@ -477,7 +485,9 @@ def test_statistics_that_are_nan_are_refused(source, tmp_path):
 
 
 def test_gram_matrices_that_are_none_end_the_run_without_a_record(source, tmp_path):
-    """Found in the work, as weights that are NaN are: other shards are finished, one sentence tells of all, nothing loads it."""
+    """Found in the work, as weights that are NaN are: other shards are finished, one sentence tells
+    of all, nothing loads it.
+    """
     bad = {}
     for module in (
         DOWN,

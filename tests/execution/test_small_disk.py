@@ -1,4 +1,6 @@
-"""Disks that are really full or really read-only: mounted by root in a namespace of its own, so that nobody else sees them."""
+"""Disks that are really full or really read-only: mounted by root in a namespace of its own, so
+that nobody else sees them.
+"""
 
 import json
 import subprocess

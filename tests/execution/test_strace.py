@@ -1,4 +1,6 @@
-"""Death and a broken disk at the system's own calls, injected by strace into the real command; and the order of the calls."""
+"""Death and a broken disk at the system's own calls, injected by strace into the real command; and
+the order of the calls.
+"""
 
 import hashlib
 import json

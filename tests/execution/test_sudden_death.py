@@ -1,4 +1,6 @@
-"""Death at any moment: no final name ever holds partial bytes, and the same command run again ends like a clean run."""
+"""Death at any moment: no final name ever holds partial bytes, and the same command run again ends
+like a clean run.
+"""
 
 import json
 import random
@@ -42,7 +44,9 @@ def test_killed_at_every_write_fsync_and_rename(tmp_path):
 
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_at_random_instants(kills, tmp_path):
-    """Kills between the first byte and the last; each later run adopts what the earlier ones finished."""
+    """Kills between the first byte and the last; each later run adopts what the earlier ones
+    finished.
+    """
     layers = {
         f"layers.{n}.o_proj.weight": ("BF16", (2048, 4096), bf16(2048, 4096, seed=n))
         for n in range(6)

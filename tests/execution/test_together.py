@@ -1,4 +1,6 @@
-"""Several processes in one output folder, or each in its own: the work is split, and the bytes are those of one."""
+"""Several processes in one output folder, or each in its own: the work is split, and the bytes are
+those of one.
+"""
 
 import json
 import random
@@ -214,7 +216,9 @@ def test_merge_finds_a_byte_that_changed(layers, tmp_path):
 
 
 def test_scale_groups_are_compared_across_shards(layers, tmp_path):
-    """A shard that was converted under another global scale, as a damaged reading of its neighbour would make it."""
+    """A shard that was converted under another global scale, as a damaged reading of its neighbour
+    would make it.
+    """
     out = tmp_path / "out"
     expected = quantize(layers, out).json["digest"]
     records = [path for path in (out / STATE / "done").iterdir() if "model-03" in path.read_text()]

@@ -1,11 +1,14 @@
 """Golden bytes: the inputs, and what five packages that nobody here wrote make of them.
 
-Decides which cases exist and which function of each package speaks for it; README.md says which version made what.
+Decides which cases exist and which function of each package speaks for it; README.md says which
+version made what.
 
     python tests/golden/generate.py [NAME ...] [--write]
 
-prints what differs from the committed files and exits 1 if anything does; --write replaces the files, and a person commits them.
-NAME is a file without its suffix; none means all but those of packages that need an environment of their own.  Nothing of
+prints what differs from the committed files and exits 1 if anything does; --write replaces the
+files, and a person commits them.
+NAME is a file without its suffix; none means all but those of packages that need an environment of
+their own.  Nothing of
 fp4convert is imported.
 """
 
@@ -44,7 +47,9 @@ def heavy(dtype: torch.dtype) -> Tensor:
 
 
 def ties(dtype: torch.dtype) -> Tensor:
-    """Every midpoint of E2M1 and its neighbours; the tensor's amax is 2688, so that the global scale is 1 and steps are 2^k."""
+    """Every midpoint of E2M1 and its neighbours; the tensor's amax is 2688, so that the global
+    scale is 1 and steps are 2^k.
+    """
     rows = []
     for step in (2.0**k for k in (0, 1, -3, 5, -6)):
         values = []
@@ -112,7 +117,9 @@ def mxfp4_thresholds(dtype: torch.dtype) -> Tensor:
 
 
 def e4m3_ties(dtype: torch.dtype) -> Tensor:
-    """Blocks of 16 whose block scale lands on a midpoint of E4M3; the tensor's amax is 2688, so that the global scale is 1."""
+    """Blocks of 16 whose block scale lands on a midpoint of E4M3; the tensor's amax is 2688, so
+    that the global scale is 1.
+    """
     scales = [(1 + (2 * m + 1) / 16) * 2.0**e for e in (-5, -2, 0, 4, 7) for m in range(8)]
     scales = [value for value in scales if value < 448] + [
         (2 * m + 1) / 2 * 2.0**-9 for m in range(8)
@@ -179,7 +186,9 @@ def modelopt_nvfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def torchao_mxfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Its mode rceil is our rule ceil; its own ceil is another rule.  torchao takes no fp16, which is widened first."""
+    """Its mode rceil is our rule ceil; its own ceil is another rule.  torchao takes no fp16, which
+    is widened first.
+    """
     from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
     wide = x.float() if x.dtype == torch.float16 else x
@@ -192,7 +201,9 @@ def torchao_mxfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def ct_mxfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The steps of llm-compressor's weight-only path: scales from the extremes of each block, then the compressor."""
+    """The steps of llm-compressor's weight-only path: scales from the extremes of each block, then
+    the compressor.
+    """
     from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -207,7 +218,9 @@ def ct_mxfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def modelopt_nvfp4_mse(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Its sweep over all E4M3 scales (fp8_scale_sweep), as it runs without a GPU, of what its own quantizer makes of them."""
+    """Its sweep over all E4M3 scales (fp8_scale_sweep), as it runs without a GPU, of what its own
+    quantizer makes of them.
+    """
     from modelopt.torch.quantization.calib import NVFP4MSECalibrator
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
@@ -238,7 +251,9 @@ def modelopt_nvfp4_mse(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def fouroversix_nvfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Its PyTorch backend, without the padding and the order of scales that the package's own kernels read."""
+    """Its PyTorch backend, without the padding and the order of scales that the package's own
+    kernels read.
+    """
     from fouroversix.quantize.pytorch.reference import quantize_to_fp4
 
     if not x.isfinite().all():

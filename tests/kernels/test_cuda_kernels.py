@@ -1,6 +1,8 @@
-"""What the CUDA kernels alone promise, run on the host by simt.py: launch blocks, their tails, and an amax that accumulates.
+"""What the CUDA kernels alone promise, run on the host by simt.py: launch blocks, their tails, and
+an amax that accumulates.
 
-test_kernels.py holds their bytes to codec.py's.  Every launch here and there has poisoned margins beside each of its buffers:
+test_kernels.py holds their bytes to codec.py's.  Every launch here and there has poisoned margins
+beside each of its buffers:
 SimtKernels asserts that they stay as they were.
 """
 
@@ -33,7 +35,8 @@ from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, rule_number
 from fp4convert.numerics.matrices import Quantized
 
-# One unit, two; one warp's and a block's first row of units and their neighbours; a whole block; several and a tail.
+# One unit, two; one warp's and a block's first row of units and their neighbours; a whole block;
+# several and a tail.
 LENGTHS = (
     16,
     32,
@@ -76,7 +79,9 @@ def test_the_margins_tell() -> None:
 def fast_alone(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> SimtKernels:
-    """The kernels with an exact way that gives nothing but code 15, so that a block which takes it is seen."""
+    """The kernels with an exact way that gives nothing but code 15, so that a block which takes it
+    is seen.
+    """
     kernels = Path(shutil.copytree(KERNELS, tmp_path_factory.mktemp("fast") / "kernels"))
     text, count = re.subn(
         r"codes \|= format\.exact\([^;]*;", "codes = ~0u;", (kernels / "codes.cuh").read_text()
@@ -92,7 +97,9 @@ def fast_alone(
 def test_weights_take_the_fast_way(
     fast_alone: SimtKernels, dtype: str, fmt: Format, rule: str
 ) -> None:
-    """Under the amax that they have themselves, with every mantissa that it can have in 8 bits, down to weights of 1e-4."""
+    """Under the amax that they have themselves, with every mantissa that it can have in 8 bits,
+    down to weights of 1e-4.
+    """
     importance = importance_for(rule, 512)
     for mantissa in range(128, 256, 1 if rule in ("amax", "floor", "even", "ceil") else 9):
         values = gaussian(dtype, 4, 512)
@@ -175,7 +182,8 @@ def test_nothing_is_read_behind_an_input(simt: SimtKernels, dtype: str, fmt: For
             )
 
 
-# ------------------------------------------------------------------------------------------------------------- amax
+# -------------------------------------------------------------------------------------------------------------
+# amax
 
 
 @EVERY_DTYPE
@@ -231,7 +239,8 @@ def test_amax_accumulates(simt: SimtKernels, dtype: str) -> None:
     assert np.isnan(simt.amax(ones, so_far=np.nan))
 
 
-# ------------------------------------------------------------------------------------------------------------- MXFP4
+# -------------------------------------------------------------------------------------------------------------
+# MXFP4
 
 
 @pytest.mark.parametrize("rule", MXFP4.scale_rules)

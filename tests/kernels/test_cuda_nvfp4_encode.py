@@ -1,7 +1,10 @@
-"""What kernels/quantize.cu claims of its fast quotients of 16-bit values, by all the cases in which it could fail.
+"""What kernels/quantize.cu claims of its fast quotients of 16-bit values, by all the cases in which
+it could fail.
 
-q = fl(x * inverse + fl(x * rest)) and fl(x / step) can lie on different sides of a midpoint B only where x / step is within 2^-45
-of the place from which it is rounded to B.  With integers, x = X * 2^j, step = S, place = N / 2^25: |X * 2^j - N * S| <= 16.
+q = fl(x * inverse + fl(x * rest)) and fl(x / step) can lie on different sides of a midpoint B only
+where x / step is within 2^-45
+of the place from which it is rounded to B.  With integers, x = X * 2^j, step = S, place = N / 2^25:
+|X * 2^j - N * S| <= 16.
 Arithmetic here is that of fractions, rounded by hand.
 """
 
@@ -27,13 +30,17 @@ def rounded(value: Fraction) -> Fraction:
 
 
 def places(midpoint: Fraction) -> tuple[int, int]:
-    """2^25 times the places from which quotients are rounded to the midpoint; units halve below a power of two."""
+    """2^25 times the places from which quotients are rounded to the midpoint; units halve below a
+    power of two.
+    """
     middle = int(midpoint * 2**25)
     return middle + 2, middle - (1 if midpoint == 1 else 2)
 
 
 def critical_cases(bits: int) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
-    """(x, step, midpoint) of every x of that many bits and every step of 24 whose quotient is next to such a place."""
+    """(x, step, midpoint) of every x of that many bits and every step of 24 whose quotient is next
+    to such a place.
+    """
     for midpoint in MIDPOINTS:
         for place in places(midpoint):
             for mantissa in range(1 << (bits - 1), 1 << bits):

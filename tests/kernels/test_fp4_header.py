@@ -1,4 +1,6 @@
-"""fp4.h, compiled by itself: every scalar conversion against ml_dtypes, over all codes and over awkward floats."""
+"""fp4.h, compiled by itself: every scalar conversion against ml_dtypes, over all codes and over
+awkward floats.
+"""
 
 import ctypes
 import shutil
@@ -52,7 +54,9 @@ def call(header: ctypes.CDLL, name: str, x: np.ndarray, dtype: type) -> np.ndarr
 
 
 def awkward_floats() -> np.ndarray:
-    """Every upper half with lower halves at, and beside, the middle: all rounding cases of a 16-bit target."""
+    """Every upper half with lower halves at, and beside, the middle: all rounding cases of a 16-bit
+    target.
+    """
     lower = np.array(
         [0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32
     )

@@ -1,4 +1,5 @@
-"""The C kernels of FP8 and integer codes against fp8_int.py, byte for byte, on each level of this processor.
+"""The C kernels of FP8 and integer codes against fp8_int.py, byte for byte, on each level of this
+processor.
 
 Decides that they are right wherever fp8_int.py is; test_fp8_int.py decides the latter.
 """
@@ -35,7 +36,9 @@ def raw(values: np.ndarray) -> memoryview:
 def written(
     cpu: Cpu, nbytes: int, alignment: int, name: str, *arguments: np.ndarray | int
 ) -> np.ndarray:
-    """What a kernel writes into a buffer at an odd multiple of that alignment; its surroundings must stay as they were."""
+    """What a kernel writes into a buffer at an odd multiple of that alignment; its surroundings
+    must stay as they were.
+    """
     buffer = np.full(nbytes + 128, GUARD, np.uint8)
     start = -buffer.ctypes.data % 64 + alignment
     cpu._call(name, *arguments, buffer[start : start + nbytes])
@@ -44,7 +47,8 @@ def written(
     return buffer[start : start + nbytes]
 
 
-# --------------------------------------------------------------------------------------------------------------- FP8
+# ---------------------------------------------------------------------------------------------------------------
+# FP8
 
 
 @EVERY_LAYOUT
@@ -63,7 +67,9 @@ def test_decode_fp8(cpus: Cpus, rows: int, columns: int, block: tuple[int, int])
 
 
 def test_every_fp8_code_under_every_kind_of_scale(cpus: Cpus) -> None:
-    """Every exponent that float32 has, both ends of its mantissas, zero, infinity and NaN, negative ones too."""
+    """Every exponent that float32 has, both ends of its mantissas, zero, infinity and NaN, negative
+    ones too.
+    """
     bits = np.arange(256, dtype=np.uint32)[:, None] << 23 | np.array(
         [0, 1, 0x2AAAAA, 0x7FFFFF], np.uint32
     )
@@ -153,7 +159,8 @@ def test_what_would_be_read_beyond_its_end_is_refused() -> None:
     assert Cpu().transpose(stored, range(3, 3)).shape == (0, 2)
 
 
-# ---------------------------------------------------------------------------------------------------------- integers
+# ----------------------------------------------------------------------------------------------------------
+# integers
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -195,7 +202,8 @@ def test_integers_are_written_where_they_belong(cpus: Cpus, bits: int) -> None:
             same(found.view(np.float32).reshape(3, columns), expected)
 
 
-# --------------------------------------------------------------------------------------------------- to FP8, to bf16
+# ---------------------------------------------------------------------------------------------------
+# to FP8, to bf16
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
@@ -249,7 +257,8 @@ def test_bf16(cpus: Cpus) -> None:
             assert (part.view(np.uint16) == expected[77 : 77 + size]).all()
 
 
-# --------------------------------------------------------------------------------------------------------- transpose
+# ---------------------------------------------------------------------------------------------------------
+# transpose
 
 
 def transposed(values: Float32s | np.ndarray, columns: range) -> bytes:

@@ -1,4 +1,6 @@
-"""gemv.cu, run on the host by simt.py, against float64 products of what codec.py makes of the same codes."""
+"""gemv.cu, run on the host by simt.py, against float64 products of what codec.py makes of the same
+codes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ EVERY_X = pytest.mark.parametrize("word", [*HALVES, "nvfp4"])
 
 @dataclass(frozen=True)
 class Vectors:
-    """Vectors as a kernel takes them: bits of a 16-bit dtype, or packed codes with E4M3 block scales and a global scale."""
+    """Vectors as a kernel takes them: bits of a 16-bit dtype, or packed codes with E4M3 block
+    scales and a global scale.
+    """
 
     word: str
     data: NDArray[np.generic]  # (vectors, bytes)
@@ -99,10 +103,14 @@ def gemv(library: ctypes.CDLL, q: Quantized, x: Vectors) -> Float16s:
 def assert_close(found: Float16s, q: Quantized, x: Vectors) -> None:
     """Within what float32 additions and one rounding to fp16 may lose.
 
-    A term passes at most 16 additions inside its block, two for each tile its lane takes, 5 between lanes, and 8 other roundings:
-    products with the block scale of x, 1 / divisor and the two global scales here, two of w and two of x in codec.dequantize.
-    With k roundings, each off by at most 2^-24 of what it rounds, the sum is off by at most 1.01 k 2^-24 times the sum of
-    magnitudes (Higham, Accuracy and Stability, section 3.1).  fp16 adds half its last place: 2^-11 of the value, or 2^-25.
+    A term passes at most 16 additions inside its block, two for each tile its lane takes, 5 between
+    lanes, and 8 other roundings:
+    products with the block scale of x, 1 / divisor and the two global scales here, two of w and two
+    of x in codec.dequantize.
+    With k roundings, each off by at most 2^-24 of what it rounds, the sum is off by at most 1.01 k
+    2^-24 times the sum of
+    magnitudes (Higham, Accuracy and Stability, section 3.1).  fp16 adds half its last place: 2^-11
+    of the value, or 2^-25.
     """
     w, values = codec.dequantize(q).astype(np.float64), x.values()
     exact, magnitude = values @ w.T, np.abs(values) @ np.abs(w).T
@@ -177,7 +185,9 @@ def test_nothing_is_read_behind_an_input(library: ctypes.CDLL, fmt: Format, word
 def test_unit_vectors_give_every_code_at_every_place(
     library: ctypes.CDLL, fmt: Format, word: str
 ) -> None:
-    """Row r, column c holds code r + c: all 16 in each place of a word; sums of one product and zeros are exact."""
+    """Row r, column c holds code r + c: all 16 in each place of a word; sums of one product and
+    zeros are exact.
+    """
     columns, one = 64, 6.0  # which nvfp4 holds, too
     codes = (np.arange(33)[:, None] + np.arange(columns)).astype(np.uint8) % 16
     per_row = columns // fmt.block_size  # block scales: powers of two, each unlike its neighbours
@@ -200,7 +210,9 @@ def test_unit_vectors_give_every_code_at_every_place(
 @pytest.mark.parametrize("word", HALVES)
 @EVERY_W
 def test_every_block_scale(library: ctypes.CDLL, fmt: Format, word: str) -> None:
-    """Each byte, NaN included, times 1 in its block alone: exact until the rounding to fp16, which makes Inf beyond 65504."""
+    """Each byte, NaN included, times 1 in its block alone: exact until the rounding to fp16, which
+    makes Inf beyond 65504.
+    """
     columns, last = 64, 64 // fmt.block_size - 1
     codes = np.full((256, columns), 2, np.uint8)  # 1.0
     scales = np.full((256, last + 1), 0x38 if fmt is NVFP4 else 127, np.uint8)
@@ -217,7 +229,9 @@ def test_every_block_scale(library: ctypes.CDLL, fmt: Format, word: str) -> None
 @EVERY_X
 @EVERY_W
 def test_overflow_is_infinite(library: ctypes.CDLL, fmt: Format, word: str, kind: Kind) -> None:
-    """1365 ones times 48 are 65520, the first value that fp16 rounds to Inf; with one less, 65472, which fp16 holds."""
+    """1365 ones times 48 are 65520, the first value that fp16 rounds to Inf; with one less, 65472,
+    which fp16 holds.
+    """
     rows, columns = 3, 1408
     codes = np.full((rows, columns), 2, np.uint8)
     codes[:, 1365:] = 0

@@ -1,6 +1,8 @@
-"""Every kernel against codec.py, byte for byte: the C kernels on each level of this processor, the CUDA kernels on the host.
+"""Every kernel against codec.py, byte for byte: the C kernels on each level of this processor, the
+CUDA kernels on the host.
 
-Decides that kernels/ is right wherever codec.py is; test_codec.py decides the latter.  Needs a C++ compiler, and no GPU.
+Decides that kernels/ is right wherever codec.py is; test_codec.py decides the latter.  Needs a C++
+compiler, and no GPU.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def check(
     return expected
 
 
-# --------------------------------------------------------------------------------------------------------- quantize
+# ---------------------------------------------------------------------------------------------------------
+# quantize
 
 
 @pytest.mark.sweep(16)
@@ -123,7 +126,9 @@ def reciprocal_differences(values: Values, q: Quantized) -> int:
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("exponent", [-43, -122, -125, -133, -148, -10, -6, 90])
 def test_nvfp4_bf16_within_a_hair_of_a_midpoint(backends: Backends, exponent: int) -> None:
-    """Where fl(x / step) reaches a midpoint that x / step does not, or misses it by one float32 step; the block scale is 1."""
+    """Where fl(x / step) reaches a midpoint that x / step does not, or misses it by one float32
+    step; the block scale is 1.
+    """
     for x, group_amax in hair_breadths(exponent):
         values = np.zeros((4, 16), FLOAT_DTYPES["BF16"])  # four blocks fill the widest vectors
         near = bits(rounded(np.array([x]), "BF16")) + np.arange(-1, 2)
@@ -133,7 +138,9 @@ def test_nvfp4_bf16_within_a_hair_of_a_midpoint(backends: Backends, exponent: in
 
 
 def nearly_doubtful(dtype: str, count: int) -> Iterator[np.float32]:
-    """Global scales that put a midpoint times a step within 9 units of float32 of a value of `dtype`, where reciprocals err."""
+    """Global scales that put a midpoint times a step within 9 units of float32 of a value of
+    `dtype`, where reciprocals err.
+    """
     rng = generator(12)
     spare = 23 - MANTISSA_BITS[dtype]
     values = rng.integers(1 << 23 - spare, 1 << 24 - spare, count) << spare
@@ -162,7 +169,8 @@ def test_nvfp4_beside_doubtful_global_scales(backends: Backends, dtype: str) -> 
 def hardest_quotients(exponent: int) -> Iterator[tuple[float, float]]:
     """Pairs of float32 x and step whose quotient is next to where rounding to a midpoint begins.
 
-    That place is N / 2^k with N odd, and N * step + r = x * 2^j, so that step = -r / N modulo 2^j, for small r.  Then step, which
+    That place is N / 2^k with N odd, and N * step + r = x * 2^j, so that step = -r / N modulo 2^j,
+    for small r.  Then step, which
     is 2^23 .. 2^24, is multiplied by 2^exponent, and x as it must be.
     """
     for midpoint in MIDPOINTS.tolist():
@@ -183,7 +191,9 @@ def hardest_quotients(exponent: int) -> Iterator[tuple[float, float]]:
 
 @pytest.mark.parametrize("exponent", range(-126, -88, 3))
 def test_nvfp4_f32_with_the_smallest_steps(backends: Backends, exponent: int) -> None:
-    """Where the residuals of quotients leave the normal range: subnormal block scales, global scales just below powers of two."""
+    """Where the residuals of quotients leave the normal range: subnormal block scales, global
+    scales just below powers of two.
+    """
     for k in range(1, 40, 3):
         group_amax = float(np.float32(2688 * (2 - k * 2.0**-23) * 2.0**exponent))
         global_scale = codec.global_scale_of(group_amax)
@@ -203,7 +213,9 @@ def test_nvfp4_f32_with_the_smallest_steps(backends: Backends, exponent: int) ->
 
 @pytest.mark.parametrize("exponent", [-100, -60, -30])
 def test_nvfp4_f32_by_the_hardest_quotients(backends: Backends, exponent: int) -> None:
-    """fl(x / step) is a midpoint, or the float32 beside it, by 2^-22 of a unit; the block scale is 1."""
+    """fl(x / step) is a midpoint, or the float32 beside it, by 2^-22 of a unit; the block scale is
+    1.
+    """
     count = 0
     for x, step in hardest_quotients(exponent):
         group_amax = float(np.float32(2688 * step))
@@ -218,7 +230,9 @@ def test_nvfp4_f32_by_the_hardest_quotients(backends: Backends, exponent: int) -
 
 @EVERY_DTYPE
 def test_nvfp4_where_quotients_are_7(backends: Backends, dtype: str) -> None:
-    """Where an amax was given that the data exceed; 7 is a tie between codes that the format has and has not."""
+    """Where an amax was given that the data exceed; 7 is a tie between codes that the format has
+    and has not.
+    """
     for group_amax in group_amaxes(dtype):
         step = 448 * np.float64(codec.global_scale_of(group_amax))
         magnitudes = np.maximum(bits(rounded(np.array([7 * step]), dtype)) + np.arange(-3, 4), 0)
@@ -272,10 +286,12 @@ def test_the_midpoints_tell_a_reciprocal_from_a_division_and_plain_data_hardly(
     )
 
 
-# ------------------------------------------------------------------------------------------------------- exhaustive
+# -------------------------------------------------------------------------------------------------------
+# exhaustive
 
 SCALES = [0x01, 0x02, 0x07, 0x08, 0x0F, 0x10, 0x2B, 0x38, 0x39, 0x3F, 0x50, 0x66, 0x77, 0x7D, 0x7E]
-# Global scales; the bf16 kernel takes another path where block_scale * global_scale is outside 2^-100 .. 2^16.
+# Global scales; the bf16 kernel takes another path where block_scale * global_scale is outside
+# 2^-100 .. 2^16.
 GLOBALS = {
     "BF16": (
         -126,
@@ -323,7 +339,9 @@ GLOBALS = {
 
 @pytest.mark.parametrize("dtype", GLOBALS)
 def test_every_16_bit_value_nvfp4(backends: Backends, dtype: str) -> None:
-    """Every value beside a block amax for each scale; a value above that amax sets its block's scale itself."""
+    """Every value beside a block amax for each scale; a value above that amax sets its block's
+    scale itself.
+    """
     every = every_finite(dtype)
     others = np.append(every, every[: -len(every) % 15]).reshape(1, -1, 15)
     reached = set()
@@ -354,7 +372,9 @@ def test_every_16_bit_value_mxfp4(backends: Backends, dtype: str, rule: str) -> 
 
 @EVERY_DTYPE
 def test_every_block_scale_of_mxfp4(backends: Backends, dtype: str) -> None:
-    """Lone values: all of a 16-bit dtype; of fp32 every exponent with the mantissas about each threshold."""
+    """Lone values: all of a 16-bit dtype; of fp32 every exponent with the mantissas about each
+    threshold.
+    """
     if dtype == "F32":
         mantissas = np.arange(0, 0x800000, 0x200000)[:, None] + np.arange(-2, 3)
         magnitudes = (np.arange(255)[:, None, None] * 0x800000 + mantissas).ravel()
@@ -383,7 +403,8 @@ def test_block_scales_of_nvfp4_around_their_midpoints(backends: Backends, dtype:
         check(backends, blocks.reshape(1, -1), dtype, NVFP4, "amax", group_amax)
 
 
-# ------------------------------------------------------------------------------------------------------- dequantize
+# -------------------------------------------------------------------------------------------------------
+# dequantize
 
 # Ties of bf16 and fp16, results that are subnormal in each dtype, overflow to Inf, zero.
 STORED = (

@@ -1,7 +1,10 @@
-"""What kernels/nvfp4_encode.h claims of its quotients in fixed point, in integers, by the values at which it could fail.
+"""What kernels/nvfp4_encode.h claims of its quotients in fixed point, in integers, by the values at
+which it could fail.
 
-Q is 4096 * x * fl(1 / step) of a float32 x, as an integer: with AVX-512 the one below, with AVX2 the nearest.  Powers of two move
-nothing, so that steps are taken from [1, 2): x is X * 2^(e - 23) with X of 24 bits, step S * 2^-23, and fl(1 / step) I * 2^-24.
+Q is 4096 * x * fl(1 / step) of a float32 x, as an integer: with AVX-512 the one below, with AVX2
+the nearest.  Powers of two move
+nothing, so that steps are taken from [1, 2): x is X * 2^(e - 23) with X of 24 bits, step S * 2^-23,
+and fl(1 / step) I * 2^-24.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ ONE = 4096  # of Q
 MIDPOINTS = [int(ONE * midpoint) for midpoint in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)]
 PLACES = [midpoint + away for midpoint in MIDPOINTS for away in (-2, -1, 0, 1, 2)]
 EXPONENTS = range(-3, 4)  # of x that come near a midpoint; beyond the last none is reached
-LEAST_FRACTION = 4e-5  # of itself that a quotient which is not in doubt keeps away from a midpoint; float32's is 6e-8
+# of itself that a quotient which is not in doubt keeps away from a midpoint; float32's is 6e-8
+LEAST_FRACTION = 4e-5
 
 
 class Case(NamedTuple):
-    """Arrays of equal size: x and step counted in 2^-26; and 4096 * x * fl(1 / step), the integer below and the nearest."""
+    """Arrays of equal size: x and step counted in 2^-26; and 4096 * x * fl(1 / step), the integer
+    below and the nearest.
+    """
 
     x: Integers
     step: Integers
@@ -66,7 +72,9 @@ def cases(exponent: int, sign: int) -> Case:
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_codes_are_in_doubt_next_to_midpoints_alone(exponent: int, sign: int) -> None:
-    """Another Q is on its quotient's side of every midpoint, with room for rounding; and it has no more than 16 bits."""
+    """Another Q is on its quotient's side of every midpoint, with room for rounding; and it has no
+    more than 16 bits.
+    """
     x, step, q, nearest = cases(exponent, sign)
     assert x.size > 500
     assert -(1 << 15) <= q.min() <= q.max() < 1 << 15
@@ -94,7 +102,9 @@ def test_what_is_in_doubt_can_be_on_either_side() -> None:
 
 
 def test_cells_have_their_codes_and_their_doubts() -> None:
-    """On both sides of every midpoint; else where no multiple of 1/2 is, which what was FP4 before would hit."""
+    """On both sides of every midpoint; else where no multiple of 1/2 is, which what was FP4 before
+    would hit.
+    """
     tables = re.findall(r"u16x32 cells_\w+ = \{(.*?)\};", SOURCE, re.DOTALL)
     entries = [entry for table in tables for entry in re.findall(r"(BEGIN|END)\((\d+)\)", table)]
     quarters = [sign * midpoint // (ONE // 4) for midpoint in MIDPOINTS for sign in (1, -1)]
@@ -106,7 +116,9 @@ def test_cells_have_their_codes_and_their_doubts() -> None:
 
 
 def test_entries_have_their_codes_and_their_doubts() -> None:
-    """AVX2: some entries serve two cells; none has its doubt where a value of E2M1 is, which what was FP4 before would hit."""
+    """AVX2: some entries serve two cells; none has its doubt where a value of E2M1 is, which what
+    was FP4 before would hit.
+    """
     tables = re.findall(r"u8v entry_\w+ = TWICE\((.*?)\);", SOURCE)
     codes, begins = ([int(number) for number in table.split(",")] for table in tables)
     assert len(codes) == len(begins) == 16

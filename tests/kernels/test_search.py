@@ -1,6 +1,7 @@
 """The scale rules that search, against every scale there is, tried one by one by other means.
 
-Decides that codec.py's mse, four-over-six and importance are right; test_kernels.py then holds every kernel to it.
+Decides that codec.py's mse, four-over-six and importance are right; test_kernels.py then holds
+every kernel to it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from fp4convert.numerics import codec
 from fp4convert.numerics.codec import Float32s
 from fp4convert.numerics.formats import MXFP4, NVFP4, Format
 
-# ---------------------------------------------------------------------------------------------------- NVFP4, rule mse
+# ----------------------------------------------------------------------------------------------------
+# NVFP4, rule mse
 
 
 @pytest.mark.sweep(3)
@@ -73,7 +75,9 @@ def test_mse_around_midpoints(dtype: str) -> None:
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("group_amax", [2688.0, 2688e-23, 2688e20 / 448, 1536.0, 300.0, 1.0])
 def test_mse_where_values_lie_on_grids_of_other_scales(group_amax: float) -> None:
-    """What makes far codes win; under small group amaxes scales are at their upper end, or beyond it."""
+    """What makes far codes win; under small group amaxes scales are at their upper end, or beyond
+    it.
+    """
     for values in lattice(1000, 21):
         blocks = (values * f32(group_amax / 2688)).astype(f32)
         assert_same_scales(
@@ -85,7 +89,9 @@ def test_mse_where_values_lie_on_grids_of_other_scales(group_amax: float) -> Non
 
 
 def test_mse_of_values_so_small_that_their_squares_underflow() -> None:
-    """Beside one large value.  The cost of a higher code can then round to less, and wins, being the least of all."""
+    """Beside one large value.  The cost of a higher code can then round to less, and wins, being
+    the least of all.
+    """
     rng = generator(22)
     blocks = (
         np.exp2(rng.uniform(-90, 0, (10000, 16)))
@@ -103,7 +109,9 @@ def test_mse_stores_one_where_all_costs_are_equal() -> None:
 
 
 def test_mse_by_hand() -> None:
-    """6 and 4.5 are exact at scale 1.5; 6.4 and 4.8 are 6.5 and 4.875 at 1.625, and nowhere as near."""
+    """6 and 4.5 are exact at scale 1.5; 6.4 and 4.8 are 6.5 and 4.875 at 1.625, and nowhere as
+    near.
+    """
     blocks = np.zeros((2, 16), f32)
     blocks[:, 0], blocks[:, 1] = (6, 6.4), (4.5, 4.8)
     assert searched(blocks, NVFP4, 2688.0, "amax").tolist() == [0x38, 0x39]
@@ -118,7 +126,9 @@ def test_of_equal_costs_the_code_nearest_to_that_of_rule_amax_wins() -> None:
 
 
 def test_the_window_of_scalesweep_holds() -> None:
-    """c0 - 3 to c0 + 7 from code 16 on, as arXiv 2606.07618 has it; both of its ends are reached, or nearly."""
+    """c0 - 3 to c0 + 7 from code 16 on, as arXiv 2606.07618 has it; both of its ends are reached,
+    or nearly.
+    """
     found = []
     for blocks in (*lattice(5000, 23), generator(24).normal(0, 1, (5000, 16)).astype(f32)):
         first = searched(blocks, NVFP4, 40.0 * 448, "amax")
@@ -128,7 +138,8 @@ def test_the_window_of_scalesweep_holds() -> None:
     assert 6 <= offsets.max() <= 7
 
 
-# ---------------------------------------------------------------------------------------------------- MXFP4, rule mse
+# ----------------------------------------------------------------------------------------------------
+# MXFP4, rule mse
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,7 +158,9 @@ def test_mxfp4_mse_where_values_lie_on_grids_of_other_exponents() -> None:
 
 
 def test_mxfp4_mse_by_hand() -> None:
-    """Of 8 beside halves step 1 makes 6 beside halves, step 2 makes 8 beside zeros; 7.5 is 7.5 = 1.9 * 4 nearly; 6 is exact."""
+    """Of 8 beside halves step 1 makes 6 beside halves, step 2 makes 8 beside zeros; 7.5 is 7.5 =
+    1.9 * 4 nearly; 6 is exact.
+    """
     blocks = np.full((3, 32), 0.5, f32)
     blocks[1:] = 0
     blocks[:, 7] = 8, 7.9, 6
@@ -155,7 +168,8 @@ def test_mxfp4_mse_by_hand() -> None:
     assert searched(blocks, MXFP4).tolist() == [127, 128, 127]
 
 
-# --------------------------------------------------------------------------------------------------------- importance
+# ---------------------------------------------------------------------------------------------------------
+# importance
 
 
 def weighted(
@@ -206,7 +220,9 @@ def test_only_ratios_of_importance_matter(fmt: Format) -> None:
 
 
 def test_columns_that_were_never_seen_only_decide_ties() -> None:
-    """Only the first column was: it is exact under codes 0x38 and 0x3C, of which the other column prefers the second."""
+    """Only the first column was: it is exact under codes 0x38 and 0x3C, of which the other column
+    prefers the second.
+    """
     block, importance = np.zeros((1, 16), f32), np.zeros((1, 16), f32)
     block[0, :2], importance[0, 0] = (6.0, 4.5), 5.0
     assert weighted(block, NVFP4, importance, 2688.0).tolist() == [0x3C]
@@ -239,7 +255,8 @@ def test_importance_for_another_rule_is_our_bug() -> None:
         codec.quantize(np.ones((2, 16), f32), NVFP4, "mse", None, np.ones(16, f32))
 
 
-# -------------------------------------------------------------------------------------------------------- four-over-six
+# --------------------------------------------------------------------------------------------------------
+# four-over-six
 
 
 def test_four_over_six_by_hand() -> None:

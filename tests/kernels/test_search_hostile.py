@@ -1,6 +1,8 @@
-"""The rules that search, on blocks that hypothesis makes up: codec.py against every scale there is, all kernels against codec.py.
+"""The rules that search, on blocks that hypothesis makes up: codec.py against every scale there is,
+all kernels against codec.py.
 
-test_search.py says what the best scale is.  Blocks are grids of a step, midpoints and their neighbours, equal values, lone ones,
+test_search.py says what the best scale is.  Blocks are grids of a step, midpoints and their
+neighbours, equal values, lone ones,
 zeros, subnormals and any bits at all, also mixed; groups and importance are as hostile.
 """
 
@@ -61,7 +63,9 @@ UNITS = np.concatenate(
 
 
 class Case(NamedTuple):
-    """A matrix of a few blocks, one to a row, the amax of its scale group, and the importance of every one of its elements."""
+    """A matrix of a few blocks, one to a row, the amax of its scale group, and the importance of
+    every one of its elements.
+    """
 
     dtype: str
     blocks: Values
@@ -131,7 +135,9 @@ def best_scales(case: Case, fmt: Format, rule: str) -> np.ndarray:
 
 
 def better_of_two(blocks: Float32s, group_amax: float) -> np.ndarray:
-    """Where the block's largest is 6 steps, or 4 if that is better: scales of (largest / 6) * 1 and 1.5, nearest in E4M3."""
+    """Where the block's largest is 6 steps, or 4 if that is better: scales of (largest / 6) * 1 and
+    1.5, nearest in E4M3.
+    """
     global_scale = f32(1) if group_amax == 0 else max(f32(group_amax) / f32(1536), f32(2.0**-126))
     r = np.abs(blocks).max(axis=1) / (f32(6) * global_scale)
     six, four = (nearest_e4m3(f32(factor) * r) for factor in (1, 1.5))
@@ -189,7 +195,9 @@ def test_searches_of_hostile_blocks(backends: Backends, fmt: Format, rule: str) 
 
 @EVERY_SEARCH
 def test_kernels_where_far_scales_win(backends: Backends, fmt: Format, rule: str) -> None:
-    """Grids of other scales; squares that underflow; blocks side by side whose scales are all subnormal."""
+    """Grids of other scales; squares that underflow; blocks side by side whose scales are all
+    subnormal.
+    """
     rng = generator(28)
     tiny = np.exp2(rng.uniform(-90, 0, (320, 16))) * rng.choice([0.0, 1.0], (320, 16), p=[0.7, 0.3])
     tiny[:, 0] = rng.choice(GRID[1:], 320)
@@ -220,7 +228,9 @@ def test_mxfp4_clips_a_block_where_that_serves_the_others(backends: Backends) ->
 
 
 def test_importance_reaches_far_down(backends: Backends) -> None:
-    """4 in a column of weight 2^-40; 15 others are 6, and 16 are 1.5, under a step of 2^-23; of 2^-22 that is 0.75."""
+    """4 in a column of weight 2^-40; 15 others are 6, and 16 are 1.5, under a step of 2^-23; of
+    2^-22 that is 0.75.
+    """
     blocks, importance = np.full((9, 32), 1.5, f32), np.full((9, 32), 1.999, f32)
     blocks[:, 1:16] = 6.0
     blocks *= f32(2.0**-23)
@@ -231,7 +241,9 @@ def test_importance_reaches_far_down(backends: Backends) -> None:
 
 
 def test_a_subnormal_step_is_not_half_of_the_one_eight_codes_up(backends: Backends) -> None:
-    """Of global scale M * 2^-149, M odd, scale 1 makes a step and 1/2 nearly one: twice M is 2 of the one, not 4 of the other."""
+    """Of global scale M * 2^-149, M odd, scale 1 makes a step and 1/2 nearly one: twice M is 2 of
+    the one, not 4 of the other.
+    """
     odd = next(
         m
         for m in range(2**23 + 1, 2**24, 2)
@@ -246,7 +258,9 @@ def test_a_subnormal_step_is_not_half_of_the_one_eight_codes_up(backends: Backen
 
 
 def test_importance_where_a_block_is_far_beyond_its_group(backends: Backends) -> None:
-    """The square of what is clipped is beyond float32 after the scale's square, within it after a small weight."""
+    """The square of what is clipped is beyond float32 after the scale's square, within it after a
+    small weight.
+    """
     blocks, importance = np.zeros((5, 16), f32), np.zeros(80, f32)
     blocks[:, 14], importance[15::16] = 2.0 ** np.arange(60, 70, 2), 1.0
     check_case(backends, NVFP4, IMPORTANCE, Case("F32", blocks, 2688.0, importance))

@@ -1,6 +1,8 @@
-"""Rules mse and four-over-six beside the searches of packages that nobody here wrote: what those made is in golden/.
+"""Rules mse and four-over-six beside the searches of packages that nobody here wrote: what those
+made is in golden/.
 
-Squared errors are counted in float64, of what each side stored.  Two scales whose errors are equal are both right: each side
+Squared errors are counted in float64, of what each side stored.  Two scales whose errors are equal
+are both right: each side
 rounds on its way to them, and breaks ties, as it likes.
 """
 
@@ -70,7 +72,9 @@ def quantized(case: str, rule: str) -> tuple[Doubles, Blocks, float]:
 
 
 def test_no_scale_of_modelopts_sweep_is_better() -> None:
-    """It tries all E4M3 scales, its candidates are ours: a block may differ where two are as good, and where it is all zeros."""
+    """It tries all E4M3 scales, its candidates are ours: a block may differ where two are as good,
+    and where it is all zeros.
+    """
     seen: Counter[str] = Counter()
     for case in cases("modelopt_nvfp4_mse", BELOW_OUR_GLOBAL_SCALES):
         blocks, ours, global_scale = quantized(case, "mse")
@@ -104,7 +108,8 @@ def test_four_over_six_as_its_authors_have_it() -> None:
 
     zeros    they store scale 0, we 1.0 (0x38)
     scale 0  what rounds to it is 0 with them, and 2^-9 with us, as in ModelOpt
-    wrapped  a quotient beyond 7, under a subnormal scale, becomes 8 with them, whose bits are those of -0
+    wrapped  a quotient beyond 7, under a subnormal scale, becomes 8 with them, whose bits are those
+             of -0
     tie      four and six are as good, or a midpoint that their product with a reciprocal misses
     """
     seen: Counter[str] = Counter()

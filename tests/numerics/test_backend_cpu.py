@@ -1,6 +1,8 @@
-"""What the C kernels alone promise, on every instruction-set level that this processor has: any address, any length, no overflow.
+"""What the C kernels alone promise, on every instruction-set level that this processor has: any
+address, any length, no overflow.
 
-Decides that each level is reached and how it treats memory; test_kernels.py holds its bytes to codec.py's.
+Decides that each level is reached and how it treats memory; test_kernels.py holds its bytes to
+codec.py's.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def test_every_level_of_this_processor_is_reached(cpus: Cpus, level: int) -> Non
     assert cpus[level]._library.fp4_level(0) == level
 
 
-# --------------------------------------------------------------------------------------------- lengths and addresses
+# ---------------------------------------------------------------------------------------------
+# lengths and addresses
 
 GUARD = 0xA5
 
@@ -71,7 +74,9 @@ GUARD = 0xA5
 def raw_quantize(
     cpu: Cpu, values: Values, dtype: str, fmt: Format, rule: str, offset: int
 ) -> Quantized:
-    """Through the library's own entry, into buffers at odd addresses whose surroundings must stay as they were."""
+    """Through the library's own entry, into buffers at odd addresses whose surroundings must stay
+    as they were.
+    """
     sizes = (values.size // 2, values.size // fmt.block_size)
     buffers = [np.full(size + 64, GUARD, np.uint8) for size in sizes]
     packed, scales = (
@@ -120,7 +125,9 @@ def test_any_number_of_blocks_at_any_address(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_given_amax_takes_the_place_of_the_groups(dtype: str) -> None:
-    """2688 makes the global scale 1, whatever the weights are: what mlx stores, which has no place for one."""
+    """2688 makes the global scale 1, whatever the weights are: what mlx stores, which has no place
+    for one.
+    """
     values = rounded(generator(7).normal(0, 900, (33, 512)), dtype)
     whole = InMemory(matrix(values, dtype))
     for rule in NVFP4.scale_rules:
@@ -177,7 +184,8 @@ def test_a_rule_of_the_other_format_is_refused(cpus: Cpus) -> None:
             cpus[NATIVE].quantize(matrix(gaussian("BF16", 1, 32), "BF16"), fmt, rule, 1.0)
 
 
-# ------------------------------------------------------------------------------------------------------------- amax
+# -------------------------------------------------------------------------------------------------------------
+# amax
 
 
 @EVERY_DTYPE
@@ -212,12 +220,15 @@ def test_amax_is_exact_and_lets_nothing_through_that_is_not_finite(cpus: Cpus, d
                     assert np.isnan(found) if np.isnan(bad) else found == np.inf
 
 
-# ------------------------------------------------------------------------------------------------------- overflow
+# -------------------------------------------------------------------------------------------------------
+# overflow
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_fp16_holds_65504_and_nothing_beyond(cpus: Cpus, fmt: Format) -> None:
-    """Codes 0 and -4 or -6 in blocks whose step is 2^14: 65536 is beyond fp16, and refused; so is 6 * 2^14."""
+    """Codes 0 and -4 or -6 in blocks whose step is 2^14: 65536 is beyond fp16, and refused; so is 6
+    * 2^14.
+    """
     scale, stored = (0x38, 2.0**14) if fmt is NVFP4 else (127 + 14, None)
     for code, is_refused in ((0xD, False), (0xE, True), (0xF, True)):
         packed = np.zeros(fmt.block_size, np.uint8)

@@ -1,6 +1,8 @@
-"""backends/cuda.py without a GPU: the real kernels and the real pipeline, over streams that put everything off (lazy_cuda.py).
+"""backends/cuda.py without a GPU: the real kernels and the real pipeline, over streams that put
+everything off (lazy_cuda.py).
 
-Decides that panels meet the right kernels in the right order, whatever the timing; what kernels give is decided elsewhere.
+Decides that panels meet the right kernels in the right order, whatever the timing; what kernels
+give is decided elsewhere.
 A pass here is not a pass on a GPU: those tests are in test_on_gpu.py.
 """
 
@@ -141,7 +143,9 @@ def test_a_group_is_quantized_under_one_amax_with_any_room(machine, dtype, fmt, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_given_amax_takes_the_place_of_the_groups(machine, dtype):
-    """2688 makes the global scale 1, whatever the weights are; what lies beyond saturates, and NaN is still found."""
+    """2688 makes the global scale 1, whatever the weights are; what lies beyond saturates, and NaN
+    is still found.
+    """
     values = rounded(generator(7).normal(0, 900, (33, 512)), dtype)
     weights = Recorded(values, dtype)
     (found,) = gathered(
@@ -352,7 +356,8 @@ def test_vectors_that_do_not_fit_are_refused(machine, columns, dtype):
         open_backend("cuda").gemv(q, matrix(np.zeros((1, columns), FLOAT_DTYPES[dtype]), dtype))
 
 
-# ------------------------------------------------------------------------------------------------------ whole commands
+# ------------------------------------------------------------------------------------------------------
+# whole commands
 
 
 @pytest.mark.sweep(3)

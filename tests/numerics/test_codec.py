@@ -1,4 +1,5 @@
-"""codec.py against values typed by hand and against bytes that other packages made (golden/README.md).
+"""codec.py against values typed by hand and against bytes that other packages made
+(golden/README.md).
 
 Decides that the reference itself is right; test_kernels.py then holds every kernel to it.
 """
@@ -59,7 +60,8 @@ def scale_byte(fmt: Format, rule: str, *values: float, group_amax: float | None 
     return codec.quantize(block(fmt, *values), fmt, rule, group_amax).block_scales[0]
 
 
-# ------------------------------------------------------------------------------------------------- E2M1, E4M3, E8M0
+# -------------------------------------------------------------------------------------------------
+# E2M1, E4M3, E8M0
 
 
 def test_the_sixteen_e2m1_codes() -> None:
@@ -127,7 +129,8 @@ def test_element_2i_is_the_low_nibble() -> None:
     assert np.array_equal(codec.pack(codec.unpack(every)), every)
 
 
-# ------------------------------------------------------------------------------------------------------------ NVFP4
+# ------------------------------------------------------------------------------------------------------------
+# NVFP4
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,9 @@ def test_every_e4m3_midpoint_and_its_neighbours() -> None:
 
 
 def test_codes_use_the_rounded_block_scale() -> None:
-    """Block amax 6.2 of a group of 2688: scale e4m3(6.2 / 6) = 1, so 6.2 saturates and 2.55 is above the tie of 2.5."""
+    """Block amax 6.2 of a group of 2688: scale e4m3(6.2 / 6) = 1, so 6.2 saturates and 2.55 is
+    above the tie of 2.5.
+    """
     q = codec.quantize(block(NVFP4, 6.2, 2.5, 2.55, -5.0, -0.1, 0.3), NVFP4, "amax", 2688.0)
     assert (q.block_scales[0], codes(q)[:7]) == (0x38, [7, 4, 5, 14, 8, 1, 0])
 
@@ -217,7 +222,8 @@ def test_a_group_amax_beyond_the_tensor_shares_its_global_scale() -> None:
     assert (q.global_scale, q.block_scales[0], codes(q)[:2]) == (2.0, 0x30, [7, 5])
 
 
-# ------------------------------------------------------------------------------------------------------------ MXFP4
+# ------------------------------------------------------------------------------------------------------------
+# MXFP4
 
 
 @pytest.mark.parametrize(
@@ -282,7 +288,8 @@ def test_mxfp4_codes() -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------------- refusals, dequantize
+# -----------------------------------------------------------------------------------------------
+# refusals, dequantize
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -301,7 +308,9 @@ def test_a_rule_of_the_other_format_is_refused(fmt: Format, rule: str) -> None:
 
 @pytest.mark.parametrize(("kind", "expected"), [("multiplier", 0.3), ("divisor", 1 / 0.3)])
 def test_dequantize_multiplies_or_divides_as_stored(kind: Kind, expected: float) -> None:
-    """The step is rounded once, before the code is applied; 0.3 is not a float32 and its inverse is another one."""
+    """The step is rounded once, before the code is applied; 0.3 is not a float32 and its inverse is
+    another one.
+    """
     stored = float(f32(0.3))
     q = Quantized(
         NVFP4,
@@ -329,7 +338,8 @@ def test_dequantize_mxfp4_and_nan_scales() -> None:
     assert not np.isnan(values[:32]).any()
 
 
-# ------------------------------------------------------------------------------------------------------ golden bytes
+# ------------------------------------------------------------------------------------------------------
+# golden bytes
 
 
 def stored(name: str, key: str) -> Bytes:

@@ -1,4 +1,6 @@
-"""The cache of compiled kernels: one whole file for each source, header, target and compiler, wherever it may be."""
+"""The cache of compiled kernels: one whole file for each source, header, target and compiler,
+wherever it may be.
+"""
 
 import shutil
 import struct
@@ -57,7 +59,9 @@ def test_second_call_does_not_compile(cache, monkeypatch):
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_stored_file_is_whole(cache, capability):
-    """It ends where its last table ends: CuPy's getCUBIN cuts a byte, without which the file is too short."""
+    """It ends where its last table ends: CuPy's getCUBIN cuts a byte, without which the file is too
+    short.
+    """
     stored = cubins.cubin_path(
         source(), cubins.target_for(capability, cubins.known_targets())
     ).read_bytes()

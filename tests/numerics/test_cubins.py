@@ -57,7 +57,9 @@ RECIPROCAL, INVERSION = (
 )  # the routine, and every place that may call it
 REMAINDER = {"F2I.FTZ.U32.TRUNC.NTZ": 1}
 NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-PLUS_ZERO = {  # x + 0.0 or x * 1 + 0.0, of two 16-bit elements or of one float32; adding -RZ would be -0.0 and change nothing
+# x + 0.0 or x * 1 + 0.0, of two 16-bit elements or of one float32; adding -RZ would be -0.0 and
+# change nothing
+PLUS_ZERO = {
     "bf16": r"(HFMA2(\.MMA)?\.BF16_V2 R\d+, R\d+, 1, 1, RZ|HADD2\.BF16_V2 R\d+, R\d+, RZ)(\.H0_H0)?",
     "fp16": r"(HFMA2(\.MMA)? R\d+, R\d+, 1, 1, RZ|HADD2 R\d+, R\d+, RZ)(\.H0_H0)?",
     "fp32": r"FADD R\d+, (RZ, R\d+|R\d+, RZ)",
@@ -69,7 +71,8 @@ RESOURCES = re.compile(
 )
 
 
-# ------------------------------------------------------------------------------------------------ what the compiler made
+# ------------------------------------------------------------------------------------------------
+# what the compiler made
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,9 @@ class Built:
 
 
 def disassemble(path: Path) -> dict[str, tuple[str, ...]]:
-    """The instructions of each entry point; cuobjdump finds nvdisasm, which does the work, beside itself."""
+    """The instructions of each entry point; cuobjdump finds nvdisasm, which does the work, beside
+    itself.
+    """
     (tool,) = [
         file for file in metadata.files("nvidia-cuda-cuobjdump") or () if file.name == "cuobjdump"
     ]
@@ -230,7 +235,8 @@ def test_registers_leave_room_for_the_promised_blocks(built):
 
 
 def test_e2m1_instructions_are_used_where_the_target_has_them(built):
-    """One rounds two elements; codes of steps out of the fast way's range, and searches for scales, go by bits everywhere.
+    """One rounds two elements; codes of steps out of the fast way's range, and searches for scales,
+    go by bits everywhere.
 
     gemv decodes 4 rows of 16 pairs of weights, in the code for one vector and in that for two.
     """
@@ -255,7 +261,9 @@ def test_elements_are_read_by_wide_loads(built):
 
 
 def test_weights_of_gemv_are_read_by_wide_loads(built):
-    """4 rows of 16 bytes, twice (this tile and the next), in the code for one vector and in that for two; 16-bit x: 64 bytes."""
+    """4 rows of 16 bytes, twice (this tile and the next), in the code for one vector and in that
+    for two; 16-bit x: 64 bytes.
+    """
     for kernel in built.of("gemv"):
         x_nbytes = 0 if kernel.dtype == "nvfp4" else 64 * (1 + 2)
         assert kernel.wide_nbytes("LDG") == 4 * 16 * 2 * 2 + x_nbytes, kernel.name
@@ -270,11 +278,15 @@ def test_dequantize_writes_by_wide_stores_alone(built):
 
 
 def flushing(kernel: Kernel) -> Counter[str]:
-    """What flushes to zero: instructions of the compiler's own routines for quotients, and no others.
+    """What flushes to zero: instructions of the compiler's own routines for quotients, and no
+    others.
 
-    Those give IEEE's quotients (-prec-div): they look for NaN and infinity, or turn a sign, where nothing is subnormal.  NVFP4
-    alone divides, for block scales (quantize and the searches) or by a stored divisor (dequantize, compare); fp32 has its steps
-    inverted too, in the code of every unit, and gemv its divisor.  weigh takes a remainder of 64-bit integers, in whose short
+    Those give IEEE's quotients (-prec-div): they look for NaN and infinity, or turn a sign, where
+    nothing is subnormal.  NVFP4
+    alone divides, for block scales (quantize and the searches) or by a stored divisor (dequantize,
+    compare); fp32 has its steps
+    inverted too, in the code of every unit, and gemv its divisor.  weigh takes a remainder of
+    64-bit integers, in whose short
     way a quotient from 1 to 2^32 becomes an integer.
     """
     parts = [REMAINDER] if kernel.kind == "weigh" else []
@@ -314,7 +326,8 @@ def test_nan_wins_in_every_maximum_of_halves(built):
         assert all(".NAN" in opcode for opcode in maxima), kernel.name
 
 
-# ---------------------------------------------------------------------------------------------------------- the target
+# ----------------------------------------------------------------------------------------------------------
+# the target
 
 
 @pytest.mark.parametrize("capability", ARCHS)

@@ -1,6 +1,8 @@
-"""What values lose by their codes: the sums against float64 and against their order spelled out, and every kernel against both.
+"""What values lose by their codes: the sums against float64 and against their order spelled out,
+and every kernel against both.
 
-Decides that error_sums.py is right, and that kernels/compare.* equal it bit for bit on each level and on the GPU's stand-in.
+Decides that error_sums.py is right, and that kernels/compare.* equal it bit for bit on each level
+and on the GPU's stand-in.
 """
 
 from __future__ import annotations
@@ -199,7 +201,9 @@ def test_what_float32_would_not_hold(backends: Backends, dtype: str, fmt: Format
 
 @EVERY_FORMAT
 def test_codes_of_other_values(backends: Backends, fmt: Format) -> None:
-    """x, x - y and y, each alone at both sides of what float32 sums hold; 64 squares to a sum, 8.6 the mean of a code's."""
+    """x, x - y and y, each alone at both sides of what float32 sums hold; 64 squares to a sum, 8.6
+    the mean of a code's.
+    """
     rng = generator(34)
     packed = rng.integers(0, 256, 4 * 512 // 2).astype(np.uint8)
     scales = np.full(4 * 512 // fmt.block_size, 0x38 if fmt is NVFP4 else 127, np.int64)

@@ -1,4 +1,5 @@
-"""fp8_int.py against torch, ml_dtypes and compressed-tensors: FP8 and integer codes under block scales, and back.
+"""fp8_int.py against torch, ml_dtypes and compressed-tensors: FP8 and integer codes under block
+scales, and back.
 
 Decides that this reference is right; test_fp8_int.py then holds every kernel to it.
 """

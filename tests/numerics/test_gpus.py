@@ -1,4 +1,6 @@
-"""Which GPUs can be used, and what is said where one cannot: by the survey, by --device, by exit codes."""
+"""Which GPUs can be used, and what is said where one cannot: by the survey, by --device, by exit
+codes.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from fp4convert.numerics.mxfp4_as_nvfp4 import (
 )
 
 E2M1 = [Fraction(value) / 2 for value in (0, 1, 2, 3, 4, 6, 8, 12)]  # magnitudes of codes 0-7
-E4M3_POWERS = "01 02 04 08 10 18 20 28 30 38 40 48 50 58 60 68 70 78"  # 2^-9 .. 2^8; below 2^-6 they are subnormal
+# 2^-9 .. 2^8; below 2^-6 they are subnormal
+E4M3_POWERS = "01 02 04 08 10 18 20 28 30 38 40 48 50 58 60 68 70 78"
 EVERY_CODE = list(range(16)) * 2
 TINY = 0.5 * 2.0**-127  # the least an MXFP4 code can be worth
 
@@ -105,7 +106,9 @@ def test_blocks_within_18_powers_keep_every_value(top: int) -> None:
 
 
 def test_the_first_block_below_is_rounded_half_to_even() -> None:
-    """2^-10 of the group's power: every code is halved; halves that tie, 0.25, 0.75 and 1.5 -> 0.75, go to the even code."""
+    """2^-10 of the group's power: every code is halved; halves that tie, 0.25, 0.75 and 1.5 ->
+    0.75, go to the even code.
+    """
     q = mxfp4([[7] * 32, EVERY_CODE], [0, -18])
     made = recast(q, -8)
     halved = [0, 0, 1, 2, 2, 3, 4, 5, 8, 8, 9, 10, 10, 11, 12, 13]  # 0.25 -> 0, 0.75 -> 1

@@ -1,6 +1,8 @@
-"""On a real GPU (`make gpu`): a gigabyte and more through every kernel, whole conversions, products; bytes as on the CPU.
+"""On a real GPU (`make gpu`): a gigabyte and more through every kernel, whole conversions,
+products; bytes as on the CPU.
 
-Without a GPU all of this is skipped, with the reason; nothing else in the tests says that a GPU was tested.
+Without a GPU all of this is skipped, with the reason; nothing else in the tests says that a GPU was
+tested.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def gpu() -> Cuda:
 
 
 def any_bits(dtype: str, number: int) -> Values:
-    """Random bit patterns, the exponent of Inf and NaN made finite; a tenth are zeros of both signs."""
+    """Random bit patterns, the exponent of Inf and NaN made finite; a tenth are zeros of both
+    signs.
+    """
     itemsize = FLOAT_DTYPES[dtype].itemsize
     unsigned = np.dtype(f"u{itemsize}").type
     raw = np.frombuffer(generator(number).bytes(CHUNK_NBYTES), unsigned).copy()
@@ -164,7 +168,9 @@ def test_inf_and_nan_are_seen(gpu, dtype, bad):
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @EVERY_DTYPE
 def test_dequantize(gpu, dtype, fmt, kind):
-    """A gigabyte of values, from any codes and any finite scales (fp16: those that stay in its range)."""
+    """A gigabyte of values, from any codes and any finite scales (fp16: those that stay in its
+    range).
+    """
     rows = CHUNK_NBYTES // FLOAT_DTYPES[dtype].itemsize // COLUMNS
     for number in range(CHUNKS):
         rng = generator(number, 5)
@@ -209,7 +215,9 @@ def test_products_with_vectors(gpu, fmt, kind):
 
 
 def test_every_code_pair_in_a_product(gpu):
-    """One-hot vectors read back every weight exactly, by the hardware's own decoding where there is one."""
+    """One-hot vectors read back every weight exactly, by the hardware's own decoding where there is
+    one.
+    """
     codes = np.arange(64 * 64, dtype=np.int64).reshape(64, 64)
     packed = ((codes * 7 + codes // 64) % 256).astype(np.uint8)[:, :32]
     q = Quantized(

@@ -1,4 +1,6 @@
-"""scale_layouts.py against code of other packages, against the documented offsets, and against bytes typed by hand."""
+"""scale_layouts.py against code of other packages, against the documented offsets, and against
+bytes typed by hand.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
-# ---------------------------------------------------------------------------------------------- judges outside this house
+# ----------------------------------------------------------------------------------------------
+# judges outside this house
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -70,7 +73,8 @@ def test_128x4_equals_modelopt(shape: tuple[int, int]) -> None:
     assert np.array_equal(arrange("128x4", linear), theirs.flatten().numpy())
 
 
-# ------------------------------------------------------------------------------------------------------ documented offsets
+# ------------------------------------------------------------------------------------------------------
+# documented offsets
 
 
 def offset_linear(row: int, block: int, shape: tuple[int, int]) -> int:
@@ -78,7 +82,9 @@ def offset_linear(row: int, block: int, shape: tuple[int, int]) -> int:
 
 
 def offset_128x4(row: int, block: int, shape: tuple[int, int]) -> int:
-    """cuBLAS, "1D block scaling factors layout": tiles of 512 bytes, 16 of them for rows r, r + 32, r + 64 and r + 96."""
+    """cuBLAS, "1D block scaling factors layout": tiles of 512 bytes, 16 of them for rows r, r + 32,
+    r + 64 and r + 96.
+    """
     tile = row // 128 * (up(shape[1], 4) // 4) + block // 4
     return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
 
@@ -89,7 +95,9 @@ def offset_8x4(row: int, block: int, shape: tuple[int, int]) -> int:
 
 
 def offset_deepgemm(row: int, block: int, shape: tuple[int, int]) -> int:
-    """DeepGEMM, get_mn_major_tma_aligned_packed_ue8m0_tensor: column-major int32, rows aligned to 16 bytes, low byte first."""
+    """DeepGEMM, get_mn_major_tma_aligned_packed_ue8m0_tensor: column-major int32, rows aligned to
+    16 bytes, low byte first.
+    """
     return 4 * (block // 4 * up(shape[0], 4) + row) + block % 4
 
 
@@ -135,7 +143,8 @@ def test_deepgemm_is_a_column_major_int32_matrix() -> None:
     assert words[:, 1].tolist() == [0x05, 0x0A, 0, 0]
 
 
-# ------------------------------------------------------------------------------------------------- round trips, refusals
+# -------------------------------------------------------------------------------------------------
+# round trips, refusals
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -169,11 +178,14 @@ def test_rows_are_restored_when_they_are_asked_for(name: str) -> None:
     assert len(reads) == 1
 
 
-# ------------------------------------------------------------------------------------------------------ codes and scales
+# ------------------------------------------------------------------------------------------------------
+# codes and scales
 
 
 def test_parts_take_turns_and_come_apart() -> None:
-    """Two rows of two blocks of two bytes, each with its scale; then two scales before four bytes, as GGUF has them."""
+    """Two rows of two blocks of two bytes, each with its scale; then two scales before four bytes,
+    as GGUF has them.
+    """
     packed, block_scales = (
         memoryview(bytes.fromhex("1011121320212223")),
         memoryview(bytes.fromhex("a0a1b0b1")),

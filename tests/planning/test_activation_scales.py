@@ -1,4 +1,6 @@
-"""--input-scale FILE: scales of activations copied from another artifact, or taken from a calibration; module by module."""
+"""--input-scale FILE: scales of activations copied from another artifact, or taken from a
+calibration; module by module.
+"""
 
 import json
 import struct
@@ -109,7 +111,9 @@ def refused(source: Path, out: Path, *options: object) -> dict:
 @pytest.mark.parametrize("theirs", ENDINGS)
 @pytest.mark.parametrize("ours", ENDINGS)
 def test_scales_are_copied_from_any_dialect_into_any(ours, theirs, source, tmp_path):
-    """The same float32 where both store it alike, else the one nearest to its reciprocal, computed here in float64."""
+    """The same float32 where both store it alike, else the one nearest to its reciprocal, computed
+    here in float64.
+    """
     other = donor(source, tmp_path / "other", theirs, STORED)
     found = input_scales(quantized(source, tmp_path / "out", ours, "--input-scale", other), ours)
     is_inverse = ENDINGS[ours][1] != ENDINGS[theirs][1]
@@ -152,7 +156,9 @@ def test_members_of_a_group_get_the_largest_and_a_warning_says_so(source, tmp_pa
 
 
 def test_nothing_else_changes(source, tmp_path):
-    """Beside the input scales the artifact is that of a constant, and inspect and verify find nothing wrong."""
+    """Beside the input scales the artifact is that of a constant, and inspect and verify find
+    nothing wrong.
+    """
     other = donor(source, tmp_path / "other", "quark", STORED)
     copied, constant = (
         quantized(source, tmp_path / "a", "modelopt", "--input-scale", other),
@@ -230,7 +236,9 @@ def test_a_scale_that_is_no_number_is_refused(value, dialect, source, tmp_path):
 
 
 def test_scales_for_divided_inputs_are_refused(source, tmp_path):
-    """An artifact of --method awq or smooth has them: they are too small, or too large, for any other."""
+    """An artifact of --method awq or smooth has them: they are too small, or too large, for any
+    other.
+    """
     other = donor(source, tmp_path / "other", "modelopt", STORED)
     path = other / "quantization_config.json"
     linears = [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"]
@@ -266,7 +274,9 @@ def test_what_is_neither_a_number_nor_an_artifact_is_refused(source, tmp_path):
 
 
 def test_a_changed_scale_changes_the_key_of_its_shard_alone(source, tmp_path):
-    """An unfinished folder keeps what is still right, and a finished one is not mixed with other scales."""
+    """An unfinished folder keeps what is still right, and a finished one is not mixed with other
+    scales.
+    """
     first = donor(source, tmp_path / "first", "modelopt", STORED)
     second = donor(source, tmp_path / "second", "modelopt", {**STORED, ALONE[1]: 9.0})
     opened = open_source(str(source))
@@ -360,7 +370,9 @@ def eight_bit_recipe(folder: Path) -> Path:
 
 
 def test_eight_bit_modules_have_static_scales_too(source, tmp_path):
-    """modelopt: 1 without a calibration, amax / 448 with one; beside NVFP4 modules, whatever their own activations are."""
+    """modelopt: 1 without a calibration, amax / 448 with one; beside NVFP4 modules, whatever their
+    own activations are.
+    """
     recipe = ("--recipe", eight_bit_recipe(tmp_path))
     plain = input_scales(quantized(source, tmp_path / "one", "modelopt", *recipe), "modelopt")
     assert plain == dict.fromkeys(MODULES, 1.0)
@@ -470,9 +482,11 @@ def mixtral(folder: Path) -> Path:
 
 @pytest.mark.parametrize("method", ["smooth", "awq"])
 def test_scales_follow_inputs_under_factors_of_each_experts_own_tokens(method, tmp_path):
-    """The factors are what the norm was divided by; the largest input of an expert's own columns over them, by NumPy.
+    """The factors are what the norm was divided by; the largest input of an expert's own columns
+    over them, by NumPy.
 
-    One expert's largest inputs lie where factors are large, the other's where they are small: one ratio for both is too small.
+    One expert's largest inputs lie where factors are large, the other's where they are small: one
+    ratio for both is too small.
     """
     source, chance = mixtral(tmp_path / "source"), np.random.default_rng(4)
     found, channels = {}, {}
@@ -511,7 +525,9 @@ def test_scales_follow_inputs_under_factors_of_each_experts_own_tokens(method, t
 
 @pytest.mark.parametrize("bits", [4, 16])
 def test_a_calibration_gives_them_unless_another_option_does(bits, source, tmp_path):
-    """--calibration alone; beside a number that is smaller, the number with a warning; with 16 bits there are none."""
+    """--calibration alone; beside a number that is smaller, the number with a warning; with 16 bits
+    there are none.
+    """
     file = calibrate(source, tmp_path / "c.safetensors", AMAX)
     options = (
         "--format",

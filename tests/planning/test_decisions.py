@@ -1,4 +1,6 @@
-"""decisions.py: what becomes of every linear layer and for which reason, however it is stored; and what cannot be decided."""
+"""decisions.py: what becomes of every linear layer and for which reason, however it is stored; and
+what cannot be decided.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Stacks of experts that were taken apart come back as they were: names, shapes, order of rows and bytes, of the source itself.
+"""Stacks of experts that were taken apart come back as they were: names, shapes, order of rows and
+bytes, of the source itself.
 
-All values are E2M1 numbers with a 6 in every block of 32, which MXFP4 and NVFP4 keep, so that the source judges the result.
+All values are E2M1 numbers with a 6 in every block of 32, which MXFP4 and NVFP4 keep, so that the
+source judges the result.
 Matrices are square where it can be: no shape tells that one was turned round.
 """
 
@@ -180,7 +182,9 @@ def test_an_artifact_that_is_quantized_again_keeps_what_its_stacks_were(tmp_path
 def test_published_stacks_of_four_bits_come_back_as_transformers_has_them(
     command: str, tmp_path: Path
 ) -> None:
-    """gpt-oss as OpenAI publishes it, taken apart by another dialect; its record named no stack before."""
+    """gpt-oss as OpenAI publishes it, taken apart by another dialect; its record named no stack
+    before.
+    """
     source = write_single(tmp_path / "m", stacks(), GPT_OSS)
     done(
         "quantize",
@@ -370,7 +374,9 @@ def test_a_rule_that_does_not_tell_the_stack_is_told_of(
 def test_how_a_stack_lies_is_in_the_keys_of_tasks(
     change: dict[str, object], tmp_path: Path
 ) -> None:
-    """Else a run that goes on would take finished shards of another order for its own: shapes are the same."""
+    """Else a run that goes on would take finished shards of another order for its own: shapes are
+    the same.
+    """
     done(
         "quantize",
         write_single(tmp_path / "m", stacks(), GPT_OSS),

@@ -1,4 +1,6 @@
-"""A donor's frame: rows find their order in it, and any file that is not the model's own is refused, with nothing written."""
+"""A donor's frame: rows find their order in it, and any file that is not the model's own is
+refused, with nothing written.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_rows_find_their_order(
     order: Callable[[Arrays], Arrays],
     kind: str,
 ) -> None:
-    """Every tensor is close to the donor's in that order, by llama.cpp's own package; q is far from itself in the other."""
+    """Every tensor is close to the donor's in that order, by llama.cpp's own package; q is far from
+    itself in the other.
+    """
     arrays = order(model())
     outcome = transcode(
         artifacts[fmt], write_donor(tmp_path / "donor.gguf", arrays, kind), tmp_path / "out"
@@ -195,7 +199,9 @@ def test_a_dialect_and_a_file_of_different_kinds_are_refused(
 
 
 def test_a_gguf_file_is_quantized_inspected_verified_and_turned_back(tmp_path: Path) -> None:
-    """The donor's bytes are what is kept, in the same order; dequantized, the file has the donor's names and shapes again."""
+    """The donor's bytes are what is kept, in the same order; dequantized, the file has the donor's
+    names and shapes again.
+    """
     donor, out = write_donor(tmp_path / "donor.gguf", llamas(model())), tmp_path / "out"
     for fmt in ("mxfp4", "nvfp4"):
         options = ("--format", fmt, "--dialect", "gguf", "-q")
@@ -225,7 +231,9 @@ def test_a_gguf_file_is_quantized_inspected_verified_and_turned_back(tmp_path: P
 
 
 def test_what_stays_whole_is_the_same_file(tmp_path: Path) -> None:
-    """Byte for byte, as llama.cpp's own writer wrote it, with the zeros behind a last tensor of three numbers."""
+    """Byte for byte, as llama.cpp's own writer wrote it, with the zeros behind a last tensor of
+    three numbers.
+    """
     arrays = {**llamas(model()), "blk.0.attn_norm.bias": np.ones(3, np.float32)}
     donor = write_donor(tmp_path / "donor.gguf", arrays)
     options = ("--format", "mxfp4", "--dialect", "gguf", "--exclude", "*", "-q")
@@ -260,7 +268,9 @@ def test_four_bit_tensors_that_would_stay_so_are_refused(
 def test_nvfp4_of_llama_quantize_has_no_global_scales(
     artifacts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A scale that is missing is 1: the file is sound, and its weights are what llama.cpp's own package decodes."""
+    """A scale that is missing is 1: the file is sound, and its weights are what llama.cpp's own
+    package decodes.
+    """
     donor = write_donor(tmp_path / "donor.gguf", model())
     assert transcode(artifacts["nvfp4"], donor, tmp_path / "first").code == 0
     stored = gguf.GGUFReader(tmp_path / "first" / "donor.gguf").tensors

@@ -1,4 +1,6 @@
-"""quantize --kv-cache fp8: scales of keys and values, the records that speak of them, and what is refused."""
+"""quantize --kv-cache fp8: scales of keys and values, the records that speak of them, and what is
+refused.
+"""
 
 import hashlib
 import json
@@ -319,7 +321,9 @@ def calibrated(source: Path, path: Path, caches: dict[str, tuple[float, float]])
 
 @every_dialect
 def test_a_calibration_gives_the_largest_key_and_value(dialect, source, tmp_path):
-    """amax / 448, one division of float32 by NumPy; its sha256 is in our record, and no warning is left."""
+    """amax / 448, one division of float32 by NumPy; its sha256 is in our record, and no warning is
+    left.
+    """
     file = calibrated(source, tmp_path / "c.safetensors", {ATTENTION: (13.7, 0.11)})
     options = (
         "--format",
@@ -355,7 +359,9 @@ def test_large_keys_are_told(source, tmp_path):
 
 
 def test_a_calibration_that_says_nothing_of_a_cache_is_refused(source, tmp_path):
-    """One attention of several may be missing, as a layer that transformers does not run: it gets 1, and a warning."""
+    """One attention of several may be missing, as a layer that transformers does not run: it gets
+    1, and a warning.
+    """
     for number, (caches, code) in enumerate(
         [({"another": (1.0, 1.0)}, "calibration-missing"), ({ATTENTION: (1.0, 0.0)}, "cache-zero")]
     ):

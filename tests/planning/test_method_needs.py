@@ -1,4 +1,6 @@
-"""quantize --calibration FILE --method M: what is recorded, what is refused, and that nothing is written then."""
+"""quantize --calibration FILE --method M: what is recorded, what is refused, and that nothing is
+written then.
+"""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""Every decision of a plan: what becomes four-bit, what stays and why, who shares a scale, and where every byte goes."""
+"""Every decision of a plan: what becomes four-bit, what stays and why, who shares a scale, and
+where every byte goes.
+"""
 
 import json
 import shutil

@@ -1,6 +1,8 @@
-"""What stays and what is quantized in diffusion transformers, typed by hand from the sources that the files name.
+"""What stays and what is quantized in diffusion transformers, typed by hand from the sources that
+the files name.
 
-Names are those of Diffusers under a class, and those of single files, as ComfyUI reads them, under --recipe.
+Names are those of Diffusers under a class, and those of single files, as ComfyUI reads them, under
+--recipe.
 A line: kept or not, and a module.  Where config.json tells of layers, there are 8.
 """
 

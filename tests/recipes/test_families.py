@@ -1,6 +1,8 @@
-"""What stays and what is quantized in each family, typed by hand from the sources that the files name, with true module names.
+"""What stays and what is quantized in each family, typed by hand from the sources that the files
+name, with true module names.
 
-A line: kept or not, and a module.  Layers are those of a model of 8 layers, of which the ninth predicts several tokens.
+A line: kept or not, and a module.  Layers are those of a model of 8 layers, of which the ninth
+predicts several tokens.
 """
 
 import pytest
@@ -394,7 +396,9 @@ def test_what_shares_a_scale_in_a_family(model, module, members):
     ],
 )
 def test_the_gate_of_attention_is_taken_by_no_mode(model, module, tmp_path):
-    """Perplexity 65 for Qwen3.6-27B with this gate in four bits (Model-Optimizer issue 2091); engines fuse q, k and v."""
+    """Perplexity 65 for Qwen3.6-27B with this gate in four bits (Model-Optimizer issue 2091);
+    engines fuse q, k and v.
+    """
     name, config = f"model.layers.3.self_attn.{module}", {"model_type": model, **LAYERS}
     (tmp_path / "mine.toml").write_text('[[format]]\nmodules = ["*.self_attn.*"]\nformat = "nvfp4"')
     for chosen in (None, "all", str(tmp_path / "mine.toml")):

@@ -1,4 +1,6 @@
-"""What stays, what becomes what, and which modules share a scale, as recipe files and the command line say it."""
+"""What stays, what becomes what, and which modules share a scale, as recipe files and the command
+line say it.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Stacks of experts, judged by transformers: what a recipe slices out of a saved checkpoint is what the model multiplies with.
+"""Stacks of experts, judged by transformers: what a recipe slices out of a saved checkpoint is what
+the model multiplies with.
 
 Every size is another number, so that no order of axes or rows can pass for a different one.
 """
@@ -54,7 +55,9 @@ NAMED = {"num_experts": EXPERTS, "moe_intermediate_size": INNER, "intermediate_s
 
 
 class Case(NamedTuple):
-    """A tiny model, and how its experts compute: `gate` is the name of the activation, `style` how they are called."""
+    """A tiny model, and how its experts compute: `gate` is the name of the activation, `style` how
+    they are called.
+    """
 
     kind: str
     config: dict[str, Any]
@@ -182,7 +185,9 @@ def test_the_model_multiplies_with_what_the_recipe_slices(model_type: str, tmp_p
 def test_a_checkpoint_as_it_was_published_is_sliced_as_transformers_reads_it(
     model_type: str, tmp_path: Path
 ) -> None:
-    """Qwen3-VL: (in, out), which transformers turns; Qwen3.5 and 4: stacks, which transformers 5 reads, and saves one by one."""
+    """Qwen3-VL: (in, out), which transformers turns; Qwen3.5 and 4: stacks, which transformers 5
+    reads, and saves one by one.
+    """
     import transformers
     from safetensors.torch import save_file
 
@@ -207,7 +212,9 @@ def test_a_checkpoint_as_it_was_published_is_sliced_as_transformers_reads_it(
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("model_type", CASES)
 def test_dequantize_stacks_again_what_was_sliced(model_type: str, tmp_path: Path) -> None:
-    """Names and shapes of the checkpoint, near its values, and transformers loads them without a word."""
+    """Names and shapes of the checkpoint, near its values, and transformers loads them without a
+    word.
+    """
     import transformers
 
     case = CASES[model_type]
@@ -269,7 +276,9 @@ def build(case: Case, folder: Path) -> Any:
 
 
 def experts_of(model_type: str, folder: Path) -> dict[str, Any]:
-    """Leaf -> matrix of the chosen expert in the first layer, as the recipe of the folder's config.json slices it."""
+    """Leaf -> matrix of the chosen expert in the first layer, as the recipe of the folder's
+    config.json slices it.
+    """
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())

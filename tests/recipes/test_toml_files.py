@@ -1,4 +1,6 @@
-"""Recipe files: what configs/ holds, what a user's file may say, and what is refused with file, key and what was expected."""
+"""Recipe files: what configs/ holds, what a user's file may say, and what is refused with file, key
+and what was expected.
+"""
 
 import re
 

@@ -1,4 +1,5 @@
-"""What a model has beside its decoder stays: names are those of transformers' own models, as it holds and as it saves them.
+"""What a model has beside its decoder stays: names are those of transformers' own models, as it
+holds and as it saves them.
 
 transformers says which module is the decoder; nothing that decides here is taken from a recipe.
 """

@@ -1,4 +1,6 @@
-"""What a report shows: the same numbers that verify prints and quantize recorded, and what is known by whom."""
+"""What a report shows: the same numbers that verify prints and quantize recorded, and what is known
+by whom.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The page as a file: whole, closed to names that are scripts, asking nobody for anything; and when it is written at all."""
+"""The page as a file: whole, closed to names that are scripts, asking nobody for anything; and when
+it is written at all.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from fp4convert.report.html import make_page
 
 
 class Elements(HTMLParser):
-    """What Python's own parser makes of a page: elements with their attributes, and the text inside of scripts."""
+    """What Python's own parser makes of a page: elements with their attributes, and the text inside
+    of scripts.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The page in a browser: open, hover, filter, look into experts, sort, print; light, dark, wide, narrow, and no word of error."""
+"""The page in a browser: open, hover, filter, look into experts, sort, print; light, dark, wide,
+narrow, and no word of error.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """45,000 tensors with the names of a DeepSeek V3; experts of layer 9 lose more, and expert 200 of it most."""
+    """45,000 tensors with the names of a DeepSeek V3; experts of layer 9 lose more, and expert 200
+    of it most.
+    """
     folder = tmp_path_factory.mktemp("large")
     leaves = ("gate_proj", "up_proj", "down_proj")
     first: dict[str, Tensor] = {

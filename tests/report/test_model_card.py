@@ -1,4 +1,6 @@
-"""The model card says what the artifact is, and nothing in a checkpoint can make it say anything else."""
+"""The model card says what the artifact is, and nothing in a checkpoint can make it say anything
+else.
+"""
 
 import json
 import re

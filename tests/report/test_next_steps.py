@@ -1,4 +1,6 @@
-"""Every error ends with one next step: what the place that raises it knows, or what the catalogue says of its code."""
+"""Every error ends with one next step: what the place that raises it knows, or what the catalogue
+says of its code.
+"""
 
 import json
 import re
@@ -242,7 +244,9 @@ def test_from_python_a_next_step_does_not_speak_of_options():
 
 
 def test_names_in_a_checkpoint_forge_no_next_step(tmp_path):
-    """A tensor's name with a line of its own; of two unsound tensors each has a line, and the next step names both."""
+    """A tensor's name with a line of its own; of two unsound tensors each has a line, and the next
+    step names both.
+    """
     unsound = ("F32", (32, 64), np.full((32, 64), np.nan, np.float32).tobytes())
     names = [f"{LAYER}.mlp.{name}_proj{HOSTILE}.weight" for name in ("up", "down")]
     source = write_single(

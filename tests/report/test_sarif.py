@@ -20,7 +20,8 @@ from checkpoints import (
 from rewriting import rewrite
 
 DOWN = f"{LAYER}.mlp.down_proj"
-# Of the standard's objects that are written here: (required, allowed) properties; the schema allows no others.
+# Of the standard's objects that are written here: (required, allowed) properties; the schema allows
+# no others.
 OBJECTS = {
     "log": ({"version", "runs"}, {"$schema", "inlineExternalProperties", "properties"}),
     "runs": (
@@ -87,7 +88,9 @@ OBJECTS = {
 
 
 def check(value: object, kind: str) -> None:
-    """Every object has what the standard requires, and nothing that it does not know; every level is one."""
+    """Every object has what the standard requires, and nothing that it does not know; every level
+    is one.
+    """
     if isinstance(value, list):
         for item in value:
             check(item, kind)

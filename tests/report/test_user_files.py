@@ -1,4 +1,6 @@
-"""Files that are asked for beside a result: never in an artifact's folder, never two in one place, and told before the work."""
+"""Files that are asked for beside a result: never in an artifact's folder, never two in one place,
+and told before the work.
+"""
 
 from __future__ import annotations
 

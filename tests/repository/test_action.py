@@ -1,4 +1,6 @@
-"""action.yml: its own steps, run by bash as a runner runs them, on a checkpoint; gates fail the job, and nothing is uploaded."""
+"""action.yml: its own steps, run by bash as a runner runs them, on a checkpoint; gates fail the
+job, and nothing is uploaded.
+"""
 
 import json
 import os
@@ -24,7 +26,9 @@ class Ended(NamedTuple):
 
 
 class Runner:
-    """What a runner gives to the steps of a composite action: inputs by their defaults, files for outputs and the path."""
+    """What a runner gives to the steps of a composite action: inputs by their defaults, files for
+    outputs and the path.
+    """
 
     def __init__(self, folder: Path, inputs: dict[str, str], **variables: str) -> None:
         self.folder = folder

@@ -1,4 +1,5 @@
-"""The house stands: packages on their floors, no circle, heavy packages at home, nothing grown too large.
+"""The house stands: packages on their floors, no circle, heavy packages at home, nothing grown too
+large.
 
 FLOORS is the only table of floors: docs/tables.py reads it for docs/architecture.md.
 """
@@ -24,7 +25,9 @@ FLOORS = [
     {"__main__"},  # the entry; a floor of its own, as is the lazy face of the package
 ]
 FLOOR = {package: number for number, packages in enumerate(FLOORS, 1) for package in packages}
-HOMES = {  # where a heavy package, or one that only some systems have, may be imported: beginnings of module names
+# where a heavy package, or one that only some systems have, may be imported: beginnings of module
+# names
+HOMES = {
     "torch": ("calibration.", "commands.calibration", "commands.tensors"),
     "transformers": ("calibration.",),
     "cupy": ("numerics.backends.",),
@@ -47,7 +50,9 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 600, 60, 5  # past 400 l
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the package by its name without "fp4convert.": "storage.disk"; a package by its own name."""
+    """Every module of the package by its name without "fp4convert.": "storage.disk"; a package by
+    its own name.
+    """
     found = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
@@ -56,7 +61,9 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imported(name: str) -> Iterator[str]:
-    """Dotted names of what a module imports, wherever the import stands; without "fp4convert." for our own."""
+    """Dotted names of what a module imports, wherever the import stands; without "fp4convert." for
+    our own.
+    """
     for node in ast.walk(modules()[name]):
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("fp4convert.") for alias in node.names)
@@ -104,7 +111,9 @@ def test_heavy_packages_stay_at_home():
 
 
 def test_nothing_grows_too_large():
-    """Files, faces of packages, functions and lists of parameters: a smell to look at, and looked at here."""
+    """Files, faces of packages, functions and lists of parameters: a smell to look at, and looked
+    at here.
+    """
     large = []
     for file in sorted(
         (*PACKAGE.rglob("*.py"), *(ROOT / "kernels").iterdir(), *(ROOT / "tests").rglob("*.py"))

@@ -1,4 +1,6 @@
-"""The Dockerfile, as far as it can be tried without a container: its RUN lines run here on the places that it names."""
+"""The Dockerfile, as far as it can be tried without a container: its RUN lines run here on the
+places that it names.
+"""
 
 import os
 import re
@@ -66,7 +68,9 @@ def test_packages_of_the_build_are_debians():
 @pytest.mark.slow
 @pytest.mark.parametrize("extras", ["", "cuda12,gguf"])
 def test_the_wheel_is_installed_with_the_extras(extras, wheel, tmp_path):
-    """The line as it is, with pip's own variables to keep it from the network, in an environment of its own."""
+    """The line as it is, with pip's own variables to keep it from the network, in an environment of
+    its own.
+    """
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels" / wheel.name).write_bytes(wheel.read_bytes())
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)

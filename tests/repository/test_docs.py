@@ -84,7 +84,9 @@ def test_links_lead_to_files(page: Path) -> None:
 
 
 def test_the_places_of_128x4_are_those_of_its_formula() -> None:
-    """cuBLAS documentation, 1D block scaling factors layout: 32 rows of 16 bytes to a tile of 128 rows and 4 blocks."""
+    """cuBLAS documentation, 1D block scaling factors layout: 32 rows of 16 bytes to a tile of 128
+    rows and 4 blocks.
+    """
     places = offsets(LAYOUTS["128x4"])
     for row in (0, 1, 31, 32, 97, 127, 128, 255):
         for block in range(8):

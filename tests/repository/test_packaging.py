@@ -1,4 +1,6 @@
-"""The wheel carries the CPU library, the kernels' sources and the recipes, and works where only the wheel is."""
+"""The wheel carries the CPU library, the kernels' sources and the recipes, and works where only the
+wheel is.
+"""
 
 import json
 import re
@@ -74,7 +76,9 @@ def test_editable_install_finds_the_same_files():
 
 
 def run_bare(venv: Path, *words: object) -> str:
-    """What the command of an environment prints, where there is no compiler, no other program and none of our variables."""
+    """What the command of an environment prints, where there is no compiler, no other program and
+    none of our variables.
+    """
     nothing = venv / "nothing"
     nothing.mkdir(exist_ok=True)
     variables = {
@@ -117,7 +121,9 @@ def check_bare(venv: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_wheel_works_in_an_environment_without_a_compiler(wheel, tmp_path):
-    """What it depends on is found where it is installed here; what is installed here of ours is not."""
+    """What it depends on is found where it is installed here; what is installed here of ours is
+    not.
+    """
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
@@ -178,9 +184,11 @@ def test_one_wheel_is_built_for_every_platform(platform, machine):
 
 @pytest.mark.system
 def test_kernels_compile_for_macos(tmp_path):
-    """By CMakeLists.txt as it is, with clang and the headers of macOS that come with Zig (make system installs it).
+    """By CMakeLists.txt as it is, with clang and the headers of macOS that come with Zig (make
+    system installs it).
 
-    Zig's linker knows no bundles, so that a library is linked in place of one, and it needs no tool for names of libraries.
+    Zig's linker knows no bundles, so that a library is linked in place of one, and it needs no tool
+    for names of libraries.
     """
     compiler = tmp_path / "cc"
     zig = f"exec {sys.executable} -m ziglang cc -target aarch64-macos -Werror"

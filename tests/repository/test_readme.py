@@ -33,7 +33,9 @@ def example_sessions() -> list[tuple[str, str]]:
 
 
 def comparable(text: str) -> list[str]:
-    """Lines without trailing blanks, and without seconds, rates and memory, which differ from run to run and by the machine."""
+    """Lines without trailing blanks, and without seconds, rates and memory, which differ from run
+    to run and by the machine.
+    """
     lines = [
         re.sub(r"  in .* s on (\w+), .*/s", r"  in T s on \1", line.rstrip())
         for line in text.strip().splitlines()
@@ -102,7 +104,9 @@ def test_options_named_in_the_readme_exist():
 
 
 def example_commands() -> list[str]:
-    """Every command of the blocks without a language: those that the tests run with other sources, or cannot run."""
+    """Every command of the blocks without a language: those that the tests run with other sources,
+    or cannot run.
+    """
     blocks = [
         text
         for language, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -164,7 +168,9 @@ def stand_in(name: str, folder: Path) -> Path:
     ],
 )
 def test_examples_of_other_models_do_what_is_said(name, expected, tmp_path):
-    """Attention of DeepSeek-V3 stays FP8; both experts of a stack are two modules; a recipe makes attention FP8."""
+    """Attention of DeepSeek-V3 stays FP8; both experts of a stack are two modules; a recipe makes
+    attention FP8.
+    """
     (command,) = (line for line in example_commands() if name in line)
     recipe = tmp_path / "experts4-attention8.toml"
     recipe.write_text(re.search(r"```toml\n(.*?)```", README, re.DOTALL)[1])

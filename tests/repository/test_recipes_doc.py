@@ -1,4 +1,6 @@
-"""docs/recipes.md and the README's recipe: every example is a recipe file, and does what the text around it says."""
+"""docs/recipes.md and the README's recipe: every example is a recipe file, and does what the text
+around it says.
+"""
 
 import re
 from pathlib import Path

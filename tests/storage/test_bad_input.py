@@ -1,4 +1,6 @@
-"""Every odd or hostile checkpoint through the real command: refused whole, or converted with nothing lost in silence."""
+"""Every odd or hostile checkpoint through the real command: refused whole, or converted with
+nothing lost in silence.
+"""
 
 import json
 import os
@@ -200,7 +202,9 @@ def excludes(next_step: str) -> list[str]:
 
 
 def check_completes(source, out, outcome, bad: set[str]) -> None:
-    """All bad tensors are named, nothing looks finished, and the command that the message gives ends well."""
+    """All bad tensors are named, nothing looks finished, and the command that the message gives
+    ends well.
+    """
     error = outcome.json["error"]
     assert (outcome.code, error["exit"]) == (2, 2)
     for name in bad:
@@ -369,7 +373,9 @@ def test_a_path_that_no_file_system_takes_is_bad_usage(name, tmp_path):
 
 
 def test_an_outlier_costs_its_neighbours_and_nobody_else(tmp_path):
-    """One value of 3e38 in a block of 16: the other blocks of the tensor become zero, and verify says how bad it is."""
+    """One value of 3e38 in a block of 16: the other blocks of the tensor become zero, and verify
+    says how bad it is.
+    """
     source, out = write_single(tmp_path / "source", {}, None), tmp_path / "out"
     (source / "model.safetensors").write_bytes(beginning(3e38)["model.safetensors"])
     (source / "config.json").write_bytes(CONFIG)

@@ -1,4 +1,6 @@
-"""Headers and index put together: what they agree on is a checkpoint, what they do not is refused or told."""
+"""Headers and index put together: what they agree on is a checkpoint, what they do not is refused
+or told.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""What is asked of a disk: hashes, marks of files that changed, sizes, room, and names that reach it."""
+"""What is asked of a disk: hashes, marks of files that changed, sizes, room, and names that reach
+it.
+"""
 
 import hashlib
 import os

@@ -1,4 +1,6 @@
-"""GGUF headers against llama.cpp's own reader and writer, and damaged in every way: an InputError, or a sound header."""
+"""GGUF headers against llama.cpp's own reader and writer, and damaged in every way: an InputError,
+or a sound header.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ U32, STRING, LIST = 4, 8, 9
 
 
 def write(path: Path, alignment: int | None = None) -> Path:
-    """A file by llama.cpp's own writer: every kind of value, four types of blocks or halves, a stack and a vector."""
+    """A file by llama.cpp's own writer: every kind of value, four types of blocks or halves, a
+    stack and a vector.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     if alignment:
         writer.add_custom_alignment(alignment)
@@ -137,7 +141,9 @@ def test_new_tensors_follow_their_modules_weight(whole: Path, alignment: int | N
 
 
 def refusal(path: Path, content: bytes | bytearray) -> InputError | None:
-    """The error that such a file is refused with; None where the header is sound, and then its tensors lie apart, in the file."""
+    """The error that such a file is refused with; None where the header is sound, and then its
+    tensors lie apart, in the file.
+    """
     path.write_bytes(content)
     tracemalloc.start()
     try:

@@ -152,7 +152,9 @@ def test_nan_behind_the_first_panel_is_found(bad, tmp_path):
 
 
 def test_the_bytes_do_not_depend_on_panels_or_alignment(tmp_path):
-    """Several ranges of rows, aligned and not: the codes of the reference, whose amax is that of the whole."""
+    """Several ranges of rows, aligned and not: the codes of the reference, whose amax is that of
+    the whole.
+    """
     values = np.random.default_rng(5).standard_normal((1300, 4096)).astype(np.float32)
     for name, extra in (("aligned", {}), ("odd", {"a": ("U8", (3,), b"abc")})):
         tensors = {**extra, "b.o_proj.weight": ("F32", values.shape, values.tobytes())}

@@ -1,4 +1,6 @@
-"""Small files of ours are the JSON that everybody writes with an indent of 2, whatever is nested in them."""
+"""Small files of ours are the JSON that everybody writes with an indent of 2, whatever is nested in
+them.
+"""
 
 from __future__ import annotations
 

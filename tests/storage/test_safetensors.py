@@ -1,4 +1,6 @@
-"""The container laid out and written: bytes typed by hand, and the safetensors package that reads them."""
+"""The container laid out and written: bytes typed by hand, and the safetensors package that reads
+them.
+"""
 
 import hashlib
 import json
@@ -117,7 +119,9 @@ def test_no_call_writes_more_than_a_short_run_of_pages(tmp_path, monkeypatch):
 
 
 def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeypatch):
-    """Ranges follow each other and hold nothing that is not written; what is small stays for the end."""
+    """Ranges follow each other and hold nothing that is not written; what is small stays for the
+    end.
+    """
     block, told = safetensors.FLUSH_NBYTES, []
     sizes = {
         "a": 3 * block - 1,

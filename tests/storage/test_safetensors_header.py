@@ -1,4 +1,6 @@
-"""A header read: a file typed by hand, the safetensors package, one refusal per error code, and differential tests."""
+"""A header read: a file typed by hand, the safetensors package, one refusal per error code, and
+differential tests.
+"""
 
 import json
 import math
@@ -15,8 +17,12 @@ from safetensors.numpy import save_file
 
 from fp4convert.errors import InputError
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.safetensors import SafetensorsFrame
-from fp4convert.storage.safetensors_header import read_header, read_one_by_one, read_together
+from fp4convert.storage.safetensors import (
+    SafetensorsFrame,
+    read_header,
+    read_one_by_one,
+    read_together,
+)
 
 SMALL = b'\x38\0\0\0\0\0\0\0{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}   \x01\x02'
 U8 = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
@@ -216,7 +222,9 @@ SNIPPETS = (
 
 @st.composite
 def mutated(draw) -> bytes:
-    """A sound file whose header text is cut, filled and repeated here and there; its length follows or does not."""
+    """A sound file whose header text is cut, filled and repeated here and there; its length follows
+    or does not.
+    """
     length = struct.unpack("<Q", VALID[:8])[0]
     text = VALID[8 : 8 + length].rstrip()
     for _ in range(draw(st.integers(1, 3))):

@@ -1,6 +1,7 @@
 """Inputs made to break quantizers, and the comparison that reports where they did.
 
-Decides which values a kernel meets.  Every maker returns finite values in the dtype's own NumPy type, (rows, columns), from a
+Decides which values a kernel meets.  Every maker returns finite values in the dtype's own NumPy
+type, (rows, columns), from a
 fixed seed; what is right about them is codec.py's business.
 """
 
@@ -86,7 +87,9 @@ def random_bits(dtype: str, rows: int, columns: int) -> Values:
 
 
 def wide_range(dtype: str, rows: int, columns: int) -> Values:
-    """Every run of 16 has an exponent of its own: tiny blocks beside huge ones, and everything between."""
+    """Every run of 16 has an exponent of its own: tiny blocks beside huge ones, and everything
+    between.
+    """
     rng = generator(3)
     low, high = EXPONENTS[dtype]
     exponents = rng.integers(low, high + 1, (rows, columns // 16, 1))
@@ -106,7 +109,9 @@ def subnormals(dtype: str, rows: int, columns: int) -> Values:
 
 
 def extremes(dtype: str, rows: int, columns: int) -> Values:
-    """The largest and the smallest values the dtype has, zeros of both signs, ones, mixed; some blocks are all zero."""
+    """The largest and the smallest values the dtype has, zeros of both signs, ones, mixed; some
+    blocks are all zero.
+    """
     rng = generator(5)
     largest = LARGEST[dtype]
     kinds = np.array(
@@ -129,7 +134,9 @@ def extremes(dtype: str, rows: int, columns: int) -> Values:
 
 
 def scattered_importance(columns: int) -> Float32s:
-    """Second moments: alike, one far above the rest, over many decades, zeros among them; a run of 32 is of one sort."""
+    """Second moments: alike, one far above the rest, over many decades, zeros among them; a run of
+    32 is of one sort.
+    """
     rng = generator(9, columns)
     runs = -(-columns // 32)
     spread = rng.choice([0.0, 1.0, 5.0, 20.0], (runs, 1))
@@ -149,7 +156,9 @@ PLAIN = {make.__name__: make for make in (gaussian, random_bits, wide_range, sub
 def around_midpoints(
     block_amax: Values, dtype: str, fmt: Format, rule: str, group_amax: float, reach: int = 2
 ) -> Values:
-    """One row of blocks with these magnitudes first, and beside each values within `reach` ulps of a midpoint times its step."""
+    """One row of blocks with these magnitudes first, and beside each values within `reach` ulps of
+    a midpoint times its step.
+    """
     rng = generator(6, len(block_amax))
     blocks = np.zeros((len(block_amax), fmt.block_size), FLOAT_DTYPES[dtype])
     blocks[:, 0] = block_amax
@@ -166,7 +175,8 @@ def around_midpoints(
 def group_amaxes(dtype: str) -> Iterator[float]:
     """Amaxes of scale groups, over the whole range of the dtype, then every eight-bit mantissa.
 
-    With a global scale of 2^k midpoints are exact ties; with a full mantissa none is; with eight bits, as the amax of bf16
+    With a global scale of 2^k midpoints are exact ties; with a full mantissa none is; with eight
+    bits, as the amax of bf16
     weights has, some are ties until the global scale is rounded.
     """
     rng = generator(7)
@@ -179,7 +189,9 @@ def group_amaxes(dtype: str) -> Iterator[float]:
 
 
 def block_amaxes(dtype: str, group_amax: float, count: int) -> Values:
-    """Magnitudes from the group's own down to where block scales underflow; half of them make an exact block scale."""
+    """Magnitudes from the group's own down to where block scales underflow; half of them make an
+    exact block scale.
+    """
     rng = generator(8)
     exact = codec.decode_e4m3(rng.integers(1, 127, count).astype(np.uint8)) * (group_amax / 448)
     any_one = group_amax * np.exp2(rng.uniform(-22, 0, count))
@@ -187,7 +199,9 @@ def block_amaxes(dtype: str, group_amax: float, count: int) -> Values:
 
 
 def binade_ends(dtype: str) -> Iterator[int]:
-    """Magnitude bits of the largest block amax that gets each scale, by any rule: 1.5, below 1.75, below 2."""
+    """Magnitude bits of the largest block amax that gets each scale, by any rule: 1.5, below 1.75,
+    below 2.
+    """
     full = 1 << MANTISSA_BITS[dtype]
     for exponent in range(255 if dtype == "BF16" else 31):
         yield from (
@@ -196,9 +210,11 @@ def binade_ends(dtype: str) -> Iterator[int]:
 
 
 def hair_breadths(exponent: int) -> Iterator[tuple[float, float]]:
-    """Pairs of a bf16 value x and a group amax whose global scale g puts x within 4 units of its last place of a midpoint * g.
+    """Pairs of a bf16 value x and a group amax whose global scale g puts x within 4 units of its
+    last place of a midpoint * g.
 
-    With midpoint = b / d and x = X * 2^k / d, g = (X * 2^k - r) / b for small r: 2^23 .. 2^24, times 2^exponent.
+    With midpoint = b / d and x = X * 2^k / d, g = (X * 2^k - r) / b for small r: 2^23 .. 2^24,
+    times 2^exponent.
     """
     around = np.array([1 - 2**-24, 1, 1 + 2**-23], np.float32)
     for b, d in (float(midpoint).as_integer_ratio() for midpoint in MIDPOINTS):
@@ -216,7 +232,9 @@ def hair_breadths(exponent: int) -> Iterator[tuple[float, float]]:
 
 
 def assert_same_bytes(found: Quantized, expected: Quantized, values: Values, where: str) -> None:
-    """Both hold the same scales and codes; otherwise says which block or element differs first, and how."""
+    """Both hold the same scales and codes; otherwise says which block or element differs first, and
+    how.
+    """
     assert (found.format, found.shape, found.kind) == (
         expected.format,
         expected.shape,
@@ -248,7 +266,9 @@ def assert_same_bytes(found: Quantized, expected: Quantized, values: Values, whe
 
 
 def assert_same_values(found: Values, expected: Values, where: str) -> None:
-    """Both hold the same bytes, or NaN in the same places; otherwise says which element differs first, and how."""
+    """Both hold the same bytes, or NaN in the same places; otherwise says which element differs
+    first, and how.
+    """
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
     both_nan = np.isnan(found.astype(np.float32)) & np.isnan(expected.astype(np.float32))
     unsigned = np.dtype(f"u{found.dtype.itemsize}")

@@ -17,7 +17,9 @@ def quantize(source, out, *options):
 
 
 def artifact_values(tensors, module: str, dialect: str) -> np.ndarray:
-    """What an engine computes from stored NVFP4 tensors: code * block scale * multiplier, or / divisor; float64."""
+    """What an engine computes from stored NVFP4 tensors: code * block scale * multiplier, or /
+    divisor; float64.
+    """
     codes, last = (
         ("weight", "weight_scale_2")
         if dialect == "modelopt"

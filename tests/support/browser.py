@@ -1,6 +1,8 @@
-"""Headless Chromium, driven by its own protocol through two pipes: no network, no driver, no package.
+"""Headless Chromium, driven by its own protocol through two pipes: no network, no driver, no
+package.
 
-Source of the methods: the Chrome DevTools Protocol, domains Page, Runtime, Log, Network, Emulation and Input.
+Source of the methods: the Chrome DevTools Protocol, domains Page, Runtime, Log, Network, Emulation
+and Input.
 """
 
 from __future__ import annotations

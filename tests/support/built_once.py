@@ -1,4 +1,6 @@
-"""Models that many tests start from are built once in a run of tests; each test gets a copy of its own."""
+"""Models that many tests start from are built once in a run of tests; each test gets a copy of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _built: dict[str, Path] = {}
 
 
 def built_once(what: str, build: Callable[[Path], object], folder: Path) -> Path:
-    """The folder, now with what `build` makes of an empty one; `what` tells one model from every other."""
+    """The folder, now with what `build` makes of an empty one; `what` tells one model from every
+    other.
+    """
     if what not in _built:
         made = _shelf() / str(len(_built))
         build(made)

@@ -1,6 +1,8 @@
-"""Whether a wheel works where it was installed; cibuildwheel runs this in an environment of each platform's own.
+"""Whether a wheel works where it was installed; cibuildwheel runs this in an environment of each
+platform's own.
 
-One block of NVFP4 by hand: amax 12 becomes a global scale of 12 / 2688, the block scale 448, and every code 7 (6.0) or 0.
+One block of NVFP4 by hand: amax 12 becomes a global scale of 12 / 2688, the block scale 448, and
+every code 7 (6.0) or 0.
 """
 
 import subprocess

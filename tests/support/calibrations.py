@@ -1,4 +1,6 @@
-"""Calibration files written by hand, with the safetensors package: never by fp4convert's own writer."""
+"""Calibration files written by hand, with the safetensors package: never by fp4convert's own
+writer.
+"""
 
 from __future__ import annotations
 

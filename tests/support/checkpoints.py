@@ -1,6 +1,7 @@
 """Checkpoints for tests, byte by byte, and the real command run on them.
 
-Files are packed with json and struct and read back by the safetensors package: never by fp4convert's own reader or writer.
+Files are packed with json and struct and read back by the safetensors package: never by
+fp4convert's own reader or writer.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ def write_checkpoint(
     config: dict[str, object] | None = None,
     **files: bytes,
 ) -> Path:
-    """A folder with these shards, an index where there are several, config.json, and more files; returns the folder."""
+    """A folder with these shards, an index where there are several, config.json, and more files;
+    returns the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for file, tensors in shards.items():
         (folder / file).write_bytes(pack_shard(tensors))
@@ -148,7 +151,9 @@ def write_llama(folder: Path, **files: bytes) -> Path:
 
 
 def write_zeros(folder: Path, count: int = 8, rows: int = 4096, columns: int = 8192) -> Path:
-    """A large checkpoint that takes no disk: `count` sparse shards with one matrix of zeros each; slow to convert."""
+    """A large checkpoint that takes no disk: `count` sparse shards with one matrix of zeros each;
+    slow to convert.
+    """
     folder.mkdir(parents=True)
     for number in range(count):
         entry = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, rows * columns * 2]}
@@ -211,7 +216,9 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 def wait_until(
     happened: Callable[[], object], process: subprocess.Popen[str] | None = None
 ) -> None:
-    """Return as soon as it is so; fail where the process ends first, or after more than a busy machine takes."""
+    """Return as soon as it is so; fail where the process ends first, or after more than a busy
+    machine takes.
+    """
     ended = time.monotonic() + WAIT_SECONDS
     while not happened():
         if process is not None and process.poll() is not None:
@@ -233,7 +240,9 @@ def run_alone(*arguments: object, seconds: float = WAIT_SECONDS) -> Outcome:
 
 
 def hidden_characters(text: str) -> list[str]:
-    """Characters that could act on a terminal: control, bidi, surrogates, line separators; a newline is none of them."""
+    """Characters that could act on a terminal: control, bidi, surrogates, line separators; a
+    newline is none of them.
+    """
     return sorted(
         {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
     )

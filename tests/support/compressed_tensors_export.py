@@ -1,4 +1,6 @@
-"""What llm-compressor leaves on a disk: weights observed, and quantized, compressed and saved by compressed-tensors itself."""
+"""What llm-compressor leaves on a disk: weights observed, and quantized, compressed and saved by
+compressed-tensors itself.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ Schemes = tuple[tuple[str, str], ...]
 def export_compressed(
     source: Path, schemes: Schemes, folder: Path, has_fp8_cache: bool = False
 ) -> dict[str, Any]:
-    """The weights that compressed-tensors decompresses again, by name; the folder now holds its artifact.
+    """The weights that compressed-tensors decompresses again, by name; the folder now holds its
+    artifact.
 
     schemes  (preset, targets)
     """
@@ -59,7 +62,9 @@ def export_compressed(
 
 
 def _observe(model: Any) -> None:
-    """Scales of weights, the global one shared by what engines fuse, and of activations, all different."""
+    """Scales of weights, the global one shared by what engines fuse, and of activations, all
+    different.
+    """
     import torch
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 

@@ -31,7 +31,9 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def every_level(folder: Path) -> Cpus:
-    """One backend a level; a level is lowered for good, so each has a copy of the library in `folder`, and that its own level."""
+    """One backend a level; a level is lowered for good, so each has a copy of the library in
+    `folder`, and that its own level.
+    """
     source = Path(_library()._name)
     found = {}
     for level in range(2, NATIVE + 1) if NATIVE else (0,):

@@ -1,7 +1,10 @@
-"""python crowd.py FOLDER DELAY: run many commands at the same instant, each slowed down by chance wherever it asks the system.
+"""python crowd.py FOLDER DELAY: run many commands at the same instant, each slowed down by chance
+wherever it asks the system.
 
-Standard input holds a JSON list of commands, each a list of words.  Each runs in a forked child that has everything imported;
-calls of SLOWED wait, now and then, for some DELAY seconds, so that what seldom happens between two of them happens often.
+Standard input holds a JSON list of commands, each a list of words.  Each runs in a forked child
+that has everything imported;
+calls of SLOWED wait, now and then, for some DELAY seconds, so that what seldom happens between two
+of them happens often.
 Prints a JSON list of [exit status, standard output, standard error] in the order of the commands.
 """
 

@@ -1,4 +1,6 @@
-"""Small Diffusers pipelines with the names that published ones have, made byte by byte, and what becomes of them."""
+"""Small Diffusers pipelines with the names that published ones have, made byte by byte, and what
+becomes of them.
+"""
 
 from __future__ import annotations
 

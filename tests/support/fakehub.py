@@ -1,6 +1,8 @@
-"""A Hub on the loopback device: what huggingface_hub and range readers ask of one, with faults on request.
+"""A Hub on the loopback device: what huggingface_hub and range readers ask of one, with faults on
+request.
 
-Two servers of different origin: the hub lists and resolves, the storage holds large files behind signed links.
+Two servers of different origin: the hub lists and resolves, the storage holds large files behind
+signed links.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Repo:
 class Fault:
     """What goes wrong at some requests.
 
-    kind    status, drop, stall, flip, ignore-range, etag, gzip, or commit, size, oid: lies of the hub; of what is sent
+    kind    status, drop, stall, flip, ignore-range, etag, gzip, or commit, size, oid: lies of the
+            hub; of what is sent
             to it, also cut-before and cut-after: no reply, and it had no effect or had it
     where   hub or storage
     match   an expression for the path and the range that are asked for

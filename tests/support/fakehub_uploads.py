@@ -1,4 +1,6 @@
-"""What huggingface_hub asks of a Hub when it uploads: repositories made, large files stored, commits with a parent."""
+"""What huggingface_hub asks of a Hub when it uploads: repositories made, large files stored,
+commits with a parent.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Families without experts: every linear layer of the decoder becomes four-bit, unless its row says why not.
+"""Families without experts: every linear layer of the decoder becomes four-bit, unless its row says
+why not.
 
-Names and shapes are those that transformers 5.23 saves, which are the published ones: `published` tells where they are not.
+Names and shapes are those that transformers 5.23 saves, which are the published ones: `published`
+tells where they are not.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from typing import Any
 
 from family import Family, Tensors
 
-# Of two sizes that a mistake could exchange none are equal: 64 in, 96 queries, 48 keys, 80 or 112 in the middle.
+# Of two sizes that a mistake could exchange none are equal: 64 in, 96 queries, 48 keys, 80 or 112
+# in the middle.
 SIZES: dict[str, Any] = {
     **{
         "hidden_size": 64,
@@ -41,7 +44,9 @@ DECODER = (ATTENTION, OUTPUT, *MLP)
 
 
 def _siglip_inside(tensors: Tensors) -> Tensors:
-    """Gemma 3 was published when SigLIP's tower had one more module inside: vision_tower.vision_model.encoder..."""
+    """Gemma 3 was published when SigLIP's tower had one more module inside:
+    vision_tower.vision_model.encoder...
+    """
     return {
         name.replace("vision_tower.", "vision_tower.vision_model."): tensor
         for name, tensor in tensors.items()

@@ -1,4 +1,5 @@
-"""Diffusion transformers, by hand: names and shapes as the headers of FLUX.1-dev and of Wan2.1 in diffusers' form have them.
+"""Diffusion transformers, by hand: names and shapes as the headers of FLUX.1-dev and of Wan2.1 in
+diffusers' form have them.
 
 No engine here loads them: what is compared are their weights.
 """
@@ -22,7 +23,9 @@ def _linear(name: str, rows: int, columns: int) -> Shapes:
 
 
 def _flux() -> Shapes:
-    """transformer/ of FLUX.1-dev: two double blocks, whose image and text have weights of their own, and two single ones."""
+    """transformer/ of FLUX.1-dev: two double blocks, whose image and text have weights of their
+    own, and two single ones.
+    """
     shapes = (
         _linear("x_embedder", WIDTH, 64)
         | _linear("context_embedder", WIDTH, TEXT)

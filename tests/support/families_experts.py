@@ -1,4 +1,6 @@
-"""Families with experts, one by one under names of their own: how they are published and how transformers saves them."""
+"""Families with experts, one by one under names of their own: how they are published and how
+transformers saves them.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ LATENT_TENSORS = {
 
 
 def _mtp_layer(prefix: str, attention: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """A layer for multi-token prediction as DeepSeek V3 and GLM-4.5 publish it, numbered after the last one of the model."""
+    """A layer for multi-token prediction as DeepSeek V3 and GLM-4.5 publish it, numbered after the
+    last one of the model.
+    """
     return {
         **{
             f"{prefix}.{name}.weight": (64,)
@@ -99,7 +103,9 @@ _EXPERTS = ("shared_experts", "experts.0", "experts.1", "experts.2", "experts.3"
 
 
 def unprefixed(tensors: Tensors) -> Tensors:
-    """DeepSeek V4 was published under names without `model.`; transformers adds it when it reads, and leaves it when it saves."""
+    """DeepSeek V4 was published under names without `model.`; transformers adds it when it reads,
+    and leaves it when it saves.
+    """
     names = {
         "model.embed_tokens.weight": "embed.weight",
         **{f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in HC_PARTS},

@@ -1,4 +1,6 @@
-"""Families whose layers are of several kinds: attention beside linear attention, state spaces or convolutions."""
+"""Families whose layers are of several kinds: attention beside linear attention, state spaces or
+convolutions.
+"""
 
 from __future__ import annotations
 

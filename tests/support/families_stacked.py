@@ -1,4 +1,6 @@
-"""Families that are published with one tensor for all experts of a layer, in every orientation that there is."""
+"""Families that are published with one tensor for all experts of a layer, in every orientation that
+there is.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ QWEN_STACKS_TRANSPOSED = (
 
 
 def _stacked(tensors: Tensors) -> Tensors:
-    """Qwen3.5's experts as they are published: one stack with gates before ups, one of downs; transformers saves single ones."""
+    """Qwen3.5's experts as they are published: one stack with gates before ups, one of downs;
+    transformers saves single ones.
+    """
     import torch
 
     result: dict[str, Any] = {}
@@ -50,7 +54,9 @@ def _stacked(tensors: Tensors) -> Tensors:
 
 
 def _transposed(tensors: Tensors) -> Tensors:
-    """Qwen3-VL's experts as they are published, (experts, in, out), which transformers 4.57 held them in; 5 turns them round."""
+    """Qwen3-VL's experts as they are published, (experts, in, out), which transformers 4.57 held
+    them in; 5 turns them round.
+    """
     return {
         name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
         for name, tensor in tensors.items()

@@ -1,6 +1,8 @@
-"""A model family: a tiny checkpoint with its true names, and, written by hand, what becomes four-bit and shares a scale.
+"""A model family: a tiny checkpoint with its true names, and, written by hand, what becomes
+four-bit and shares a scale.
 
-A line of `quantized` is a scale group: `{a,b}` and `{0-3}` stand for one line each, `(a b)` for the members of one group.
+A line of `quantized` is a scale group: `{a,b}` and `{0-3}` stand for one line each, `(a b)` for the
+members of one group.
 `model.layers.{0-1}.self_attn.(q_proj k_proj v_proj)` is two groups of three modules.
 """
 
@@ -42,7 +44,8 @@ class Stack:
     members         the matrices of one expert, in the order of their rows
     is_transposed   each expert is (in, out), not (out, in)
     is_interleaved  row 0 is of the first member, row 1 of the second
-    experts         how many there are, in a tensor of two dimensions where they stand below each other
+    experts         how many there are, in a tensor of two dimensions where they stand below each
+                    other
     """
 
     tensors: str
@@ -53,7 +56,9 @@ class Stack:
     experts: int = 0
 
     def views(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-        """(module, its matrix as (out, in)) for every matrix; what is written to it is written to the stack."""
+        """(module, its matrix as (out, in)) for every matrix; what is written to it is written to
+        the stack.
+        """
         parent = name.removesuffix(".weight").rpartition(".")[0]
         for expert, held in enumerate(
             tensor.unflatten(0, (self.experts, -1)) if self.experts else tensor
@@ -77,8 +82,10 @@ class Family:
     config      its sizes; all of them differ, so that what is turned round no longer fits
     published   makes of the tensors that transformers saves those that are published
     model_type  the published one, where transformers' class has another
-    runs        "artifact": transformers computes the four-bit weights; "restored": it reads what `dequantize` writes
-    extra       tensors that the model's class leaves alone, such as layers for multi-token prediction: name -> shape
+    runs        "artifact": transformers computes the four-bit weights; "restored": it reads what
+                `dequantize` writes
+    extra       tensors that the model's class leaves alone, such as layers for multi-token
+                prediction: name -> shape
     beside      how all of these names begin
     """
 
@@ -127,7 +134,9 @@ def _choices(braced: str) -> list[str]:
 
 
 def build(family: Family, folder: Path) -> Path:
-    """The folder, now with the family's checkpoint, as it is published: in three shards, neighbours in different ones."""
+    """The folder, now with the family's checkpoint, as it is published: in three shards, neighbours
+    in different ones.
+    """
     import torch
     import transformers
 
@@ -161,7 +170,9 @@ def _write_config(family: Family, folder: Path) -> None:
 
 
 def _season(name: str, tensor: Any) -> None:
-    """Random values of its own for each tensor, norms near one, and in each matrix a zero block, a tiny one and an outlier."""
+    """Random values of its own for each tensor, norms near one, and in each matrix a zero block, a
+    tiny one and an outlier.
+    """
     import torch
 
     if not tensor.is_floating_point():
@@ -181,7 +192,9 @@ def _season(name: str, tensor: Any) -> None:
 
 
 def write_shards(tensors: Tensors, folder: Path) -> None:
-    """Safetensors files and their index; of names in alphabetical order each third one is in the same file."""
+    """Safetensors files and their index; of names in alphabetical order each third one is in the
+    same file.
+    """
     from safetensors.torch import save_file
 
     names = sorted(tensors)
@@ -199,7 +212,9 @@ def write_shards(tensors: Tensors, folder: Path) -> None:
 
 
 def matrices(family: Family, tensors: Tensors) -> Tensors:
-    """Module -> its matrix as (out, in) in those tensors, of every one that becomes four-bit; a view, to be written to."""
+    """Module -> its matrix as (out, in) in those tensors, of every one that becomes four-bit; a
+    view, to be written to.
+    """
     views: Tensors = {}
     stacked: set[str] = set()
     for stack in family.stacks:
@@ -221,7 +236,9 @@ def kept(family: Family, tensors: Tensors) -> Tensors:
 
 
 def encoded(family: Family, tensors: Tensors) -> dict[str, Quantized]:
-    """Module -> its NVFP4 codes and scales by the reference codec, with one amax for each group; as divisors."""
+    """Module -> its NVFP4 codes and scales by the reference codec, with one amax for each group; as
+    divisors.
+    """
     weights = {
         module: matrix.float().numpy() for module, matrix in matrices(family, tensors).items()
     }
@@ -262,7 +279,9 @@ def spelled(values: Mapping[str, Quantized]) -> Tensors:
 
 
 def decoded(family: Family, tensors: Tensors) -> Tensors:
-    """The checkpoint in bfloat16, with every four-bit matrix replaced by what the reference codec makes of it."""
+    """The checkpoint in bfloat16, with every four-bit matrix replaced by what the reference codec
+    makes of it.
+    """
     import torch
 
     values = encoded(family, tensors)
@@ -291,7 +310,9 @@ def write_values(source: Path, tensors: Tensors, folder: Path) -> Path:
 
 
 def load(family: Family, folder: Path, dtype: str = "bfloat16", **options: Any) -> Any:
-    """The model that transformers makes of a folder; the test fails where a tensor of it was missing or of another shape."""
+    """The model that transformers makes of a folder; the test fails where a tensor of it was
+    missing or of another shape.
+    """
     import torch
     import transformers
 

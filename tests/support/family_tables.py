@@ -1,4 +1,6 @@
-"""Tables of what stays in a family: a model in a line of its own, below it lines of "keep" or "-" and a module."""
+"""Tables of what stays in a family: a model in a line of its own, below it lines of "keep" or "-"
+and a module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tiny random checkpoints of every model type with folds, in float32, and what transformers computes of them."""
+"""Tiny random checkpoints of every model type with folds, in float32, and what transformers
+computes of them.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def build(name: str, folder: Path) -> Path:
-    """The folder, now with a checkpoint in three float32 shards: weights large enough to attend by, and biases that are not 0."""
+    """The folder, now with a checkpoint in three float32 shards: weights large enough to attend by,
+    and biases that are not 0.
+    """
     import torch
     import transformers
 
@@ -90,7 +94,9 @@ def write_as(source: Path, tensors: Tensors, folder: Path) -> Path:
 
 
 def outputs(name: str, folder: Path) -> Any:
-    """Logits, or hidden states, in float32; the test fails where a tensor of the model was missing or of another shape."""
+    """Logits, or hidden states, in float32; the test fails where a tensor of the model was missing
+    or of another shape.
+    """
     import torch
     import transformers
 

@@ -1,4 +1,6 @@
-"""Sources whose experts, or all of whose layers, are four-bit already, made by others, and what they are worth."""
+"""Sources whose experts, or all of whose layers, are four-bit already, made by others, and what
+they are worth.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ V4_FP8 = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint, and what its tensors are worth in float32, under the names that they have when every module has its own.
+    """A checkpoint, and what its tensors are worth in float32, under the names that they have when
+    every module has its own.
 
     four_bit  module -> its packed codes and block scales, as safetensors holds them
     judged    every tensor, as an ordinary weight
@@ -66,7 +69,9 @@ def make_gpt_oss(folder: Path) -> Source:
 
 
 def make_deepseek_v4(folder: Path) -> Source:
-    """Routed experts in MXFP4, one for multi-token prediction among them, attention and the shared expert in FP8."""
+    """Routed experts in MXFP4, one for multi-token prediction among them, attention and the shared
+    expert in FP8.
+    """
     build(V4, folder)
     fp8, fp4 = fp8_blocks(128, 128, "float8_e8m0fnu", ".scale"), mxfp4_experts()
     experts = modules_of(*V4_EXPERTS)

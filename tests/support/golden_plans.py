@@ -1,7 +1,10 @@
-"""The plan of a conversion as a page that a person can read: one line for every kind of module, without what differs by machine.
+"""The plan of a conversion as a page that a person can read: one line for every kind of module,
+without what differs by machine.
 
-python tests/support/golden_plans.py            # prints what differs from tests/golden/plans, exits 1 where something does
-python tests/support/golden_plans.py --write    # replaces the pages; a person reads the diff before it is committed
+python tests/support/golden_plans.py            # prints what differs from tests/golden/plans, exits
+1 where something does
+python tests/support/golden_plans.py --write    # replaces the pages; a person reads the diff before
+it is committed
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ def make_gptoss(folder: Path) -> Path:
 
 
 def expected_weights(native: Path) -> dict[str, Any]:
-    """Name -> bfloat16 weight of every stack of experts, transposed as transformers holds it; no rounding happens."""
+    """Name -> bfloat16 weight of every stack of experts, transposed as transformers holds it; no
+    rounding happens.
+    """
     tensors = read_tensors(native)
     return {
         name.removesuffix("_blocks"): mxfp4_weight(
@@ -79,7 +81,9 @@ def expected_weights(native: Path) -> dict[str, Any]:
 
 
 def listed_experts(native: Path) -> dict[str, tuple[Any, Any]]:
-    """Module of one expert -> its packed codes and block scales: gate is every even row of gate_up, up every odd one."""
+    """Module of one expert -> its packed codes and block scales: gate is every even row of gate_up,
+    up every odd one.
+    """
     tensors = read_tensors(native)
     modules = {}
     for layer in range(LAYERS):

@@ -9,7 +9,9 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 def gptq_by_the_paper(w, h, steps, damping=0.01):
-    """Codes by algorithm 1 of arXiv 2210.17323 with its order of columns; float64, the inverse as such, no lazy blocks."""
+    """Codes by algorithm 1 of arXiv 2210.17323 with its order of columns; float64, the inverse as
+    such, no lazy blocks.
+    """
     columns = len(h)
     damped = h + damping * np.diag(h).mean() * np.eye(columns)
     order = np.argsort(-np.diag(h), kind="stable")

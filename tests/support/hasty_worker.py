@@ -1,4 +1,5 @@
-"""python hasty_worker.py HOST SKEW COMMAND...: fp4convert on a host of another name and clock, where a minute lasts a second.
+"""python hasty_worker.py HOST SKEW COMMAND...: fp4convert on a host of another name and clock,
+where a minute lasts a second.
 
 HOST  what the machine calls itself; "" for its own name
 SKEW  seconds by which the times of its claims are off

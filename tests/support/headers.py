@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp4convert.storage.safetensors_header import read_header
+from fp4convert.storage.safetensors import read_header
 
 BITS = {
     **{

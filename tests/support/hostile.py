@@ -1,4 +1,6 @@
-"""Names that would be scripts, markup or templates where they are not plain text, in a checkpoint like any other."""
+"""Names that would be scripts, markup or templates where they are not plain text, in a checkpoint
+like any other.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ def ask(*arguments: object) -> Outcome:
 
 
 def expect(hub: FakeHub, folder: Path, out: Path) -> str:
-    """The digest that org/m gives: that of its folder, but that our record names the repository and its newest commit."""
+    """The digest that org/m gives: that of its folder, but that our record names the repository and
+    its newest commit.
+    """
     assert run("quantize", folder, *NVFP4, "-o", out).code == 0
     record = json.loads((out / RECORD).read_text())
     assert record["source"] == {"repo": None, "revision": None}

@@ -1,6 +1,8 @@
-"""python kill_points.py FOLDER COMMAND...: kill a conversion at its k-th change of the disk, for every k, and run it again.
+"""python kill_points.py FOLDER COMMAND...: kill a conversion at its k-th change of the disk, for
+every k, and run it again.
 
-Each run is a forked child in which the calls of COUNTED are counted; at call k the child sends itself SIGKILL, a pwrite after
+Each run is a forked child in which the calls of COUNTED are counted; at call k the child sends
+itself SIGKILL, a pwrite after
 half of its bytes.  Prints one JSON document: how many points there were, and every broken promise.
 """
 
@@ -47,7 +49,9 @@ def convert(command: list[str], output: Path, kill_at: int = 0) -> int:
 
 
 def count_calls(kill_at: int) -> None:
-    """Wrap the calls that change the disk; the one numbered `kill_at` is the last thing this process does."""
+    """Wrap the calls that change the disk; the one numbered `kill_at` is the last thing this
+    process does.
+    """
     calls = 0
     real = {name: getattr(os, name) for name in COUNTED}
 

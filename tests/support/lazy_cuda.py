@@ -1,8 +1,12 @@
-"""A stand-in for the part of CuPy that cuda_stream.py uses: streams put everything off for as long as they may.
+"""A stand-in for the part of CuPy that cuda_stream.py uses: streams put everything off for as long
+as they may.
 
-What is started on a stream happens when something waits for it, in the order of that stream alone; what another stream does
-is only seen after an event was waited for.  A wait that the program forgets therefore gives wrong bytes, on every run.  Kernels
-are those of kernels/*.cu, run by simt.py.  Memory is poisoned when it is allocated, and belongs to the device then current.
+What is started on a stream happens when something waits for it, in the order of that stream alone;
+what another stream does
+is only seen after an event was waited for.  A wait that the program forgets therefore gives wrong
+bytes, on every run.  Kernels
+are those of kernels/*.cu, run by simt.py.  Memory is poisoned when it is allocated, and belongs to
+the device then current.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Artifacts of real weights, and the tools to lie about them: tensors and records changed by NumPy and json alone."""
+"""Artifacts of real weights, and the tools to lie about them: tensors and records changed by NumPy
+and json alone.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def write_minilm(folder: Path) -> Path:
 
 @dataclass
 class Folder:
-    """An artifact to be changed: its tensors by file, and its records; `write` makes the folder of it."""
+    """An artifact to be changed: its tensors by file, and its records; `write` makes the folder of
+    it.
+    """
 
     source: Path
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)

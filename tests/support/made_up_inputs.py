@@ -21,7 +21,9 @@ Inputs = Mapping[str, np.ndarray]
 
 
 def correlated(columns: int, tokens: int = 512, seed: int = 0) -> np.ndarray:
-    """(tokens, columns) of inputs as models have them: columns that go together, and a few much larger ones."""
+    """(tokens, columns) of inputs as models have them: columns that go together, and a few much
+    larger ones.
+    """
     chance = np.random.default_rng(seed)
     mixing = chance.standard_normal((columns, columns)) / np.sqrt(columns)
     return (

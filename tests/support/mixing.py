@@ -1,4 +1,6 @@
-"""Artifacts whose modules have several forms, spelled from given matrices by the dialects' own functions; others judge them."""
+"""Artifacts whose modules have several forms, spelled from given matrices by the dialects' own
+functions; others judge them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What ModelOpt leaves on a disk: a model that it calibrated, quantized and exported by itself, on the CPU."""
+"""What ModelOpt leaves on a disk: a model that it calibrated, quantized and exported by itself, on
+the CPU.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ FP8 = {"num_bits": (4, 3), "axis": None}
 
 
 def with_exceptions(quantizers: Quantizers) -> Quantizers:
-    """A configuration of ModelOpt's with those quantizers, by pattern, and with the modules that it leaves alone by default."""
+    """A configuration of ModelOpt's with those quantizers, by pattern, and with the modules that it
+    leaves alone by default.
+    """
     from modelopt.torch import quantization
 
     left_alone = [
@@ -26,7 +30,9 @@ def with_exceptions(quantizers: Quantizers) -> Quantizers:
 
 
 def export_modelopt(source: Path, config: Quantizers | str, folder: Path) -> Path:
-    """The folder, now with ModelOpt's artifact of that source; `config` may be the name of one of its own configurations."""
+    """The folder, now with ModelOpt's artifact of that source; `config` may be the name of one of
+    its own configurations.
+    """
     import torch
     from modelopt.torch import quantization
     from modelopt.torch.export import export_hf_checkpoint

@@ -68,7 +68,9 @@ class Case:
         return self.family.name
 
     def build(self, folder: Path) -> Tensors:
-        """The folder now holds the packed checkpoint; what it is worth, under the names of ordinary weights."""
+        """The folder now holds the packed checkpoint; what it is worth, under the names of ordinary
+        weights.
+        """
         return pack_checkpoint(
             build(self.family, folder), [(self.packing(), modules_of(*self.packed))]
         )

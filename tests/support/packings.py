@@ -1,4 +1,5 @@
-"""How sources are published that are quantized already: each packed by an outside tool, or by hand, and judged likewise.
+"""How sources are published that are quantized already: each packed by an outside tool, or by hand,
+and judged likewise.
 
 No value here comes from fp4convert: `unpack` says, in float32, what the stored bytes are worth.
 """
@@ -37,7 +38,8 @@ class Packing:
 
 
 def pack_checkpoint(folder: Path, packed: Sequence[tuple[Packing, Sequence[str]]]) -> Tensors:
-    """What the judges say of the checkpoint in the folder, which is packed now: codes and scales are dealt out to all shards.
+    """What the judges say of the checkpoint in the folder, which is packed now: codes and scales
+    are dealt out to all shards.
 
     packed  a packing, and the modules that are; the first one's record is the checkpoint's
     """
@@ -63,9 +65,11 @@ def fp8_blocks(
     scale_dtype: str = "float32",
     ending: str = ".weight_scale_inv",
 ) -> Packing:
-    """DeepSeek V3's: E4M3 codes and one multiplier for each block; the last ones of a row or column may be smaller.
+    """DeepSeek V3's: E4M3 codes and one multiplier for each block; the last ones of a row or column
+    may be smaller.
 
-    Source: DeepSeek-V3's inference/kernel.py, weight_dequant_kernel; transformers 5.23 refuses what blocks do not fill.
+    Source: DeepSeek-V3's inference/kernel.py, weight_dequant_kernel; transformers 5.23 refuses what
+    blocks do not fill.
     scale_dtype  float32; float8_e8m0fnu, or uint8 for the same bytes: powers of two
     """
     import torch
@@ -110,7 +114,8 @@ def fp8_blocks(
 
 
 def mxfp4_experts() -> Packing:
-    """DeepSeek V4's routed experts: two E2M1 codes in a byte, the first in the low bits, and one E8M0 scale for 32 of them.
+    """DeepSeek V4's routed experts: two E2M1 codes in a byte, the first in the low bits, and one
+    E8M0 scale for 32 of them.
 
     Packed by torchao's to_mx; judged by the formula alone.
     """
@@ -164,7 +169,8 @@ def modelopt_fp8() -> Packing:
 
 
 def compressed(preset: str, strategy: str | None = None, group_size: int | None = None) -> Packing:
-    """What compressed-tensors makes of a weight, and makes of that again; its own compressor, asked for float32.
+    """What compressed-tensors makes of a weight, and makes of that again; its own compressor, asked
+    for float32.
 
     preset    its name of a scheme
     strategy  tensor, channel or group, where it is not the preset's

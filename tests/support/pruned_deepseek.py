@@ -76,7 +76,9 @@ def statistics(mixture: str = MOE, saliency=SALIENCY, tokens: int = 1000) -> dic
 
 
 def calibrated(source: Path, found: dict[str, np.ndarray] | None = None) -> Path:
-    """A calibration file of that source, beside it; the same one each time, unless it is to say something else."""
+    """A calibration file of that source, beside it; the same one each time, unless it is to say
+    something else.
+    """
     path = source.parent / "calibration.safetensors"
     if found is None and path.exists():
         return path

@@ -90,7 +90,9 @@ def assert_same_scales(
 
 
 def lattice(count: int, seed: int) -> Iterator[Float32s]:
-    """Blocks whose values lie on the grid of a scale of their own, or beside it, with few, some or many elements that clip it."""
+    """Blocks whose values lie on the grid of a scale of their own, or beside it, with few, some or
+    many elements that clip it.
+    """
     rng = generator(seed)
     for noise in (0.0, 1e-7, 1e-3, 0.05, 0.3):
         scale = E4M3[rng.integers(1, 127, (count, 1))]

@@ -1,4 +1,5 @@
-"""The CUDA kernels on the host: simt.h stands in for the hardware, the sources are those that GPUs get.
+"""The CUDA kernels on the host: simt.h stands in for the hardware, the sources are those that GPUs
+get.
 
 Decides how kernels are built and launched there; what they must give is codec.py's business.
 """
@@ -36,7 +37,8 @@ ELEMENTS_PER_BLOCK = 8192  # as kernels/device.h says
 POISON = 0xFF  # beside every buffer: NaN in all dtypes and as a block scale
 MARGIN = 4 * ELEMENTS_PER_BLOCK  # bytes that a launch block without a tail rule could write
 
-# What device.h takes from targets that have FP4_CVT; unlike e2m1_encode, the hardware keeps the sign of -0.0.
+# What device.h takes from targets that have FP4_CVT; unlike e2m1_encode, the hardware keeps the
+# sign of -0.0.
 CVT = """
 #define FP4_CVT
 static inline unsigned round8_e2m1(const float *v) {
@@ -208,7 +210,9 @@ class SimtKernels:
         return Compared(sums.data, counts.data)
 
     def call(self, name: str, n: int, *arguments: Array | int) -> None:
-        """Launch a kernel by its name for n elements; nothing may be written beside what `guarded` made."""
+        """Launch a kernel by its name for n elements; nothing may be written beside what `guarded`
+        made.
+        """
         library = self._libraries[name.partition("_")[0]]
         launch(
             library,

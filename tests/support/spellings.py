@@ -1,4 +1,6 @@
-"""Four-bit artifacts of every dialect, spelled in plain NumPy after each dialect's source, and never by fp4convert's own code."""
+"""Four-bit artifacts of every dialect, spelled in plain NumPy after each dialect's source, and
+never by fp4convert's own code.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ CT_NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A four-bit matrix: codes 0-15 (rows, columns), scale bytes (rows, blocks), and scalars as multipliers."""
+    """A four-bit matrix: codes 0-15 (rows, columns), scale bytes (rows, blocks), and scalars as
+    multipliers.
+    """
 
     codes: np.ndarray
     scales: np.ndarray
@@ -46,7 +50,9 @@ def module_of(
     multiplier: float | None,
     inputs: float | None = None,
 ) -> Module:
-    """Random codes of both signs, and scales that weights have: numbers, and exponents within seven octaves."""
+    """Random codes of both signs, and scales that weights have: numbers, and exponents within seven
+    octaves.
+    """
     chance, (rows, columns) = np.random.default_rng(seed), shape
     lowest, highest = (1, 0x7E) if fmt == "nvfp4" else (114, 121)
     scales = chance.integers(lowest, highest + 1, (rows, columns // BLOCK[fmt]), np.uint8)

@@ -1,4 +1,6 @@
-"""A small model with scale groups in two shards, made to fit a size by the command; and what the command measured of it."""
+"""A small model with scale groups in two shards, made to fit a size by the command; and what the
+command measured of it.
+"""
 
 import json
 from itertools import product

@@ -1,4 +1,5 @@
-"""Tiny random models of many families, with a tokenizer of 26 letters, for calibration; and text for them.
+"""Tiny random models of many families, with a tokenizer of 26 letters, for calibration; and text
+for them.
 
 torch and transformers are imported where they are needed: collecting the tests stays fast.
 """
@@ -89,7 +90,9 @@ BERT = {
 
 
 def make_model(folder: Path, name: str, dtype: str = "float32", **sizes: Any) -> Path:
-    """The folder, now with a random model of that family and its tokenizer; Bert is an encoder without a head."""
+    """The folder, now with a random model of that family and its tokenizer; Bert is an encoder
+    without a head.
+    """
     import torch
     import transformers
 
@@ -112,7 +115,9 @@ def make_model(folder: Path, name: str, dtype: str = "float32", **sizes: Any) ->
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer whose tokens are letters: a is 3, b is 4; it knows spaces and capitals not, and adds nothing."""
+    """A tokenizer whose tokens are letters: a is 3, b is 4; it knows spaces and capitals not, and
+    adds nothing.
+    """
     vocabulary = {
         "[PAD]": 0,
         "[UNK]": 1,

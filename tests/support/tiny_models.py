@@ -1,4 +1,5 @@
-"""Tiny random checkpoints with true names, and what every engine test does with them: convert, read, compare.
+"""Tiny random checkpoints with true names, and what every engine test does with them: convert,
+read, compare.
 
 torch and transformers are imported where they are needed: collecting the tests stays fast.
 """
@@ -37,7 +38,9 @@ def make_llama(folder: Path, dtype: str = "bf16", is_tied: bool = False, **shape
 
 
 def make_qwen3(folder: Path) -> Path:
-    """The folder, now with a two-layer Qwen3 of 14 linear layers, whose queries and keys are normalized."""
+    """The folder, now with a two-layer Qwen3 of 14 linear layers, whose queries and keys are
+    normalized.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(intermediate_size=256, head_dim=32, tie_word_embeddings=False, **SHAPE)
@@ -45,7 +48,9 @@ def make_qwen3(folder: Path) -> Path:
 
 
 def make_qwen2(folder: Path) -> Path:
-    """The folder, now with a two-layer Qwen2 of 14 linear layers, those of queries, keys and values with biases."""
+    """The folder, now with a two-layer Qwen2 of 14 linear layers, those of queries, keys and values
+    with biases.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     return _save(
@@ -57,7 +62,9 @@ def make_qwen2(folder: Path) -> Path:
 
 
 def make_mixtral(folder: Path) -> Path:
-    """The folder, now with a two-layer Mixtral of four experts; transformers saves them one by one, as w1, w2 and w3."""
+    """The folder, now with a two-layer Mixtral of four experts; transformers saves them one by one,
+    as w1, w2 and w3.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM
 
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
@@ -70,7 +77,9 @@ def make_mixtral(folder: Path) -> Path:
 
 
 def make_qwen3_moe(folder: Path) -> Path:
-    """The folder, now with a two-layer Qwen3-MoE of four experts, one by one as gate_proj, up_proj and down_proj."""
+    """The folder, now with a two-layer Qwen3-MoE of four experts, one by one as gate_proj, up_proj
+    and down_proj.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {
@@ -88,7 +97,9 @@ def make_qwen3_moe(folder: Path) -> Path:
 
 
 def make_scattered_llama(folder: Path) -> Path:
-    """The weights of make_llama dealt out to three shards, so that q/k/v and gate/up of a layer lie in different ones."""
+    """The weights of make_llama dealt out to three shards, so that q/k/v and gate/up of a layer lie
+    in different ones.
+    """
     from safetensors.torch import save_file
 
     tensors = read_tensors(make_llama(folder))
@@ -126,7 +137,9 @@ def _save(kind: Any, config: Any, folder: Path, dtype: str) -> Path:
 
 
 def _season(name: str, weight: Any) -> None:
-    """Norms that are not all ones; in each matrix of a layer a zero block, a block of tiny values and an outlier."""
+    """Norms that are not all ones; in each matrix of a layer a zero block, a block of tiny values
+    and an outlier.
+    """
     import torch
 
     if weight.dim() == 1:
@@ -172,7 +185,9 @@ def is_quantized(name: str) -> bool:
 
 
 def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
-    """Names whose tensors differ in dtype, shape or any byte, or that only one side has; -0.0 is not 0.0."""
+    """Names whose tensors differ in dtype, shape or any byte, or that only one side has; -0.0 is
+    not 0.0.
+    """
     return sorted(
         name
         for name in {*left, *right}

@@ -1,6 +1,8 @@
-"""What stored four-bit weights are worth, by torch and the formats' definitions alone: no line of the package is used.
+"""What stored four-bit weights are worth, by torch and the formats' definitions alone: no line of
+the package is used.
 
-E2M1 and the order of two codes in a byte: OCP Microscaling Formats v1.0, section 5.3.3, low nibble first. Block scales are
+E2M1 and the order of two codes in a byte: OCP Microscaling Formats v1.0, section 5.3.3, low nibble
+first. Block scales are
 decoded by torch's own dtypes: float8_e4m3fn, float8_e8m0fnu.
 """
 
@@ -33,7 +35,9 @@ def e4m3(stored: Any) -> Any:
 
 
 def decoded(codes: Any, block_scales: Any) -> Any:
-    """Float32 weight: every code times the float32 scale of its block; blocks run along the last axis."""
+    """Float32 weight: every code times the float32 scale of its block; blocks run along the last
+    axis.
+    """
     import torch
 
     blocks = torch.tensor(E2M1)[codes.long()].unflatten(-1, (block_scales.shape[-1], -1))
@@ -45,12 +49,16 @@ def mxfp4_weight(packed: Any, stored: Any) -> Any:
 
 
 def nvfp4_weight(packed: Any, stored: Any, global_scale: Any = 1.0) -> Any:
-    """global_scale  a multiplier; the block's scale is rounded to float32 once, before it meets the codes"""
+    """global_scale  a multiplier; the block's scale is rounded to float32 once, before it meets the
+    codes
+    """
     return decoded(unpacked(packed), e4m3(stored) * global_scale)
 
 
 def quark_weights(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> float32 weight of every four-bit module, as Quark spells it; ModelOpt's NVFP4 has the same names."""
+    """Name -> float32 weight of every four-bit module, as Quark spells it; ModelOpt's NVFP4 has the
+    same names.
+    """
     weights = {}
     for name, stored in tensors.items():
         if name.endswith(".weight_scale"):

@@ -1,4 +1,5 @@
-"""Checkpoints with the names and shapes of published models: true headers over holes, which take no disk.
+"""Checkpoints with the names and shapes of published models: true headers over holes, which take no
+disk.
 
 Shapes are those of each model's config.json on the Hub; nothing here comes from fp4convert.
 """
@@ -18,7 +19,9 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder of attention with grouped heads and a gated MLP, or of experts; counts as config.json calls them."""
+    """A decoder of attention with grouped heads and a gated MLP, or of experts; counts as
+    config.json calls them.
+    """
 
     model_type: str
     layers: int
@@ -68,7 +71,9 @@ def gated_mlp(module: str, hidden: int, intermediate: int) -> Shapes:
 
 
 def deepseek_v3(layers: int = 61, experts: int = 256) -> Shapes:
-    """DeepSeek-V3 in bf16: three dense layers, the others of experts, and one more that predicts a second token."""
+    """DeepSeek-V3 in bf16: three dense layers, the others of experts, and one more that predicts a
+    second token.
+    """
     yield "model.embed_tokens.weight", (129280, 7168)
     for number in range(layers + 1):
         layer = f"model.layers.{number}"
@@ -101,7 +106,9 @@ def deepseek_v3(layers: int = 61, experts: int = 256) -> Shapes:
 
 
 def write_holes(folder: Path, model_type: str, tensors: Shapes, shards: int = 4) -> Path:
-    """A bf16 checkpoint of these shapes whose data are holes, each shard sorted by name as writers leave it; the folder."""
+    """A bf16 checkpoint of these shapes whose data are holes, each shard sorted by name as writers
+    leave it; the folder.
+    """
     folder.mkdir(parents=True)
     listed, weight_map = list(tensors), {}
     size = -(-len(listed) // shards)

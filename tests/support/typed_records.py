@@ -1,4 +1,6 @@
-"""Records of quantized artifacts, typed by hand after each dialect's source; and folders that declare them."""
+"""Records of quantized artifacts, typed by hand after each dialect's source; and folders that
+declare them.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ MO_FILE = {
     },
 }
 
-# four-bit activations: compressed-tensors 0.20, quantization/quant_scheme.py (NVFP4, MXFP4); ModelOpt 0.47, torch/export
+# four-bit activations: compressed-tensors 0.20, quantization/quant_scheme.py (NVFP4, MXFP4);
+# ModelOpt 0.47, torch/export
 CT_NVFP4_INPUTS = {
     "num_bits": 4,
     "type": "float",
@@ -226,7 +229,9 @@ DEEPSEEK_RECORD = {
 
 
 def clues(declared: object, tensors: dict[str, str] | None = None, **more: object) -> Clues:
-    """A folder whose config.json declares that, with tensors of these names and dtypes; more: what stands beside."""
+    """A folder whose config.json declares that, with tensors of these names and dtypes; more: what
+    stands beside.
+    """
     refs = {name: TensorRef(name, dtype, (4,), "x", 0) for name, dtype in (tensors or {}).items()}
     hf = more.pop("hf", {})
     return Clues(

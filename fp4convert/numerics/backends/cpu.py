@@ -15,7 +15,7 @@ from importlib.resources import files
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.numerics.backends.base import OWN, Given, processors
+from fp4convert.numerics.backends.base import OWN, Given
 from fp4convert.numerics.codec import (
     FLOAT_DTYPES,
     Bytes,
@@ -37,6 +37,7 @@ from fp4convert.numerics.matrices import (
     Weights,
     row_panels,
 )
+from fp4convert.process import processors
 
 PANEL_ELEMENT_NBYTES = (
     4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned

@@ -47,8 +47,7 @@ from fp4convert.storage.hub.prefetch import (
 )
 from fp4convert.storage.hub.xet import XetReader
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.safetensors import Header, TensorRef
-from fp4convert.storage.safetensors_header import read_header
+from fp4convert.storage.safetensors import Header, TensorRef, read_header
 from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, stopping
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter

@@ -1,4 +1,6 @@
-"""Damage in transit to what no stream hashes: headers, members of a scale group elsewhere, what inspect and verify read."""
+"""Damage in transit to what no stream hashes: headers, members of a scale group elsewhere, what
+inspect and verify read.
+"""
 
 import re
 

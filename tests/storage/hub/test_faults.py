@@ -1,4 +1,6 @@
-"""What a network does to a long download: either the bytes are right, or the command says what is wrong."""
+"""What a network does to a long download: either the bytes are right, or the command says what is
+wrong.
+"""
 
 import json
 import logging

@@ -1,4 +1,6 @@
-"""Folds of a checkpoint on the Hub: readers lie anywhere in any shard, and the result is that of the folder."""
+"""Folds of a checkpoint on the Hub: readers lie anywhere in any shard, and the result is that of
+the folder.
+"""
 
 from __future__ import annotations
 

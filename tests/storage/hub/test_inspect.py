@@ -13,7 +13,9 @@ LEAVES = ("down_proj", "gate_proj", "up_proj")
 
 
 def write_layer(path: Path, layer: int) -> dict[str, int]:
-    """A sparse shard as compressed-tensors names it, zero but for its global scales; returns the size of each tensor."""
+    """A sparse shard as compressed-tensors names it, zero but for its global scales; returns the
+    size of each tensor.
+    """
     listed, sizes, scales = {}, {}, []
     end = 0
     for module in (

@@ -1,4 +1,6 @@
-"""What a person reads when the network fails: what happened, at which host, after how many tries, and what to do."""
+"""What a person reads when the network fails: what happened, at which host, after how many tries,
+and what to do.
+"""
 
 import http.client
 import socket

@@ -1,4 +1,6 @@
-"""Names from the Hub that would act on a terminal: shown as what they are, by every command, and kept in the artifact."""
+"""Names from the Hub that would act on a terminal: shown as what they are, by every command, and
+kept in the artifact.
+"""
 
 import json
 

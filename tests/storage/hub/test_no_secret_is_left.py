@@ -1,4 +1,6 @@
-"""What is left after a fault of the Hub or its network: no secret anywhere, nothing half done, and the next run completes."""
+"""What is left after a fault of the Hub or its network: no secret anywhere, nothing half done, and
+the next run completes.
+"""
 
 import os
 import re
@@ -35,7 +37,9 @@ def files(out: Path) -> list[Path]:
 
 
 def check_aftermath(out: Path, expected: str, hub) -> None:
-    """Neither files on their way nor claims nor secrets; finished shards stay, and a re-run ends like a clean one."""
+    """Neither files on their way nor claims nor secrets; finished shards stay, and a re-run ends
+    like a clean one.
+    """
     for path in files(out):
         check_secrets(path.read_bytes().decode("latin-1"))
     assert not (out / RECORD).exists()

@@ -1,4 +1,6 @@
-"""Packed sources and stacks of experts from the Hub: what comes over the network becomes what the folder becomes, to the byte."""
+"""Packed sources and stacks of experts from the Hub: what comes over the network becomes what the
+folder becomes, to the byte.
+"""
 
 import json
 

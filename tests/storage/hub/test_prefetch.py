@@ -1,4 +1,6 @@
-"""Pieces in memory: fetched once while there is room, hashed in the order of the file, and never more than the budget."""
+"""Pieces in memory: fetched once while there is room, hashed in the order of the file, and never
+more than the budget.
+"""
 
 import hashlib
 import random
@@ -183,7 +185,9 @@ def test_what_was_read_stays_only_for_those_who_read_it_again(file, monkeypatch)
 
 
 def test_what_somebody_reads_again_stays_and_what_nobody_does_goes(file, monkeypatch):
-    """Two readers: the second has not begun again when the first is done, and others have read more than there is to spare."""
+    """Two readers: the second has not begun again when the first is done, and others have read more
+    than there is to spare.
+    """
     monkeypatch.setattr(prefetch, "SPARE_NBYTES", 4 << 10)
     kept = Pieces(file.read_into, 1 << 20, connections=1)
     stream = Stream(kept, "f", NBYTES, SHA256)

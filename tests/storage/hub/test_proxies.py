@@ -64,7 +64,9 @@ def proxy(hub, tmp_path, monkeypatch):
 
 
 def passed(proxy, hub, tmp_path) -> tuple[int, int]:
-    """(requests that went through the proxy, requests that the Hub and its storage saw) while a repository is converted."""
+    """(requests that went through the proxy, requests that the Hub and its storage saw) while a
+    repository is converted.
+    """
     from huggingface_hub import close_session
 
     close_session()  # it remembers the proxy of the test before

@@ -1,4 +1,6 @@
-"""A repository on the Hub gives what the same folder gives, and nothing of it lies on the disk meanwhile."""
+"""A repository on the Hub gives what the same folder gives, and nothing of it lies on the disk
+meanwhile.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""An artifact reaches its repository in one commit, whole, or not at all; and neither the token nor a link is ever told."""
+"""An artifact reaches its repository in one commit, whole, or not at all; and neither the token nor
+a link is ever told.
+"""
 
 import hashlib
 

@@ -1,4 +1,6 @@
-"""What goes wrong on the way to the Hub passes or is told; it never makes a second commit, or half of one."""
+"""What goes wrong on the way to the Hub passes or is told; it never makes a second commit, or half
+of one.
+"""
 
 import os
 import subprocess
