@@ -5,16 +5,23 @@ The docstring of a class is the help of its command.
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, METHODS
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.progress import Phases
-from fp4convert.recipes.options import Option, RecipeName, RecipeOptions, Reference, one_of
+from fp4convert.recipes.options import (
+    Option,
+    RecipeName,
+    RecipeOptions,
+    Reference,
+    declared_in,
+    one_of,
+)
 
 if TYPE_CHECKING:  # what commands load when they run
     from fp4convert.execution.settings import Settings
@@ -193,11 +200,6 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
 
-    MAKES_BYTES: ClassVar = (
-        *("format", "dialect", "scale_rule", "activations", "input_scale", "include", "exclude"),
-        *("recipe", "stack_order", "stack_rows", "keep_packed", "via", "calibration", "method"),
-        *("kv_cache", "target_size", "target_bits", "subfolder"),
-    )
     source: SourceArgument
     _: KW_ONLY
     format: Annotated[str, Option(f"Target: {one_of(FORMATS)}.", tuple(FORMATS))]
@@ -269,8 +271,18 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         return Path(self.output or f"{name_of(os.fspath(self.source))}-{self.format.upper()}")
 
     def that_make_bytes(self) -> dict[str, object]:
-        """Return the options by name that the bytes depend on."""
-        values = {name: getattr(self, name) for name in self.MAKES_BYTES}
+        """Return the options by name that the bytes depend on.
+
+        That is every one but how the work is done and where the result goes.
+        """
+        how = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
+        where = {"source", "output", "ray", "push_to_hub", "private", "report"}
+        names = [each.name for each in declared_in(QuantizeOptions)]
+        values = {
+            name: getattr(self, name)
+            for name in names
+            if name == "subfolder" or name not in how | where
+        }
         return {
             name: os.fspath(value) if isinstance(value, os.PathLike) else value
             for name, value in values.items()
