@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 CORRUPT = "source-corrupt"  # of bytes with another hash than was said; whoever reads tries again
 CATALOGUE = Path(__file__).with_name("report") / "catalogue.toml"
@@ -139,14 +139,6 @@ class Interrupted(Fp4Error):  # noqa: N818 - not a failure
         message = f"interrupted: {kept or 'nothing of this command stays'}"
         super().__init__("interrupted", message, f"{verb} with: {command}")
         self.exit_code = exit_code
-
-
-class Doubt(NamedTuple):
-    """Something wrong with a record, as a finding's level, code and detail."""
-
-    level: Literal["error", "warning"]
-    code: str
-    detail: str
 
 
 Level = Literal["error", "warning", "note"]

@@ -309,8 +309,7 @@ def _judge_records(
     spelling = dialect_named(dialect)
     if record:
         yield from _compare_records(clues, record, spelling, modules)
-    for doubt in spelling.judge(clues):
-        yield Finding(doubt.level, doubt.code, None, doubt.detail)
+    yield from spelling.judge(clues)
     is_ignored, ours = spelling.ignores(clues), frozenset(strings(record.get("ignore")))
     try:
         for module in modules:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Part, Read, Scalars
-from fp4convert.errors import Doubt
+from fp4convert.errors import Finding
 from fp4convert.numerics.formats import Format, Kind
 from fp4convert.numerics.matrices import Blocks, Quantized
 from fp4convert.recipes.patterns import matches_any
@@ -207,7 +207,7 @@ class Dialect(Protocol):
         """Read which forms a folder declares; none where it is no such artifact."""
 
     @staticmethod
-    def judge(clues: Clues) -> Iterator[Doubt]:
+    def judge(clues: Clues) -> Iterator[Finding]:
         """Find what is wrong with such records by themselves."""
 
     @staticmethod
@@ -260,7 +260,7 @@ def no_records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     return {}
 
 
-def no_doubts(clues: Clues) -> Iterator[Doubt]:
+def no_doubts(clues: Clues) -> Iterator[Finding]:
     """Serve as `judge` where records cannot contradict themselves."""
     return iter(())
 
@@ -294,11 +294,11 @@ def stems_of_scales(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) 
     ]
 
 
-def doubt_stacks(stacks: Sequence[TensorRef]) -> Iterator[Doubt]:
+def doubt_stacks(stacks: Sequence[TensorRef]) -> Iterator[Finding]:
     """Yield a doubt for stacks of experts in a dialect that reads none."""
     if stacks:
         detail = f"{len(stacks)} stacks of experts are not looked into"
-        yield Doubt("warning", "stack-unread", f"{detail}, the first {stacks[0].name}")
+        yield Finding("warning", "stack-unread", None, f"{detail}, the first {stacks[0].name}")
 
 
 def strings(value: object) -> list[str]:

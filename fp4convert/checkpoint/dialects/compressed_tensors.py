@@ -43,7 +43,7 @@ from fp4convert.checkpoint.dialects.forms import (
 )
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
-from fp4convert.errors import Doubt
+from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4, Format
 from fp4convert.recipes.patterns import matches, matches_any
 from fp4convert.storage.safetensors import TensorRef
@@ -280,17 +280,17 @@ def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
     return Form(beside, activations, kv_cache=kv_cache, granularity=granularity)
 
 
-def judge(clues: Clues) -> Iterator[Doubt]:
+def judge(clues: Clues) -> Iterator[Finding]:
     """Find what engines load without a word, and compute garbage with."""
     record = clues.record
     if record.get("quant_method") != METHOD:
         return
     if record.get("quantization_status") != "compressed":
         detail = 'quantization_status is not "compressed": transformers would take the packed codes'
-        yield Doubt("error", "record-status", f"{detail} for weights")
+        yield Finding("error", "record-status", None, f"{detail} for weights")
     if record.get("transform_config"):
         detail = "weights are rotated (transform_config), which nothing but its engine undoes"
-        yield Doubt("error", "record-transform", detail)
+        yield Finding("error", "record-transform", None, detail)
     names = tuple(fmt.name for fmt in TRAITS.writes)
     for scheme in schemes_of(record):
         own = str(scheme.get("format") or record.get("format", ""))
@@ -302,16 +302,16 @@ def judge(clues: Clues) -> Iterator[Doubt]:
         if (size, strategy) not in _STRATEGIES:
             detail = f"a group of modules has strategy {strategy!r} and group_size {size!r}"
             expected = 'expected "tensor_group" of 16 or "group" of 32'
-            yield Doubt("error", "record-strategy", f"{detail}; {expected}")
+            yield Finding("error", "record-strategy", None, f"{detail}; {expected}")
         bits, kind = weights.get("num_bits"), weights.get("type")
         symmetric = weights.get("symmetric", True)
         if (bits, kind, symmetric) != (4, "float", True):
             detail = f"a group of modules has num_bits {bits!r}, type {kind!r}"
             detail = f'{detail} and symmetric {symmetric!r}; expected 4, "float" and true'
-            yield Doubt("error", "record-strategy", detail)
+            yield Finding("error", "record-strategy", None, detail)
         if not strings(scheme.get("targets")):
             detail = 'a group of modules has no targets; expected ["Linear"]'
-            yield Doubt("error", "record-strategy", detail)
+            yield Finding("error", "record-strategy", None, detail)
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:

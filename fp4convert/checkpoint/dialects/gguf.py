@@ -29,7 +29,7 @@ from fp4convert.checkpoint.dialects.base import (
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
 from fp4convert.checkpoint.dialects.registry import GGUF_TYPES
 from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, whole_blocks
-from fp4convert.errors import Doubt
+from fp4convert.errors import Finding
 from fp4convert.numerics.formats import MXFP4, NVFP4, format_named
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
 from fp4convert.numerics.scale_layouts import from_halves, interleave, split_runs, to_halves
@@ -133,9 +133,9 @@ def _form(tensors: Mapping[str, TensorRef]) -> Form | None:
     return None
 
 
-def judge(clues: Clues) -> Iterator[Doubt]:
+def judge(clues: Clues) -> Iterator[Finding]:
     refs = [ref for ref in clues.tensors.values() if ref.dtype in _TYPES]
     yield from doubt_stacks([ref for ref in refs if len(ref.shape) > 2])
     if len({ref.dtype for ref in refs}) > 1:
         detail = "the file holds MXFP4 and NVFP4; only what is NVFP4 is looked into"
-        yield Doubt("warning", "formats-mixed", detail)
+        yield Finding("warning", "formats-mixed", None, detail)

@@ -29,7 +29,7 @@ from fp4convert.checkpoint.dialects.base import (
 from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
 from fp4convert.checkpoint.dialects.registry import SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Scalars, Table
-from fp4convert.errors import Doubt
+from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4
 from fp4convert.storage.safetensors import TensorRef
 
@@ -80,7 +80,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     return everywhere(Form(fmt))
 
 
-def judge(clues: Clues) -> Iterator[Doubt]:
+def judge(clues: Clues) -> Iterator[Finding]:
     yield from doubt_stacks(
         [
             ref

@@ -53,7 +53,7 @@ from fp4convert.checkpoint.dialects.forms import (
 )
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
-from fp4convert.errors import Doubt
+from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4
 
 _FP8_ACTIVATIONS: dict[Granularity, int] = {
@@ -231,13 +231,13 @@ def _nested(clues: Clues) -> Json:
     return nested if isinstance(nested, dict) else {}
 
 
-def judge(clues: Clues) -> Iterator[Doubt]:
+def judge(clues: Clues) -> Iterator[Finding]:
     """Find where its two records disagree, or engines refuse them."""
     groups = recognise(clues)
     form = groups[0].form if groups else None
     if any(group.form.format is MXFP4 for group in groups):
         detail = "vLLM and SGLang know no algorithm of that name, though the artifact is consistent"
-        yield Doubt("warning", "record-refused", detail)
+        yield Finding("warning", "record-refused", None, detail)
     record, nested = clues.record, _nested(clues)
     if not record or not nested:
         return
@@ -245,19 +245,19 @@ def judge(clues: Clues) -> Iterator[Doubt]:
     for file, each in (("config.json", record), ("hf_quant_config.json", nested)):
         if sizes and each.get("group_size", sizes[0]) != sizes[0]:
             detail = f"{file} says group_size {each['group_size']!r}; expected {sizes[0]}"
-            yield Doubt("error", "record-strategy", detail)
+            yield Finding("error", "record-strategy", None, detail)
     only_one = "only one of config.json and hf_quant_config.json"
     has_cache = bool(form and form.kv_cache == "fp8")
     if has_cache != (nested.get("kv_cache_quant_algo") == "FP8"):
-        yield Doubt("error", "records-disagree", f"{only_one} asks for an FP8 cache")
+        yield Finding("error", "records-disagree", None, f"{only_one} asks for an FP8 cache")
     first, second = record.get("quant_algo"), nested.get("quant_algo")
     if first != second:
         detail = f"config.json says {first!r}, hf_quant_config.json {second!r}"
-        yield Doubt("error", "records-disagree", detail)
+        yield Finding("error", "records-disagree", None, detail)
     differing = set(strings(record.get("ignore"))) ^ set(strings(nested.get("exclude_modules")))
     if differing:
         detail = f"{only_one} excludes {min(differing)!r}"
-        yield Doubt("error", "records-disagree", detail)
+        yield Finding("error", "records-disagree", None, detail)
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:

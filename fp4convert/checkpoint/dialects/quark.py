@@ -32,7 +32,7 @@ from fp4convert.checkpoint.dialects.base import (
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Scalars, Table
-from fp4convert.errors import Doubt
+from fp4convert.errors import Finding
 from fp4convert.numerics.formats import MXFP4, NVFP4
 
 METHOD = METHODS["quark"]
@@ -136,10 +136,10 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     return everywhere(Form(fmt, activations) if fmt else None)
 
 
-def judge(clues: Clues) -> Iterator[Doubt]:
+def judge(clues: Clues) -> Iterator[Finding]:
     if "rotation" in str(clues.record.get("algo_config")):
         detail = "weights are rotated (algo_config), which nothing but its engine undoes"
-        yield Doubt("error", "record-transform", detail)
+        yield Finding("error", "record-transform", None, detail)
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:
