@@ -32,18 +32,17 @@ from fp4convert.execution.plan_file import (
     STATE,
     Done,
     Manifest,
-    Records,
     TaskFiles,
     read_manifest,
     refuse_foreign,
     refuse_linked_folders,
     refuse_links,
 )
-from fp4convert.execution.settings import OnNamed
+from fp4convert.execution.settings import OnNamed, Settings
 from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import PLAN_FILE
-from fp4convert.storage.disk import fsync_folder, hash_file, nbytes_there, seal, told
+from fp4convert.storage.disk import Mark, fsync_folder, hash_file, nbytes_there, seal, told
 from fp4convert.storage.safetensors import ShardWriter
 
 DONE = "done"  # the folder of records
@@ -87,20 +86,6 @@ class TaskWriter:
             shard.discard()
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """How a folder is entered.
-
-    more_nbytes  written to the same disk beside what the plan writes
-    is_forced    files of another, finished plan may go
-    is_joining   only if the folder is new, or holds the same plan
-    """
-
-    more_nbytes: int = 0
-    is_forced: bool = False
-    is_joining: bool = False
-
-
 @dataclass(slots=True)
 class OutputFolder:
     """The output, as long as this process works in it.
@@ -109,7 +94,6 @@ class OutputFolder:
              had sealed it
     named    called with the path, the name and the sha256 of every file that has got its final
              name, by two threads at times
-    records  of finished tasks
     """
 
     root: Path
@@ -117,10 +101,8 @@ class OutputFolder:
     claims: Claims
     hashes: dict[str, str] = field(default_factory=dict)
     named: OnNamed = lambda path, file, sha256: None
-    records: Records = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.records = Records(self.state / DONE)
+    # Records of finished tasks, by key: who waits for others looks often.
+    _parsed: dict[str, tuple[Mark, Done]] = field(default_factory=dict)
 
     @property
     def state(self) -> Path:
@@ -134,15 +116,27 @@ class OutputFolder:
     def record_of(self, task: TaskFiles) -> Done | None:
         """Return what a task wrote; None where it is not finished.
 
-        A task whose files are gone or have other sizes is not finished.
+        A task whose files are gone or have other sizes is not finished.  Its record is parsed once
+        as long as it stays the same file; where it is damaged it proves nothing.
         """
-        done = self.records.of(task)
-        if done is None or done.files.keys() != task.files.keys():
+        try:
+            with self._record_path(task).open(encoding="utf-8") as stream:
+                mark = Mark.of(os.fstat(stream.fileno()))
+                known = self._parsed.get(task.key)
+                if known is None or known[0] != mark:
+                    known = self._parsed[task.key] = mark, Done.from_json(stream.read())
+        except (ValueError, KeyError, TypeError, RecursionError, OSError):
+            return None
+        done = known[1]
+        if done.files.keys() != task.files.keys():
             return None
         for file, nbytes in task.files.items():
             if nbytes_there(self.root / file) != nbytes:
                 return None
         return done
+
+    def _record_path(self, task: TaskFiles) -> Path:
+        return self.state / DONE / f"{task.key}.json"
 
     def missing(self) -> list[TaskFiles]:
         """List the tasks of the plan that are not finished."""
@@ -151,7 +145,7 @@ class OutputFolder:
     def forget(self, task: TaskFiles) -> None:
         """Have a task done again."""
         with told(self.root):
-            self.records.path(task).unlink(missing_ok=True)
+            self._record_path(task).unlink(missing_ok=True)
         for file in task.files:
             self.hashes.pop(file, None)
 
@@ -306,14 +300,17 @@ class OutputFolder:
             os.replace(temp, final)
             fsync_folder(final.parent)
 
-    def begin(self, terms: Terms) -> None:
-        """Make the folder this plan's own, or refuse."""
+    def begin(self, settings: Settings, more_nbytes: int = 0) -> None:
+        """Make the folder this plan's own, or refuse.
+
+        more_nbytes  written to the same disk beside what the plan writes
+        """
         with told(self.root), self.claims.waited_for(PLANNING):
             old = read_manifest(self.root)
             if old is not None and old.plan_id != self.manifest.plan_id:
-                self._replace(old, terms)
+                self._replace(old, settings)
             self.sweep()
-            _check_space(self.root, self.manifest, terms.more_nbytes)
+            _check_space(self.root, self.manifest, more_nbytes)
             if old is None or old.plan_id != self.manifest.plan_id:
                 self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
 
@@ -330,9 +327,9 @@ class OutputFolder:
                     else:
                         leftover.unlink()
 
-    def _replace(self, old: Manifest, terms: Terms) -> None:
+    def _replace(self, old: Manifest, settings: Settings) -> None:
         """Remove what another plan left in the folder, or refuse."""
-        discard = "" if terms.is_joining else ", or discard its files with --force"
+        discard = "" if settings.is_joining else ", or discard its files with --force"
         next_step = f"Choose another folder with -o{discard}."
         traits = self.manifest.traits
         changed = [words for words in traits if old.traits.get(words) != traits[words]]
@@ -340,18 +337,20 @@ class OutputFolder:
         if others := self.claims.others_at_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
             raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
-        if old.identity != self.manifest.identity and (terms.is_joining or not terms.is_forced):
+        if old.identity != self.manifest.identity and (
+            settings.is_joining or not settings.is_forced
+        ):
             detail = f"{self.root} holds another plan: another source, format or dialect"
             raise OutputError("other-plan", detail, next_step)
-        if terms.is_joining:
+        if settings.is_joining:
             detail = f"{self.root} holds another plan: {differs}"
             detail += "; a worker that joins never replaces one"
             next_step = "Give every worker the same source and options."
             raise OutputError("other-plan", detail, next_step)
-        if (self.root / old.last).exists() and not terms.is_forced:
+        if (self.root / old.last).exists() and not settings.is_forced:
             detail = f"{self.root} holds a finished result, and since then {differs}"
             raise OutputError("other-plan", detail, next_step)
-        forgotten = old.files if terms.is_forced else set(old.files) - set(self.manifest.files)
+        forgotten = old.files if settings.is_forced else set(old.files) - set(self.manifest.files)
         refuse_linked_folders(self.root, forgotten)
         for file in (old.last, *sorted(forgotten)):
             with told(self.root / file):
@@ -369,9 +368,12 @@ def _read_blocks(
 
 
 @contextmanager
-def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[OutputFolder]:
+def open_output(
+    root: Path, manifest: Manifest, settings: Settings, more_nbytes: int
+) -> Iterator[OutputFolder]:
     """Create or enter the output folder, and begin the plan in it.
 
+    more_nbytes  as OutputFolder.begin has them
     Raises  OutputError where it is foreign, holds another plan, cannot be written, or where the
             disk has too little room (finished shards counted as there)
     """
@@ -383,9 +385,9 @@ def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[Output
         if is_there and not is_ours:
             refuse_foreign(root)
         if not is_ours:
-            _check_space(root, manifest, terms.more_nbytes)
+            _check_space(root, manifest, more_nbytes)
     with entered(root, manifest) as folder:
-        folder.begin(terms)
+        folder.begin(settings, more_nbytes)
         yield folder
 
 

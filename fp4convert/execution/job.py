@@ -31,7 +31,6 @@ from fp4convert.execution.finish import (
 from fp4convert.execution.folder import (
     OutputFolder,
     TaskWriter,
-    Terms,
     missing_nbytes,
     open_output,
 )
@@ -366,8 +365,7 @@ def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager
             raise InputError("file-name", detail, "Rename it.")
     refuse_inside(job.source, output)
     more_nbytes = sum(missing_nbytes(output / folder, part) for folder, part in job.parts.items())
-    terms = Terms(more_nbytes, settings.is_forced, settings.is_joining)
-    return open_output(output, job.manifest(), terms)
+    return open_output(output, job.manifest(), settings, more_nbytes)
 
 
 def refuse_inside(source: Source, output: Path) -> None:

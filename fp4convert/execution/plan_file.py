@@ -69,33 +69,6 @@ class Done:
         return done
 
 
-class Records:
-    """The records of finished tasks.
-
-    Each is parsed once as long as its file stays the same: who waits for others looks often.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._parsed: dict[str, tuple[Mark, Done]] = {}
-
-    def path(self, task: TaskFiles) -> Path:
-        """Return where a task's record is, or will be."""
-        return self._folder / f"{task.key}.json"
-
-    def of(self, task: TaskFiles) -> Done | None:
-        """Read what a task wrote; None where no record proves anything."""
-        try:
-            with self.path(task).open(encoding="utf-8") as stream:
-                mark = Mark.of(os.fstat(stream.fileno()))
-                known = self._parsed.get(task.key)
-                if known is None or known[0] != mark:
-                    known = self._parsed[task.key] = mark, Done.from_json(stream.read())
-        except (ValueError, KeyError, TypeError, RecursionError, OSError):
-            return None
-        return known[1]
-
-
 def nbytes_written(tasks: Iterable[TaskFiles], texts: Mapping[str, str]) -> int:
     """Count the bytes of the files of tasks, and of small files of ours."""
     small = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts.values())

@@ -15,8 +15,9 @@ from checkpoints import run, weight, write_checkpoint
 from paths import SUPPORT
 
 from fp4convert.errors import OutputError
-from fp4convert.execution.folder import Terms, entered
+from fp4convert.execution.folder import entered
 from fp4convert.execution.plan_file import read_manifest
+from fp4convert.execution.settings import Settings
 
 CROWD = SUPPORT.joinpath("crowd.py")
 STATE, RECORD = ".fp4convert", "quantization_config.json"
@@ -138,7 +139,7 @@ def test_one_that_comes_while_another_sweeps_keeps_its_files(clean, tmp_path, mo
             return names
 
         monkeypatch.setattr(first.claims, "others", others_and_one_more)
-        first.begin(Terms())
+        first.begin(Settings())
         assert len(list((out / STATE / "tmp").iterdir())) == 2
         newcomer.__exit__(None, None, None)
 
@@ -154,7 +155,7 @@ def test_one_that_leaves_while_another_sweeps_is_no_error(clean, tmp_path, monke
 
     monkeypatch.setattr("fp4convert.execution.folder.shutil.rmtree", remove_twice)
     with entered(out, read_manifest(out)) as folder:
-        folder.begin(Terms())
+        folder.begin(Settings())
 
 
 def test_files_that_are_renamed_while_the_room_is_measured_are_no_error(source, clean, tmp_path):

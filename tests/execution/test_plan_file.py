@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from checkpoints import FIRST, SECOND, run, run_alone, write_llama
 
-from fp4convert.execution.plan_file import Done, Records, TaskFiles
+from fp4convert.execution.folder import entered
+from fp4convert.execution.plan_file import Done, Manifest, TaskFiles
 
 STATE, RECORD = ".fp4convert", "quantization_config.json"
 DEEP, BIG = b"[" * 100_000, b"9" * 6000
@@ -101,21 +102,24 @@ def test_a_hash_that_is_another_has_its_task_done_again(sha256, source, out, cle
 
 
 def test_a_record_is_parsed_once_as_long_as_it_stays_the_same(tmp_path, monkeypatch):
-    task, records, parsed = TaskFiles("a", {"m": 1}), Records(tmp_path), []
-    parse = Done.from_json
+    plan = Manifest({}, {}, (), {}, None, RECORD)
+    task, parsed, parse = TaskFiles("a", {"m": 1}), [], Done.from_json
     monkeypatch.setattr(Done, "from_json", lambda text: parsed.append(text) or parse(text))
-    assert records.of(task) is None
-    found = []
-    for sha256 in "0" * 64, "1" * 64:  # of one size
-        (tmp_path / "new").write_text(Done({"m": sha256}).as_json())
-        os.replace(tmp_path / "new", records.path(task))
-        found += [records.of(task) for _ in range(3)]
-    assert [done.files["m"][0] for done in found] == ["0", "0", "0", "1", "1", "1"]
-    assert len(parsed) == 2
-    records.path(task).write_text("{")
-    assert records.of(task) is None
-    records.path(task).unlink()
-    assert records.of(task) is None
+    (tmp_path / "m").write_bytes(b"m")
+    with entered(tmp_path, plan) as folder:
+        record = folder.state / "done" / "a.json"
+        assert folder.record_of(task) is None
+        found = []
+        for sha256 in "0" * 64, "1" * 64:  # of one size
+            (tmp_path / "new").write_text(Done({"m": sha256}).as_json())
+            os.replace(tmp_path / "new", record)
+            found += [folder.record_of(task) for _ in range(3)]
+        assert [done.files["m"][0] for done in found] == ["0", "0", "0", "1", "1", "1"]
+        assert len(parsed) == 2
+        record.write_text("{")
+        assert folder.record_of(task) is None
+        record.unlink()
+        assert folder.record_of(task) is None
 
 
 CHANGES = {

@@ -61,31 +61,6 @@ class Hashed(NamedTuple):
     digest: bytes
 
 
-class Buffers:
-    """Memory for pieces, used again once nobody looks at it.
-
-    Pages that the system has to make cost more than what fills them.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[NDArray[np.uint8]] = []
-
-    def take(self, nbytes: int) -> memoryview:
-        """Return so many bytes, which hold anything.
-
-        They are free again when no view of them is left.
-        """
-        if nbytes > PIECE_NBYTES or nbytes <= PIECE_NBYTES // 2:
-            return np.empty(nbytes, np.uint8).data
-        try:
-            whole = self._free.pop()
-        except IndexError:
-            whole = np.empty(PIECE_NBYTES, np.uint8)
-        lent = whole[:nbytes]
-        finalize(lent, self._free.append, whole).atexit = False
-        return lent.data
-
-
 class Fetchers:
     """A few threads that do what waits for a network.
 
@@ -163,7 +138,7 @@ class Pieces:
         self._budget_nbytes = budget_nbytes
         self._is_sure = is_sure
         self.connections = connections or CONNECTIONS
-        self.buffers = Buffers()
+        self._free: list[NDArray[np.uint8]] = []  # memory that nobody looks at any more
         # For whoever asks after the end.
         self.failure = SourceError("source-stopped", "reading was stopped")
         self._pool = Fetchers(self.connections)
@@ -176,6 +151,22 @@ class Pieces:
         self._held_nbytes = 0
         self._held: tuple[Piece, ...] = ()
         self._released = threading.Condition()
+
+    def take_buffer(self, nbytes: int) -> memoryview:
+        """Return so many bytes, which hold anything.
+
+        They are free again when no view of them is left, and used again: pages that the system has
+        to make cost more than what fills them.
+        """
+        if nbytes > PIECE_NBYTES or nbytes <= PIECE_NBYTES // 2:
+            return np.empty(nbytes, np.uint8).data
+        try:
+            whole = self._free.pop()
+        except IndexError:
+            whole = np.empty(PIECE_NBYTES, np.uint8)
+        lent = whole[:nbytes]
+        finalize(lent, self._free.append, whole).atexit = False
+        return lent.data
 
     def fetch(self, piece: Piece) -> Future[memoryview]:
         """Return the future of a piece's bytes, read-only.
@@ -204,7 +195,7 @@ class Pieces:
         """
         whole, of_file = self._whole.get(piece.file, (None, None))
         for _ in range(REQUESTS):
-            data = self.buffers.take(piece.stop - piece.start)
+            data = self.take_buffer(piece.stop - piece.start)
             self._read_into(piece.file, piece.start, data)
             expected = of_file if piece == whole else self._hashed.get(piece)
             if expected is None:

@@ -100,7 +100,7 @@ class HubSource:
         parts = list(self._views(ref.file, ref.start + start, ref.start + stop))
         if len(parts) == 1:
             return parts[0]
-        whole = self._pieces.buffers.take(stop - start)
+        whole = self._pieces.take_buffer(stop - start)
         _copy_into(parts, whole)
         return whole.toreadonly()
 

@@ -12,7 +12,7 @@ import pytest
 
 from fp4convert.errors import SourceError
 from fp4convert.storage.hub import prefetch
-from fp4convert.storage.hub.prefetch import Buffers, Piece, Pieces, Stream, hasher, split
+from fp4convert.storage.hub.prefetch import Piece, Pieces, Stream, hasher, split
 
 NBYTES = 64 << 10
 DATA = random.Random(0).randbytes(NBYTES)
@@ -130,17 +130,17 @@ def test_room_is_given_to_one_at_least_and_to_others_as_it_is_freed(file):
 
 
 def test_memory_is_used_again_once_nobody_looks_at_it(file):
-    buffers = Buffers()
-    first, other = buffers.take(1 << 10), buffers.take(1000)
+    pieces = Pieces(file.read_into, 1 << 20)
+    first, other = pieces.take_buffer(1 << 10), pieces.take_buffer(1000)
     first[:] = b"x" * 1024
     look = first[500:600].toreadonly()
     del first
     assert bytes(look) == b"x" * 100
-    assert bytes(buffers.take(1 << 10)[:1]) != b"x"
+    assert bytes(pieces.take_buffer(1 << 10)[:1]) != b"x"
     del look
-    assert bytes(buffers.take(1 << 10)[:1]) == b"x"
+    assert bytes(pieces.take_buffer(1 << 10)[:1]) == b"x"
     assert other.nbytes == 1000
-    assert buffers.take(5000).nbytes == 5000  # larger than a piece
+    assert pieces.take_buffer(5000).nbytes == 5000  # larger than a piece
 
 
 def test_a_reader_who_is_faster_than_the_hash_has_nothing_fetched_twice(file, monkeypatch):
