@@ -24,7 +24,7 @@ from fp4convert.checkpoint.dialects.stacks import InterleavedWeights, alternate
 from fp4convert.checkpoint.dialects.tables import encode_int4, encode_scalar
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
-from fp4convert.checkpoint.encodings.fp8 import ThroughFp8
+from fp4convert.checkpoint.encodings.fp8 import rounded_to_fp8
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.execution.carried_blocks import carry, group_exponent
 from fp4convert.execution.folder import TaskWriter
@@ -224,7 +224,7 @@ class Quantizer:
         """Return the rows of a linear layer, through FP8 where the target says so."""
         weights = linear.coding.weights(linear, self.source)
         is_through = self._target.via and linear.coding.format is not FP8
-        return ThroughFp8(weights) if is_through else weights
+        return rounded_to_fp8(weights) if is_through else weights
 
 
 def quantized_fp8(

@@ -87,6 +87,21 @@ class InMemory(RowReader):
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FetchedWeights(RowReader):
+    """Weights that are made as they are read.
+
+    fetch  (first, last + 1) of a range of rows -> these rows
+    """
+
+    dtype: str
+    shape: tuple[int, int]
+    fetch: Callable[[int, int], Matrix]
+
+    def rows(self, first: int, last: int) -> Matrix:
+        return self.fetch(first, last)
+
+
 class Compared(NamedTuple):
     """What rows of codes have lost; error_sums.py explains the numbers.
 

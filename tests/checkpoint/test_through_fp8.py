@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4convert.checkpoint.encodings.fp8 import ThroughFp8
+from fp4convert.checkpoint.encodings.fp8 import rounded_to_fp8
 from fp4convert.numerics.matrices import Matrix
 
 
@@ -35,7 +35,7 @@ class Wide:
 @pytest.mark.parametrize("shape", [(1, 40_000), (130, 4_097), (257, 2_048)])
 def test_weights_that_go_through_fp8_are_torchs_own_under_the_largest_of_each_block(shape):
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    through = ThroughFp8(Wide(values))
+    through = rounded_to_fp8(Wide(values))
     expected = np.empty_like(values)
     for top in range(0, shape[0], 128):
         for left in range(0, shape[1], 128):
@@ -50,7 +50,7 @@ def test_weights_that_go_through_fp8_are_torchs_own_under_the_largest_of_each_bl
 
 
 def test_going_through_fp8_holds_no_more_than_its_rows_and_a_little():
-    through = ThroughFp8(Wide(np.ones((2, 1 << 20), np.float32)))
+    through = rounded_to_fp8(Wide(np.ones((2, 1 << 20), np.float32)))
     tracemalloc.start()
     try:
         through.rows(0, 1)

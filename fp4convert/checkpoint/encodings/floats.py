@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.numerics.matrices import Matrix, RowReader, Weights
+from fp4convert.numerics.matrices import FetchedWeights, Matrix, RowReader, Weights
 from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
@@ -60,8 +61,17 @@ class Picked(CodingDefaults):
         return self.is_transposed
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        kind = _Columns if self.is_transposed else _Rows
-        return kind(source, linear.refs[0], linear.shape, self.first, self.step)
+        ref = linear.refs[0]
+        if not self.is_transposed:
+            return _Rows(source, ref, linear.shape, self.first, self.step)
+        read = cache(partial(source.read, ref))  # the stored matrix, which every panel needs whole
+
+        def fetch(first: int, last: int) -> Matrix:
+            begin, end = (self.first + column * self.step for column in (first, last))
+            stored = Matrix(read(), ref.dtype, (ref.shape[0], ref.shape[1]))
+            return Cpu().transpose(stored, range(begin, end, self.step))
+
+        return FetchedWeights(ref.dtype, linear.shape, fetch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,33 +106,6 @@ class _Rows(RowReader):
             buffer[:] = self.rows(first, last).data
         else:
             self.source.read_into(self.ref, (self.start + first) * self._row_nbytes, buffer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns(RowReader):
-    """Every `step`-th column of a matrix, from column `start` on, as rows."""
-
-    source: Source
-    ref: TensorRef
-    shape: tuple[int, int]
-    start: int
-    step: int
-    _held: list[memoryview] = field(
-        default_factory=list, compare=False
-    )  # the stored matrix, which every panel needs whole
-
-    @property
-    def dtype(self) -> str:
-        return self.ref.dtype
-
-    def rows(self, first: int, last: int) -> Matrix:
-        if not self._held:
-            self._held.append(self.source.read(self.ref))
-        stored = Matrix(self._held[0], self.dtype, (self.ref.shape[0], self.ref.shape[1]))
-        places = range(
-            self.start + first * self.step, self.start + (last - 1) * self.step + 1, self.step
-        )
-        return Cpu().transpose(stored, places)
 
 
 def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weights]:

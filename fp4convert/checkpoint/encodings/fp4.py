@@ -12,7 +12,7 @@ from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.formats import Format
-from fp4convert.numerics.matrices import Blocks, Matrix, RowReader, Weights
+from fp4convert.numerics.matrices import Blocks, FetchedWeights, Weights
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
 
@@ -30,29 +30,19 @@ class FourBit(CodingDefaults):
         return self.format.name
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        return _Values(linear.module, self.blocks(linear))
+        """Return what the blocks are worth, as float32."""
+        blocks = self.blocks(linear)
+        return FetchedWeights(
+            "F32",
+            blocks.shape,
+            lambda first, last: as_matrix(Cpu().values(blocks.rows(first, last))),
+        )
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         return module_form(target, self.format.name)
 
     def blocks(self, linear: Linear) -> Blocks:
         return self.artifact.decode(linear.module)
-
-
-@dataclass(frozen=True, slots=True)
-class _Values(RowReader):
-    """What the blocks are worth, as float32."""
-
-    module: str
-    blocks: Blocks
-    dtype = "F32"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.blocks.shape
-
-    def rows(self, first: int, last: int) -> Matrix:
-        return as_matrix(Cpu().values(self.blocks.rows(first, last)))
 
 
 def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:

@@ -32,7 +32,7 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
 from fp4convert.numerics.formats import FP8
 from fp4convert.numerics.fp8_int import Grid, through_fp8
-from fp4convert.numerics.matrices import Matrix, RowReader, Weights, row_panels
+from fp4convert.numerics.matrices import FetchedWeights, Matrix, RowReader, Weights, row_panels
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
@@ -141,32 +141,27 @@ class _Scaled(RowReader):
         return Grid(scales.reshape(-1, across), (block_rows, block_columns), first)
 
 
-@dataclass(frozen=True, slots=True)
-class ThroughFp8(RowReader):
-    """Weights rounded to FP8 under scales of 128x128 blocks, as float32.
+def rounded_to_fp8(weights: Weights) -> Weights:
+    """Return weights rounded to FP8 under scales of 128x128 blocks, as float32.
 
     What a checkpoint that went that way still knows.
     """
+    whole_height, width = weights.shape
+    height = VIA_BLOCK[0]
 
-    weights: Weights
-    dtype = "F32"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weights.shape
-
-    def rows(self, first: int, last: int) -> Matrix:
-        height = VIA_BLOCK[0]
-        rounded = np.empty((last - first, self.shape[1]), np.float32)
+    def fetch(first: int, last: int) -> Matrix:
+        rounded = np.empty((last - first, width), np.float32)
         for begin in range(first // height * height, last, height):
-            stored = self.weights.rows(begin, min(begin + height, self.shape[0]))
+            stored = weights.rows(begin, min(begin + height, whole_height))
             values = np.frombuffer(stored.data, FLOAT_DTYPES[stored.dtype]).reshape(stored.shape)
             wanted = slice(max(first - begin, 0), last - begin)  # of the rows of these blocks
-            for left in range(0, self.shape[1], VIA_COLUMNS):
+            for left in range(0, width, VIA_COLUMNS):
                 columns = slice(left, left + VIA_COLUMNS)
                 part = through_fp8(values[:, columns].astype(np.float32), VIA_BLOCK)[wanted]
                 rounded[max(begin - first, 0) :][: len(part), columns] = part
         return as_matrix(rounded)
+
+    return FetchedWeights("F32", weights.shape, fetch)
 
 
 def read_scales(source: Source, ref: TensorRef) -> Float32s:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_matrix
 from fp4convert.numerics.formats import INT4
 from fp4convert.numerics.fp8_int import Grid, read_zero_points
-from fp4convert.numerics.matrices import Matrix, RowReader, Weights, row_panels
+from fp4convert.numerics.matrices import FetchedWeights, Matrix, Weights, row_panels
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
@@ -59,7 +60,26 @@ class Integers(CodingDefaults):
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         self.check(linear, source)
-        return _Unpacked(source, linear.refs, linear.shape, self)
+        return FetchedWeights("F32", linear.shape, partial(self._decode, linear, source))
+
+    def _decode(self, linear: Linear, source: Source, first: int, last: int) -> Matrix:
+        """Return rows of integers times scales, as float32."""
+        packed, scales, *zero_points = linear.refs
+        shape, groups = (last - first, linear.shape[1]), scales.shape[1]
+        codes = _row_bytes(source, packed, first, last)
+        stored = np.frombuffer(_row_bytes(source, scales, first, last), np.uint8)
+        values = stored.view(FLOAT_DTYPES[scales.dtype]).reshape(-1, groups).astype(np.float32)
+        zeros = None
+        if zero_points:  # an item holds those of several rows
+            each = ITEM_BITS // self.bits
+            begin, end, width = first // each, -(-last // each), groups * ITEM_NBYTES
+            items = source.read_range(zero_points[0], begin * width, end * width)
+            rows = min(end * each, linear.shape[0]) - begin * each
+            skipped = first - begin * each
+            whole = read_zero_points(items, (rows, groups), self.bits)
+            zeros = np.ascontiguousarray(whole[skipped : skipped + last - first])
+        grid = Grid(values, (1, self.group))
+        return as_matrix(Cpu().decode_integers(codes, shape, grid, self.bits, zeros))
 
     def check(self, linear: Linear, source: Source) -> None:
         """Raise InputError where the stored shape is not the integers' own.
@@ -96,35 +116,6 @@ class Integers(CodingDefaults):
         for first, last in row_panels(linear.shape):
             codes, own = (_row_bytes(source, ref, first, last) for ref in (packed, scales))
             yield codes, own
-
-
-@dataclass(frozen=True, slots=True)
-class _Unpacked(RowReader):
-    """Integers times scales, as float32."""
-
-    source: Source
-    refs: tuple[TensorRef, ...]
-    shape: tuple[int, int]
-    coding: Integers
-    dtype = "F32"
-
-    def rows(self, first: int, last: int) -> Matrix:
-        packed, scales, *zero_points = self.refs
-        shape, bits, groups = (last - first, self.shape[1]), self.coding.bits, scales.shape[1]
-        codes = _row_bytes(self.source, packed, first, last)
-        stored = np.frombuffer(_row_bytes(self.source, scales, first, last), np.uint8)
-        values = stored.view(FLOAT_DTYPES[scales.dtype]).reshape(-1, groups).astype(np.float32)
-        zeros = None
-        if zero_points:  # an item holds those of several rows
-            each = ITEM_BITS // bits
-            begin, end, width = first // each, -(-last // each), groups * ITEM_NBYTES
-            items = self.source.read_range(zero_points[0], begin * width, end * width)
-            rows = min(end * each, self.shape[0]) - begin * each
-            skipped = first - begin * each
-            whole = read_zero_points(items, (rows, groups), bits)
-            zeros = np.ascontiguousarray(whole[skipped : skipped + last - first])
-        grid = Grid(values, (1, self.coding.group))
-        return as_matrix(Cpu().decode_integers(codes, shape, grid, bits, zeros))
 
 
 def _row_bytes(source: Source, ref: TensorRef, first: int, last: int) -> memoryview:
