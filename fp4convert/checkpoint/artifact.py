@@ -17,7 +17,7 @@ from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed,
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.stacks import gather
-from fp4convert.checkpoint.dialects.tables import encode_scalar
+from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
 from fp4convert.checkpoint.modules import form_finder, read_modules
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
 from fp4convert.errors import Finding, InputError
@@ -128,9 +128,14 @@ class Artifact:
         return gather(stored, packed.shape, packed.places) if is_part else stored
 
     def input_scale(self, module: str) -> float | None:
-        """Return the input scale of a module as a multiplier, where it has one."""
-        has_one = self.modules[module].form.has_input_scale
-        return self.spelling.TRAITS.scalars.decode_input(module, self._read) if has_one else None
+        """Return the input scale of a module as a multiplier, not rounded.
+
+        None where it has none.
+        """
+        if not self.modules[module].form.has_input_scale:
+            return None
+        scalars = self.spelling.TRAITS.scalars
+        return scalars.as_multiplier(decode_scalar(self._read(scalars.input_name(module))))
 
     def stored_input_scale(self, module: str) -> float | None:
         """Return the stored float32 of the input scale, as an exact Python float."""

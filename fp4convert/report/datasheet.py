@@ -68,6 +68,15 @@ def make_datasheet(
     else:
         is_good, words = described["healthy"], "healthy" if described["healthy"] else "not healthy"
         findings = described["findings"]
+    # Count errors and warnings, behind a colon; nothing where there are none.
+    levels = Counter(finding["level"] for finding in findings)
+    counts = [
+        f"{levels[level]} {level}{'s' if levels[level] > 1 else ''}"
+        for level in ("error", "warning")
+        if levels[level]
+    ]
+    if counts:
+        words += f": {', '.join(counts)}"
     known = explanations("findings")
     explained = []
     for finding in findings:
@@ -77,7 +86,7 @@ def make_datasheet(
         )
     document = {
         "title": artifact.source.name,
-        "verdict": {"is_good": is_good, "words": f"{words}{_count_findings(findings)}"},
+        "verdict": {"is_good": is_good, "words": words},
         "about": _origin(artifact),
         "tiles": _tiles(artifact, source, described, errors),
         "facts": list(_facts(artifact, source, described).items()),
@@ -116,17 +125,6 @@ def _find_errors(
         TensorError(e.name, e.sqnr_db, e.mse, e.max_abs, e.cosine, **shares(e.histogram))
         for e in recorded.entries
     ]
-
-
-def _count_findings(findings: Sequence[Document]) -> str:
-    """Count errors and warnings, behind a colon; nothing where there are none."""
-    counts = Counter(finding["level"] for finding in findings)
-    words = [
-        f"{counts[level]} {level}{'s' if counts[level] > 1 else ''}"
-        for level in ("error", "warning")
-        if counts[level]
-    ]
-    return f": {', '.join(words)}" if words else ""
 
 
 def _origin(artifact: Artifact) -> str:

@@ -152,11 +152,14 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
         lambda: read(f"{stem}.block_scale")[:], (rows, blocks)
     )
 
-    def fetch_ordered(first: int, last: int) -> tuple[memoryview, memoryview]:
-        return stored[first * half : last * half], block_scales(first, last)
-
-    matrix = (rows, columns)
-    return Fetched(form.format, matrix, multiplier, "multiplier", fetch_ordered, block_scales)
+    return Fetched(
+        form.format,
+        (rows, columns),
+        multiplier,
+        "multiplier",
+        lambda first, last: (stored[first * half : last * half], block_scales(first, last)),
+        block_scales,
+    )
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:

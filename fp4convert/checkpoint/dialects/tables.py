@@ -72,10 +72,6 @@ class Scalars:
             return None
         return decode_scalar(read(stem + self.global_scale)) if self.global_scale else 1.0
 
-    def decode_input(self, module: str, read: Read) -> float:
-        """Read the scale of activations as a multiplier, not rounded."""
-        return self.as_multiplier(decode_scalar(read(self.input_name(module))))
-
     def input_name(self, module: str) -> str:
         """Return the name of the tensor of the scale of activations."""
         if self.input_scale is None:

@@ -208,7 +208,11 @@ class Pusher:
         wares.append(Ware(CARD, data, hashlib.sha256(data).hexdigest()))
         try:
             for ware in wares:
-                self._finish(ware)
+                # Wait for a file on its way; send it where it did not arrive.
+                with suppress(Fp4Error):
+                    if started := self._started.get(ware.name):
+                        self._wait(started)
+                self._wait(self._start(ware))
                 report(ware.name, ware.nbytes)
             head = self._asker.ask("the commit cannot be made", lambda: self._commit_once(wares))
         finally:
@@ -251,13 +255,6 @@ class Pusher:
         error = future.exception()
         if isinstance(error, Fp4Error) and not self._asker.is_stopped:
             self._tell(f"not uploaded yet, and tried again at the end: {error.message}")
-
-    def _finish(self, ware: Ware) -> None:
-        """Wait for a file on its way; send it where it did not arrive."""
-        with suppress(Fp4Error):
-            if started := self._started.get(ware.name):
-                self._wait(started)
-        self._wait(self._start(ware))
 
     def _wait(self, future: Future[None]) -> None:
         while not wait([future], POLL_SECONDS).done:
