@@ -142,9 +142,9 @@ class _Scaled(RowReader):
 
 
 def rounded_to_fp8(weights: Weights) -> Weights:
-    """Return weights rounded to FP8 under scales of 128x128 blocks, as float32.
+    """Return weights rounded to FP8 under scales of 128x128 blocks.
 
-    What a checkpoint that went that way still knows.
+    As float32: what a checkpoint that went that way still knows.
     """
     whole_height, width = weights.shape
     height = VIA_BLOCK[0]
