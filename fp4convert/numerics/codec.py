@@ -5,11 +5,15 @@ here. NVFP4, rule amax: ModelOpt 0.47, NVFP4QTensor.quantize. MXFP4: OCP MX v1.0
 (floor); even and ceil as compressed-tensors and torchao (RCEIL) have them. four-over-six: arXiv
 2512.02010. This module decides values only; files and names are others' work.
 
-Rules that search (mse, importance) take the scale of least cost: t * s^2 of a block scale s (MXFP4:
-t * 4^(e - e0)), t the sum of (q - e2m1(q))^2 over the block, each times its column's weight under
-importance, added by halves: element i to i + 8, then +4, +2, +1 (of 32 first +16). c0 is the code
-that rule amax stores (MXFP4: e0, that of floor); of equal costs the one nearest to it wins, then
-the lower. So a block of zeros, all of whose costs are 0, keeps c0.
+Rules that search (mse, importance) take the block scale of least cost:
+
+  NVFP4  cost = block_scale^2 * sum of w * (q - e2m1(q))^2   q = x / (block_scale * global_scale)
+  MXFP4  cost = 4^(e - e0) * the same sum                    q = x / 2^e
+
+The weight w is 1, under importance the second moment of the column's inputs. The sum over a block
+is made by halves: element i and i + 8, then +4, +2, +1 (of 32 elements first +16). c0 is the code
+that rule amax stores (MXFP4: e0, the exponent of rule floor). Of equal costs the code nearest to c0
+wins, then the lower one; so a block of zeros, all of whose costs are 0, keeps c0.
 """
 
 from __future__ import annotations
@@ -41,8 +45,7 @@ Bytes = NDArray[np.uint8]
 Integers = NDArray[np.int64]
 f32 = np.float32
 
-# Bounds of the searches for the least error, by the names that kernels/fp4.h has for them;
-# normal is 2^-126 and more.
+# Bounds of the searches for the least error, by the names that kernels/fp4.h has for them.
 LARGEST_CODE = 126  # of E4M3
 # Code c is worth twice code c - 8, from ALL_CODES_BELOW on; below that, c * 2^-9.
 CODES_PER_BINADE = 8
@@ -269,7 +272,12 @@ def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
 
 
 def _costs(q: Float32s, factor: Float32s, weights: Float32s | None) -> Float32s:
-    """Compute t * factor of each block of quotients."""
+    """Compute the cost of each block of quotients: factor * the sum of squared errors.
+
+    q        (blocks, elements) float32, x / step
+    factor   of the sum: the square of the block scale, or a power of 4
+    weights  as q has them; None for 1
+    """
     terms = np.square(q - decode_e2m1(encode_e2m1(q)))
     if weights is not None:
         terms = weights * terms
@@ -283,18 +291,27 @@ def _costs(q: Float32s, factor: Float32s, weights: Float32s | None) -> Float32s:
 def _nvfp4_scales(
     blocks: Float32s, global_scale: np.float32, rule: str, weights: Float32s | None
 ) -> Bytes:
+    """Choose the E4M3 code of every block's scale.
+
+    Formula  rule amax: e4m3(block_amax / (6 * global_scale)); four-over-six: that, or of 1.5 times
+             as much, whichever costs less; mse, importance: the code of least cost
+    """
     r = np.abs(blocks).max(axis=-1, initial=0) / (f32(E2M1_MAX) * global_scale)
-    first = _encode_block_scales(r)
+    amax_codes = _encode_block_scales(r)
     if rule == "amax":
-        return first
+        return amax_codes
     if rule == "four-over-six":
         four = _encode_block_scales(f32(1.5) * r)
-        costs = [_nvfp4_costs(blocks, codes, global_scale, weights) for codes in (four, first)]
-        return np.where(costs[0] < costs[1], four, first)
-    return _nvfp4_search(blocks, first, global_scale, weights)
+        costs = [_nvfp4_costs(blocks, codes, global_scale, weights) for codes in (four, amax_codes)]
+        return np.where(costs[0] < costs[1], four, amax_codes)
+    return _nvfp4_search(blocks, amax_codes, global_scale, weights)
 
 
 def _encode_block_scales(r: Float32s) -> Bytes:
+    """Round block scales to E4M3 codes, half to even; 0 is stored as 1.0.
+
+    r  not negative; what is beyond E4M3's normal and subnormal range is clamped to it
+    """
     clamped = np.minimum(np.maximum(r, f32(E4M3_MIN)), f32(E4M3_MAX))
     return np.where(r == 0, f32(1), clamped).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
@@ -302,27 +319,29 @@ def _encode_block_scales(r: Float32s) -> Bytes:
 def _nvfp4_costs(
     blocks: Float32s, codes: Bytes, global_scale: np.float32, weights: Float32s | None
 ) -> Float32s:
+    """Compute what each block costs under the block scale of its code."""
     values = decode_e4m3(codes)
     return _costs(blocks / (values * global_scale)[:, None], values * values, weights)
 
 
 def _nvfp4_search(
-    blocks: Float32s, first: Bytes, global_scale: np.float32, weights: Float32s | None
+    blocks: Float32s, amax_codes: Bytes, global_scale: np.float32, weights: Float32s | None
 ) -> Bytes:
-    """Find the best of codes 1 to 126.
+    """Find the code of least cost among 1 to 126, from the highest down.
 
-    Those that cannot be it are left out.
+    A code is not tried where it cannot be the best: above the bound of _nvfp4_last, or where
+    clipping one element alone costs more than the best so far.
     """
-    nearest = first.astype(np.int64)
-    best, least = nearest.copy(), np.full(len(first), np.inf, f32)
-    last = _nvfp4_last(blocks, nearest, global_scale, weights is not None)
-    # One element of each block, by magnitude and weight: no block costs less than its clipping.
+    c0 = amax_codes.astype(np.int64)
+    best, least = c0.copy(), np.full(len(c0), np.inf, f32)
+    last = _nvfp4_last(blocks, c0, global_scale, weights is not None)
+    # The element of each block whose clipping costs most, by magnitude and weight.
     magnitudes, all_weights = np.abs(blocks), np.ones_like(blocks) if weights is None else weights
     place = (all_weights * np.square(magnitudes)).argmax(axis=-1)[:, None]
     heaviest: Float32s = np.take_along_axis(magnitudes, place, 1)[:, 0]
     its_weight: Float32s = np.take_along_axis(all_weights, place, 1)[:, 0]
     for code in range(LARGEST_CODE, 0, -1):
-        codes = np.full(len(first), code, np.uint8)
+        codes = np.full(len(c0), code, np.uint8)
         value = decode_e4m3(codes[:1])
         clipped = np.maximum(heaviest / (value * global_scale) - f32(E2M1_MAX), 0)
         clipping = its_weight * np.square(clipped) * np.square(value)
@@ -330,43 +349,42 @@ def _nvfp4_search(
         costs = _nvfp4_costs(
             blocks[tried], codes[tried], global_scale, None if weights is None else weights[tried]
         )
-        wins = _wins(
-            costs, codes[tried].astype(np.int64), least[tried], best[tried], nearest[tried]
-        )
+        wins = _wins(costs, codes[tried].astype(np.int64), least[tried], best[tried], c0[tried])
         best[tried[wins]], least[tried[wins]] = code, costs[wins]
     return best.astype(np.uint8)
 
 
 def _wins(
-    costs: Float32s, codes: Integers, least: Float32s, best: Integers, first: Integers
+    costs: Float32s, codes: Integers, least: Float32s, best: Integers, c0: Integers
 ) -> NDArray[np.bool_]:
-    """Tell whether codes are better than the best so far.
+    """Tell whether codes are better than the best of the higher ones.
 
-    The best so far is above them.
+    On equal cost the code nearer to c0 wins, then the lower one.
     """
-    is_as_near = np.abs(codes - first) <= np.abs(best - first)
+    is_as_near = np.abs(codes - c0) <= np.abs(best - c0)
     wins: NDArray[np.bool_] = (costs < least) | ((costs == least) & is_as_near)
     return wins
 
 
 def _nvfp4_last(
-    blocks: Float32s, first: Integers, global_scale: np.float32, has_weights: bool
+    blocks: Float32s, c0: Integers, global_scale: np.float32, has_weights: bool
 ) -> Integers:
-    """Find the highest code that can be the best.
+    """Return the highest code to try: min(max(c0 + 7, 15), 126).
 
-    c0 + CODES_PER_BINADE - 1, or ALL_CODES_BELOW - 1 where that is more. From 16 on code c is worth
-    twice code c - 8, and E2M1's values up to 3, doubled, are E2M1 values. So where every q is at
-    most 3.5 under c, it is 2q under c - 8, twice as far from its value at most: t is at most four
-    times, s^2 a quarter, the cost no more. From c0 + 8 on the largest of the block has q <= 3.5,
-    and c - 8 is nearer to c0. This holds after every rounding too while no square and no step is
-    subnormal; blocks where one might be try all codes. (The same bound, and c0 - 3 as the lower
-    one, which need not be relied on here: arXiv 2606.07618, ScaleSweep.)
+    It is 126 where a square or a step may be subnormal (below 2^-126).
     """
+    # Why no code above can be the best: from 16 on code c is worth twice code c - 8, and E2M1's
+    # values up to 3, doubled, are E2M1 values. So where every q is at most 3.5 under c, it is 2q
+    # under c - 8, twice as far from its value at most: the sum is at most four times as large, the
+    # square of the scale a quarter, the cost no more. From c0 + 8 on the largest of the block has
+    # q <= 3.5, and c - 8 is nearer to c0. This holds after every rounding, too, while nothing is
+    # subnormal. (The same bound, and c0 - 3 as the lower one, which need not be relied on here:
+    # arXiv 2606.07618, ScaleSweep.)
     is_tiny = (blocks != 0) & (
         np.abs(blocks) <= global_scale * f32(TINY_WEIGHTED if has_weights else TINY)
     )
     is_unsound = is_tiny.any(axis=-1) | (global_scale < LEAST_GLOBAL_SCALE)
-    last = np.minimum(np.maximum(first + CODES_PER_BINADE - 1, ALL_CODES_BELOW - 1), LARGEST_CODE)
+    last = np.minimum(np.maximum(c0 + CODES_PER_BINADE - 1, ALL_CODES_BELOW - 1), LARGEST_CODE)
     return np.where(is_unsound, LARGEST_CODE, last)
 
 
@@ -378,30 +396,31 @@ _MXFP4_EXPONENT: dict[str, Callable[[Integers], Integers]] = {
 
 
 def _mxfp4_scales(blocks: Float32s, rule: str, weights: Float32s | None) -> Bytes:
+    """Choose the E8M0 byte of every block's scale, from the bits of its amax."""
     bits = np.abs(blocks).max(axis=-1, initial=0).view(np.uint32).astype(np.int64)
-    chosen = np.clip(_MXFP4_EXPONENT.get(rule, _MXFP4_EXPONENT["floor"])(bits), 0, E8M0_STORED_MAX)
-    return (chosen if rule in _MXFP4_EXPONENT else _mxfp4_search(blocks, chosen, weights)).astype(
-        np.uint8
-    )
+    exponent_of = _MXFP4_EXPONENT.get(rule, _MXFP4_EXPONENT["floor"])
+    chosen = np.clip(exponent_of(bits), 0, E8M0_STORED_MAX)
+    if rule not in _MXFP4_EXPONENT:
+        chosen = _mxfp4_search(blocks, chosen, weights)
+    return chosen.astype(np.uint8)
 
 
-def _mxfp4_search(blocks: Float32s, first: Integers, weights: Float32s | None) -> Integers:
-    """Find the best of e0 + 1, e0 and e0 - 1.
+def _mxfp4_search(blocks: Float32s, e0: Integers, weights: Float32s | None) -> Integers:
+    """Find the exponent of least cost: e0 + 1, e0 or e0 - 1.
 
-    With weights of e0 + 1 down to e0 - 40: no other exponent is better. The block's largest is 4 to
-    8 times 2^e0 (less where e0 is 0). From e0 + 2 on it is at most 3.5 steps, so that the exponent
-    below is as good, as in _nvfp4_last. From e = e0 - 2 down its clipping costs at least 84 * 4^e
-    more than under e + 1, and the other 31 can save 0.25 * 4^e each. With weights from 2^-40 to 2
-    it costs, from e0 - 41 down, 47 * 2^-40 * 2^(e + e0) more, and they can save 62 * 4^e in all.
+    With weights from e0 + 1 down to e0 - 40.
     """
-    best, least = first.copy(), np.full(len(first), np.inf, f32)
+    # No other exponent is better. The block's largest is 4 to 8 times 2^e0 (less where e0 is 0).
+    # From e0 + 2 on it is at most 3.5 steps, so that the exponent below is as good, as in
+    # _nvfp4_last. From e = e0 - 2 down its clipping costs at least 84 * 4^e more than under e + 1,
+    # and the other 31 can save 0.25 * 4^e each. With weights from 2^-40 to 2 it costs, from e0 - 41
+    # down, 47 * 2^-40 * 2^(e + e0) more, and they can save 62 * 4^e in all.
+    best, least = e0.copy(), np.full(len(e0), np.inf, f32)
     for offset in range(1, -(1 if weights is None else LOWEST_EXPONENT) - 1, -1):
-        codes = first + offset
+        codes = e0 + offset
         q = blocks / decode_e8m0(np.clip(codes, 0, E8M0_STORED_MAX).astype(np.uint8))[:, None]
-        costs = _costs(q, np.ldexp(f32(1), 2 * np.full(len(first), offset)), weights)
-        is_better = (
-            _wins(costs, codes, least, best, first) & (codes >= 0) & (codes <= E8M0_STORED_MAX)
-        )
+        costs = _costs(q, np.ldexp(f32(1), 2 * np.full(len(e0), offset)), weights)
+        is_better = _wins(costs, codes, least, best, e0) & (codes >= 0) & (codes <= E8M0_STORED_MAX)
         best, least = np.where(is_better, codes, best), np.where(is_better, costs, least)
     return best
 

@@ -4,10 +4,9 @@ An order cuts the (rows, blocks of a row) matrix of scale bytes into tiles and s
 another sequence:
 
   linear     [row][block]
-  128x4      [row / 128][block / 4][row % 32][row / 32 % 4][block % 4] CUTLASS, cuBLAS, FlashInfer,
-             vLLM
+  128x4      [row / 128][block / 4][row % 32][row / 32 % 4][block % 4]   CUTLASS, cuBLAS, vLLM
   8x4        [row / 8][block / 4][row % 8][block % 4]                    TensorRT-LLM, FlashInfer
-  deepgemm   [block / 4][row][block % 4] DeepGEMM: four bytes to an int32, MN-major
+  deepgemm   [block / 4][row][block % 4]                                 DeepGEMM: int32, MN-major
   k_major    [block][row]
 
 and is padded with zeros to whole tiles. Two more layouts hold codes and scales in one tensor:

@@ -1,9 +1,9 @@
 """Plan the scales of an FP8 cache of keys and values.
 
-  A.k_scale         A.v_scale compressed-tensors: F32 [1] A is an attention,
-                    model.layers.0.self_attn
+  A.k_scale         A.v_scale          compressed-tensors: F32 [1]
   A.k_proj.k_scale  A.v_proj.v_scale   modelopt: F32 []
 
+where A is an attention, such as model.layers.0.self_attn.
 Each is a multiplier, amax / 448 of the keys or values that a calibration saw. Without one they are
 those that the source has, or 1, which is what engines take where there are none, and which keys and
 values up to 448 fit. Source: ModelOpt 0.47, torch/export/quant_utils; compressed-tensors 0.20,
