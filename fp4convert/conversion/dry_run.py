@@ -93,11 +93,11 @@ def measure_pace(backend: Backend, target: Target, widest: Sequence[int], thread
     unit[0::2] = random.randbytes(half)
     unit[1::2] = random.randbytes(half).translate(signs_and_exponents)
     data = bytes(unit) * (PANEL_ELEMENTS * ELEMENT_NBYTES // UNIT_NBYTES)
-    hashed = 0
-    begun = time.perf_counter()
-    while (seconds := time.perf_counter() - begun) < SECONDS / 3:
+    hashed, begun, seconds = 0, time.perf_counter(), 0.0
+    while not hashed or seconds < SECONDS / 3:  # once at least, however busy the machine is
         hashlib.sha256(data)
         hashed += len(data)
+        seconds = time.perf_counter() - begun
     rate = None
     if widest:
         sample = _Sample((1, min(widest[-1], WIDEST)), data)

@@ -36,7 +36,7 @@ from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
 from fp4convert.errors import NumericError
-from fp4convert.execution.leases import Claims, do_together
+from fp4convert.execution.leases import Leases, do_together
 from fp4convert.execution.plan_file import STATE, refuse_links
 from fp4convert.execution.repacker import find_not_finite
 from fp4convert.execution.rounding import Rounding
@@ -106,10 +106,10 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
     unsound: dict[str, NumericError] = {}
     bench.phases.begin("measure", sum(one.linear.nbytes for one in candidates))
     with ExitStack() as entered:
-        claims = None
+        leases = None
         if bench.output and bench.is_kept:
             refuse_links(bench.output, FOLDER, f"{FOLDER}/claims")
-            claims = entered.enter_context(Claims(bench.output / STATE / FOLDER / "claims"))
+            leases = entered.enter_context(Leases(bench.output / STATE / FOLDER / "claims"))
 
         def find_left() -> list[str]:
             for key, own in list(left.items()):
@@ -121,8 +121,8 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
 
         def measure_free(keys: list[str]) -> bool:
             before = len(left)
-            if claims:
-                free = claims.take_undone(keys, lambda key: bool(_read(bench, key, left[key])))
+            if leases:
+                free = leases.take_undone(keys, lambda key: bool(_read(bench, key, left[key])))
             else:
                 free = iter(keys)
             for key in free:
@@ -133,8 +133,8 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
                     found.update(losses)
                 except UnsoundShardError as error:
                     unsound.update((str(bad.tensor), bad) for bad in error.errors)
-                if claims:
-                    claims.drop(key)
+                if leases:
+                    leases.drop(key)
             return len(left) < before
 
         do_together(find_left, measure_free)

@@ -192,10 +192,10 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
             f"{root} holds no plan of fp4convert ({PLAN_FILE}); expected the output of quantize"
         )
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
-    with entered(root, manifest) as folder, folder.claims.waited_for(ENDING):
+    with entered(root, manifest) as folder, folder.leases.hold_when_free(ENDING):
         if missing := [file for task in folder.missing() for file in task.files]:
             detail = f"{root}: {len(missing)} of {len(manifest.files)} files are not written yet"
-            workers = folder.claims.others()
+            workers = folder.leases.others()
             next_step = "Run the command for them."
             if workers:
                 next_step = f"{len(workers)} processes are at work on it: wait."

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fp4convert.errors import OutputError
-from fp4convert.execution.leases import Claims
+from fp4convert.execution.leases import Leases
 from fp4convert.execution.plan_file import (
     PLAN,
     STATE,
@@ -98,7 +98,7 @@ class OutputFolder:
 
     root: Path
     manifest: Manifest
-    claims: Claims
+    leases: Leases
     hashes: dict[str, str] = field(default_factory=dict)
     named: OnNamed = lambda path, file, sha256: None
     # Records of finished tasks, by key: who waits for others looks often.
@@ -111,7 +111,7 @@ class OutputFolder:
     @property
     def temps(self) -> Path:
         """Return where this process has its files on their way."""
-        return self.state / "tmp" / self.claims.name
+        return self.state / "tmp" / self.leases.name
 
     def record_of(self, task: TaskFiles) -> Done | None:
         """Return what a task wrote; None where it is not finished.
@@ -149,19 +149,19 @@ class OutputFolder:
         for file in task.files:
             self.hashes.pop(file, None)
 
-    def claimed(self, tasks: Iterable[TaskFiles]) -> Iterator[TaskFiles]:
+    def take_tasks(self, tasks: Iterable[TaskFiles]) -> Iterator[TaskFiles]:
         """Claim tasks that nobody has finished or is at work on, one by one."""
         named = {task.key: task for task in tasks}
-        for key in self.claims.take_undone(
+        for key in self.leases.take_undone(
             named, lambda key: self.record_of(named[key]) is not None
         ):
             if not self.temps.is_dir():
-                raise self.given_up()
+                raise self.make_given_up_error()
             with told(self.root):
                 (self.root / self.manifest.last).unlink(missing_ok=True)
             yield named[key]
 
-    def given_up(self) -> OutputError:
+    def make_given_up_error(self) -> OutputError:
         """Return the error of a process whose files on their way are gone.
 
         What is in the folder now need not be its plan's.
@@ -206,7 +206,7 @@ class OutputFolder:
                         last = finisher.submit(self._finish_shards, task, writer)
                     else:
                         writer.discard()
-                        self.claims.drop(task.key)
+                        self.leases.drop(task.key)
                 after()
                 if last is not None:
                     last.result()
@@ -248,7 +248,7 @@ class OutputFolder:
                 for file, sha256 in done.files.items()
             }
             self.put(f"{DONE}/{task.key}.json", replace(done, seals=seals).as_json())
-        self.claims.drop(task.key)
+        self.leases.drop(task.key)
 
     def write_texts(self, texts: dict[str, str]) -> None:
         """Write small files of ours, each under its final name at once."""
@@ -305,7 +305,7 @@ class OutputFolder:
 
         more_nbytes  written to the same disk beside what the plan writes
         """
-        with told(self.root), self.claims.waited_for(PLANNING):
+        with told(self.root), self.leases.hold_when_free(PLANNING):
             old = read_manifest(self.root)
             if old is not None and old.plan_id != self.manifest.plan_id:
                 self._replace(old, settings)
@@ -318,7 +318,7 @@ class OutputFolder:
         """Remove files on their way that no living process fills."""
         leftovers = list((self.state / "tmp").iterdir())
         # Asked last: whoever has a folder there had a lease before.
-        living = {self.claims.name, *self.claims.others()}
+        living = {self.leases.name, *self.leases.others()}
         for leftover in leftovers:
             if leftover.name not in living:
                 with suppress(FileNotFoundError):  # its process was just leaving
@@ -334,7 +334,7 @@ class OutputFolder:
         traits = self.manifest.traits
         changed = [words for words in traits if old.traits.get(words) != traits[words]]
         differs = f"{' and '.join(changed) or 'its files'} changed"
-        if others := self.claims.others_at_other_work():
+        if others := self.leases.wait_for_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
             raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
         if old.identity != self.manifest.identity and (
@@ -396,10 +396,10 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     """Enter a folder of ours, among those that work in it."""
     refuse_links(root, "claims", "tmp", DONE)
     refuse_linked_folders(root, manifest.files)
-    claims = Claims(root / STATE / "claims", work=manifest.plan_id)
-    folder = OutputFolder(root, manifest, claims)
+    leases = Leases(root / STATE / "claims", work=manifest.plan_id)
+    folder = OutputFolder(root, manifest, leases)
     try:
-        claims.__enter__()
+        leases.__enter__()
         with told(root):
             for place in (folder.state / DONE, folder.temps):
                 place.mkdir(parents=True, exist_ok=True)
@@ -408,10 +408,10 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
         except OutputError as error:
             if folder.temps.is_dir():
                 raise
-            raise folder.given_up() from error
+            raise folder.make_given_up_error() from error
     finally:
         shutil.rmtree(folder.temps, ignore_errors=True)
-        claims.__exit__(None, None, None)
+        leases.__exit__(None, None, None)
 
 
 def missing_nbytes(root: Path, manifest: Manifest) -> int:

@@ -227,7 +227,7 @@ class _Run:
             if self._settings.share is not None:
                 return None
             # One process at a time checks the whole: it ends it, or has what is harmed done again.
-            with folder.claims.waited_for(ENDING):
+            with folder.leases.hold_when_free(ENDING):
                 if ending := ended_meanwhile(folder, self._mark):
                     return ending
                 if not folder.missing() and not self._forget_harmed():
@@ -261,7 +261,7 @@ class _Run:
         return self._has_taken
 
     def _take(self, tasks: list[TaskFiles]) -> Iterator[TaskFiles]:
-        for task in self._folder.claimed(tasks):
+        for task in self._folder.take_tasks(tasks):
             self._has_taken = True
             self._unseen.discard(task.key)
             yield task
@@ -311,7 +311,7 @@ class _Run:
 
     def _tell_whom(self, left: list[TaskFiles]) -> None:
         """Tell a person for whom everything waits."""
-        others = self._folder.claims.others()
+        others = self._folder.leases.others()
         if others:
             file = next(iter(left[0].files))
             self._settings.tell(

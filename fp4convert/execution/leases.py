@@ -37,10 +37,11 @@ FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0
 MOST_NBYTES = 4096  # of a lease; ours have some 300
 T = TypeVar("T")
 Owner = dict[str, object]
+UNKNOWN_START = ""  # when a process was started that is there, but hides it
 WORKER = "worker-"  # of the lease that a process holds as long as it works here
 
 
-class Claims:
+class Leases:
     """The leases in a folder, as this process sees and holds them.
 
     From beginning to end the process holds one that is named `worker-NAME`.
@@ -72,7 +73,7 @@ class Claims:
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="claims", daemon=True)
 
-    def __enter__(self) -> Claims:
+    def __enter__(self) -> Leases:
         with told(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         self.take(WORKER + self.name)
@@ -130,7 +131,7 @@ class Claims:
         self._made.discard(lease)
 
     @contextmanager
-    def waited_for(self, lease: str) -> Iterator[None]:
+    def hold_when_free(self, lease: str) -> Iterator[None]:
         """Hold a lease as soon as nobody else does."""
         pauses = _pauses()
         while not self.take(lease):
@@ -154,11 +155,11 @@ class Claims:
             if is_alive and lease.startswith(WORKER)
         ]
 
-    def others_at_other_work(self) -> list[str]:
-        """List the other processes that do not do what this one does.
+    def wait_for_other_work(self) -> list[str]:
+        """List the living processes that carry out another plan; may wait.
 
         Of another host's process nobody knows at first whether it lives: it is watched until that
-        shows.
+        shows, for the seconds that a lease lasts at most.
         """
         while True:
             strangers, sure = [], []
@@ -175,12 +176,14 @@ class Claims:
     def _judge(self, lease: str) -> tuple[bool, Owner | None]:
         """Tell whether the owner of a lease may be at work, and who it is."""
         path = self._folder / lease
-        # The owner before the time: of a lease that is replaced meanwhile the time is a new one.
+        # Gone: nobody holds it. The owner is read before the time: of a lease that is replaced
+        # meanwhile the time is a new one.
         owner = _read(path)
         try:
             status = path.lstat()
         except FileNotFoundError:
             return False, owner
+        # Not renewed for long enough, by our own clock: whoever held it is away.
         is_silent = not status.st_size or not stat.S_ISREG(status.st_mode)
         most_seconds = (
             min(self._lease_seconds, SILENT_SECONDS) if is_silent else self._lease_seconds
@@ -193,9 +196,11 @@ class Claims:
             self._seen[lease] = status.st_mtime_ns, since
         if now - since > most_seconds:
             return False, owner
+        # Of this machine: the process itself is looked for. Of another, nobody knows more.
         if owner is None or not self._is_here(owner):
             return True, owner
-        return _start_of(owner.get("process")) == owner.get("started"), owner
+        started = _start_of(owner.get("process"))
+        return started in (owner.get("started"), UNKNOWN_START), owner
 
     def _is_here(self, owner: Owner) -> bool:
         """Tell whether a process is one of this machine."""
@@ -204,13 +209,13 @@ class Claims:
     def _remove_dead(self, lease: str, owner: Owner | None) -> bool:
         """Remove the lease of a dead process; False where that is not sure.
 
-        One process at a time removes it, lest one removes the lease that follows it: a lease of its
-        own, named by a hash of the dead one, is the right to.
+        To remove it, a process first takes a second lease, named by a hash of the dead one. So
+        nobody removes the lease that follows.
         """
         path, seen = self._folder / lease, self._seen.get(lease)
         text = json.dumps([lease, owner], sort_keys=True)
-        right = f".{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-        if seen is None or not self.take(right):
+        removal = f".{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        if seen is None or not self.take(removal):
             return False
         try:
             if _read(path) != owner or path.lstat().st_mtime_ns != seen[0]:
@@ -221,7 +226,7 @@ class Claims:
         except FileNotFoundError:
             return False
         finally:
-            self.drop(right)
+            self.drop(removal)
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_seconds):
@@ -295,17 +300,24 @@ def _describe_self() -> Owner:
 
 
 def _start_of(process: object) -> str | None:
-    """Tell when a process of this machine was started; None where it is not."""
+    """Tell when a process of this machine was started; None where it is not.
+
+    UNKNOWN_START where it is there, and the system does not say since when: no /proc, or one that
+    hides other users' processes.
+    """
     if not isinstance(process, int):
         return None
     try:
-        if not os.path.exists("/proc/self/stat"):
-            os.kill(process, 0)
-            return ""
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except PermissionError:  # somebody else's process
-        return ""
+    except PermissionError:
+        return UNKNOWN_START
     except (OSError, OverflowError):
-        return None
+        try:
+            os.kill(process, 0)  # asks whether it is there, and does nothing to it
+        except PermissionError:
+            return UNKNOWN_START
+        except (OSError, OverflowError):
+            return None
+        return UNKNOWN_START
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else fields[19]

@@ -13,7 +13,7 @@ from diffusion import write_wan
 from fakehub import TOKEN
 from hub_cases import expect
 
-from fp4convert.execution.leases import Claims
+from fp4convert.execution.leases import Leases
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -149,7 +149,7 @@ def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(
     assert "Continue with: fp4convert quantize" in err
     assert "--ray" in err
     wait_until(
-        lambda: not Claims(out / STATE / "claims").others()
+        lambda: not Leases(out / STATE / "claims").others()
     )  # one that Ray killed leaves a claim, and nobody at work
     assert len(list((out / STATE / "done").iterdir())) < SHARDS
     assert not (out / "quantization_config.json").exists()

@@ -129,7 +129,7 @@ def test_one_that_comes_while_another_sweeps_keeps_its_files(clean, tmp_path, mo
     out = shutil.copytree(clean["a"], tmp_path / "out")
     plan = read_manifest(out)
     with entered(out, plan) as first:
-        newcomer, others = entered(out, plan), first.claims.others
+        newcomer, others = entered(out, plan), first.leases.others
 
         def others_and_one_more() -> list[str]:
             names = others()
@@ -138,7 +138,7 @@ def test_one_that_comes_while_another_sweeps_keeps_its_files(clean, tmp_path, mo
                 newcomer.__enter__()
             return names
 
-        monkeypatch.setattr(first.claims, "others", others_and_one_more)
+        monkeypatch.setattr(first.leases, "others", others_and_one_more)
         first.begin(Settings())
         assert len(list((out / STATE / "tmp").iterdir())) == 2
         newcomer.__exit__(None, None, None)
@@ -190,5 +190,5 @@ def test_a_process_without_its_files_begins_no_task(clean, tmp_path):
         shutil.rmtree(folder.temps)
         folder.forget(plan.tasks[0])
         with pytest.raises(OutputError, match="no sign of life"):
-            next(folder.claimed(plan.tasks))
+            next(folder.take_tasks(plan.tasks))
     assert (out / RECORD).exists()

@@ -1,4 +1,4 @@
-"""Claims: one process at a time holds one, the dead lose theirs, and no clock is believed."""
+"""Leases: one process at a time holds one, the dead lose theirs, and no clock is believed."""
 
 import json
 import os
@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from fp4convert.execution import leases
 from fp4convert.execution.folder import entered
-from fp4convert.execution.leases import Claims, _describe_self
+from fp4convert.execution.leases import Leases, _describe_self
 from fp4convert.execution.plan_file import STATE, Manifest
 from fp4convert.process import Stopped
 
@@ -28,8 +29,8 @@ FOREIGN = {
 HOLD = """
 import sys, time
 from pathlib import Path
-from fp4convert.execution.leases import Claims
-with Claims(Path(sys.argv[1])) as claims:
+from fp4convert.execution.leases import Leases
+with Leases(Path(sys.argv[1])) as claims:
     claims.take("a")
     print("held", flush=True)
     time.sleep(60)
@@ -48,7 +49,7 @@ def write(folder, claim, entry):
 
 
 def test_one_of_two_gets_it_and_the_other_when_it_is_dropped(folder):
-    with Claims(folder) as one, Claims(folder) as two:
+    with Leases(folder) as one, Leases(folder) as two:
         assert one.take("a")
         assert not two.take("a")
         one.drop("a")
@@ -58,8 +59,8 @@ def test_one_of_two_gets_it_and_the_other_when_it_is_dropped(folder):
 
 
 def test_of_many_at_once_one_gets_it(folder):
-    with Claims(folder) as first:
-        crowd = [Claims(folder) for _ in range(8)]
+    with Leases(folder) as first:
+        crowd = [Leases(folder) for _ in range(8)]
         for number in range(20):
             taken, gate = [], threading.Barrier(len(crowd))
 
@@ -88,14 +89,14 @@ def test_what_a_dead_process_of_this_host_held_is_free_at_once(end, folder):
             process.wait()
         elif end == "stopped":
             process.send_signal(signal.SIGSTOP)
-        with Claims(folder) as claims:
+        with Leases(folder) as claims:
             assert claims.take("a") == (end == "killed")
             assert len(claims.others()) == (end != "killed")
         process.kill()
 
 
 def test_a_process_whose_number_another_has_now_is_dead(folder):
-    with Claims(folder) as claims:
+    with Leases(folder) as claims:
         own = json.loads((folder / f"worker-{claims.name}").read_text())
         write(folder, "a", {**own, "started": "12345", "worker": "before"})
         assert claims.take("a")
@@ -109,7 +110,7 @@ def test_one_of_another_host_is_given_up_after_the_lease_whatever_its_clock_says
     worker = write(folder, f"worker-{FOREIGN['worker']}", FOREIGN)
     for path in (claim, worker):
         os.utime(path, (time.time() + skew_seconds,) * 2)
-    with Claims(folder, lease_seconds=0.3) as claims:
+    with Leases(folder, lease_seconds=0.3) as claims:
         assert not claims.take("a")
         assert claims.others() == [FOREIGN["worker"]]
         time.sleep(0.2)
@@ -123,7 +124,7 @@ def test_one_of_another_host_is_given_up_after_the_lease_whatever_its_clock_says
 
 
 def test_a_claim_is_renewed_while_it_is_held(folder):
-    with Claims(folder, beat_seconds=0.05) as claims:
+    with Leases(folder, beat_seconds=0.05) as claims:
         claims.take("a")
         os.utime(folder / "a", (0, 0))
         time.sleep(0.3)
@@ -134,7 +135,7 @@ def test_a_claim_is_renewed_while_it_is_held(folder):
 def test_a_claim_that_says_nothing_is_given_up_after_the_lease(text, folder):
     folder.mkdir()
     (folder / "a").write_text(text)
-    with Claims(folder, lease_seconds=0.1) as claims:
+    with Leases(folder, lease_seconds=0.1) as claims:
         assert not claims.take("a")
         time.sleep(0.2)
         assert claims.take("a")
@@ -145,7 +146,7 @@ def test_an_empty_claim_is_given_up_soon_and_one_that_cannot_be_read_is_not(fold
     folder.mkdir()
     (folder / "a").touch()
     (folder / "b").write_text("{")
-    with Claims(folder) as claims:
+    with Leases(folder) as claims:
         assert not claims.take("a")
         assert not claims.take("b")
         time.sleep(0.2)
@@ -169,7 +170,7 @@ def test_what_is_no_file_keeps_nobody_waiting(kind, folder, monkeypatch):
     answers = []
 
     def work():
-        with Claims(folder) as claims:
+        with Leases(folder) as claims:
             answers.extend([claims.others(), claims.take("a")])
             time.sleep(0.2)
             answers.append(claims.take("a"))
@@ -200,20 +201,20 @@ def test_an_interrupt_while_a_claim_is_made_leaves_none(number, folder, monkeypa
         pytest.raises(Stopped),
         entered(folder.parent / "out", Manifest({}, {}, (), {}, None, "last")) as output,
     ):
-        output.claims.take("a")
+        output.leases.take("a")
     assert len(made) == number
     assert list((folder.parent / "out" / STATE / "claims").iterdir()) == []
 
 
 def test_an_empty_claim_of_another_is_not_dropped(folder):
-    with Claims(folder) as claims:
+    with Leases(folder) as claims:
         (folder / "a").touch()
         assert not claims.take("a")
     assert [path.name for path in folder.iterdir()] == ["a"]
 
 
 def test_what_was_taken_from_us_is_not_dropped(folder):
-    with Claims(folder) as claims:
+    with Leases(folder) as claims:
         claims.take("a")
         write(folder, "a", FOREIGN)
         claims.drop("a")
@@ -233,7 +234,7 @@ def test_of_many_at_once_exactly_one_takes_what_a_dead_process_held(is_here, fol
     lease = 60.0 if is_here else 0.05
     for number in range(15):
         write(folder, f"a{number}", dead)
-        crowd, taken, gate = [Claims(folder, lease) for _ in range(8)], [], threading.Barrier(8)
+        crowd, taken, gate = [Leases(folder, lease) for _ in range(8)], [], threading.Barrier(8)
 
         def grab(claims, number=number, taken=taken, gate=gate):
             if not is_here:
@@ -263,28 +264,28 @@ def slowed(real):
 
 def test_those_who_do_the_same_are_no_strangers(folder):
     with (
-        Claims(folder, work="a") as one,
-        Claims(folder, work="a"),
-        Claims(folder, work="b") as other,
+        Leases(folder, work="a") as one,
+        Leases(folder, work="a"),
+        Leases(folder, work="b") as other,
     ):
         assert len(one.others()) == 2
-        assert one.others_at_other_work() == [other.name]
+        assert one.wait_for_other_work() == [other.name]
 
 
 def test_a_stranger_on_another_host_is_watched_until_it_shows_whether_it_lives(folder):
     worker = write(folder, f"worker-{FOREIGN['worker']}", FOREIGN)
     began = time.monotonic()
-    with Claims(folder, lease_seconds=60, work="a") as claims:
+    with Leases(folder, lease_seconds=60, work="a") as claims:
         threading.Timer(0.3, os.utime, (worker, (1, 1))).start()
-        assert claims.others_at_other_work() == [FOREIGN["worker"]]
+        assert claims.wait_for_other_work() == [FOREIGN["worker"]]
     assert 0.3 < time.monotonic() - began < 30
-    with Claims(folder, lease_seconds=0.3, work="a") as claims:
-        assert claims.others_at_other_work() == []
+    with Leases(folder, lease_seconds=0.3, work="a") as claims:
+        assert claims.wait_for_other_work() == []
     assert not worker.exists()
 
 
 def test_a_task_that_another_did_before_we_took_it_is_not_done_again(folder):
-    with Claims(folder) as one, Claims(folder) as two:
+    with Leases(folder) as one, Leases(folder) as two:
         assert two.take("held")
         done = {"done"}
         asked = []
@@ -312,3 +313,26 @@ def test_who_waits_for_others_waits_longer_each_time_and_says_so_once(monkeypatc
     assert pauses[:3] == pytest.approx([0.1, 0.15, 0.225])
     assert max(pauses) == pauses[11] == 3.0
     assert pauses[12:] == pytest.approx([0.1, 0.15])
+
+
+@pytest.mark.parametrize("refusal", [PermissionError, FileNotFoundError])
+def test_a_living_process_whose_start_is_hidden_keeps_its_lease(refusal, tmp_path, monkeypatch):
+    """Where /proc hides the processes of other users, or does not let them be looked into."""
+    read = Path.read_text
+
+    def hide(path: Path, *arguments: object, **words: object) -> str:
+        if str(path).startswith("/proc/") and path.name == "stat":
+            raise refusal
+        return read(path, *arguments, **words)
+
+    with Leases(tmp_path) as one:
+        assert one.take("task")
+        monkeypatch.setattr(Path, "read_text", hide)
+        if refusal is FileNotFoundError:
+            monkeypatch.setattr("os.kill", lambda *words: (_ for _ in ()).throw(PermissionError))
+        with Leases(tmp_path) as other:
+            assert other.others() == [one.name]
+            assert not other.take("task")
+    if refusal is FileNotFoundError:
+        monkeypatch.setattr("os.kill", lambda *words: (_ for _ in ()).throw(ProcessLookupError))
+        assert leases._start_of(1 << 22) is None

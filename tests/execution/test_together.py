@@ -323,7 +323,7 @@ def test_a_finished_folder_is_unfinished_while_a_shard_is_done_again(layers, tmp
     quantize(layers, out)
     (out / "model-03.safetensors").unlink()
     with entered(out, read_manifest(out)) as folder:
-        (task,) = folder.claimed(folder.manifest.tasks)
+        (task,) = folder.take_tasks(folder.manifest.tasks)
         assert "model-03.safetensors" in task.files
         assert not (out / "quantization_config.json").exists()
 

@@ -11,7 +11,7 @@ import sys
 import time
 
 from fp4convert.__main__ import main
-from fp4convert.execution.leases import Claims
+from fp4convert.execution.leases import Leases
 
 LEASE_SECONDS, BEAT_SECONDS = 1.0, 0.2
 
@@ -22,5 +22,5 @@ if host:
 if skew:
     utime = os.utime
     os.utime = lambda path: utime(path, (time.time() + skew,) * 2)
-Claims.__init__.__defaults__ = (LEASE_SECONDS, BEAT_SECONDS, "")
+Leases.__init__.__defaults__ = (LEASE_SECONDS, BEAT_SECONDS, "")
 main()
