@@ -75,9 +75,11 @@ def page_of(document: Document) -> str:
     ]
     missed = sum(text.endswith("NOT MET") for text in verdicts)
     head = (
-        "# CPU results\n\nWritten by `make bench`, one part by `python benchmarks/bench.py PART`. Ratios are of two things"
+        "# CPU results\n\nWritten by `make bench`, one part by `python benchmarks/bench.py "
+        "PART`. Ratios are of two things"
         " measured in turn in the same run.\n"
-        f"Of {len(verdicts)} ratios with a bar, {len(verdicts) - missed} meet it and {missed} do not (NOT MET)."
+        f"Of {len(verdicts)} ratios with a bar, {len(verdicts) - missed} meet it and {missed} do "
+        "not (NOT MET)."
     )
     texts = [head]
     for part, sections in parts:
@@ -150,7 +152,8 @@ def main(arguments: list[str]) -> int:
         return importlib.import_module(PAGES[arguments[0]]).main(arguments[1:])
     parser = argparse.ArgumentParser(
         description="Measure, or compare with what is committed.",
-        epilog=f"Pages of their own, with options of their own: {', '.join(f'bench.py {page}' for page in PAGES)}.",
+        epilog="Pages of their own, with options of their own: "
+        f"{', '.join(f'bench.py {page}' for page in PAGES)}.",
     )
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)"

@@ -101,7 +101,8 @@ import signal, threading, time
 import fp4convert.__main__
 from fp4convert.cli import app as cli
 def app(standalone_mode):
-    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()  # gets the signals that the main thread does not
+    # It gets the signals that the main thread does not.
+    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     print("waiting", flush=True)
     threading.Event().wait()

@@ -33,8 +33,14 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("where", ["2>/dev/full", "2>&-", "2> >(true)"])
 def test_a_stderr_that_takes_nothing_ends_no_work(where, source, tmp_path):
     """The note of what part this is, and the progress of its phases, are lost."""
-    talking = "import fp4convert.progress as p; p.LINE_SECONDS = 0.0; from fp4convert.__main__ import main; main()"
-    options = f"quantize {source} --format nvfp4 --json -o {tmp_path / 'q'} --shard-index 0 --num-shards 2"
+    talking = (
+        "import fp4convert.progress as p; p.LINE_SECONDS = 0.0; from fp4convert.__main__ "
+        "import main; main()"
+    )
+    options = (
+        f"quantize {source} --format nvfp4 --json -o {tmp_path / 'q'} --shard-index 0 "
+        "--num-shards 2"
+    )
     ended = shell(f'{sys.executable} -c "{talking}" {options} {where}')
     assert (ended.returncode, ended.stderr) == (0, "")
     assert json.loads(ended.stdout)["share"] == {"index": 0, "of": 2, "shards": 1}

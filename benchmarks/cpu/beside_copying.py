@@ -36,8 +36,10 @@ def sections(is_quick: bool) -> list[Section]:
         nbytes = sum(path.stat().st_size for path in files_of(source))
         rows = tuple(_row(cache, source, scratch) for cache in (("warm",) if is_quick else CACHES))
         about = (
-            f"{nbytes / 1e9:.2f} GB of bf16 to NVFP4, rule amax, start-up included, beside `cp -r` of the folder and fsync of all"
-            f" that it wrote, {file_system(scratch)}; medians of {ROUNDS} pairs. Below 1, converting takes less time."
+            f"{nbytes / 1e9:.2f} GB of bf16 to NVFP4, rule amax, start-up included, beside `cp "
+            "-r` of the folder and fsync of all"
+            f" that it wrote, {file_system(scratch)}; medians of {ROUNDS} pairs. Below 1, "
+            "converting takes less time."
         )
     headings = ("cache", "quantize s", "cp -r + fsync s", "quantize CPU-s", "cp -r + fsync CPU-s")
     return [

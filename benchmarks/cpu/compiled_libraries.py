@@ -73,7 +73,8 @@ def built_by_the_other(library: Path) -> Path:
     levels = [loaded(each).fp4_level(0) for each in (library, found)]
     if levels[0] != levels[1]:
         raise SystemExit(
-            f"the CPU library picks x86-64-v{levels[0]} here, and as {name} built it x86-64-v{levels[1]}: {found}"
+            f"the CPU library picks x86-64-v{levels[0]} here, and as {name} built it "
+            f"x86-64-v{levels[1]}: {found}"
         )
     return found
 
@@ -95,7 +96,8 @@ def _compiler(name: str, build: Path) -> tuple[Path, str]:
         ).stdout.strip()
         return script, library
     raise UnavailableError(
-        f"no {name}: {f'{INSTALL}, and apt-get install gcc' if name == 'clang' else 'apt-get install gcc'}"
+        f"no {name}: "
+        f"{f'{INSTALL}, and apt-get install gcc' if name == 'clang' else 'apt-get install gcc'}"
     )
 
 

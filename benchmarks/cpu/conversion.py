@@ -60,7 +60,9 @@ def convert(
 
 
 class LawfulCosts:
-    """Read every source byte; write the artifact's bytes, which are in memory already; hash them."""
+    """Read every source byte; write the artifact's bytes, which are in memory already;
+    hash them.
+    """
 
     def __init__(self, source: Path, artifact: Path, scratch: Path) -> None:
         self._source = source
@@ -131,9 +133,12 @@ def _speed(
             _row(cache, rule, flushed, done) for rule in rules for flushed in ("fsync", "no fsync")
         ]
     about = (
-        f"{GIGABYTES} GB of bf16 to NVFP4, {THREADS} threads, {file_system(scratch)}, start-up included, beside `cat` of the"
-        " source, writing as many bytes as the artifact has, and their sha256, on as many threads, without start-up; medians of"
-        f" {ROUNDS}. `quantize` has no switch for fsync: when it ends, the artifact is on the disk, whatever it is compared with."
+        f"{GIGABYTES} GB of bf16 to NVFP4, {THREADS} threads, {file_system(scratch)}, start-up "
+        "included, beside `cat` of the"
+        " source, writing as many bytes as the artifact has, and their sha256, on as many "
+        "threads, without start-up; medians of"
+        f" {ROUNDS}. `quantize` has no switch for fsync: when it ends, the artifact is on the "
+        "disk, whatever it is compared with."
     )
     headings = (
         "cache",
@@ -208,7 +213,10 @@ def _memory(scratch: Path) -> Section:
         shutil.rmtree(source)
         cells = (f"{done.seconds:.1f}", f"{done.anonymous_nbytes / 1e6:.0f}")
         rows.append(Row((f"{gigabytes} GB", rule), cells, done.anonymous_nbytes / allowed, 1))
-    about = f"The highest RssAnon of one run, as a share of what is allowed: {allowed / 1e6:.0f} MB, which is 150 MB and 1/16 of the"
+    about = (
+        f"The highest RssAnon of one run, as a share of what is allowed: {allowed / 1e6:.0f} "
+        "MB, which is 150 MB and 1/16 of the"
+    )
     about += " largest tensor for each worker."
     headings = ("checkpoint", "rule", "seconds", "peak RssAnon MB")
     return Section("Memory", about, headings, tuple(rows), "of what is allowed", is_floor=False)

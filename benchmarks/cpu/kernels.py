@@ -223,9 +223,13 @@ def sections(is_quick: bool) -> list[Section]:
 def about(paths: list[Path]) -> str:
     compilers = [" ".join(compiled_libraries.compiler_of(path)) for path in paths]
     return (
-        "GB/s of input (dequantize: of output), and that as a share of the bandwidth of a pass that only reads, and of memcpy by"
-        " the bytes it reads, both measured in turn with it on as many threads. Time is that for which the slowest thread had a"
-        f" core; {ELEMENTS >> 20}M elements (search: {SEARCHED >> 20}M), medians of {ROUNDS}. quantize: rules amax and even;"
-        f" search: mse. Bars hold for one thread with AVX-512, that of amax to {AMAX_DECIMALS} decimals. The package was compiled"
+        "GB/s of input (dequantize: of output), and that as a share of the bandwidth of a pass "
+        "that only reads, and of memcpy by"
+        " the bytes it reads, both measured in turn with it on as many threads. Time is that for "
+        "which the slowest thread had a"
+        f" core; {ELEMENTS >> 20}M elements (search: {SEARCHED >> 20}M), medians of {ROUNDS}. "
+        "quantize: rules amax and even;"
+        f" search: mse. Bars hold for one thread with AVX-512, that of amax to {AMAX_DECIMALS} "
+        "decimals. The package was compiled"
         f" by {', and beside it by '.join(compilers)}."
     )

@@ -75,7 +75,9 @@ def tensors(layers: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 def write_checkpoint(
     folder: Path, layers: int = LAYERS, experts: int = EXPERTS, shards: int = SHARDS
 ) -> int:
-    """Write a bf16 checkpoint of holes, in shards of equal size; return the number of its tensors."""
+    """Write a bf16 checkpoint of holes, in shards of equal size;
+    return the number of its tensors.
+    """
     listed = list(tensors(layers, experts))
     total = sum(2 * math.prod(shape) for _, shape in listed)
     weight_map: dict[str, str] = {}
@@ -201,7 +203,8 @@ def sections(is_quick: bool) -> list[Section]:
         ]
         found["`quantize --dry-run --json` from a Hub on the loopback device"] = measure_hub(folder)
     about = (
-        f"{count:,} tensors, {SHARDS} shards; medians of {ROUNDS} processes. One thread works, so that CPU seconds are seconds"
+        f"{count:,} tensors, {SHARDS} shards; medians of {ROUNDS} processes. One thread works, "
+        "so that CPU seconds are seconds"
         " where nothing else runs."
     )
     headings = ("stage", "seconds", "CPU seconds", "peak RSS MB", "bar: CPU seconds", "bar: MB")

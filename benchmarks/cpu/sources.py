@@ -146,8 +146,10 @@ def sections(is_quick: bool) -> list[Section]:
             for row in rows_of(fmt, sources, out)
         ]
     about = (
-        "What `quantize` costs for the same weights stored in another way, beside plain bf16 matrices; start-up taken off, warm"
-        f" files in memory, {3 * EXPERTS * HIDDEN * INNER / 1e6:.0f}M weights, medians of {ROUNDS} rounds in turn. An FP8 source"
+        "What `quantize` costs for the same weights stored in another way, beside plain bf16 "
+        "matrices; start-up taken off, warm"
+        f" files in memory, {3 * EXPERTS * HIDDEN * INNER / 1e6:.0f}M weights, medians of "
+        f"{ROUNDS} rounds in turn. An FP8 source"
         " has half the bytes: per byte of it, twice these figures."
     )
     return [

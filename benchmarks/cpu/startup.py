@@ -107,7 +107,8 @@ def sections(is_quick: bool) -> list[Section]:
                 )
             )
     about = (
-        f"Beside `python -c pass`, in turn; medians of {ROUNDS} pairs. The bars are 150, 300 and 1500 ms on a machine where that"
+        f"Beside `python -c pass`, in turn; medians of {ROUNDS} pairs. The bars are 150, 300 and "
+        "1500 ms on a machine where that"
         f" takes {BARE_MS} ms."
     )
     headings = ("command", "ms", "CPU ms", "`python -c pass` ms")

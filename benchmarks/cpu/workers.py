@@ -64,9 +64,12 @@ def sections(is_quick: bool) -> list[Section]:
     ]
     rows.append(_row(SHARDS, DEALT, done[DEALT], less[DEALT], less[f"{JOINED}1"]))
     about = (
-        f"{SHARDS} shards, {GIGABYTES:.1f} GB of bf16 to NVFP4, rule amax, {THREADS} cores, one thread a worker, warm; medians of"
-        f" {ROUNDS}. CPU-seconds of all processes together, less their start-up, beside those of one. Start-up is of as many"
-        " processes, at once or one after the other as they were, whose part is done already; of merge where next to nothing"
+        f"{SHARDS} shards, {GIGABYTES:.1f} GB of bf16 to NVFP4, rule amax, {THREADS} cores, one "
+        "thread a worker, warm; medians of"
+        f" {ROUNDS}. CPU-seconds of all processes together, less their start-up, beside those of "
+        "one. Start-up is of as many"
+        " processes, at once or one after the other as they were, whose part is done already; of "
+        "merge where next to nothing"
         " was written."
     )
     headings = ("workers", "how", "seconds", "CPU-seconds", "less start-up")

@@ -205,6 +205,9 @@ def compare_all(device: Device) -> str:
     ):
         compare_gemv(device, fmt, kind, vectors)
     different = [f"- {text}" for text in device.verdicts.values() if text.startswith("DIFFERS")]
-    about = "Quantizers, dequantizers and amax against the CPU backend, products against float64; a million elements or more each."
+    about = (
+        "Quantizers, dequantizers and amax against the CPU backend, products against "
+        "float64; a million elements or more each."
+    )
     found = "\n".join(different) or f"All {len(device.verdicts)} kernels agree."
     return f"{about}\n\n{found}\n"

@@ -123,7 +123,9 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One line of a table: what is run, the bytes it has to move, and what is known of its output."""
+    """One line of a table: what is run, the bytes it has to move,
+    and what is known of its output.
+    """
 
     label: str
     nbytes: float
@@ -160,7 +162,9 @@ class Device:
             sys.modules["torch"].cuda.empty_cache()
 
     def rungs(self, name: str) -> list[Rung]:
-        """The product's kernel, and the same without the hardware's conversions where it uses them."""
+        """The product's kernel, and the same without the hardware's conversions where it
+        uses them.
+        """
         return [Rung(kernels, name) for kernels in (self.kernels, self.software) if kernels]
 
     def sets(self, nbytes: int) -> int:

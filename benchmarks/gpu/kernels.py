@@ -231,7 +231,7 @@ def products(device: Device, rows: int, columns: int) -> str:
     return Products(device, rows, columns).table()
 
 
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the page
 
 
@@ -263,11 +263,19 @@ def head(found: gpus.Survey) -> str:
     ]
     cvt = "with" if gpu.target.has_cvt else "without"
     about = (
-        f"Medians of {REPEATS} runs between events, on data past the L2 cache. GB/s of the bytes that must move; the copy, from"
-        " device to device, reads and writes. Each kernel's output was compared before it was measured."
+        f"Medians of {REPEATS} runs between events, on data past the L2 cache. GB/s of the bytes "
+        "that must move; the copy, from"
+        " device to device, reads and writes. Each kernel's output was compared before it was "
+        "measured."
     )
-    machine = f"{gpu.name}, target {gpu.target.arch} {cvt} hardware conversion to and from E2M1; {datetime.date.today()}"
-    return f"# GPU results\n\n{machine}.\n{'; '.join(versions)}.\nRepeat with `python benchmarks/bench.py gpu`.\n\n{about}"
+    machine = (
+        f"{gpu.name}, target {gpu.target.arch} {cvt} hardware conversion to and from E2M1; "
+        f"{datetime.date.today()}"
+    )
+    return (
+        f"# GPU results\n\n{machine}.\n{'; '.join(versions)}.\nRepeat with `python "
+        f"benchmarks/bench.py gpu`.\n\n{about}"
+    )
 
 
 class Page:

@@ -31,7 +31,10 @@ class Compared(NamedTuple):
         return self.loss > TOLERANCE
 
     def __str__(self) -> str:
-        return f"{' / '.join(self.key)}: {printed(self.committed)} committed, {printed(self.measured)} now ({-self.loss:+.0%})"
+        return (
+            f"{' / '.join(self.key)}: {printed(self.committed)} committed, "
+            f"{printed(self.measured)} now ({-self.loss:+.0%})"
+        )
 
 
 def ratios(sections: Iterable[Section]) -> dict[Key, Ratio]:

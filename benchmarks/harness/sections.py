@@ -68,7 +68,9 @@ def printed(ratio: float | None) -> str:
     """Three digits or more."""
     if ratio is None:
         return ""
-    return f"{ratio:.{3 if abs(ratio) < 1 else 2 if abs(ratio) < 10 else 1 if abs(ratio) < 100 else 0}f}"
+    size = abs(ratio)
+    digits = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
+    return f"{ratio:.{digits}f}"
 
 
 def as_document(section: Section) -> dict[str, object]:

@@ -57,7 +57,10 @@ CONVERTERS = (
 def version_of(converter: Converter) -> str | None:
     """Its version; None where it is not installed."""
     code = "import importlib.metadata as m, importlib.util as u, sys\n"
-    code += "name = sys.argv[1]\nassert u.find_spec(name)\nprint(m.version(m.packages_distributions()[name][0]))"
+    code += (
+        "name = sys.argv[1]\nassert "
+        "u.find_spec(name)\nprint(m.version(m.packages_distributions()[name][0]))"
+    )
     words = [converter.python, "-c", code, converter.module]
     if not converter.python.exists():
         return None
@@ -75,8 +78,10 @@ def sections(is_quick: bool) -> list[Section]:
         nbytes = sum(path.stat().st_size for path in files_of(source))
         found = [_beside(converter, source, scratch) for converter in CONVERTERS]
     about = (
-        f"{nbytes / 1e9:.2f} GB of bf16 to NVFP4, weights alone, on the CPU, warm, with start-up; ours by rule amax. Medians of"
-        f" as many pairs as begin in {LIMIT:.0f} s, {PAIRS} at most. Memory is RssAnon, looked at every few milliseconds."
+        f"{nbytes / 1e9:.2f} GB of bf16 to NVFP4, weights alone, on the CPU, warm, with "
+        "start-up; ours by rule amax. Medians of"
+        f" as many pairs as begin in {LIMIT:.0f} s, {PAIRS} at most. Memory is RssAnon, looked "
+        "at every few milliseconds."
     )
     headings = (
         "converter",
@@ -110,7 +115,8 @@ def _beside(converter: Converter, source: Path, scratch: Path) -> Row:
             if not theirs:
                 return _empty(
                     name,
-                    f"{error}, ours {ours[0].seconds:.2f} s: more than {LONGEST * LIMIT / ours[0].seconds:.0f} times",
+                    f"{error}, ours {ours[0].seconds:.2f} s: more than "
+                    f"{LONGEST * LIMIT / ours[0].seconds:.0f} times",
                 )
             break
         except FailedError as error:
@@ -146,6 +152,7 @@ def _run(converter: Converter, source: Path, output: Path) -> Cost:
     shutil.rmtree(output)
     if not SMALLEST < share < LARGEST:
         raise SystemExit(
-            f"{converter.name} wrote {share:.2f} of the source's bytes; expected {SMALLEST} to {LARGEST}"
+            f"{converter.name} wrote {share:.2f} of the source's bytes; expected {SMALLEST} to "
+            f"{LARGEST}"
         )
     return cost

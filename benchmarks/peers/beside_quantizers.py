@@ -185,8 +185,11 @@ def sections(is_quick: bool) -> list[Section]:
             hold_cores(threads, cores)
             rows += rows_of(dtype, threads, is_quick)
     about = (
-        f"A matrix of {SHAPE[0]} x {SHAPE[1]} by each package's own default, and by this one's CPU backend, its largest magnitude"
-        f" included; medians of {ROUNDS} rounds, in which the two take turns on the same cores. The ratio is of processor time."
-        " No files are read or written. peers/quantizers.py has the calls; fidelity.md tells what the results are worth."
+        f"A matrix of {SHAPE[0]} x {SHAPE[1]} by each package's own default, and by this one's "
+        "CPU backend, its largest magnitude"
+        f" included; medians of {ROUNDS} rounds, in which the two take turns on the same cores. "
+        "The ratio is of processor time."
+        " No files are read or written. peers/quantizers.py has the calls; fidelity.md tells "
+        "what the results are worth."
     )
     return [Section("Beside other packages", about, HEADINGS, tuple(rows), "times our CPU s")]

@@ -32,7 +32,10 @@ def test_a_folder_is_cold_then_warm(tmp_path):
 @LINUX
 def test_cost_of_a_command_has_its_children_and_its_memory():
     held = "held = b'1' * (64 << 20); import time; time.sleep(0.5)"
-    busy = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time\\nwhile time.process_time() < 0.5: pass'])"
+    busy = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time\\nwhile "
+        "time.process_time() < 0.5: pass'])"
+    )
     cost = processes.run([sys.executable, "-c", held], is_watched=True)
     assert 64 << 20 <= cost.anonymous_nbytes < 256 << 20 <= 4 * cost.peak_nbytes
     assert processes.run([sys.executable, "-c", busy]).cpu_seconds >= 0.5

@@ -35,7 +35,9 @@ M = "model.layers.0.mlp.up_proj"
 
 
 def recognised(name: str, told: Clues) -> tuple[Group, ...]:
-    """What a dialect recognises; the registry, which asks few, finds what asking all of them finds."""
+    """What a dialect recognises; the registry, which asks few,
+    finds what asking all of them finds.
+    """
     answers = {each: dialect_named(each).recognise(told) for each in DIALECTS}
     assert dict(recognise(told)) == {each: groups for each, groups in answers.items() if groups}
     return answers[name]

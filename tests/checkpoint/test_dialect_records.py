@@ -147,7 +147,10 @@ def test_gpt_oss_names_what_stays_and_says_no_globs():
 
 def test_comfy_names_its_modules_in_the_file_itself():
     notes = dialect_named("comfy").notes(Form(NVFP4, 16, "128x4"), ["b", "a.0"])
-    text = '{"format_version": "1.0", "layers": {"a.0": {"format": "nvfp4"}, "b": {"format": "nvfp4"}}}'
+    text = (
+        '{"format_version": "1.0", "layers": {"a.0": {"format": "nvfp4"}, "b": {"format": '
+        '"nvfp4"}}}'
+    )
     assert notes == {"_quantization_metadata": text}
     assert dialect_named("comfy").notes(Form(NVFP4, 16, "128x4"), []) == {}
     assert all(

@@ -170,7 +170,9 @@ def test_names_dtypes_and_shapes_of_stacks():
 
 @every_spelling
 def test_what_is_encoded_is_decoded(name, form, expected):
-    """From panels of any height; of the kind that the dialect stores, so that nothing is inverted."""
+    """From panels of any height; of the kind that the dialect stores,
+    so that nothing is inverted.
+    """
     dialect = dialect_named(name)
     q = quantized(form, SHAPE, kind=dialect.TRAITS.global_scale_kind or "multiplier")
     if name == "mlx" and form is NV:

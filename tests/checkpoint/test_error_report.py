@@ -63,7 +63,7 @@ def rewrite(folder: Path, change) -> None:  # type: ignore[no-untyped-def]
     (folder / REPORT).write_text(json.dumps(document))
 
 
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what it says
 
 
@@ -257,7 +257,7 @@ def test_a_report_in_the_source_does_not_travel(source: Path, tmp_path: Path) ->
     assert not (tmp_path / "back" / REPORT).exists()
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # who reads it
 
 
@@ -265,7 +265,10 @@ def test_verify_and_inspect_show_what_was_recorded(source: Path, tmp_path: Path)
     recorded = quantize(source, tmp_path / "out")["fidelity"]
     assert verify(tmp_path / "out")["recorded"] == recorded
     assert run("inspect", tmp_path / "out", "--json").json["fidelity"] == recorded
-    words = rf"SQNR {recorded['sqnr_db_mean']:.2f} dB on average, least {recorded['sqnr_db_min']:.2f} dB \({recorded['worst']}\)"
+    words = (
+        rf"SQNR {recorded['sqnr_db_mean']:.2f} dB on average, least "
+        rf"{recorded['sqnr_db_min']:.2f} dB \({recorded['worst']}\)"
+    )
     assert re.search(
         f"^recorded when it was quantized: {words}$",
         run("verify", tmp_path / "out").out,

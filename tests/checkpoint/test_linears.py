@@ -53,7 +53,9 @@ def ones(*shape: int) -> Tensor:
 
 
 def integers(rows: int = 16, columns: int = 64, group: int = 32) -> dict[str, Tensor]:
-    """The tensors of O_PROJ as compressed-tensors packs them: each of them 1, under a scale of 1."""
+    """The tensors of O_PROJ as compressed-tensors packs them: each of them 1,
+    under a scale of 1.
+    """
     return {
         f"{O_PROJ}.weight_packed": ("I32", (rows, columns // 8), b"\x99" * (rows * columns // 2)),
         f"{O_PROJ}.weight_scale": ones(rows, columns // group),
@@ -144,7 +146,8 @@ INT4 = int_record(4)
             FP8,
             "scales-shape",
             [
-                f"scales of two names, {Q_PROJ}.weight_scale_inv and {Q_PROJ}.weight_scale; expected one"
+                f"scales of two names, {Q_PROJ}.weight_scale_inv and {Q_PROJ}.weight_scale; "
+                "expected one"
             ],
             ORIGINAL,
         ),

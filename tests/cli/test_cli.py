@@ -257,7 +257,8 @@ def test_fp16_refuses_what_it_cannot_hold(tmp_path):
 def modules_after(*arguments: object) -> set[str]:
     """Modules loaded when the command ends."""
     code = (
-        "import sys\nfrom fp4convert.__main__ import main\ntry:\n    main()\nexcept SystemExit as stopped:\n"
+        "import sys\nfrom fp4convert.__main__ import main\ntry:\n    main()\nexcept SystemExit "
+        "as stopped:\n"
         "    assert not stopped.code, stopped.code\nprint('\\nLOADED', *sorted(sys.modules))"
     )
     command = [sys.executable, "-c", code, *map(str, arguments)]

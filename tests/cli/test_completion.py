@@ -18,7 +18,10 @@ INSTALLED = "bash", "--noprofile", "--norc", "-c"
 def completed(*words: str, script: str = "source <(fp4convert --show-completion)") -> list[str]:
     """What bash offers for the last of the words, after that script."""
     ask = "_fp4convert_completion fp4convert"
-    line = f'{script}; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); {ask}; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    line = (
+        f'{script}; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); {ask}; printf "%s\\n" '
+        f'"${{COMPREPLY[@]}}"'
+    )
     variables = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     ended = subprocess.run(
         [*INSTALLED, line, "bash", "fp4convert", *words],

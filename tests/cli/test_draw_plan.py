@@ -96,7 +96,8 @@ def test_the_totals(capsys):
         "stays    1 tensor, 2.00 kB",
         "total    1.37 TB -> 389 GB (28 %), 4.500 bits per weight where it is quantized",
         "peak     memory 138 MB, disk 389 GB",
-        "work     5 min 28 s on cpu: arithmetic 2 min 11 s, hashing 3 min 17 s; writing to the disk apart",
+        "work     5 min 28 s on cpu: arithmetic 2 min 11 s, hashing 3 min 17 s; writing to the "
+        "disk apart",
         "source   to be read meanwhile, in 22 min 49 s at 1 GB/s, in 3 h 48 min at 100 MB/s",
     ]
 

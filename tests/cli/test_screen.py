@@ -185,7 +185,9 @@ with Screen().phases() as phases:
 
 
 def shown_on_a_terminal(width, **environment):
-    """What the program prints on a terminal of that width, with what drives the terminal taken out."""
+    """What the program prints on a terminal of that width,
+    with what drives the terminal taken out.
+    """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     known = {
@@ -258,7 +260,8 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "tensors         7 quantized, 4 other",
         "bits per weight 4.507 (codes, block scales and global scales)",
         "share read      100 % of the block scales",
-        "recorded        SQNR 20.43 dB on average, least 20.26 dB (model.layers.0.self_attn.k_proj.weight)",
+        "recorded        SQNR 20.43 dB on average, least 20.26 dB "
+        "(model.layers.0.self_attn.k_proj.weight)",
         "bits            7654 3210  7654 3210       7654 3210  76543210",
         "meaning         seem seem  seem seem  ...  seem seem  -eeeemmm",
         "elements           1    0     3    2         15   14  all 16",

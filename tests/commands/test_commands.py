@@ -455,12 +455,15 @@ def test_callers_are_type_checked(tmp_path):
     """By the settings of the package itself, whose cache `make test` has just filled."""
     (tmp_path / "right.py").write_text(
         "import fp4convert, numpy\n"
-        "r: fp4convert.Result = fp4convert.quantize('m', format='nvfp4', scale_rule='amax', exclude=['a'])\n"
-        "q: fp4convert.Quantized = fp4convert.quantize_tensor(numpy.ones((1, 16), numpy.float32), format='nvfp4')\n"
+        "r: fp4convert.Result = fp4convert.quantize('m', format='nvfp4', scale_rule='amax', "
+        "exclude=['a'])\n"
+        "q: fp4convert.Quantized = fp4convert.quantize_tensor(numpy.ones((1, 16), "
+        "numpy.float32), format='nvfp4')\n"
         "ok: bool = fp4convert.verify('a', source='m', min_sqnr=18).passed\n"
     )
     (tmp_path / "wrong.py").write_text(
-        "import fp4convert\nfp4convert.quantize('m', format='nvfp4', scale_rul='amax', workers='2')\n"
+        "import fp4convert\nfp4convert.quantize('m', format='nvfp4', scale_rul='amax', "
+        "workers='2')\n"
     )
     check = [sys.executable, "-m", "mypy", tmp_path / "right.py", tmp_path / "wrong.py"]
     told = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False).stdout
@@ -479,7 +482,8 @@ def test_a_type_checker_follows_an_option_to_the_kernel(tmp_path):
         "from fp4convert.numerics.backends.base import Backend\n"
         "from fp4convert.numerics.formats import Format\n"
         "from fp4convert.recipes.recipe import Target\n"
-        "def follow(asked: QuantizeOptions, target: Target, fmt: Format, backend: Backend) -> None:\n"
+        "def follow(asked: QuantizeOptions, target: Target, fmt: Format, backend: Backend) -> "
+        "None:\n"
         "    reveal_type(_quantize)\n"
         "    reveal_type(convert.quantize.run)\n"
         "    reveal_type(asked.scale_rule)\n"

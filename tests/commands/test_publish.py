@@ -54,7 +54,8 @@ def test_the_repository_holds_what_the_folder_holds(hub, source, tmp_path):
     command = re.search(r"^fp4convert quantize .*$", card, re.MULTILINE)[0]
     assert (
         command
-        == "fp4convert quantize ./m --format nvfp4 --dialect compressed-tensors --activations 16 --method rtn"
+        == "fp4convert quantize ./m --format nvfp4 --dialect compressed-tensors --activations 16 "
+        "--method rtn"
     )
     assert run("inspect", "me/q").code == 0
 

@@ -256,7 +256,9 @@ def test_dequantize_drops_the_input_scales(format, dialect, quantize, source, tm
 
 @every_nvfp4
 def test_input_scales_that_no_record_asks_for_are_harmless(dialect, quantize, tmp_path):
-    """Somebody else's weights for 16-bit activations that still have the scales of a calibration."""
+    """Somebody else's weights for 16-bit activations that still have the scales of a
+    calibration.
+    """
     folder = quantize("out", "nvfp4", dialect, "--activations", 4)
     forget(folder)
     declared = json.loads((folder / "config.json").read_text())["quantization_config"]

@@ -44,7 +44,9 @@ REPORT = "quantization_report.json"
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The files of a folder but for our state; of our records all but where the weights come from."""
+    """The files of a folder but for our state;
+    of our records all but where the weights come from.
+    """
     found = {
         path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }
@@ -150,7 +152,10 @@ def test_a_subfolder_that_is_not_there_is_named_with_what_is(hub, wan, tmp_path)
         error = outcome.json["error"]
         assert (error["exit"], error["code"]) == (2, "no-subfolder")
         assert error["message"].startswith(where)
-        tail = "has no folder 'unet'; it has scheduler, text_encoder, tokenizer, transformer, transformer_2, vae"
+        tail = (
+            "has no folder 'unet'; it has scheduler, text_encoder, tokenizer, transformer, "
+            "transformer_2, vae"
+        )
         assert error["message"].endswith(tail)
 
 

@@ -270,11 +270,13 @@ def test_columns_that_ranks_cannot_divide_into_whole_blocks_are_told(tmp_path):
     }
     first = f"{LAYER}.mlp.experts.0.down_proj"
     assert warnings_of(tmp_path / "nvfp4", shapes) == [
-        "down_proj: 2880 columns cannot be divided into whole blocks of 16 among 8 ranks of tensor parallelism"
+        "down_proj: 2880 columns cannot be divided into whole blocks of 16 among 8 ranks of "
+        "tensor parallelism"
         f" (2 modules, the first {first!r})"
     ]
     assert warnings_of(tmp_path / "mxfp4", shapes, "mxfp4") == [
-        "down_proj: 2880 columns cannot be divided into whole blocks of 32 among 4 or 8 ranks of tensor parallelism"
+        "down_proj: 2880 columns cannot be divided into whole blocks of 32 among 4 or 8 ranks of "
+        "tensor parallelism"
         f" (2 modules, the first {first!r})"
     ]
 
@@ -287,14 +289,16 @@ def test_rows_that_ranks_cannot_divide_are_told_but_not_those_of_few_heads(tmp_p
         "mlp.other": (3, 64),
     }
     assert warnings_of(tmp_path, shapes) == [
-        f"q_proj: 36 rows cannot be divided among 8 ranks of tensor parallelism (1 module, '{LAYER}.self_attn.q_proj')"
+        "q_proj: 36 rows cannot be divided among 8 ranks of tensor parallelism (1 module, "
+        f"'{LAYER}.self_attn.q_proj')"
     ]
 
 
 def test_several_numbers_of_ranks_are_told_as_a_sentence(tmp_path):
     (warning,) = warnings_of(tmp_path, {"mlp.down_proj": (64, 48)})
     assert warning == (
-        "down_proj: 48 columns cannot be divided into whole blocks of 16 among 2, 4 or 8 ranks of tensor parallelism"
+        "down_proj: 48 columns cannot be divided into whole blocks of 16 among 2, 4 or 8 ranks "
+        "of tensor parallelism"
         f" (1 module, '{LAYER}.mlp.down_proj')"
     )
 

@@ -117,7 +117,9 @@ SOURCES = {
 
 
 def assert_whole(folder: Path, dialect: str, count: int) -> None:
-    """Every NVFP4 module has one positive float32, inspect finds nothing wrong, and verify neither."""
+    """Every NVFP4 module has one positive float32, inspect finds nothing wrong,
+    and verify neither.
+    """
     tensors, (marked, ending) = read_folder(folder), TARGETS[dialect]
     modules = {name.removesuffix(marked) for name in tensors if name.endswith(marked)}
     scaled = {
@@ -197,7 +199,8 @@ def test_what_stays_packed_beside_them(tmp_path):
 @pytest.mark.parametrize("dialect", TARGETS)
 def test_a_lost_scale_is_found(dialect, tmp_path):
     out = tmp_path / "out"
-    assert run("quantize", write_single(tmp_path / "source", {f"{MLP[2]}.weight": weight(3), **KEPT}), "--format", "nvfp4",
+    source = write_single(tmp_path / "source", {f"{MLP[2]}.weight": weight(3), **KEPT})
+    assert run("quantize", source, "--format", "nvfp4",
                "--dialect", dialect, "--activations", 4, "-o", out).code == 0  # fmt: skip
     name = f"{MLP[2]}{TARGETS[dialect][1]}"
     lose(out, name)

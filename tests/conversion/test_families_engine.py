@@ -20,7 +20,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
 ]
 
-OTHER_NAMES = "transformers has other names for DeepSeek V4's modules, and compressed-tensors' list of what stays speaks of them"
+OTHER_NAMES = (
+    "transformers has other names for DeepSeek V4's modules, and compressed-tensors' "
+    "list of what stays speaks of them"
+)
 SINGLE = [family for family in FAMILIES if family.runs == "restored" and not family.stacks]
 SIZES = ("intermediate_size", "ffn_hidden_size", "q_lora_rank")
 WIDER = {48: 96, 80: 160, 112: 224}  # blocks of 32

@@ -195,8 +195,8 @@ def test_sidecars_travel_byte_for_byte_and_nothing_else_does(tmp_path):
     outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
     assert outcome.code == 0
     assert (
-        "warning: 1 files hold weights in another form and are left out, the first 'pytorch_model.bin'"
-        in outcome.err
+        "warning: 1 files hold weights in another form and are left out, the first "
+        "'pytorch_model.bin'" in outcome.err
     )
     found = {
         str(p.relative_to(tmp_path / "out")): p
@@ -234,8 +234,14 @@ def test_a_sidecar_whose_name_no_record_can_hold_is_refused(tmp_path):
 
 def test_config_keeps_every_other_key(tmp_path):
     source = write_llama(tmp_path / "source")
-    text = '{"model_type": "llama", "nan": NaN, "inf": Infinity, "neg": -Infinity, "pad_token_id": -1, "eps": 1e-05,'
-    text += ' "big": 12345678901234567890123, "é": ["ü", null, true, {"z": 1, "a": 2}], "\\u0007": "", "one": 1.0}'
+    text = (
+        '{"model_type": "llama", "nan": NaN, "inf": Infinity, "neg": -Infinity, '
+        '"pad_token_id": -1, "eps": 1e-05,'
+    )
+    text += (
+        ' "big": 12345678901234567890123, "é": ["ü", null, true, {"z": 1, "a": 2}], '
+        '"\\u0007": "", "one": 1.0}'
+    )
     (source / "config.json").write_text(text)
     quantize(source, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -188,7 +188,9 @@ def test_codes_and_block_scales_are_the_same_bytes(before, after, options, sourc
 @every_form
 @every_pair
 def test_there_and_back_is_the_same_artifact(before, after, options, source, tmp_path):
-    """Every byte of every file and the digest, where all scales are the inverse of their inverse."""
+    """Every byte of every file and the digest,
+    where all scales are the inverse of their inverse.
+    """
     first = quantize(source, tmp_path / "before", before, *options)
     there = transcode(tmp_path / "before", tmp_path / "after", after)
     back = transcode(tmp_path / "after", tmp_path / "back", before)

@@ -28,7 +28,9 @@ DEEPSEEK = {"w1": (24, 64), "w3": (24, 64), "w2": (40, 96)}
 def modules_of(
     fmt: str, activations: int = 16, multiplier: float | None = None
 ) -> dict[str, Module]:
-    """Three matrices; the global scales of NVFP4 are powers of two, so that reciprocals come back."""
+    """Three matrices; the global scales of NVFP4 are powers of two,
+    so that reciprocals come back.
+    """
     made = {}
     for seed, (name, shape) in enumerate(SHAPES.items()):
         own = (multiplier or 2.0 ** (seed - 12)) if fmt == "nvfp4" else None

@@ -84,7 +84,9 @@ def test_a_folded_artifact_is_as_close_as_a_rounded_one(name, tmp_path):
 
 
 def test_transformers_loads_the_packed_weights_beside_divided_norms(tmp_path):
-    """What compressed-tensors unpacks, and norms as they are stored, is what `dequantize` writes."""
+    """What compressed-tensors unpacks, and norms as they are stored,
+    is what `dequantize` writes.
+    """
     import torch
     import transformers
 

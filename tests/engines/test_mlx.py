@@ -39,7 +39,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifacts(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Format -> the command's artifact: MXFP4 respelled, NVFP4 quantized with a global scale of 1."""
+    """Format -> the command's artifact: MXFP4 respelled,
+    NVFP4 quantized with a global scale of 1.
+    """
     folder = tmp_path_factory.mktemp("artifacts")
     fp4convert("quantize", source, "--format", "mxfp4", "-o", folder / "first", "-q")
     fp4convert("transcode", folder / "first", "-o", folder / "mxfp4", "--dialect", "mlx", "-q")

@@ -73,7 +73,9 @@ def w4a4(source: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def exports(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What ModelOpt itself exports: weights only, and with input scales for four-bit activations."""
+    """What ModelOpt itself exports: weights only,
+    and with input scales for four-bit activations.
+    """
     return {
         name: export_modelopt(source, config, tmp_path_factory.mktemp(name))
         for name, config in CONFIGS.items()

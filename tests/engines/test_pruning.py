@@ -99,7 +99,9 @@ def saliency_for(kept: Sequence[int], experts: int) -> np.ndarray:
 
 
 def calibrated(source: Path, file: Path, kept: Mapping[str, Sequence[int]], experts: int) -> Path:
-    """A calibration file by which those experts of each mixture stay; it has no other statistics."""
+    """A calibration file by which those experts of each mixture stay;
+    it has no other statistics.
+    """
     statistics: dict[str, np.ndarray] = {}
     for mixture, stay in kept.items():
         statistics[f"{mixture}.expert_saliency"] = saliency_for(stay, experts)

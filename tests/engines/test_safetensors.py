@@ -114,7 +114,9 @@ def _check_safe_open(file: Path, tensors: dict[str, Any]) -> None:
 
 
 def _check_layout(file: Path, tensors: dict[str, Any]) -> None:
-    """From the raw bytes: every tensor begins where its dtype may, and the last one ends the file."""
+    """From the raw bytes: every tensor begins where its dtype may,
+    and the last one ends the file.
+    """
     raw = file.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     assert start % 8 == 0

@@ -269,7 +269,9 @@ def test_scales_copied_from_compressed_tensors_own_export(judged: Judged, tmp_pa
 
 @pytest.mark.slow
 def test_what_calibrate_saw_goes_into_every_attention(judged: Judged, tmp_path: Path) -> None:
-    """fp4convert's own calibration and quantization call layers and attentions by the same names."""
+    """fp4convert's own calibration and quantization call layers and attentions by the same
+    names.
+    """
     fp4convert(
         "calibrate",
         judged.source,

@@ -58,7 +58,8 @@ mount("-t", "tmpfs", "-o", f"size={size}", "none", disk)
 """
 FILLING = """
 out = Path(disk) / "out"
-crowd = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(processes)]
+pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+crowd = [subprocess.Popen(command, **pipes) for _ in range(processes)]
 ended = [(*process.communicate(), process.returncode) for process in crowd]
 left = [str(path) for name in ("tmp", "claims") for path in (out / ".fp4convert" / name).iterdir()]
 kept = {path.name: path.stat().st_ino for path in out.glob("model-*")}
@@ -71,7 +72,8 @@ print(json.dumps([ended, left, kept, is_ended, again.stdout, after]))
 FORBIDDING = """
 mount("-o", "remount,ro", disk)
 ended = subprocess.run(command, capture_output=True, text=True)
-print(json.dumps([ended.returncode, ended.stdout, ended.stderr, [str(path) for path in Path(disk).iterdir()]]))
+left = [str(path) for path in Path(disk).iterdir()]
+print(json.dumps([ended.returncode, ended.stdout, ended.stderr, left]))
 """
 
 

@@ -141,7 +141,9 @@ def test_a_disk_that_fails_at_any_call_is_exit_5_and_loses_nothing(
 
 
 def test_every_byte_is_on_the_disk_before_its_name_and_its_name_before_its_record(source, tmp_path):
-    """What a power failure leaves cannot be tried here; the order of the calls that decides it can."""
+    """What a power failure leaves cannot be tried here;
+    the order of the calls that decides it can.
+    """
     log, out = tmp_path / "log", tmp_path / "out"
     strace = [
         "strace",

@@ -292,7 +292,9 @@ def test_a_second_result_of_a_task_is_discarded(tmp_path):
 
 @pytest.mark.slow
 def test_killed_again_and_again_in_a_crowd(layers, tmp_path):
-    """Workers come and are killed at random instants; the last ones find the bytes of a clean run."""
+    """Workers come and are killed at random instants;
+    the last ones find the bytes of a clean run.
+    """
     expected, out = quantize(layers, tmp_path / "alone").json["digest"], tmp_path / "out"
     chance, midway = random.Random(6), 0
     for _ in range(8):

@@ -68,7 +68,9 @@ def ties(dtype: torch.dtype) -> Tensor:
 
 
 def edges(dtype: torch.dtype) -> Tensor:
-    """Zeros of both signs, lone values, subnormals, outliers, and a tiny block beside a huge one."""
+    """Zeros of both signs, lone values, subnormals, outliers,
+    and a tiny block beside a huge one.
+    """
     subnormal = torch.finfo(dtype).smallest_normal / 2**7  # representable in all three
     rows = [
         [0.0] * 64,
@@ -325,7 +327,10 @@ def differences(found: Tensors, path: Path) -> Iterator[str]:
         else:
             new, old = new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)
             if changed := int((new != old).sum()):
-                yield f"{key}: {changed} of {new.numel()} bytes differ, first at byte {int((new != old).nonzero()[0])}"
+                yield (
+                    f"{key}: {changed} of {new.numel()} bytes differ, first at byte "
+                    f"{int((new != old).nonzero()[0])}"
+                )
 
 
 def compare(name: str, write: bool) -> bool:

@@ -17,7 +17,8 @@ KERNELS = ROOT / "kernels"
 PROGRAM = """
 #include "fp4.h"
 #define EACH(name, from, to, call) \\
-    void name(const from *x, to *y, long long n) { for (long long i = 0; i < n; i++) y[i] = call(x[i]); }
+    void name(const from *x, to *y, long long n) \\
+    { for (long long i = 0; i < n; i++) y[i] = call(x[i]); }
 EACH(decode_e2m1, unsigned, float, e2m1_decode)
 EACH(decode_e4m3, unsigned, float, e4m3_decode)
 EACH(decode_e8m0, unsigned, float, e8m0_decode)
@@ -29,7 +30,8 @@ EACH(from_fp16, unsigned short, float, fp4_from_fp16)
 EACH(to_bf16, float, unsigned short, fp4_to_bf16)
 EACH(to_fp16, float, unsigned short, fp4_to_fp16)
 double bounds[] = {
-    LARGEST_CODE, CODES_PER_BINADE, ALL_CODES_BELOW, LOWEST_EXPONENT, TINY, TINY_WEIGHTED, LEAST_GLOBAL_SCALE};
+    LARGEST_CODE, CODES_PER_BINADE, ALL_CODES_BELOW, LOWEST_EXPONENT, TINY, TINY_WEIGHTED,
+    LEAST_GLOBAL_SCALE};
 """
 ALL_16 = np.arange(1 << 16).astype(np.uint16)
 

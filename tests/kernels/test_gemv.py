@@ -120,7 +120,8 @@ def assert_close(found: Float16s, q: Quantized, x: Vectors) -> None:
     wrong = np.argwhere(~(np.abs(found.astype(np.float64) - exact) <= bound))
     at = tuple(int(i) for i in wrong[0]) if len(wrong) else ()
     assert not len(wrong), (
-        f"{len(wrong)} wrong, first vector and row {at}: {found[at]}, expected {exact[at]} +- {bound[at]}"
+        f"{len(wrong)} wrong, first vector and row {at}: {found[at]}, expected {exact[at]} +- "
+        f"{bound[at]}"
     )
 
 

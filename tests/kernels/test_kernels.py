@@ -79,7 +79,7 @@ def check(
     return expected
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # quantize
 
 
@@ -270,7 +270,9 @@ def test_the_smallest_values_under_every_step(backends: Backends, dtype: str, fm
 def test_the_midpoints_tell_a_reciprocal_from_a_division_and_plain_data_hardly(
     dtype: str, most_on_plain: int
 ) -> None:
-    """bf16 weights meet ties by themselves, because the amax has eight bits too: 51 of these 65536."""
+    """bf16 weights meet ties by themselves, because the amax has eight bits too:
+    51 of these 65536.
+    """
     amax = 2688.0
     values = around_midpoints(block_amaxes(dtype, amax, 1500), dtype, NVFP4, "amax", amax)
     assert (
@@ -286,7 +288,7 @@ def test_the_midpoints_tell_a_reciprocal_from_a_division_and_plain_data_hardly(
     )
 
 
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # exhaustive
 
 SCALES = [0x01, 0x02, 0x07, 0x08, 0x0F, 0x10, 0x2B, 0x38, 0x39, 0x3F, 0x50, 0x66, 0x77, 0x7D, 0x7E]
@@ -403,7 +405,7 @@ def test_block_scales_of_nvfp4_around_their_midpoints(backends: Backends, dtype:
         check(backends, blocks.reshape(1, -1), dtype, NVFP4, "amax", group_amax)
 
 
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # dequantize
 
 # Ties of bf16 and fp16, results that are subnormal in each dtype, overflow to Inf, zero.

@@ -1,4 +1,6 @@
-"""The C kernels that add up block scales against the definition, on each level of this processor."""
+"""The C kernels that add up block scales against the definition,
+on each level of this processor.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def cpus(tmp_path_factory: pytest.TempPathFactory) -> Cpus:
 
 
 def groups_of(rows: int, runs: tuple[int, ...]) -> list[list[range]]:
-    """The rows of every group, for each of the runs, and for each of the periods; whole ones only."""
+    """The rows of every group, for each of the runs, and for each of the periods;
+    whole ones only.
+    """
     found = [[range(first, first + run) for first in range(0, rows - run + 1, run)] for run in runs]
     return [
         *found,

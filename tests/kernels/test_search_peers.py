@@ -151,7 +151,9 @@ def nearest_error(blocks: Doubles, step: Doubles) -> Doubles:
 
 
 def test_no_scale_of_quarks_observer_is_better() -> None:
-    """It tries ceil(log2 amax) - 2 and the one below, and takes the larger of two that are as good."""
+    """It tries ceil(log2 amax) - 2 and the one below,
+    and takes the larger of two that are as good.
+    """
     seen: Counter[str] = Counter()
     for case in cases("quark_mxfp4_mse", BELOW_OUR_GLOBAL_SCALES):
         x = golden("inputs")[case].float().numpy()

@@ -356,7 +356,7 @@ def test_vectors_that_do_not_fit_are_refused(machine, columns, dtype):
         open_backend("cuda").gemv(q, matrix(np.zeros((1, columns), FLOAT_DTYPES[dtype]), dtype))
 
 
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # whole commands
 
 

@@ -60,13 +60,15 @@ NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # x + 0.0 or x * 1 + 0.0, of two 16-bit elements or of one float32; adding -RZ would be -0.0 and
 # change nothing
 PLUS_ZERO = {
-    "bf16": r"(HFMA2(\.MMA)?\.BF16_V2 R\d+, R\d+, 1, 1, RZ|HADD2\.BF16_V2 R\d+, R\d+, RZ)(\.H0_H0)?",
+    "bf16": r"(HFMA2(\.MMA)?\.BF16_V2 R\d+, R\d+, 1, 1, RZ|HADD2\.BF16_V2 R\d+, R\d+, "
+    r"RZ)(\.H0_H0)?",
     "fp16": r"(HFMA2(\.MMA)? R\d+, R\d+, 1, 1, RZ|HADD2 R\d+, R\d+, RZ)(\.H0_H0)?",
     "fp32": r"FADD R\d+, (RZ, R\d+|R\d+, RZ)",
 }
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z][^;]*?) *;", re.MULTILINE)
 RESOURCES = re.compile(
-    r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes "
+    r"spill loads.*?Used (\d+) registers",
     re.DOTALL,
 )
 
@@ -326,7 +328,7 @@ def test_nan_wins_in_every_maximum_of_halves(built):
         assert all(".NAN" in opcode for opcode in maxima), kernel.name
 
 
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the target
 
 
@@ -395,6 +397,9 @@ def test_broken_source_shows_nvrtcs_log(tmp_path):
     (tmp_path / "broken.cu").write_text(
         '#include "device.h"\nKERNEL(1) broken(u32 *y) { *y = undeclared; }\n'
     )
-    expected = r'broken\.cu does not compile for sm_90:\nbroken\.cu\(2\): error: identifier "undeclared" is undefined'
+    expected = (
+        r"broken\.cu does not compile for sm_90:\nbroken\.cu\(2\): error: identifier "
+        r'"undeclared" is undefined'
+    )
     with pytest.raises(RuntimeError, match=expected):
         cubins.compile_cubin(tmp_path / "broken.cu", Target("sm_90", has_cvt=False))

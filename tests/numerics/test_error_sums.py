@@ -175,7 +175,9 @@ def test_a_tensor_has_the_same_sums_in_any_panels() -> None:
 @EVERY_DTYPE
 @EVERY_FORMAT
 def test_what_float32_would_not_hold(backends: Backends, dtype: str, fmt: Format) -> None:
-    """Squares beyond its range, zeros, nothing lost, and a huge block beside a tiny one in a group."""
+    """Squares beyond its range, zeros, nothing lost,
+    and a huge block beside a tiny one in a group.
+    """
     rng = generator(31)
     plain = rng.normal(0, 1, (2, 512))
     mixed = plain * np.exp2(rng.integers(-14, 15, (2, 32))).repeat(16, axis=1)

@@ -73,7 +73,7 @@ def test_128x4_equals_modelopt(shape: tuple[int, int]) -> None:
     assert np.array_equal(arrange("128x4", linear), theirs.flatten().numpy())
 
 
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # documented offsets
 
 
@@ -178,7 +178,7 @@ def test_rows_are_restored_when_they_are_asked_for(name: str) -> None:
     assert len(reads) == 1
 
 
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # codes and scales
 
 
@@ -201,7 +201,9 @@ def test_parts_take_turns_and_come_apart() -> None:
 
 
 def test_halves_of_a_run() -> None:
-    """Codes 0 to 7 as pairs of neighbours, the first in bits 0-3; then 0 beside 4, 1 beside 5, ..."""
+    """Codes 0 to 7 as pairs of neighbours, the first in bits 0-3; then 0 beside 4,
+    1 beside 5, ...
+    """
     pairs, halves = bytes.fromhex("10325476"), bytes.fromhex("40516273")
     assert bytes(to_halves(memoryview(pairs * 2), 4)) == halves * 2
     assert bytes(from_halves(memoryview(halves * 2), 4)) == pairs * 2

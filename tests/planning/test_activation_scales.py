@@ -145,8 +145,8 @@ def test_members_of_a_group_get_the_largest_and_a_warning_says_so(source, tmp_pa
     )
     assert done.code == 0
     assert (
-        f"1 scale groups have members with different input scales in --input-scale {other}, the first {MLP}.gate_proj"
-        in done.err
+        f"1 scale groups have members with different input scales in --input-scale {other}, the "
+        f"first {MLP}.gate_proj" in done.err
     )
     found = input_scales(tmp_path / "out", "compressed-tensors")
     assert [found[module] for module in GROUPS[1]] == [0.5, 0.5], (
@@ -175,7 +175,9 @@ def test_nothing_else_changes(source, tmp_path):
 
 
 def test_a_module_without_one_is_refused(source, tmp_path):
-    """Of an artifact that keeps its MLP, or of one for 16-bit activations, which has none at all."""
+    """Of an artifact that keeps its MLP, or of one for 16-bit activations,
+    which has none at all.
+    """
     quantized(source, tmp_path / "part", "modelopt", "--exclude", "*mlp*")
     error = refused(source, tmp_path / "out", "--input-scale", tmp_path / "part")
     assert (error["code"], error["tensor"]) == ("input-scale-missing", f"{MLP}.gate_proj")
@@ -553,8 +555,8 @@ def test_a_calibration_gives_them_unless_another_option_does(bits, source, tmp_p
     assert set(input_scales(tmp_path / "b", "modelopt").values()) == {float(np.float32(0.001))}
     reached = [module for module in MODULES if AMAX[module] > 2.688]
     assert (
-        f"input scales of {len(reached)} modules are smaller than {file} asks for: that of {ALONE[1]} reaches 2.688"
-        in done.err
+        f"input scales of {len(reached)} modules are smaller than {file} asks for: that of "
+        f"{ALONE[1]} reaches 2.688" in done.err
     )
     enough = run("quantize", source, *options, "--input-scale", 1, "-o", tmp_path / "c")
     assert (enough.code, "smaller" in enough.err) == (0, False)

@@ -158,7 +158,8 @@ def test_experts_that_are_quantized_in_part_are_told(tmp_path):
     verdicts = verdicts_on(write_single(tmp_path / "m", tensors, LLAMA), Target("nvfp4", CT))
     (warning,) = skipped_experts(verdicts)
     assert warning.startswith(
-        "1 matrices of experts cannot be quantized and others are, the first 'a.experts.0.down_proj'"
+        "1 matrices of experts cannot be quantized and others are, the first "
+        "'a.experts.0.down_proj'"
     )
     assert (
         skipped_experts(
@@ -372,5 +373,6 @@ def test_groups_that_are_uneven_are_told_of(tmp_path):
     )
     (warning, _) = told(RecipeOptions(recipe=str(file)))
     assert warning.startswith(
-        "1 scale group q_proj/k_proj/v_proj: members become fp8 row and nvfp4, first in 'model.layers.0"
+        "1 scale group q_proj/k_proj/v_proj: members become fp8 row and nvfp4, first in "
+        "'model.layers.0"
     )

@@ -83,7 +83,9 @@ def there_and_back(source: Path, *options: object, fmt: str = "mxfp4") -> Path:
 
 
 def edit_record(artifact: Path, **changes: object) -> None:
-    """In every rule for stacks, and without the hashes of files that a person's edit makes wrong."""
+    """In every rule for stacks, and without the hashes of files that a person's edit makes
+    wrong.
+    """
     file = artifact / "quantization_config.json"
     record = json.loads(file.read_text())
     record["stacks"] = [rule | changes for rule in record["stacks"]]

@@ -353,8 +353,8 @@ def test_large_keys_are_told(source, tmp_path):
     options = ("--format", "nvfp4", "--kv-cache", "fp8", "--calibration", file)
     done = run("quantize", source, *options, "-o", tmp_path / "out")
     assert (
-        "scales of an FP8 cache are above 0.5 for 1 attentions, up to 0.67 in model.layers.0.self_attn"
-        in done.err
+        "scales of an FP8 cache are above 0.5 for 1 attentions, up to 0.67 in "
+        "model.layers.0.self_attn" in done.err
     )
 
 

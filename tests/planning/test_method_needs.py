@@ -61,7 +61,9 @@ def test_a_file_that_changes_no_weight_is_a_warning(source, calibration, tmp_pat
 
 
 def test_a_run_is_not_continued_with_other_statistics(source, calibration, tmp_path):
-    """Another file means another plan: what is finished by the first is not taken for the second's."""
+    """Another file means another plan: what is finished by the first is not taken for the
+    second's.
+    """
     quantize(source, tmp_path / "out", "--calibration", calibration)
     other = calibrate(tmp_path / "other.safetensors", source, "diag", extra=np.zeros(1, np.float32))
     outcome = run(

@@ -192,7 +192,8 @@ def test_members_that_stay_are_told_once_for_their_kind(tmp_path):
         for text in plan_of(folder, exclude=["*.q_proj", "*.v_proj"]).warnings
         if "group" in text
     ] == [
-        f"3 scale groups q_proj/k_proj/v_proj: q_proj and v_proj stay, first in 'layers.0.x'; {fused}"
+        "3 scale groups q_proj/k_proj/v_proj: q_proj and v_proj stay, first in 'layers.0.x'; "
+        f"{fused}"
     ]
     (warning,) = (
         text for text in plan_of(folder, exclude=["*.1.x.q_proj"]).warnings if "group" in text

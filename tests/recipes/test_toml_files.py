@@ -352,7 +352,10 @@ def test_the_command_draws_them_for_a_person(tmp_path):
 )
 def test_members_of_a_stack_are_different_names(members, tmp_path):
     """The same name twice would lose half of the weights."""
-    text = f'[[stack]]\ntensors = ["*.gate_up_proj"]\nmembers = {members}\norder = "out_in"\nrows = "concatenated"\n'
+    text = (
+        f'[[stack]]\ntensors = ["*.gate_up_proj"]\nmembers = {members}\norder = '
+        '"out_in"\nrows = "concatenated"\n'
+    )
     with pytest.raises(InputError) as caught:
         parse(text, "mine.toml", is_users=True)
     assert (caught.value.code, "members" in caught.value.message) == ("recipe-file", True)

@@ -1,4 +1,6 @@
-"""Every code that the program gives is in report/catalogue.toml, and no other; `explain` tells it."""
+"""Every code that the program gives is in report/catalogue.toml, and no other;
+`explain` tells it.
+"""
 
 import ast
 from collections import defaultdict

@@ -131,10 +131,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cell(tab: Tab, plot: str, column: int, row: int) -> tuple[float, float]:
     """Where the middle of a cell of a heat map is."""
     tab.centre(plot)
-    axes = f"(({{_fullLayout: l}}) => [l.xaxis._offset + l.xaxis.d2p({column}), l.yaxis._offset + l.yaxis.d2p({row})])"
+    axes = (
+        f"(({{_fullLayout: l}}) => [l.xaxis._offset + l.xaxis.d2p({column}), l.yaxis._offset "
+        f"+ l.yaxis.d2p({row})])"
+    )
     x, y = tab.value(f"{axes}(document.querySelector({json.dumps(plot)}))")
     box = tab.value(
-        f"(({{x, y}}) => [x, y])(document.querySelector({json.dumps(plot)}).getBoundingClientRect())"
+        f"(({{x, y}}) => [x, "
+        f"y])(document.querySelector({json.dumps(plot)}).getBoundingClientRect())"
     )
     return box[0] + x, box[1] + y
 
@@ -185,7 +189,10 @@ def test_a_cell_tells_its_tensor_and_its_loss(tab, minilm):
 
 def test_the_filter_leaves_what_fits_in_map_and_table(tab, minilm):
     tab.open(minilm)
-    cells = "document.querySelector('#maps .map').data[0].z.flat().filter(value => value !== null).length"
+    cells = (
+        "document.querySelector('#maps .map').data[0].z.flat().filter(value => value !== "
+        "null).length"
+    )
     assert tab.value(cells) == 36
     tab.type("#search", "LAYER.3. att*query")
     tab.wait(f"{cells} === 1")
@@ -222,7 +229,8 @@ def test_the_table_sorts_by_any_column(tab, minilm):
 def test_original_and_quantized_values_are_drawn(tab, minilm):
     tab.open(minilm)
     traces = tab.value(
-        "[...document.querySelectorAll('#cards .map')].map(one => one.data.map(trace => trace.type))"
+        "[...document.querySelectorAll('#cards .map')].map(one => one.data.map(trace => "
+        "trace.type))"
     )
     assert traces == [["scatter", "scatter", "bar"]] * 6
     words = tab.value("document.querySelector('#cards .map').data[2].text")
@@ -239,7 +247,8 @@ def test_original_and_quantized_values_are_drawn(tab, minilm):
     signed = [*(f"code {8 + at}, −{text}" for at, text in enumerate(magnitudes))][::-1]
     assert words == [*signed, *(f"code {at}, {text}" for at, text in enumerate(magnitudes))]
     shares = tab.value(
-        "[...document.querySelectorAll('#cards .map')].map(one => one.data[2].y.reduce((a, b) => a + b))"
+        "[...document.querySelectorAll('#cards .map')].map(one => one.data[2].y.reduce((a, b) => "
+        "a + b))"
     )
     assert shares == pytest.approx([100] * 6)
 
@@ -278,7 +287,9 @@ def test_experts_are_one_cell_with_mean_and_least_and_can_be_looked_into(tab, la
 
 
 def test_only_what_has_no_error_lost_nothing(tab, large, tmp_path):
-    """A source of zeros has no SQNR either, whatever was lost of it: its tensor is among the worst."""
+    """A source of zeros has no SQNR either, whatever was lost of it:
+    its tensor is among the worst.
+    """
     text = large.read_text(encoding="utf-8")
     document = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
     names = [
@@ -323,10 +334,14 @@ def test_names_that_are_scripts_do_nothing(tab, tmp_path):
     assert run("verify", artifact, "--source", source, "--report", tmp_path / "v.html").code == 0
     tab.open(tmp_path / "v.html")
     assert sorted(tab.value(SHOWN)) == sorted(name_of(text) for text in NAMES)
-    own = "main :is(b, i, a, u, img, svg:not(.main-svg):not(.main-svg *), script):not(.js-plotly-plot *)"
+    own = (
+        "main :is(b, i, a, u, img, svg:not(.main-svg):not(.main-svg *), "
+        "script):not(.js-plotly-plot *)"
+    )
     assert (
         tab.value(
-            f"[...document.querySelectorAll({json.dumps(own)})].filter(one => /bold|artifact|alert/.test(one.textContent)).length"
+            f"[...document.querySelectorAll({json.dumps(own)})].filter(one => "
+            "/bold|artifact|alert/.test(one.textContent)).length"
         )
         == 0
     )
@@ -382,7 +397,10 @@ def test_tensors_without_codes_are_drawn_by_their_values_alone(tab, tmp_path):
         == 0
     )
     tab.open(page)
-    formats = "[...document.querySelectorAll('#tensors tbody td:nth-child(2)')].map(one => one.textContent)"
+    formats = (
+        "[...document.querySelectorAll('#tensors tbody td:nth-child(2)')].map(one => "
+        "one.textContent)"
+    )
     assert sorted(tab.value(formats)) == ["fp8"] * 4 + ["nvfp4"] * 3
     traces = tab.value("[...document.querySelectorAll('#cards .map')].map(one => one.data.length)")
     assert traces == [3, 3, 3, 2, 2, 2]

@@ -58,7 +58,10 @@ def render(card: str) -> str:
 
 
 def test_front_matter_of_a_repository_on_the_hub(hub, tmp_path):
-    own = b"---\nlicense: other\nlicense_name: llama\nlicense_link: LICENSE\nlanguage: [en, de]\nmetrics: [f1]\n---\n# Mine\n"
+    own = (
+        b"---\nlicense: other\nlicense_name: llama\nlicense_link: LICENSE\nlanguage: [en, "
+        b"de]\nmetrics: [f1]\n---\n# Mine\n"
+    )
     commit = hub.add("org/m", write_llama(tmp_path / "m", **{"README.md": own}))
     card, _ = card_of("org/m", tmp_path / "q")
     data = ModelCard(card).data

@@ -35,7 +35,9 @@ HOSTILE = "\n next: sh evil\x1b[31m\u202e"
 
 
 def next_line(err: str) -> str:
-    """What comes after "next:" in what a person sees; the last line, and the only one of its kind."""
+    """What comes after "next:" in what a person sees; the last line,
+    and the only one of its kind.
+    """
     lines = err.splitlines()
     assert lines[0].startswith("error: ")
     assert [line.lstrip().startswith("next: ") for line in lines] == [False] * (len(lines) - 1) + [

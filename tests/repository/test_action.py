@@ -166,7 +166,9 @@ def test_a_wrong_input_fails_the_job_and_is_never_run_by_the_shell(inputs, said,
 
 @pytest.mark.slow
 def test_the_install_step_makes_an_environment_whose_command_comes_first(wheel, tmp_path):
-    """Without a look at any index: pip's own variables keep it from fetching what the wheel needs."""
+    """Without a look at any index: pip's own variables keep it from fetching what the wheel
+    needs.
+    """
     job = Runner(
         tmp_path, {"source": "model", "package": str(wheel)}, PIP_NO_DEPS="1", PIP_NO_INDEX="1"
     )

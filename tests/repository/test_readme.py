@@ -1,4 +1,6 @@
-"""The README tells the truth: its example session, run on the real weights, prints what it shows."""
+"""The README tells the truth: its example session, run on the real weights,
+prints what it shows.
+"""
 
 import re
 import shlex

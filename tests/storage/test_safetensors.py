@@ -16,7 +16,10 @@ from fp4convert.storage import disk, safetensors
 from fp4convert.storage.disk import hash_file
 from fp4convert.storage.safetensors import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec
 
-LAID_OUT = b'\x58\0\0\0\0\0\0\0{"__metadata__":{"format":"pt"},"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}    '
+LAID_OUT = (
+    b'\x58\0\0\0\0\0\0\0{"__metadata__":{"format":"pt"},'
+    b'"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}    '
+)
 
 
 def test_a_small_file_typed_by_hand_is_laid_out():
@@ -33,7 +36,8 @@ def test_a_small_file_typed_by_hand_is_laid_out():
 
 def test_metadata_stand_first_and_names_are_utf8():
     head, _ = SafetensorsFrame({"who": "é"}).lay_out("x", [TensorSpec("é\x1b", "U8", (1,))], {})
-    text = '{"__metadata__":{"format":"pt","who":"é"},"é\\u001b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.encode()
+    entry = '"é\\u001b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+    text = f'{{"__metadata__":{{"format":"pt","who":"é"}},{entry}}}'.encode()
     assert head[8:].rstrip(b" ") == text
     assert struct.unpack("<Q", head[:8])[0] == len(head) - 8
 

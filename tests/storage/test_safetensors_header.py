@@ -348,7 +348,9 @@ def test_entries_looked_at_together_and_one_by_one_are_the_same(data):
 
 
 def test_what_safetensors_writes_is_looked_at_together(tmp_path):
-    """Empty tensors stand before a full one at the same place, whatever the order of their names."""
+    """Empty tensors stand before a full one at the same place,
+    whatever the order of their names.
+    """
     tensors = {
         "b": np.zeros((2, 3), np.float32),
         "a": np.zeros((0, 7), np.float32),

@@ -261,7 +261,10 @@ def assert_same_bytes(found: Quantized, expected: Quantized, values: Values, whe
             float(value).hex()
             for value in values.reshape(rows, columns)[row, column : column + per_item]
         ]
-        verdict = f"{part} differs first at row {row}, column {column}: {ours[first]:#04x}, expected {theirs[first]:#04x}"
+        verdict = (
+            f"{part} differs first at row {row}, column {column}: {ours[first]:#04x}, "
+            f"expected {theirs[first]:#04x}"
+        )
         raise AssertionError(f"{where}: {verdict}, of {source}")
 
 
@@ -277,5 +280,6 @@ def assert_same_values(found: Values, expected: Values, where: str) -> None:
         row, column = (int(i) for i in np.argwhere(differ)[0])
         pair = f"{float(found[row, column])!r}, expected {float(expected[row, column])!r}"
         raise AssertionError(
-            f"{where}: {int(differ.sum())} values differ, first at row {row}, column {column}: {pair}"
+            f"{where}: {int(differ.sum())} values differ, first at row {row}, column {column}: "
+            f"{pair}"
         )

@@ -384,7 +384,8 @@ VALUES = (
     refused("fp8_without_scales", "no scales", recorded({"quant_method": "fp8"}, {O_PROJ: _CODES})),
     refused(
         "fp8_scales_of_another_shape",
-        "expected a float for the matrix, for each row, or for each block (config.json gives 128x128 of blocks)",
+        "expected a float for the matrix, for each row, or for each block (config.json gives "
+        "128x128 of blocks)",
         recorded(
             FP8_BLOCKS, {O_PROJ: _CODES, f"{O_PROJ}_scale_inv": ("F32", (2, 3), b"\0\0\x80?" * 6)}
         ),

@@ -91,7 +91,9 @@ class Tab:
                 self.asked.append(told["request"]["url"])
 
     def open(self, file: Path, width: int = 1280, height: int = 900) -> float:
-        """Open a page from the disk and wait until it says that it is drawn; the seconds that took."""
+        """Open a page from the disk and wait until it says that it is drawn;
+        the seconds that took.
+        """
         self.size(width, height)
         started = time.monotonic()
         self.call("Page.navigate", url=file.resolve().as_uri())
@@ -137,7 +139,8 @@ class Tab:
         found = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{found}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         box = self.value(
-            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({found}.getBoundingClientRect())"
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / "
+            f"2])({found}.getBoundingClientRect())"
         )
         return float(box[0]), float(box[1])
 
@@ -188,7 +191,10 @@ def browser() -> Iterator[Tab]:
         raise FileNotFoundError(f"{COMMAND} is missing: make system installs it")
     to_browser, from_browser = os.pipe(), os.pipe()
     with TemporaryDirectory() as profile:
-        shell = f"exec {command} {' '.join(FLAGS)} --user-data-dir={profile} 3<&{to_browser[0]} 4>&{from_browser[1]}"
+        shell = (
+            f"exec {command} {' '.join(FLAGS)} --user-data-dir={profile} 3<&{to_browser[0]} "
+            f"4>&{from_browser[1]}"
+        )
         ends = (to_browser[0], from_browser[1])
         running = subprocess.Popen(
             ["bash", "-c", shell],

@@ -182,7 +182,9 @@ def _refuse(constant: str) -> object:
 
 
 def run(*arguments: object) -> Outcome:
-    """Run the command in this process; an escaping exception is a bug of ours and fails the test."""
+    """Run the command in this process; an escaping exception is a bug of ours and fails the
+    test.
+    """
     out, err = io.StringIO(), io.StringIO()
     argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
     sys.argv = ["fp4convert", *map(str, arguments)]

@@ -29,7 +29,8 @@ Tensors = dict[str, Any]
 SHARDS = 3
 PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
 SIDECARS = {
-    "chat_template.jinja": "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}\n",
+    "chat_template.jinja": "{% for message in messages %}<|{{ message.role }}|>{{ "
+    "message.content }}{% endfor %}\n",
     "tokenizer.json": '{"version": "1.0",  "model": {"type": "BPE", "vocab": {}, "merges": []}}',
     "configuration_tiny.py": "raise RuntimeError('no tool may run what it converts')\n",
     "assets/README.txt": "two  spaces, an umlaut \u00fc and no newline at the end",

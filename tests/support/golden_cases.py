@@ -14,7 +14,10 @@ NOT_FINITE = {f"naninf_{dtype}": "NaN and Inf are refused" for dtype in ("bf16",
 ZERO = "ModelOpt divides 0 by 0: NaN scales, a global scale of 0; we store 1.0 and 1.0"
 
 
-TINY = "amax < 2688 * 2^-126: ModelOpt's global scale is subnormal, with few bits left; ours stays 2^-126"
+TINY = (
+    "amax < 2688 * 2^-126: ModelOpt's global scale is subnormal, with few bits left; ours "
+    "stays 2^-126"
+)
 
 
 SUBNORMAL_STEP = "torchao divides a block of scale byte 0, which stands for 2^-127, by 2^-126"

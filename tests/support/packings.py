@@ -216,7 +216,9 @@ def compressed(preset: str, strategy: str | None = None, group_size: int | None 
 
 
 def _observed(weight: Any, args: Any) -> Parts:
-    """Scales, and zero points where integers are not symmetric, of what shares one in that scheme."""
+    """Scales, and zero points where integers are not symmetric,
+    of what shares one in that scheme.
+    """
     from compressed_tensors.quantization.utils import calculate_qparams
 
     if args.strategy == "block":

@@ -84,7 +84,8 @@ def assert_same_scales(
 ) -> None:
     wrong = np.flatnonzero(found != expected)
     assert not wrong.size, (
-        f"{where}: {wrong.size} of {len(found)} blocks, first {wrong[0]}: {found[wrong[0]]}, expected {expected[wrong[0]]}, "
+        f"{where}: {wrong.size} of {len(found)} blocks, first {wrong[0]}: {found[wrong[0]]}, "
+        f"expected {expected[wrong[0]]}, "
         f"of {[float(value).hex() for value in blocks[wrong[0]]]}"
     )
 

@@ -43,11 +43,13 @@ CVT = """
 #define FP4_CVT
 static inline unsigned round8_e2m1(const float *v) {
     unsigned codes = 0;
-    for (int i = 0; i < 8; i++) codes |= ((e2m1_encode(v[i]) & 7u) | (std::signbit(v[i]) ? 8u : 0u)) << 4 * i;
+    for (int i = 0; i < 8; i++)
+        codes |= ((e2m1_encode(v[i]) & 7u) | (std::signbit(v[i]) ? 8u : 0u)) << 4 * i;
     return codes;
 }
 static inline void widen8_e2m1(unsigned codes, unsigned *pairs) {
-    for (int i = 0; i < 4; i++) pairs[i] = narrow2_fp16(e2m1_decode(codes >> 8 * i), e2m1_decode(codes >> (8 * i + 4)));
+    for (int i = 0; i < 4; i++)
+        pairs[i] = narrow2_fp16(e2m1_decode(codes >> 8 * i), e2m1_decode(codes >> (8 * i + 4)));
 }
 """
 
@@ -88,7 +90,9 @@ def guarded(nbytes: int) -> Array:
 
 
 def is_intact(buffer: Array) -> bool:
-    """Whether nothing was written beside a buffer that `guarded` made; true of what has no margins."""
+    """Whether nothing was written beside a buffer that `guarded` made;
+    true of what has no margins.
+    """
     raw = buffer.base
     if not isinstance(raw, np.ndarray) or raw.size < buffer.size + 2 * MARGIN:
         return True

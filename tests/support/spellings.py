@@ -185,7 +185,9 @@ def spelled_stacks(parent: str, experts: dict[str, Module]) -> dict[str, Tensor]
 def records(
     dialect: str, fmt: str, modules: dict[str, Module], activations: int
 ) -> dict[str, object]:
-    """File name -> what a folder of that dialect says of itself, in as few words as engines need."""
+    """File name -> what a folder of that dialect says of itself,
+    in as few words as engines need.
+    """
     four = activations == 4
     if dialect.startswith("plain/"):
         return {

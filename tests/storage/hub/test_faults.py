@@ -331,7 +331,10 @@ def _send_too_much(listener: socket.socket, sent: list[int]) -> None:
         connection.recv(65536)
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
         connection.recv(65536)
-        head = "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-9/100\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = (
+            "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes "
+            "0-9/100\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         connection.sendall(head.encode() + b"a\r\nxxxxxxxxxx\r\n")
         chunk = b"10000\r\n" + bytes(1 << 16) + b"\r\n"
         while sum(sent) < TOO_MUCH_NBYTES:
@@ -508,7 +511,10 @@ def test_an_interrupted_download_ends_soon_and_names_no_token(hub, tmp_path):
 
 
 def test_help_and_local_runs_load_no_client_of_the_hub(folder, tmp_path):
-    code = "import sys; from fp4convert.__main__ import main\ntry: main()\nexcept SystemExit: print(sorted(sys.modules))"
+    code = (
+        "import sys; from fp4convert.__main__ import main\ntry: main()\nexcept SystemExit: "
+        "print(sorted(sys.modules))"
+    )
     for arguments in (("--help",), ("quantize", folder, "--format", "nvfp4", "--dry-run")):
         command = [sys.executable, "-c", code, *map(str, arguments)]
         loaded = subprocess.run(

@@ -30,7 +30,9 @@ SHAPES = {
 
 
 def shards() -> dict[str, dict[str, Tensor]]:
-    """Norms first, and their readers behind more than a piece of the stream, or in the other shard."""
+    """Norms first, and their readers behind more than a piece of the stream,
+    or in the other shard.
+    """
     norms: dict[str, Tensor] = {
         f"{LAYER}.{name}.weight": bf16_norm(2048) for name in READERS if "layernorm" in name
     }

@@ -50,9 +50,7 @@ def test_nothing_of_the_source_touches_the_disk(hub, folder, tmp_path):
     assert not list((tmp_path / "q").rglob("*.incomplete"))
 
 
-def test_every_byte_of_a_shard_is_fetched_once_and_twice_before_its_header_and_what_another_shard_measures(
-    hub, folder, tmp_path
-):
+def test_every_byte_of_a_shard_is_fetched_once_and_twice_what_no_hash_covers(hub, folder, tmp_path):
     hub.add("org/m", folder)
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").code == 0
     shards = [seen for seen in hub.seen if ".safetensors?" in seen.path]

@@ -223,7 +223,9 @@ def test_a_head_that_moved_is_left_alone(hub, made, told, tmp_path):
 
 
 def test_the_commit_names_its_parent(hub, made, told, tmp_path):
-    """Somebody commits between our look at the head and our commit: the Hub, not we, must notice."""
+    """Somebody commits between our look at the head and our commit: the Hub, not we,
+    must notice.
+    """
     pusher = Pusher(REPO, False, None, told.append)
     pusher.begin()
     (tmp_path / "theirs").mkdir()
