@@ -110,7 +110,10 @@ class Screen:
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print a table that fits the terminal; the widest columns give way."""
         shown = [tuple(shorten(escape(cell)) for cell in row) for row in rows]
-        widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
+        widths = [
+            max(len(line) for cell in column for line in cell.split("\n"))
+            for column in zip(headings, *shown, strict=True)
+        ]
         while sum(widths) + len(GAP) * (len(widths) - 1) > self.width and max(widths) > 1:
             widths[widths.index(max(widths))] -= 1
         self.row(headings, widths, "bold")
@@ -128,7 +131,10 @@ class Screen:
 
         right  the columns that stand to the right, as numbers do
         """
-        parts = [wrap(cell, width) or [""] for cell, width in zip(cells, widths, strict=True)]
+        parts = [
+            [part for line in cell.split("\n") for part in wrap(line, width) or [""]]
+            for cell, width in zip(cells, widths, strict=True)
+        ]
         for line in zip_longest(*parts, fillvalue=""):
             sized = [
                 part.rjust(width) if at in right else part.ljust(width)

@@ -53,16 +53,26 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
     """
 
     def decorate(run: Callable[[O], R]) -> Public[P, O, R]:
+        kind = cast(type, options)
+        parameters = [
+            each.replace(annotation=getattr(each.annotation, "__origin__", each.annotation))
+            for each in signature(kind).parameters.values()
+        ]
+        returned = run.__annotations__.get("return", Signature.empty)
+        own_signature = Signature(parameters, return_annotation=returned)
+
         @wraps(run)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                own_signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{run.__name__}() {error}") from None
             return run(options(*args, **kwargs))
 
-        kind = cast(type, options)
         rows = [f"{each.name}: {each.option.help}" for each in declared_in(kind)]
         called.__doc__ = "\n".join([cleandoc(run.__doc__ or ""), "", *rows])
-        returned = run.__annotations__.get("return", Signature.empty)
         made: Any = called
-        made.__signature__ = signature(kind).replace(return_annotation=returned)
+        made.__signature__ = own_signature
         made.run = run
         return cast(Public[P, O, R], made)
 

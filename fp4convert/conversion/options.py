@@ -179,9 +179,9 @@ class PartOptions(WorkOptions):
         """
         from fp4convert.execution.share import choose_share
 
-        is_shared = self.join or is_elsewhere
+        settings, is_shared = super().settings(device), self.join or is_elsewhere
         share = choose_share(is_shared, self.shard_index, self.num_shards, os.environ)
-        return replace(super().settings(device), is_joining=self.join, share=share)
+        return replace(settings, is_joining=self.join, share=share)
 
 
 def _rules() -> str:

@@ -365,3 +365,8 @@ def test_a_long_name_is_shortened_in_a_table_and_whole_in_json(tmp_path):
         ]
         == name
     )
+
+
+def test_a_heading_of_two_lines_takes_two_rows(capsys):
+    Screen().table(["kind", "nvfp4\namax"], [["q_proj", "9.59"]])
+    assert capsys.readouterr().out.splitlines() == ["kind    nvfp4", "        amax", "q_proj  9.59"]

@@ -431,7 +431,7 @@ def test_an_unknown_word_is_a_type_error_before_anything_is_read(name):
     needed = [
         p.name for p in reflection.signature(function).parameters.values() if p.default is p.empty
     ]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'scale_rul'"):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) .*unexpected keyword argument 'scale_rul'$"):
         function(**dict.fromkeys(needed, "absent"), scale_rul="mse")
 
 
@@ -511,3 +511,18 @@ def test_a_type_checker_follows_an_option_to_the_kernel(tmp_path):
 def test_the_source_of_an_artifact_has_a_revision_of_its_own():
     asked = AccessOptions(revision="of-the-artifact", token="hf_x").original_access()
     assert (asked.revision, asked.token) == (None, "hf_x")
+
+
+def test_signatures_are_for_people():
+    """Types alone, as somebody who asks for help sees them."""
+    shown = str(reflection.signature(fp4convert.quantize))
+    assert "scale_rule: str | None = None" in shown
+    assert "Annotated" not in shown
+    assert "Option(" not in shown
+
+
+def test_the_first_of_two_bad_numbers_is_told(source, tmp_path):
+    with pytest.raises(fp4convert.InputError, match="workers is -1"):
+        fp4convert.quantize(
+            source, format="nvfp4", output=tmp_path / "q", workers=-1, shard_index=9, num_shards=2
+        )
