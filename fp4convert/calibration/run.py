@@ -53,7 +53,7 @@ from fp4convert.calibration.workdir import (
 )
 from fp4convert.errors import DeviceError, InputError, OutputError
 from fp4convert.progress import Phases, size_text, tokens_text
-from fp4convert.storage.disk import told
+from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.source import Source, stopping
 
@@ -231,7 +231,7 @@ def _copy_texts(source: Source, folder: Path) -> None:
         detail += ", without which nobody knows how the model computes"
         next_step = "Give the folder or repository of the whole model."
         raise InputError("calibration-model", detail, next_step)
-    with told(folder):
+    with write_errors_at(folder):
         folder.mkdir(exist_ok=True)
         for file in source.checkpoint.sidecars:
             if file.endswith(TEXT_FILES) and len(PurePosixPath(file).parts) == 1:
@@ -263,7 +263,7 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     needs = needs_of(skeleton, run.gram, sum(map(len, samples)), config)
     needs.check(run.output, state, skeleton.device)
     temp = state / "tokens.new"
-    with told(kept):
+    with write_errors_at(kept):
         save_samples(temp, samples)
         os.replace(temp, kept)
     return samples
@@ -378,7 +378,7 @@ class _LayerRun:
     def _write_hidden(self, layer: int, number: int, hidden: torch.Tensor) -> None:
         data = hidden.detach().float().cpu().contiguous().numpy()
         path, start = self._hidden_place(layer, number)
-        with told(path), path.open("r+b" if path.exists() else "w+b") as out:
+        with write_errors_at(path), path.open("r+b" if path.exists() else "w+b") as out:
             out.seek(start)
             out.write(data.tobytes())
 
@@ -399,7 +399,7 @@ class _LayerRun:
             "experts": sum(len(tokens) for tokens, _ in watch.routed.values()),
         }
         temp = self.state / "remark.new"
-        with told(temp):
+        with write_errors_at(temp):
             temp.write_text(json.dumps(remark))
             os.replace(temp, remark_file(self.state, number))
 

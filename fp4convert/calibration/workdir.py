@@ -37,7 +37,7 @@ from fp4convert.numerics.backends.base import memory_nbytes
 from fp4convert.process import Stopped
 from fp4convert.progress import size_text
 from fp4convert.recipes.recipe import group_members, scale_groups
-from fp4convert.storage.disk import hash_file, told
+from fp4convert.storage.disk import hash_file, write_errors_at
 from fp4convert.storage.safetensors import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec
 from fp4convert.storage.source import Source
 
@@ -102,7 +102,7 @@ def join_parts(
     if sum(ref.nbytes for _, ref in found) <= largest_nbytes:
         sha256 = _copy_parts(temp, found, notes)
     else:
-        with told(path):
+        with write_errors_at(path):
             sums = {}
             for number, part in enumerate(parts, 1):
                 file = path.with_name(f"{path.stem}-{number:05}-of-{len(parts):05}.safetensors")
@@ -113,7 +113,7 @@ def join_parts(
             metadata = {**notes, "parts": json.dumps(sums)}
             temp.write_text(json.dumps({"metadata": metadata}, indent=1, sort_keys=True))
             sha256 = hash_file(temp)
-    with told(path):
+    with write_errors_at(path):
         nbytes = temp.stat().st_size + beside
         os.replace(temp, path)
     return sha256, nbytes
@@ -174,7 +174,7 @@ class Needs:
 
         state  the folder; what is in it already is not needed again
         """
-        with told(state):
+        with write_errors_at(state):
             there = sum(
                 path.stat().st_size for kind in ("hidden-*", "part-*") for path in state.glob(kind)
             )
@@ -235,7 +235,7 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
     """
     state = state_of(output)
     made = [place for place in (state, *state.absolute().parents) if not place.exists()]
-    with told(state):
+    with write_errors_at(state):
         # A folder that no calibration made is refused: what is in it would be removed.
         others = state.exists() and any(
             path.name != LOCK_FILE or path.stat().st_size for path in state.iterdir()
@@ -244,7 +244,7 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
             detail = f"{state} is not a folder made by fp4convert, or is a link"
             detail += "; a calibration keeps its parts there"
             raise OutputError("foreign-output", detail, "Move it, or choose another file: -o FILE.")
-    with told(state):
+    with write_errors_at(state):
         state.mkdir(parents=True, exist_ok=True)
         lock = os.fdopen(
             os.open(state / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w"
@@ -257,7 +257,7 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
             next_step = "Wait for it, or choose another file: -o FILE."
             raise OutputError("locked", detail, next_step) from None
         try:
-            with told(state):
+            with write_errors_at(state):
                 _begin_state(state, purpose, tell)
             yield state
         except Fp4Error as error:

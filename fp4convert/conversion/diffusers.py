@@ -33,7 +33,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.planning.steps import Action, Plan, Step
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
-from fp4convert.storage.disk import told
+from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.source import Source
 
 
@@ -163,7 +163,7 @@ class PipelineConversion:
         refuse_linked_folders(self.options.folder, (f"{name}/any" for name in self.conversions))
         with opened(self._copying(), self.options.folder, settings) as folder:
             for name, conversion in self.conversions.items():
-                with named_component(name), told(self.options.folder):
+                with named_component(name), write_errors_at(self.options.folder):
                     self._reopen(conversion)
                     if conversion.begin(settings).missing():
                         # Done again after it was whole: nothing loads it meanwhile.

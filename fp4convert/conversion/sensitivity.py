@@ -48,7 +48,7 @@ from fp4convert.numerics.formats import FP8, format_named
 from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
 from fp4convert.numerics.matrices import Weights, row_panels
 from fp4convert.progress import Phases
-from fp4convert.storage.disk import told
+from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.source import Source, stopping
 
 FOLDER = "measured"
@@ -185,7 +185,7 @@ def _keep(bench: Bench, key: str, losses: Losses) -> None:
         return
     final = bench.output / STATE / FOLDER / f"{key}.json"
     temp = final.with_name(f".{key}-{os.getpid()}.new")
-    with told(final):
+    with write_errors_at(final):
         temp.write_text(json.dumps(losses, sort_keys=True), encoding="utf-8")
         os.replace(temp, final)
 

@@ -27,7 +27,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import PLAN_FILE, REPORT, UNDIGESTED
-from fp4convert.storage.disk import Mark, hash_file, is_sealed, told
+from fp4convert.storage.disk import Mark, hash_file, is_sealed, write_errors_at
 from fp4convert.storage.json_text import as_text
 
 SHA256_DIGITS = 64
@@ -124,13 +124,13 @@ def write_ending(folder: OutputFolder) -> Ending:
         folder.write_texts({REPORT: report_text(accounts, taken_over, record)})
         files[REPORT] = folder.hashes[REPORT]
     else:
-        with told(folder.root / REPORT):
+        with write_errors_at(folder.root / REPORT):
             (folder.root / REPORT).unlink(missing_ok=True)
     # Write the record last: with it the folder is finished.
     if record is not None:
         folder.write_texts({manifest.last: _record_text(record, files)})
         files[manifest.last] = folder.hashes[manifest.last]
-    with told(folder.root):
+    with write_errors_at(folder.root):
         folder.sweep()
     ended = {"plan": manifest.plan_id, "files": files}
     folder.put(ENDED, json.dumps(ended, sort_keys=True))
@@ -154,10 +154,10 @@ def nbytes_of(manifest: Manifest) -> int:
 def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
     """Describe the finished folder."""
     fidelity = None
-    with told(folder.root):
+    with write_errors_at(folder.root):
         nbytes = sum((folder.root / file).stat().st_size for file in files if file != REPORT)
     if REPORT in files:
-        with told(folder.root / REPORT):
+        with write_errors_at(folder.root / REPORT):
             report = json.loads((folder.root / REPORT).read_text(encoding="utf-8"))
         fidelity = dict(report["summary"])
     return Ending(digest_of(files), nbytes, files, fidelity)
@@ -185,7 +185,7 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
             what was written
     """
     started = time.monotonic()
-    with told(root):
+    with write_errors_at(root):
         manifest = read_manifest(root) if (root / PLAN_FILE).exists() else None
     if manifest is None:
         detail = (

@@ -42,7 +42,14 @@ from fp4convert.execution.settings import OnNamed, Settings
 from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import PLAN_FILE
-from fp4convert.storage.disk import Mark, fsync_folder, hash_file, nbytes_there, seal, told
+from fp4convert.storage.disk import (
+    Mark,
+    fsync_folder,
+    hash_file,
+    nbytes_there,
+    seal,
+    write_errors_at,
+)
 from fp4convert.storage.safetensors import ShardWriter
 
 DONE = "done"  # the folder of records
@@ -144,7 +151,7 @@ class OutputFolder:
 
     def forget(self, task: TaskFiles) -> None:
         """Have a task done again."""
-        with told(self.root):
+        with write_errors_at(self.root):
             self._record_path(task).unlink(missing_ok=True)
         for file in task.files:
             self.hashes.pop(file, None)
@@ -157,7 +164,7 @@ class OutputFolder:
         ):
             if not self.temps.is_dir():
                 raise self.make_given_up_error()
-            with told(self.root):
+            with write_errors_at(self.root):
                 (self.root / self.manifest.last).unlink(missing_ok=True)
             yield named[key]
 
@@ -181,12 +188,12 @@ class OutputFolder:
     ) -> None:
         """Fill the shards of each task, then give them their final names.
 
-        While one task's shards are flushed, hashed and named, the next ones are filled, or what
-        comes after them is done.
+        While the shards of one task are flushed, hashed and named by a second thread, the next
+        ones are filled.
 
         fill   appends every tensor; returns False for shards that are not whole: they are discarded
-        after  what is to be done when all are filled; where it fails, the last shards are finished
-               all the same
+        after  is called when all are filled, beside the naming of the last; where it fails, these
+               are finished all the same
         """
         finishing: TaskWriter | None = None
         with ThreadPoolExecutor(1) as finisher:
@@ -194,6 +201,7 @@ class OutputFolder:
             try:
                 for task in tasks:
                     writer = TaskWriter(self.temps, task)
+                    # Fill it while the one before is finished; then see that this one was.
                     try:
                         is_whole = fill(task, writer)
                         if last is not None:
@@ -201,12 +209,14 @@ class OutputFolder:
                     except BaseException:
                         writer.discard()
                         raise
+                    # Hand it to the second thread, or give the task back.
                     if is_whole:
                         finishing = writer  # before it begins: an interrupt may come while it does
                         last = finisher.submit(self._finish_shards, task, writer)
                     else:
                         writer.discard()
                         self.leases.drop(task.key)
+                # The rest of the work, beside the naming of the last shards.
                 after()
                 if last is not None:
                     last.result()
@@ -276,7 +286,7 @@ class OutputFolder:
     def write_temp(self, name: str, blocks: Iterable[bytes]) -> Path:
         """Write a file on its way, whole and on the disk."""
         temp = self.temps / f"small-{name}"
-        with told(temp), temp.open("wb") as out:
+        with write_errors_at(temp), temp.open("wb") as out:
             for block in blocks:
                 out.write(block)
             out.flush()
@@ -285,7 +295,7 @@ class OutputFolder:
 
     def _give_name(self, temp: Path, file: str, sha256: str) -> None:
         final = self.root / file
-        with told(final):
+        with write_errors_at(final):
             final.parent.mkdir(parents=True, exist_ok=True)
             os.replace(temp, final)
             fsync_folder(final.parent)
@@ -296,7 +306,7 @@ class OutputFolder:
         """Write a file of ours beside plan.json, at once."""
         final = self.state / name
         temp = self.write_temp(f"state-{final.name}", (text.encode("utf-8"),))
-        with told(final):
+        with write_errors_at(final):
             os.replace(temp, final)
             fsync_folder(final.parent)
 
@@ -305,7 +315,7 @@ class OutputFolder:
 
         more_nbytes  written to the same disk beside what the plan writes
         """
-        with told(self.root), self.leases.hold_when_free(PLANNING):
+        with write_errors_at(self.root), self.leases.hold_when_free(PLANNING):
             old = read_manifest(self.root)
             if old is not None and old.plan_id != self.manifest.plan_id:
                 self._replace(old, settings)
@@ -353,7 +363,7 @@ class OutputFolder:
         forgotten = old.files if settings.is_forced else set(old.files) - set(self.manifest.files)
         refuse_linked_folders(self.root, forgotten)
         for file in (old.last, *sorted(forgotten)):
-            with told(self.root / file):
+            with write_errors_at(self.root / file):
                 (self.root / file).unlink(missing_ok=True)
 
 
@@ -377,7 +387,7 @@ def open_output(
     Raises  OutputError where it is foreign, holds another plan, cannot be written, or where the
             disk has too little room (finished shards counted as there)
     """
-    with told(root):
+    with write_errors_at(root):
         is_there, is_ours = root.exists(), (root / PLAN_FILE).exists()
         if is_there and not root.is_dir():
             detail = f"{root} is a file; expected a folder to write to"
@@ -400,7 +410,7 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     folder = OutputFolder(root, manifest, leases)
     try:
         leases.__enter__()
-        with told(root):
+        with write_errors_at(root):
             for place in (folder.state / DONE, folder.temps):
                 place.mkdir(parents=True, exist_ok=True)
         try:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from fp4convert.storage.disk import boot_id, told
+from fp4convert.storage.disk import boot_id, write_errors_at
 
 LEASE_SECONDS = 60.0  # without a sign of life
 SILENT_SECONDS = 5.0  # of an empty one: its maker fills it at once, or is dead
@@ -74,7 +74,7 @@ class Leases:
         self._heart = threading.Thread(target=self._beat, name="claims", daemon=True)
 
     def __enter__(self) -> Leases:
-        with told(self._folder):
+        with write_errors_at(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         self.take(WORKER + self.name)
         self._heart.start()
@@ -93,7 +93,7 @@ class Leases:
     def take(self, lease: str) -> bool:
         """Hold a lease from now on; False where a living process holds it."""
         path = self._folder / lease
-        with told(path):
+        with write_errors_at(path):
             self._made.add(lease)
             try:
                 made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -143,7 +143,7 @@ class Leases:
 
     def others(self) -> list[str]:
         """List the other living processes here; remove leases of dead ones."""
-        with told(self._folder):
+        with write_errors_at(self._folder):
             foreign = sorted(set(os.listdir(self._folder)) - self._held)
             judged = {lease: self._judge(lease) for lease in foreign}
             for lease, (is_alive, owner) in judged.items():

@@ -17,7 +17,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.report.text import escape
 from fp4convert.report.user_files import Paper, check_place, write_paper
 from fp4convert.storage.checkpoint_files import RECORD
-from fp4convert.storage.disk import told
+from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.safetensors import WEIGHT
 
 VERSION = "2.1.0"
@@ -47,7 +47,7 @@ def clear_sarif(path: Path) -> None:
     Raises  OutputError where no file can be written there, or where something else lies
     """
     check_place(path, SARIF)
-    with told(path):
+    with write_errors_at(path):
         path.unlink(missing_ok=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4convert.errors import InputError, OutputError
-from fp4convert.storage.disk import told
+from fp4convert.storage.disk import write_errors_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def check_place(path: Path, kind: Paper) -> None:
         opening = kind.opening.encode()
         is_earlier = path.is_file()
         if is_earlier:
-            with told(path), path.open("rb") as stream:
+            with write_errors_at(path), path.open("rb") as stream:
                 is_earlier = stream.read(len(opening)) == opening
         if not is_earlier:
             detail = (
@@ -91,7 +91,7 @@ def check_place(path: Path, kind: Paper) -> None:
             next_step = f"Choose another: {kind.option} {kind.example}."
             raise OutputError("output-exists", detail, next_step)
     temp = _beside(path)
-    with told(path):
+    with write_errors_at(path):
         temp.touch()
         temp.unlink()
 
@@ -112,7 +112,7 @@ def write_paper(path: Path, text: str, kind: Paper) -> None:
     """
     check_place(path, kind)
     temp = _beside(path)
-    with told(path):
+    with write_errors_at(path):
         try:
             temp.write_text(text, encoding="utf-8")
             os.replace(temp, path.resolve())

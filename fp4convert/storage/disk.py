@@ -42,7 +42,7 @@ class Mark(NamedTuple):
 
 
 @contextmanager
-def told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
+def write_errors_at(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
     """Turn the system's refusals into an OutputError that names the path."""
     try:
         yield

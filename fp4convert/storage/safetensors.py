@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from fp4convert.errors import InputError, OutputError
-from fp4convert.storage.disk import begin_flush, hash_file, reserve, told, write_error
+from fp4convert.storage.disk import begin_flush, hash_file, reserve, write_error, write_errors_at
 from fp4convert.storage.json_text import DEPTH_LIMIT, depth_of, parse_json_object, refuse_constant
 
 SHAPES = 1 << 12  # that are remembered: models have few
@@ -197,7 +197,7 @@ class ShardWriter:
         self._nbytes = nbytes
         self._is_stopped = False
         self.begin_again()
-        with told(path, self._nbytes):
+        with write_errors_at(path, self._nbytes):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             reserve(self._fd, nbytes)
             os.ftruncate(self._fd, nbytes)
@@ -240,7 +240,7 @@ class ShardWriter:
             raise RuntimeError(f"{self.path.name}: {short[0]!r} was not filled")
         from concurrent.futures import ThreadPoolExecutor
 
-        with told(self.path, self._nbytes), ThreadPoolExecutor(1) as pool:
+        with write_errors_at(self.path, self._nbytes), ThreadPoolExecutor(1) as pool:
             flushed = pool.submit(os.fsync, self._fd)
             sha256 = hash_file(self.path, self._check_stopped)
             flushed.result()

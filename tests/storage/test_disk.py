@@ -10,7 +10,14 @@ import pytest
 
 from fp4convert.errors import OutputError
 from fp4convert.storage import disk
-from fp4convert.storage.disk import Mark, fsync_folder, hash_file, nbytes_there, reserve, told
+from fp4convert.storage.disk import (
+    Mark,
+    fsync_folder,
+    hash_file,
+    nbytes_there,
+    reserve,
+    write_errors_at,
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sync_file_range")
@@ -73,7 +80,7 @@ def test_a_hash_is_that_of_the_whole_file(nbytes, tmp_path):
 
 
 def test_a_refusal_names_the_path_and_what_was_needed(tmp_path):
-    with pytest.raises(OutputError) as caught, told(tmp_path / "none" / "a", 1234):
+    with pytest.raises(OutputError) as caught, write_errors_at(tmp_path / "none" / "a", 1234):
         (tmp_path / "none" / "a").write_bytes(b"")
     assert caught.value.code == "cannot-write"
     assert str(tmp_path / "none" / "a") in caught.value.message

@@ -1,14 +1,16 @@
 """Fetch pieces of files ahead of their readers, and hash them.
 
-A file that is read from its first byte to its last has a Stream: it brings the pieces in the order
-of the file, a few ahead of the readers, and hashes them.  Readers who run ahead of the hash wait
-for it, lest a piece is fetched for them and again for it; one who wants a piece from elsewhere in
-the file has it fetched at once.
-A small file is one piece, which its hash checks.  Any other piece that no stream hashes is fetched
-by two requests and compared, until two bring the same bytes.
-A piece that a stream hashes may go before its last reader came: fetched again, it must be what was
-hashed, or what went.
-Where pieces come from, others decide.
+A file that is read from its first byte to its last has a Stream.  It fetches the pieces in the
+order of the file, a few ahead of the readers, and hashes them.  A reader who is ahead of the hash
+waits for it, so that no piece is fetched twice.  A reader who wants a piece from elsewhere in the
+file gets it fetched at once.
+
+What proves that a piece is right: a small file is one piece, which its hash checks.  Pieces of a
+stream are checked by the hash of the whole file.  Any other piece is fetched by two requests, until
+two bring the same bytes.  A piece may be dropped from memory before its last reader needs it; when
+it is fetched again, its hash must be the same as the first time.
+
+This module does not decide where pieces come from.
 """
 
 from __future__ import annotations
@@ -119,12 +121,12 @@ class Fetchers:
 class Pieces:
     """The pieces that are in memory or on their way.
 
-    Those go first that were read, then the least recently used.
+    Pieces that were read are dropped first, then the least recently used.
 
-    read_into    (file, start, buffer): fills the buffer, called by several threads
-    budget       bytes to be kept; pieces on their way come on top where it is less than they are
-    connections  how many pieces are fetched at once; None for as many as are found right here
-    is_sure      True for a file whose bytes need no second request
+    read_into      (file, start, buffer): fills the buffer, called by several threads
+    budget_nbytes  to be kept; pieces on their way come on top where it is less than they are
+    connections    how many pieces are fetched at once; None for as many as are found right here
+    is_sure        True for a file whose bytes need no second request
     """
 
     def __init__(
