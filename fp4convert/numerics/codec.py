@@ -272,8 +272,9 @@ def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
 
 
 def _costs(q: Float32s, factor: Float32s, weights: Float32s | None) -> Float32s:
-    """Compute the cost of each block of quotients: factor * the sum of squared errors.
+    """Compute the cost of each block of quotients.
 
+    Formula  factor * the sum of squared errors, by halves as the head of this module says
     q        (blocks, elements) float32, x / step
     factor   of the sum: the square of the block scale, or a power of 4
     weights  as q has them; None for 1

@@ -42,8 +42,55 @@ HOMES = {
     "typer": ("cli.",),
     "ctypes": ("numerics.backends.", "storage.disk"),
 }
+NO_VERBS = frozenset(
+    [
+        "a",
+        "an",
+        "the",
+        "this",
+        "that",
+        "these",
+        "those",
+        "it",
+        "its",
+        "what",
+        "which",
+        "who",
+        "whose",
+        "where",
+        "when",
+        "whether",
+        "why",
+        "how",
+        "every",
+        "all",
+        "each",
+        "one",
+        "two",
+        "some",
+        "any",
+        "no",
+        "none",
+        "nothing",
+        "true",
+        "false",
+        "of",
+        "in",
+        "on",
+        "at",
+        "by",
+        "for",
+        "from",
+        "with",
+        "as",
+        "so",
+        "meanwhile",
+        "same",
+        "inputerror",
+    ]
+)
 MOST_FACE_LINES = 50  # of an __init__.py; the package's own has the table of public names
-# Of the first line of a module's docstring, which docs/architecture.md shows.
+# Of a docstring's first line; docs/architecture.md shows those of modules.
 MOST_WORDS_COLUMNS = 72
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 600, 60, 5  # past 400 lines: look at it
 
@@ -151,6 +198,18 @@ def test_every_module_says_in_one_line_what_it_does():
         for name, line in lines.items()
         if not line.endswith(".") or len(line) > MOST_WORDS_COLUMNS
     } == {}
+
+
+def test_functions_say_what_they_do():
+    """A docstring begins with a verb, in one line: no article, no pronoun, no clause."""
+    odd = []
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and (words := ast.get_docstring(node)):
+                line = words.partition("\n")[0]
+                if line.split()[0].lower() in NO_VERBS or len(line) > MOST_WORDS_COLUMNS:
+                    odd.append(f"{name}.{node.name}: {line}")
+    assert odd == []
 
 
 def test_no_module_has_the_name_of_a_public_function():
