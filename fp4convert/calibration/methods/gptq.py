@@ -62,6 +62,7 @@ def factorize(blocks: Float32s, columns: int, device: str) -> Factor:
     reverse = order[:, ::-1]
     rows = np.take_along_axis(blocks, reverse[:, :, None], 1)
     h = torch.from_numpy(np.take_along_axis(rows, reverse[:, None, :], 2))
+    del rows  # as large as the Gram matrix, and needed no more
     h = h.to(device, torch.float64)
     own = h.diagonal(dim1=1, dim2=2)
     mean = float(own.sum()) / columns
