@@ -66,7 +66,16 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
         raise InputError(
             "no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows."
         )
-    return _unite_groups(verdicts)
+    # A scale group is quantized whole where only some of it would be taken over.
+    groups = gather_groups({module: verdict.group for module, verdict in verdicts.items()})
+    for modules in groups.values():
+        members = [verdicts[module] for module in modules]
+        if len({(verdict.action, verdict.linear.coding.word) for verdict in members}) > 1:
+            for module, verdict in zip(modules, members, strict=True):
+                if verdict.action == "transcode":
+                    reason = _origin(verdict.linear)
+                    verdicts[module] = verdict._replace(action="quantize", reason=reason)
+    return verdicts
 
 
 def judge_each(
@@ -183,19 +192,6 @@ def _origin(linear: Linear) -> str:
         else "a linear layer"
     )
     return f"{origin}, folded" if linear.coding.foldings else origin
-
-
-def _unite_groups(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
-    """Quantize whole scale groups of which some would be taken over."""
-    groups = gather_groups({module: verdict.group for module, verdict in verdicts.items()})
-    for modules in groups.values():
-        members = [verdicts[module] for module in modules]
-        if len({(verdict.action, verdict.linear.coding.word) for verdict in members}) > 1:
-            for module, verdict in zip(modules, members, strict=True):
-                if verdict.action == "transcode":
-                    reason = _origin(verdict.linear)
-                    verdicts[module] = verdict._replace(action="quantize", reason=reason)
-    return verdicts
 
 
 def _check_kept(stack: TensorRef, recipe: Recipe) -> None:

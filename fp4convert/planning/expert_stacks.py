@@ -56,18 +56,6 @@ class Stacked(NamedTuple):
         return (experts * outer, inner) if self.is_flat else (experts, outer, inner)
 
 
-class _Place(NamedTuple):
-    """Where in a stack a module belongs.
-
-    tensor  "" where the rule does not tell its name
-    """
-
-    tensor: str
-    rule: StackRule
-    expert: int
-    member: str
-
-
 def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
     """Find how stacks of experts lay in the source of an artifact.
 
@@ -113,10 +101,11 @@ def find_stacks(
             continue  # its stack is there
         if not (place := find.place_of(linear.module)):
             continue
-        if place.tensor:
-            members[place.tensor, place.rule][place.expert, place.member] = linear
+        tensor, rule, expert, member = place
+        if tensor:
+            members[tensor, rule][expert, member] = linear
         else:
-            nameless.setdefault(place.rule, linear.module)
+            nameless.setdefault(rule, linear.module)
     stacks = [_whole(_put_together(name, rule, found)) for (name, rule), found in members.items()]
     _check_counts(members)
     notes = [
@@ -144,19 +133,23 @@ class _Finder:
             self._spelled[rule.named, rule.members].append(rule)
         self._stacks_below = cache(self._find_stacks)
 
-    def place_of(self, module: str) -> _Place | None:
-        """Find the stack and the place of a module by the first rule that fits."""
+    def place_of(self, module: str) -> tuple[str, StackRule, int, str] | None:
+        """Find where in which stack a module belongs by the first rule that fits.
+
+        Returns (tensor, rule, expert, member); the tensor is "" where the rule does not name it
+        """
         nameless = None
         for named, members in self._spelled:
             match = _expression(named, members).fullmatch(module)
             if match is None:
                 continue
             found = {"member": members[0], **match.groupdict()}
+            expert, member = int(found["expert"]), found["member"]
             for tensor, rule in self._stacks_below(named, members, found.get("parent")):
-                place = _Place(tensor, rule, int(found["expert"]), found["member"])
+                place = (tensor, rule, expert, member)
                 if not tensor:
                     nameless = nameless or place
-                elif rule.module(tensor, place.expert, place.member) == module:
+                elif rule.module(tensor, expert, member) == module:
                     return place
         return nameless
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
@@ -127,33 +126,6 @@ def plan_quantize(
     return Plan(recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
 
 
-class _Shared(NamedTuple):
-    """What the members of a scale group have in common.
-
-    label    what a person calls the group: its parent, and those of its members that there are;
-             None where it has one member
-    read     what the common amax is found in
-    linears  the members
-    """
-
-    label: str | None
-    read: tuple[TensorRef, ...]
-    linears: tuple[Linear, ...]
-
-    @classmethod
-    def of(cls, linears: tuple[Linear, ...], group: ScaleGroup | None = None) -> _Shared:
-        """Gather what the members of a group share, or one module has."""
-        label = None
-        if group and len(linears) > 1:
-            there = {linear.module.rpartition(".")[2] for linear in linears}
-            members = tuple(member for member in group.members if member in there)
-            label = str(group._replace(members=members))
-        read = dict.fromkeys(
-            [ref for linear in linears for ref in (*linear.refs, *_fold_refs(linear))]
-        )
-        return cls(label, tuple(read), linears)
-
-
 class _StepMaker:
     """Makes steps of verdicts.
 
@@ -179,8 +151,8 @@ class _StepMaker:
             rows.module for slots in self._slots.values() for slot in slots for rows in slot
         }
         groups = gather_groups({module: verdict.group for module, verdict in verdicts.items()})
-        self._shared = {
-            group: _Shared.of(tuple([verdicts[module].linear for module in modules]), group)
+        self._members = {
+            group: tuple([verdicts[module].linear for module in modules])
             for group, modules in groups.items()
         }
 
@@ -225,7 +197,15 @@ class _StepMaker:
         if first.form is None:
             raise RuntimeError(f"{stem} stays")
         linears = tuple([verdict.linear for verdict in verdicts])
-        shared = self._shared[first.group] if first.group else _Shared.of(linears)
+        # The members of its scale group, in whose tensors the common amax is found.
+        members = self._members[first.group] if first.group else linears
+        read = [ref for linear in members for ref in (*linear.refs, *_fold_refs(linear))]
+        label = None
+        if first.group and len(members) > 1:
+            # What a person calls the group: its parent, and those of its members that there are.
+            leaves = {linear.module.rpartition(".")[2] for linear in members}
+            there = tuple(leaf for leaf in first.group.members if leaf in leaves)
+            label = str(first.group._replace(members=there))
         scalars = [self._inputs[one.module] for one in linears if one.module in self._inputs]
         return Step(
             first.action,
@@ -234,12 +214,12 @@ class _StepMaker:
             self._dialect.outputs(stem, shape, first.form),
             shape,
             slots,
-            group=shared.label,
-            amax_of=shared.read,
+            group=label,
+            amax_of=tuple(dict.fromkeys(read)),
             module=stem,
             form=first.form,
             linears=linears,
-            measured=shared.linears,
+            measured=members,
             scalar=max(scalars, default=None),
         )
 
