@@ -64,23 +64,22 @@ def judge(
     findings = [*artifact.findings, *_check_names(artifact), *check_scales(artifact, read)]
     # The layout by statistics, and by the source where there is one.
     detected = detect_layout(_stored_scales(artifact, sampled), artifact.scale_layout)
-    match = None
+    layout, differing = None, list[Finding]()
     if source is not None:
         from fp4convert.quality.source_match import match_source
 
-        match = match_source(artifact, source, sampled)
-    layout = match.layout if match else None
+        layout, differing = match_source(artifact, source, sampled)
     if layout is None and detected and detected != artifact.scale_layout:
         detail = f"block scales are declared {artifact.scale_layout} and lie {detected}"
         detail += "; engines would compute garbage"
         findings.append(Finding("error", "scale-layout", None, detail))
-    if match is None:
+    if source is None:
         return Judged(tuple(findings), (), detected)
     # A source that fits refutes what was guessed by scales alone.
-    fits = not any(finding.level == "error" for finding in match.findings)
+    fits = not any(finding.level == "error" for finding in differing)
     refuted = tuple(finding for finding in findings if fits and finding.code in GUESSED)
     held = (finding for finding in findings if not fits or finding.code not in GUESSED)
-    return Judged((*held, *match.findings), refuted, layout or detected)
+    return Judged((*held, *differing), refuted, layout or detected)
 
 
 def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:

@@ -75,7 +75,7 @@ class _Side:
             if math.isfinite(distance.sums.noise):
                 sqnr_db = distance.sums.sqnr_db
                 nmse = 0.0 if distance.sums.noise == 0 else distance.sums.nmse
-                output_error = distance.answers.error if distance.answers else None
+                output_error = distance.output_error
         return {
             "stored": stored,
             "bits_per_weight": nbits / elements,

@@ -34,33 +34,29 @@ PART_NBYTES = 8 << 20  # of a tensor, held at once
 Doubles = NDArray[np.float64]
 
 
-class Answers(NamedTuple):
-    """The mean power of W x over a layer's inputs x, and of (W - V) x."""
-
-    signal: float
-    noise: float
-
-    @property
-    def error(self) -> float | None:
-        """Return the output error, sqrt(noise / signal), if it is a number."""
-        if self.noise == 0 and math.isfinite(self.signal):
-            return 0.0
-        found = self.noise / self.signal if self.signal > 0 else math.inf
-        return math.sqrt(found) if math.isfinite(found) else None
-
-
 @dataclass(frozen=True, slots=True)
 class Distance:
     """How far one tensor of an artifact is from the source's.
 
     sums     added in float64; x is the source's, y the artifact's; nothing is counted as clipped
     stem     what holds it in the artifact
-    answers  what the layer answers; None where nobody asked
+    answers  mean power of W x over the layer's inputs x, and of (W - V) x; None where nobody asked
     """
 
     sums: Sums
     stem: str
-    answers: Answers | None = None
+    answers: tuple[float, float] | None = None
+
+    @property
+    def output_error(self) -> float | None:
+        """Return sqrt(noise / signal) of the answers, if it is a number."""
+        if self.answers is None:
+            return None
+        signal, noise = self.answers
+        if noise == 0 and math.isfinite(signal):
+            return 0.0
+        found = noise / signal if signal > 0 else math.inf
+        return math.sqrt(found) if math.isfinite(found) else None
 
     def check(self, name: str) -> Finding | None:
         """Check that the values are the source's, rounded to four bits.
@@ -149,7 +145,7 @@ def measure(
     sums = Sums(math.prod(weights.shape), signal, noise, output, max_abs, histogram=histogram)
     module = pair.ours.module
     stem = artifact.modules[module].stem if module in artifact.modules else module
-    return Distance(sums, stem, Answers(answered, answered_wrongly) if inputs else None)
+    return Distance(sums, stem, (answered, answered_wrongly) if inputs else None)
 
 
 def _without_factors(
@@ -182,11 +178,6 @@ class SourcePairs:
     pairs: list[Pair]
     findings: list[Finding]
     outputs: Outputs | None
-
-    @property
-    def have_packed(self) -> bool:
-        """Tell whether the source holds any four-bit module."""
-        return any(pair.ours.module in self.artifact.modules for pair in self.pairs)
 
     def compare(self) -> tuple[dict[str, Distance], list[Finding]]:
         """Measure every quantized module, and check all that was kept."""

@@ -42,17 +42,6 @@ PLACED = 5.0  # times these limits, where a method places errors for the sake of
 Doubles = NDArray[np.float64]
 
 
-class SourceMatch(NamedTuple):
-    """What a source says of an artifact.
-
-    layout    in which the block scales lie; None where no reading fits
-    findings  what is wrong
-    """
-
-    layout: str | None
-    findings: tuple[Finding, ...]
-
-
 class _Reading(NamedTuple):
     """One way to read the bytes of a module."""
 
@@ -73,9 +62,12 @@ class _Fit(NamedTuple):
     is_off: bool
 
 
-def match_source(artifact: Artifact, source: Source, modules: Sequence[str]) -> SourceMatch:
+def match_source(
+    artifact: Artifact, source: Source, modules: Sequence[str]
+) -> tuple[str | None, list[Finding]]:
     """Check some modules against the source, in every known reading.
 
+    Returns the layout in which the block scales lie, None where no reading fits; and what is wrong
     Raises  InputError where the source holds none of these modules
     """
     originals = fold_originals(artifact, source).of
@@ -101,7 +93,7 @@ def match_source(artifact: Artifact, source: Source, modules: Sequence[str]) -> 
     if medians[best] >= DIFFERENT_RESIDUAL:
         detail = f"read in no known way they are the weights of {source.name}"
         detail += f": {100 * medians[best]:.0f} % of their power is missing"
-        return SourceMatch(None, (Finding("error", "source-differs", None, detail),))
+        return None, [Finding("error", "source-differs", None, detail)]
     findings = [*_check_reading(artifact, None, best, declared)]
     # Each module by itself: is it read as the others are, and does it fit then?
     for module, found in fits.items():
@@ -115,7 +107,7 @@ def match_source(artifact: Artifact, source: Source, modules: Sequence[str]) -> 
         elif fit.is_off:
             detail = f"its values are the source's only after multiplication by {fit.factor:.4g}"
             findings.append(Finding("error", "scale-factor", module, f"{detail}: a scale is wrong"))
-    return SourceMatch(best.layout if medians[best] < RESIDUAL_LIMIT else None, tuple(findings))
+    return best.layout if medians[best] < RESIDUAL_LIMIT else None, findings
 
 
 def _choose(residuals: dict[_Reading, float], expected: _Reading) -> _Reading:

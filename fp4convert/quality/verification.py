@@ -151,7 +151,8 @@ def verify(
         raise InputError("no-source", detail, "Add --source SOURCE.")
     pairs = pair_with_source(artifact, source, outputs) if source else None
     # 1. Records, names and scales; a source that has the modules decides what scales alone cannot.
-    related = source if pairs and pairs.have_packed else None
+    known = {pair.ours.module for pair in pairs.pairs} if pairs else set()
+    related = source if known & artifact.modules.keys() else None
     sampled = choose_modules(artifact, is_full=False)
     judged = judge(artifact, related, list(artifact.modules), sampled)
     # 2. The hashes of files, and the tensors that were kept.
@@ -210,9 +211,8 @@ def _tensor_error(name: str, distance: Distance) -> TensorError:
     codes: dict[str, Any] = shares(sums.histogram)
     if not math.isfinite(sums.noise):
         return TensorError(name, None, None, None, None, **codes)
-    output_error = distance.answers.error if distance.answers else None
     numbers = sums.sqnr_db, sums.mse, sums.max_abs, sums.cosine
-    return TensorError(name, *numbers, **codes, output_error=output_error)
+    return TensorError(name, *numbers, **codes, output_error=distance.output_error)
 
 
 def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[Finding]:

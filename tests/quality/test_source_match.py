@@ -110,10 +110,10 @@ def test_scales_that_are_all_alike_lie_as_declared(tmp_path):
     x = np.where(np.random.default_rng(0).random((128, 256)) < 0.5, -1, 1).astype(np.float32)
     source = write_single(tmp_path / "source", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())})
     assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out").code == 0
-    match = match_source(
+    found = match_source(
         open_artifact(str(tmp_path / "out")), open_source(str(source)), ["x.o_proj"]
     )
-    assert (match.layout, match.findings) == ("linear", ())
+    assert found == ("linear", [])
 
 
 def test_zeros_and_nan_are_no_traceback(pair, tmp_path):
@@ -170,5 +170,5 @@ def test_some_modules_from_everywhere_are_compared(tmp_path, monkeypatch):
         "decode",
         lambda self, module: compared.append(module) or decode(self, module),
     )
-    assert match_source(artifact, open_source(str(source)), names).findings == ()
+    assert match_source(artifact, open_source(str(source)), names)[1] == []
     assert compared == names[::2]
