@@ -7,7 +7,6 @@ model_index.json: without that file nothing takes the folder for a pipeline.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import manifest_of
 from fp4convert.errors import Fp4Error, InputError, NumericError
-from fp4convert.execution.folder import OutputFolder, TaskWriter, missing_nbytes
+from fp4convert.execution.folder import OutputFolder, missing_nbytes
 from fp4convert.execution.job import Job, carry_out, opened
 from fp4convert.execution.plan_file import (
     digest_of,
@@ -31,7 +30,8 @@ from fp4convert.execution.plan_file import (
     refuse_linked_folders,
 )
 from fp4convert.execution.settings import Result, Settings, summarize
-from fp4convert.planning.steps import Action, Plan, Step
+from fp4convert.execution.workers import CopyWorker
+from fp4convert.planning.steps import Plan
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.source import Source
@@ -196,7 +196,8 @@ class PipelineConversion:
         with self._begun(settings) as folder:
             adopted_nbytes = folder.manifest.nbytes - missing_nbytes(folder.root, folder.manifest)
             results = self._convert(settings)
-            copied = carry_out(self._copying(), _Copier(self.source), self.options.folder, settings)
+            worker = CopyWorker(self.source, "copy", "copied")  # of a plan without tensors
+            copied = carry_out(self._copying(), worker, self.options.folder, settings)
         return self._join_results(results, copied, adopted_nbytes)
 
     def _convert(self, settings: Settings) -> dict[str, Result]:
@@ -265,21 +266,6 @@ class PipelineConversion:
             fidelity=None,
             components=[{"name": name, **result.as_json()} for name, result in results.items()],
         )
-
-
-class _Copier:
-    """The Worker of a plan without tensors."""
-
-    action: Action = "copy"
-    made = "copied"
-    device = "cpu"
-    threads = 1
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
-        raise RuntimeError("a pipeline's own plan has no tensors")
 
 
 @contextmanager

@@ -14,8 +14,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from fp4convert.calibration.statistics import check_linears
 from fp4convert.checkpoint.dialects.base import Dialect
@@ -25,7 +24,7 @@ from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.knapsack import Option, Part, choose
-from fp4convert.conversion.options import DeviceOptions, QuantizeOptions
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import plan_with, understand
 from fp4convert.conversion.sensitivity import Bench, Candidate, Losses, measure
 from fp4convert.errors import InputError
@@ -103,21 +102,6 @@ def goal_of(gigabytes: float | None, bits: float | None) -> Goal | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Measuring:
-    """How it is measured; nothing here changes the choice.
-
-    output   where measurements are kept and read again
-    is_kept  False where nothing may be written
-    """
-
-    output: Path | None = None
-    is_kept: bool = True
-    device: str = DeviceOptions.device
-    workers: int = 0
-    phases: Phases = field(default_factory=Phases)
-
-
-@dataclass(frozen=True, slots=True)
 class Fit:
     """What was chosen.
 
@@ -145,9 +129,12 @@ class Fit:
         return {**asked, **found, "modules": dict(self.modules), "formats": formats}
 
 
-def fit(source: Source, options: QuantizeOptions, goal: Goal, measuring: Measuring) -> Fit:
+def fit(
+    source: Source, options: QuantizeOptions, goal: Goal, phases: Phases, may_write: bool
+) -> Fit:
     """Measure, and choose the formats that meet the goal with the least error.
 
+    may_write  measurements are kept in the output folder; they are read from there in any case
     Raises  InputError for a goal out of reach, or where nothing is four-bit; what `measure` raises;
             OutputError for a folder that is somebody else's
     """
@@ -165,20 +152,20 @@ def fit(source: Source, options: QuantizeOptions, goal: Goal, measuring: Measuri
         check_linears(calibration, (candidate.linear for candidate in fitting.candidates))
         for candidate in fitting.candidates:
             calibration.moments(candidate.linear.module)
-    if measuring.output and measuring.is_kept:
-        refuse_inside(source, measuring.output)
-        if measuring.output.is_dir():
-            read_manifest(measuring.output)
+    if may_write:
+        refuse_inside(source, options.folder)
+        if options.folder.is_dir():
+            read_manifest(options.folder)
     target, table = replace(recipe.target, method="rtn"), fitting.dialect.TRAITS.fp8
     bench = Bench(
         source,
-        Rounding(target, open_backend(measuring.device), calibration),
+        Rounding(target, open_backend(options.device), calibration),
         calibration,
         str(table.made) if table else "row",
-        measuring.output,
-        measuring.is_kept,
-        measuring.workers,
-        measuring.phases,
+        options.folder,
+        may_write,
+        options.workers,
+        phases,
     )
     losses = measure(bench, fitting.candidates)
     # What a person should know of the pass.
@@ -188,7 +175,7 @@ def fit(source: Source, options: QuantizeOptions, goal: Goal, measuring: Measuri
         f"a target reads the source twice {where}: {size_text(nbytes)} of it to measure,"
         " then all of it to convert"
     ]
-    if not measuring.is_kept:
+    if not may_write:
         words.append(
             "a dry run with a target measures, and keeps nothing: the run itself measures again"
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,14 +29,12 @@ from fp4convert.conversion.experts import (
     read_routing,
 )
 from fp4convert.errors import InputError
-from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.job import Job, carry_out
 from fp4convert.execution.settings import Result, Settings
-from fp4convert.execution.workers import copy_steps
+from fp4convert.execution.workers import CopyWorker
 from fp4convert.numerics.backends import open_backend
 from fp4convert.planning.quantize_plan import notes_on
 from fp4convert.planning.steps import (
-    Action,
     Plan,
     Step,
     Task,
@@ -45,7 +42,6 @@ from fp4convert.planning.steps import (
     module_of,
     refuse_collisions,
 )
-from fp4convert.process import processors
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Target, model_recipe
@@ -152,7 +148,8 @@ def prune(source: Source, pruning: Pruning, output: Path, settings: Settings) ->
 
     Raises OutputError as open_output does; SourceError where the source changed or is gone.
     """
-    return carry_out(pruning_job(source, pruning), Pruner(source), output, settings)
+    worker = CopyWorker(source, "prune", PRUNED)
+    return carry_out(pruning_job(source, pruning), worker, output, settings)
 
 
 def pruning_job(source: Source, pruning: Pruning) -> Job:
@@ -163,21 +160,6 @@ def pruning_job(source: Source, pruning: Pruning) -> Job:
         "config.json": as_text(pruning.config),
     }
     return Job(source, pruning.plan, texts, None, "config.json", frozenset(texts))
-
-
-class Pruner:
-    """Writes the parts of tensors that stay, one after the other."""
-
-    action: Action = "prune"
-    made = PRUNED
-    device = "cpu"
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.threads = processors()
-
-    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
-        copy_steps(self.source, steps, writer, stop)
 
 
 def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> dict[str, object]:

@@ -25,7 +25,7 @@ from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import TaskFiles
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.activation_scales import whole_reference
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.steps import Plan, Task
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source
@@ -79,9 +79,8 @@ def quantize_together(
     with redirect_stdout(sys.stderr), _connected(address) as ray:
         folder = begin_quantize(source, plan, options.folder, settings)
         settings.phases.begin("quantize", plan.source_bytes)
-        watch = _Watch(folder, plan, settings)
         workers = dict(_start(ray, options_for_nodes(options, source), formats))
-        results, refused = _wait_for(ray, workers, watch)
+        results, refused = _wait_for(ray, workers, folder, plan, settings)
     if results:
         last = max(results, key=lambda result: result.seconds)
         return replace(last, output=str(options.folder))
@@ -122,35 +121,15 @@ def check_cluster(address: str) -> None:
         pass
 
 
-class _Watch:
-    """What all workers have finished, by what is in the folder."""
-
-    def __init__(self, folder: OutputFolder, plan: Plan, settings: Settings) -> None:
-        self._folder = folder
-        self._left = {task.key: task for task in plan.tasks}
-        self._settings = settings
-        self.tell = settings.tell
-
-    def look(self) -> None:
-        """Report tasks that were finished since the last look."""
-        for task in list(self._left.values()):
-            done = self._folder.record_of(TaskFiles.of(task))
-            if done is None:
-                continue
-            del self._left[task.key]
-            for file, sha256 in done.files.items():
-                self._settings.named(self._folder.root / file, file, sha256)
-            for step in task.steps:
-                self._settings.phases.report(step.name, step.source_bytes)
-
-
 def _wait_for(
-    ray: ModuleType, workers: dict[Any, str], watch: _Watch
+    ray: ModuleType, workers: dict[Any, str], folder: OutputFolder, plan: Plan, settings: Settings
 ) -> tuple[list[Result], list[dict[str, Any]]]:
     """Wait for the workers; return their results and their errors.
 
-    A worker that is lost gives neither.
+    A worker that is lost gives neither.  Meanwhile every task is reported whose record is in the
+    folder, whoever did it.
     """
+    left = {task.key: task for task in plan.tasks}
     results: list[Result] = []
     refused: list[dict[str, Any]] = []
     until = float("inf")
@@ -168,16 +147,34 @@ def _wait_for(
                     until = time.monotonic() + LATE_SECONDS
                 elif isinstance(outcome, dict):
                     refused.append(outcome)
-                    watch.tell(f"the worker on {node} ended: {outcome['said'][1]}")
+                    settings.tell(f"the worker on {node} ended: {outcome['said'][1]}")
                 else:
-                    watch.tell(f"the worker on {node} is lost ({outcome}); the others do its work")
-            watch.look()
+                    settings.tell(
+                        f"the worker on {node} is lost ({outcome}); the others do its work"
+                    )
+            _report_finished(folder, left, settings)
     finally:
         for worker in workers:
             ray.cancel(worker)
         if workers:
             ray.wait(list(workers), num_returns=len(workers), timeout=LEAVE_SECONDS)
     return results, refused
+
+
+def _report_finished(folder: OutputFolder, left: dict[str, Task], settings: Settings) -> None:
+    """Report and drop the tasks of which the folder has a record now.
+
+    left  by key
+    """
+    for task in list(left.values()):
+        done = folder.record_of(TaskFiles.of(task))
+        if done is None:
+            continue
+        del left[task.key]
+        for file, sha256 in done.files.items():
+            settings.named(folder.root / file, file, sha256)
+        for step in task.steps:
+            settings.phases.report(step.name, step.source_bytes)
 
 
 def _ended(ray: ModuleType, workers: dict[Any, str]) -> list[Any]:

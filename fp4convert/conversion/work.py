@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from fp4convert.conversion.diffusers import PipelineConversion, named_component
-from fp4convert.conversion.mixed_precision import Measuring, fit, goal_of
+from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
@@ -86,9 +86,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     if not components:
         found = None
         if goal:
-            phases = phases or Phases()
-            measuring = Measuring(output, may_write, options.device, options.workers, phases)
-            found = fit(source, options, goal, measuring)
+            found = fit(source, options, goal, phases or Phases(), may_write)
         formats = found.rules if found else ()
         return Conversion(options, source, prepare_quantize(source, options, formats), found)
     if goal:

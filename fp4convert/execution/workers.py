@@ -13,6 +13,7 @@ from fp4convert.errors import CORRUPT, NumericError, SourceError
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.settings import Settings, UnsoundShardError
 from fp4convert.planning.steps import Action, Step, Task
+from fp4convert.process import processors
 from fp4convert.storage.source import Source
 
 T = TypeVar("T")
@@ -110,3 +111,16 @@ def copy_steps(
                     return
                 data = source.read_range(ref, start, min(start + COPY_NBYTES, nbytes))
                 writer.shards[output.file].append(output, data)
+
+
+class CopyWorker:
+    """Copies the parts of tensors that stay, one after the other."""
+
+    device = "cpu"
+
+    def __init__(self, source: Source, action: Action, made: str) -> None:
+        self.source, self.action, self.made = source, action, made
+        self.threads = processors()
+
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+        copy_steps(self.source, steps, writer, stop)

@@ -22,9 +22,10 @@ from checkpoints import (
 )
 from targets import MEASURED, digits, losses, quantize, shards
 
-from fp4convert.conversion.mixed_precision import Goal, Measuring, fit
+from fp4convert.conversion.mixed_precision import Goal, fit
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.ray_workers import work_on_node
+from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 
 
@@ -198,7 +199,7 @@ def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(
 ):
     """What Ray runs on every node; the API by which it is made."""
     options = QuantizeOptions(source, format="nvfp4", output=tmp_path / "sent", target_bits=6)
-    found = fit(open_source(str(source)), options, Goal(bits=6), Measuring())
+    found = fit(open_source(str(source)), options, Goal(bits=6), Phases(), False)
     monkeypatch.setattr("fp4convert.conversion.sensitivity._losses_of", None)
     result = work_on_node(options, found.rules)
     monkeypatch.undo()
