@@ -34,7 +34,6 @@ from fp4convert.numerics.formats import (
     GLOBAL_SCALE_MIN,
     IMPORTANCE,
     Format,
-    Kind,
     check_rule,
     global_range,
 )
@@ -443,11 +442,15 @@ def block_steps(q: Quantized) -> Float32s:
     """Return what one code unit is worth in each block.
 
     Float32, flat; NaN where a scale byte is NaN.
+    fl(scales * multiplier) or fl(scales / divisor): the order in which engines compute.
     """
     stored = np.frombuffer(q.block_scales, np.uint8)
     if q.global_scale is None:
         return decode_e8m0(stored)
-    return apply_global(decode_e4m3(stored), q.global_scale, q.kind)
+    scales = decode_e4m3(stored)
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        global_scale = f32(q.global_scale)
+        return scales * global_scale if q.kind == "multiplier" else scales / global_scale
 
 
 def check_range(q: Quantized, dtype: str) -> None:
@@ -475,12 +478,3 @@ def check_largest(largest: float, dtype: str) -> None:
 def _largest(values: Float32s) -> float:
     """Find the largest magnitude; NaN does not hide it."""
     return float(np.fmax.reduce(np.abs(values), axis=None, initial=0))
-
-
-def apply_global(scales: Float32s, global_scale: float, kind: Kind) -> Float32s:
-    """Multiply scales with a multiplier, or divide them by a divisor.
-
-    fl(scales * multiplier) or fl(scales / divisor): the order in which engines compute.
-    """
-    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-        return scales * f32(global_scale) if kind == "multiplier" else scales / f32(global_scale)

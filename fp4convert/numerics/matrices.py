@@ -207,30 +207,6 @@ class Blocks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
-    """Blocks that lie somewhere in canonical form."""
-
-    format: Format
-    shape: tuple[int, int]
-    packed: Span
-    block_scales: Span
-    global_scale: float | None
-    kind: Kind = "multiplier"
-
-    def rows(self, first: int, last: int) -> Quantized:
-        half = self.shape[1] // 2
-        packed = self.packed[first * half : last * half]
-        shape = (last - first, self.shape[1])
-        return Quantized(
-            self.format, shape, packed, self.scales(first, last), self.global_scale, self.kind
-        )
-
-    def scales(self, first: int, last: int) -> memoryview:
-        width = self.shape[1] // self.format.block_size
-        return self.block_scales[first * width : last * width]
-
-
-@dataclass(frozen=True, slots=True)
 class Fetched:
     """Blocks that are put into canonical form as they are fetched.
 

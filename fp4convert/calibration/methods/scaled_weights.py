@@ -15,7 +15,7 @@ import numpy as np
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
 from fp4convert.checkpoint.encodings.base import Coding, CodingDefaults, Folding, Linear
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix
-from fp4convert.numerics.matrices import Matrix, RowReader, Weights
+from fp4convert.numerics.matrices import FetchedWeights, Matrix, RowReader, Weights
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
@@ -101,24 +101,15 @@ class Divided(CodingDefaults):
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         ref = linear.refs[0]
-        return _Vector(ref.dtype, (1, ref.elements), ref, source, self)
+        shape = (1, ref.elements)
 
+        def fetch(first: int, last: int) -> Matrix:
+            made = self.by.find(source).made
+            values = divided(read_vector(ref, source), made, self.kind, ref.dtype)
+            data = values.astype(FLOAT_DTYPES[ref.dtype]).view(np.uint8).data
+            return Matrix(data, ref.dtype, shape)
 
-@dataclass(frozen=True, slots=True)
-class _Vector(RowReader):
-    """A divided vector as a matrix of one row."""
-
-    dtype: str
-    shape: tuple[int, int]
-    ref: TensorRef
-    source: Source
-    how: Divided
-
-    def rows(self, first: int, last: int) -> Matrix:
-        made = self.how.by.find(self.source).made
-        values = divided(read_vector(self.ref, self.source), made, self.how.kind, self.dtype)
-        data = values.astype(FLOAT_DTYPES[self.dtype]).view(np.uint8).data
-        return Matrix(data, self.dtype, self.shape)
+        return FetchedWeights(ref.dtype, shape, fetch)
 
 
 def reach_of(linear: Linear, source: Source) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fp4convert.checkpoint.dialects.forms import Form, Granularity, granularity_word
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, INT4, Format, Kind
-from fp4convert.numerics.matrices import Blocks, Quantized, Span, Spans
+from fp4convert.numerics.matrices import Blocks, Fetched, Quantized, Span
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
@@ -221,8 +221,17 @@ class Table:
         *above, columns = shape
         stored, scales = read(stem + self.packed[0]), read(stem + self.block_scales)
         global_scale = self.scalars.decode_global(stem, form, read)
-        matrix = (math.prod(above), columns)
-        return Spans(form.format, matrix, stored, scales, global_scale, self.scalars.kind)
+        # Both lie in canonical form, so that rows are slices.
+        half, blocks = columns // 2, columns // form.format.block_size
+
+        def fetch_scales(first: int, last: int) -> memoryview:
+            return scales[first * blocks : last * blocks]
+
+        def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+            return stored[first * half : last * half], fetch_scales(first, last)
+
+        matrix, kind = (math.prod(above), columns), self.scalars.kind
+        return Fetched(form.format, matrix, global_scale, kind, fetch, fetch_scales)
 
 
 def encode_int4(
