@@ -242,7 +242,7 @@ def options() -> Iterator[str]:
     from fp4convert.cli.commands import COMMANDS
 
     for name, command in COMMANDS.items():
-        kind, hidden = command.options, getattr(command.options, "PYTHON_ONLY", ())
+        kind = command.options
         yield f"### {name}"
         yield ""
         yield inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
@@ -252,7 +252,7 @@ def options() -> Iterator[str]:
             spelled = each.name.upper() if each.option.is_argument else ", ".join(flags)
             default = "required" if is_required(each) else each.default
             told = "" if default in (None, False, ()) else default
-            shown = f"`{spelled}`" + (" (Python alone)" if each.name in hidden else "")
+            shown = f"`{spelled}`" + (" (Python alone)" if each.name in command.hidden else "")
             rows.append((shown, told, each.option.help.replace("|", "\\|")))
         yield ""
         yield from table(("option", "default", "meaning"), rows) if rows else ()

@@ -185,11 +185,6 @@ def tokens_text(tokens: float) -> str:
     return f"{tokens:,.{0 if tokens >= 10 or tokens == int(tokens) else 1}f} tokens"
 
 
-def rate_text(nbytes_per_second: float) -> str:
-    """Write a rate in kB, MB, GB or TB a second."""
-    return f"{size_text(nbytes_per_second)}/s"
-
-
 def duration_text(seconds: float) -> str:
     """Write seconds as people say them."""
     return f"{seconds:.2f} s" if seconds < 9.995 else _whole_seconds(seconds)

@@ -2,19 +2,18 @@
 for the same bytes.
 
 Every process has one thread.  Start-up is what quantize takes of the processors when its part is
-done already: it imports,
-reads headers, plans, and finds nothing to do.  Of parts one after the other it is that of the same
-commands, each part in turn;
-of workers that join, which would wait for one another, that of as many with `--shard-index 0
---num-shards 8`.  Of workers that
-begin at once it is measured at once, too: they take more of the processors than one after the
-other.  That of `merge` is one of
-next to nothing: what grows with bytes, tensors or shards is no start-up.
+done already: it imports, reads headers, plans, and finds nothing to do.  Of parts one after the
+other it is that of the same commands, each part in turn; of workers that join, which would wait
+for one another, that of as many with `--shard-index 0 --num-shards 8`.  Of workers that begin at
+once it is measured at once, too: they take more of the processors than one after the other.  That
+of `merge` is one of next to nothing: what grows with bytes, tensors or shards is no start-up.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from cpu.conversion import ROUNDS, THREADS, scratch_folder, words_of
@@ -28,76 +27,63 @@ COUNTS = (1, 2, 4, 8)
 BAR, START_BAR = 1.1, 0.4  # times one worker's CPU-seconds; CPU-seconds
 JOINED, DEALT = "at once, --join", "one after the other, --shard-index and merge"
 START, MERGE = "start-up of ", "merge"
+ABOUT = (
+    f"{SHARDS} shards, {GIGABYTES:.1f} GB of bf16 to NVFP4, rule amax, {THREADS} cores, one thread"
+    f" a worker, warm; medians of {ROUNDS}. CPU-seconds of all processes together, less their"
+    " start-up, beside those of one. Start-up is of as many processes, at once or one after the"
+    " other as they were, whose part is done already; of merge where next to nothing was written."
+)
 
 
 def sections(is_quick: bool) -> list[Section]:
     """Quick: one worker and the most."""
     counts = (1, SHARDS) if is_quick else COUNTS
-    with scratch_folder() as scratch:
-        source, output, least = scratch / "source", scratch / "output", scratch / "least"
-        make_checkpoint(source, GIGABYTES, SHARDS)
-        make_small_checkpoint(scratch / "small")
-        run(_words(scratch / "small", least))
-        works = {
-            JOINED + str(count): lambda count=count: _join(source, output, count)
-            for count in counts
-        }
-        works[DEALT] = lambda: _deal(
-            source, output, output
-        )  # the last of these: the others find its folder finished
-        works |= {
-            START + JOINED + str(count): lambda count=count: _start(source, output, count)
-            for count in counts
-        }
-        works |= {START + DEALT: lambda: _deal(source, output, least), MERGE: lambda: _merge(least)}
-        done = take_turns(works, ROUNDS)
+    done = _measure(counts)
     less = {
         name: list(map(_without, done[name], done[START + name]))
         for name in done
         if START + name in done
     }
-    rows = [
-        _row(
-            count, JOINED, done[JOINED + str(count)], less[JOINED + str(count)], less[f"{JOINED}1"]
-        )
-        for count in counts
-    ]
-    rows.append(_row(SHARDS, DEALT, done[DEALT], less[DEALT], less[f"{JOINED}1"]))
-    about = (
-        f"{SHARDS} shards, {GIGABYTES:.1f} GB of bf16 to NVFP4, rule amax, {THREADS} cores, one "
-        "thread a worker, warm; medians of"
-        f" {ROUNDS}. CPU-seconds of all processes together, less their start-up, beside those of "
-        "one. Start-up is of as many"
-        " processes, at once or one after the other as they were, whose part is done already; of "
-        "merge where next to nothing"
-        " was written."
-    )
-    headings = ("workers", "how", "seconds", "CPU-seconds", "less start-up")
-    shared = Section(
-        "Several workers", about, headings, tuple(rows), "times one worker", is_floor=False
-    )
-    about = (
-        "CPU-seconds of a process that was taken for start-up above. Judged by the figure itself."
-    )
+    one = less[f"{JOINED}1"]
+    names = [(count, JOINED, f"{JOINED}{count}") for count in counts] + [(SHARDS, DEALT, DEALT)]
+    rows = tuple(_row(count, how, done[name], less[name], one) for count, how, name in names)
     begun = {
         "quantize": (f"{START}{JOINED}1", 1),
         f"quantize, each of {SHARDS} at once": (f"{START}{JOINED}{SHARDS}", SHARDS),
+        MERGE: (MERGE, 1),
     }
-    lines = tuple(
-        _line(name, done[key], count)
-        for name, (key, count) in (begun | {MERGE: (MERGE, 1)}).items()
-    )
+    lines = tuple(_line(name, done[key], count) for name, (key, count) in begun.items())
+    headings = ("workers", "how", "seconds", "CPU-seconds", "less start-up")
     return [
-        shared,
+        Section("Several workers", ABOUT, headings, rows, "times one worker", is_floor=False),
         Section(
             "Start-up of a worker",
-            about,
+            "CPU-seconds of a process that was taken for start-up above. Judged by the figure"
+            " itself.",
             ("command", "seconds"),
             lines,
             "CPU-seconds",
             is_floor=False,
         ),
     ]
+
+
+def _measure(counts: Sequence[int]) -> dict[str, list[Cost]]:
+    """Measure every way to work, and the start-up of each, in turns."""
+    with scratch_folder() as scratch:
+        source, output, least = scratch / "source", scratch / "output", scratch / "least"
+        make_checkpoint(source, GIGABYTES, SHARDS)
+        make_small_checkpoint(scratch / "small")
+        run(_words(scratch / "small", least))
+        works = {f"{JOINED}{count}": partial(_join, source, output, count) for count in counts}
+        works[DEALT] = partial(_deal, source, output, output)
+        # From here on the folder is finished.
+        works |= {
+            f"{START}{JOINED}{count}": partial(_start, source, output, count) for count in counts
+        }
+        works |= {START + DEALT: partial(_deal, source, output, least)}
+        works |= {MERGE: partial(_merge, least)}
+        return take_turns(works, ROUNDS)
 
 
 def _words(source: Path, output: Path) -> list[object]:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding, InputError
-from fp4convert.numerics.error_sums import Account, summarise
 from fp4convert.numerics.formats import CODES
 from fp4convert.storage.checkpoint_files import REPORT
 from fp4convert.storage.source import Source
+
+if TYPE_CHECKING:
+    from fp4convert.numerics.error_sums import Account
 
 LARGEST_CODES, ZERO_CODES = (7, 15), (0, 8)  # of E2M1
 HEAD = ("producer", "format", "scale_rule", "method")  # of our record
@@ -48,6 +50,8 @@ def report_text(
 
     record  our own of the artifact
     """
+    from fp4convert.numerics.error_sums import summarise
+
     head = {
         **{key: record.get(key) for key in HEAD},
         "summary": summarise((one.name, one.sums) for one in accounts.values()),

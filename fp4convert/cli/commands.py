@@ -25,7 +25,7 @@ from fp4convert.conversion.options import (
 from fp4convert.recipes.options import Option
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class ExplainOptions:
     """Explain a finding or an error by its code: what it means, where it
     comes from, what to do. Without CODE: list all.
@@ -38,7 +38,7 @@ class ExplainOptions:
     ] = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class DoctorOptions:
     """Tell what this machine offers: driver, GPUs, compiler, processor,
     caches, disk.
@@ -47,7 +47,7 @@ class DoctorOptions:
     """
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class RecipesOptions:
     """List the recipes: modes to pick, and what is kept in the models of
     each family.
@@ -176,11 +176,13 @@ def _recipes(options: RecipesOptions) -> Shown:
     return Shown(toml_files.describe(options.name), draw_results.draw_recipe)
 
 
+# Of a command that only looks, a person is not asked how the Hub is read.
+LOOKING = frozenset({"memory", "transport"})
 COMMANDS: dict[str, Command[Any]] = {
     "quantize": Command(QuantizeOptions, _quantize, _preview_quantize),
-    "inspect": Command(InspectOptions, _inspect),
-    "verify": Command(VerifyOptions, _verify),
-    "compare": Command(CompareOptions, _compare),
+    "inspect": Command(InspectOptions, _inspect, hidden=LOOKING),
+    "verify": Command(VerifyOptions, _verify, hidden=LOOKING),
+    "compare": Command(CompareOptions, _compare, hidden=LOOKING),
     "dequantize": Command(DequantizeOptions, _dequantize),
     "merge": Command(MergeOptions, _merge),
     "analyze": Command(AnalyzeOptions, _analyze),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp4convert.cli.screen import Screen
-from fp4convert.progress import duration_text, rate_text, size_text
+from fp4convert.progress import duration_text, size_text
 from fp4convert.report.text import Document, fidelity_text
 
 
@@ -36,7 +36,7 @@ def draw_result(screen: Screen, result: Document) -> None:
     # how long it took; a part tells what it did itself
     share, seconds = result.get("share"), result["seconds"]
     worked = before if share else before - result.get("adopted_bytes", 0)
-    rate = f", {rate_text(worked / seconds)}" if worked and seconds else ""
+    rate = f", {size_text(worked / seconds)}/s" if worked and seconds else ""
     screen.line(f"  in {duration_text(seconds)} on {result['device']}{rate}")
     if share:
         part = f"part {share['index']} of {share['of']}, shards written: {share['shards']}"

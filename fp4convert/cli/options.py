@@ -39,11 +39,13 @@ class Command(Generic[Options]):
     options  the class whose fields are its options, and whose docstring is its help
     do       does the work
     preview  what --dry-run does instead, where the command has that
+    hidden   options that Python alone has
     """
 
     options: type[Options]
     do: Callable[[Options], Shown]
     preview: Callable[[Options], Shown] | None = None
+    hidden: frozenset[str] = frozenset()
 
     def for_typer(self) -> Callable[..., None]:
         """Return a function whose parameters typer reads."""
@@ -52,8 +54,7 @@ class Command(Generic[Options]):
             self._run(words)
 
         names = {field.name for field in fields(self.options)}  # type: ignore[arg-type]
-        hidden = getattr(self.options, "PYTHON_ONLY", ())
-        declared = [each for each in declared_in(self.options) if each.name not in hidden]
+        declared = [each for each in declared_in(self.options) if each.name not in self.hidden]
         declared += [DRY_RUN] if self.preview else []
         declared += [JSON, *([QUIET] if "phases" in names else [])]
         made: Any = called

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from inspect import Signature, cleandoc, signature
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, ParamSpec, Protocol, TypeVar, cast
+from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast
 
 from fp4convert.conversion.options import (
     AccessOptions,
@@ -79,18 +79,8 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
     return decorate
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ReadOptions(AccessOptions):
-    """How a command reads that only looks.
-
-    The command line leaves memory and transport out.
-    """
-
-    PYTHON_ONLY: ClassVar = frozenset({"memory", "transport"})
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class InspectOptions(ReadOptions):
+@dataclass(eq=False, repr=False)
+class InspectOptions(AccessOptions):
     """Tell what an artifact is and whether it is healthy, from its headers, records and scales.
 
     Exit code 6 when something is wrong with it. Example: fp4convert inspect ./Llama-3.1-8B-NVFP4
@@ -106,8 +96,8 @@ class InspectOptions(ReadOptions):
     sarif: Sarif = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class VerifyOptions(ReadOptions):
+@dataclass(eq=False, repr=False)
+class VerifyOptions(AccessOptions):
     """Re-hash every file and read every scale; with --source, measure every tensor.
 
     Exit code 6 when something is wrong. Example: fp4convert verify ./M-NVFP4 --source ./M
@@ -140,8 +130,8 @@ class VerifyOptions(ReadOptions):
     sarif: Sarif = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class CompareOptions(ReadOptions):
+@dataclass(eq=False, repr=False)
+class CompareOptions(AccessOptions):
     """Put two artifacts side by side against one source, tensor by tensor:
     which of them is better, and by how much.
 
@@ -167,7 +157,7 @@ class CompareOptions(ReadOptions):
     ] = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class AnalyzeOptions(RecipeOptions, AccessOptions):
     """Tell which format, which rule and which modules: what every kind of
     module loses in each form. Writes nothing.
@@ -184,7 +174,7 @@ class AnalyzeOptions(RecipeOptions, AccessOptions):
     phases: Phases | None = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class CalibrateOptions(AccessOptions):
     """Run text through the model, a layer at a time, and keep what every linear layer is given.
 
@@ -226,7 +216,7 @@ class CalibrateOptions(AccessOptions):
     phases: Phases | None = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class MergeOptions:
     """End a conversion whose parts are done: check every shard (reading
     what no seal proves untouched: docs/resume.md), compare scale groups,

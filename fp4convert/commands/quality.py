@@ -15,8 +15,6 @@ from fp4convert.commands.options import (
     public,
 )
 from fp4convert.process import keeping_nothing
-from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
-from fp4convert.report.user_files import check_apart
 from fp4convert.storage.open import open_original
 from fp4convert.storage.source import Source, subfolder_of, uncollected
 
@@ -39,6 +37,9 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
 
     sarif = as_path(options.sarif)
     if sarif:
+        from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
+        from fp4convert.report.user_files import check_apart
+
         check_apart({SARIF: sarif}, _folder_of(options))
         clear_sarif(sarif)
     artifact = open_artifact(os.fspath(options.artifact), options.access())
@@ -62,6 +63,8 @@ def verify(options: VerifyOptions) -> Verified:
     from fp4convert.quality import verification
     from fp4convert.quality.source_compare import Outputs
     from fp4convert.report.html import PAGE, check_page, save_page
+    from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
+    from fp4convert.report.user_files import check_apart
 
     page, sarif = as_path(options.report), as_path(options.sarif)
     check_apart({PAGE: page, SARIF: sarif}, _folder_of(options))

@@ -11,7 +11,6 @@ is therefore within one step of the least: the last step's own error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,20 +28,14 @@ class Option(NamedTuple):
     error: float
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What changes its format as one: a matrix, or several that engines need in one format."""
-
-    name: str
-    options: tuple[Option, ...]
-
-
-def choose(parts: Sequence[Part], nbytes: int) -> list[Option] | None:
+def choose(parts: Sequence[Sequence[Option]], nbytes: int) -> list[Option] | None:
     """Choose an option for every part, so that all take at most so many bytes.
 
-    None where even the smallest options take more
+    parts    of each its options; a part changes its format as one: a matrix, or several that
+             engines need in one format
+    Returns  an option for each; None where even the smallest options take more
     """
-    hulls = [hull(part.options) for part in parts]
+    hulls = [hull(options) for options in parts]
     # From one option of a hull to the next smaller one: price, part, level and bytes saved. They
     # sort by price, then by the order of parts.
     steps = sorted(

@@ -23,7 +23,7 @@ from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
-from fp4convert.conversion.knapsack import Option, Part, choose
+from fp4convert.conversion.knapsack import Option, choose
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import plan_with, understand
 from fp4convert.conversion.sensitivity import Bench, Candidate, Losses, measure
@@ -143,7 +143,7 @@ def fit(
         raise InputError("target-via", detail, "Leave --via out.")
     recipe, linears, scalars = understand(source, options)
     fitting = _Fitting.of(source, recipe, linears, scalars)
-    calibration = scalars.measured.calibration if scalars.measured else None
+    calibration = scalars.calibration
     if not fitting.parts:
         detail = "no module becomes four-bit, so that there is nothing to choose"
         raise InputError("no-linears", detail, NAME_SOME)
@@ -243,13 +243,13 @@ class _Fitting:
     def check(self, goal: Goal) -> None:
         """Raise InputError for a goal that is out of reach."""
         parts = self.sized({})
-        least = [min(part.options, key=lambda option: option.nbytes) for part in parts]
+        least = [min(options, key=lambda option: option.nbytes) for options in parts]
         low = sum(option.nbytes for option in least)
-        high = sum(max(option.nbytes for option in part.options) for part in parts)
+        high = sum(max(option.nbytes for option in options) for options in parts)
         if goal.bits is not None:
             goal.within(8 * low / self.weights, 8 * high / self.weights)
         else:
-            nbytes = self.artifact_nbytes(parts, least)
+            nbytes = self.artifact_nbytes(least)
             goal.within(nbytes, nbytes + high - low)
 
     @property
@@ -258,13 +258,13 @@ class _Fitting:
         verdicts = self.verdicts[self.recipe.format.name].values()
         return sum(math.prod(verdict.linear.shape) for verdict in verdicts)
 
-    def sized(self, losses: Losses) -> list[Part]:
+    def sized(self, losses: Losses) -> list[list[Option]]:
         """Return the parts with the options that fit all of their modules.
 
         losses  {} for their sizes alone
         """
         found = []
-        for name, modules in self.parts.items():
+        for modules in self.parts.values():
             options = []
             for word, verdicts in self.verdicts.items():
                 own = [verdicts[module] for module in modules]
@@ -273,7 +273,7 @@ class _Fitting:
                 ):
                     error = _error(word, modules, losses)
                     options.append(Option(word, self._nbytes(own), error))
-            found.append(Part(name, tuple(options)))
+            found.append(options)
         return found
 
     def _nbytes(self, verdicts: Sequence[Verdict]) -> int:
@@ -296,22 +296,24 @@ class _Fitting:
     def best(self, goal: Goal, losses: Losses, words: tuple[str, ...]) -> Fit:
         """Choose the formats; the size is that of the files that will be written."""
         parts = self.sized(losses)
-        smallest = [min(part.options, key=lambda option: option.nbytes) for part in parts]
+        smallest = [min(options, key=lambda option: option.nbytes) for options in parts]
         if goal.bits is not None:
             most = math.floor(goal.bits * self.weights / 8)
             chosen = self._with_asked_format(parts, choose(parts, most) or smallest)
-            return self._fit(goal, parts, chosen, words)
+            return self._fit(goal, chosen, words)
         wanted = goal.nbytes or 0
-        beside = self.artifact_nbytes(parts, smallest) - sum(option.nbytes for option in smallest)
+        beside = self.artifact_nbytes(smallest) - sum(option.nbytes for option in smallest)
         for _ in range(MOST_TRIES):
             chosen = self._with_asked_format(parts, choose(parts, wanted - beside) or smallest)
-            found = self._fit(goal, parts, chosen, words)
+            found = self._fit(goal, chosen, words)
             if found.nbytes <= wanted:
                 return found
             beside += found.nbytes - wanted
-        return self._fit(goal, parts, smallest, words)
+        return self._fit(goal, smallest, words)
 
-    def _with_asked_format(self, parts: Sequence[Part], chosen: list[Option]) -> list[Option]:
+    def _with_asked_format(
+        self, parts: Sequence[Sequence[Option]], chosen: list[Option]
+    ) -> list[Option]:
         """Return the choice, with something in the format that is asked for.
 
         Where it has nothing in it, the part that loses least becomes it.
@@ -320,7 +322,7 @@ class _Fitting:
         if any(option.word == name for option in chosen):
             return chosen
         own = [
-            next((option for option in part.options if option.word == name), None) for part in parts
+            next((option for option in options if option.word == name), None) for options in parts
         ]
         added = [
             (after.error - before.error, at)
@@ -330,27 +332,25 @@ class _Fitting:
         _, first = min(added)
         return [option if at != first else own[first] or option for at, option in enumerate(chosen)]
 
-    def _fit(
-        self, goal: Goal, parts: Sequence[Part], chosen: Sequence[Option], words: tuple[str, ...]
-    ) -> Fit:
+    def _fit(self, goal: Goal, chosen: Sequence[Option], words: tuple[str, ...]) -> Fit:
         """Say what a choice comes to."""
         modules: dict[str, int] = defaultdict(int)
-        for part, option in zip(parts, chosen, strict=True):
-            modules[option.word] += len(self.parts[part.name])
+        for own, option in zip(self.parts.values(), chosen, strict=True):
+            modules[option.word] += len(own)
         bits = 8 * sum(option.nbytes for option in chosen) / self.weights
         error = math.fsum(option.error for option in chosen)
-        made = self.artifact_nbytes(parts, chosen)
-        return Fit(goal, self._rules(parts, chosen), made, bits, error, dict(modules), words)
+        made = self.artifact_nbytes(chosen)
+        return Fit(goal, self._rules(chosen), made, bits, error, dict(modules), words)
 
-    def _rules(self, parts: Sequence[Part], chosen: Sequence[Option]) -> tuple[FormatRule, ...]:
+    def _rules(self, chosen: Sequence[Option]) -> tuple[FormatRule, ...]:
         """Write [[format]] rows for all that gets another format than asked for."""
         patterns: dict[str, list[str]] = defaultdict(list)
-        for part, option in zip(parts, chosen, strict=True):
+        for (part, modules), option in zip(self.parts.items(), chosen, strict=True):
             if option.word == self.recipe.format.name:
                 continue
-            modules, beginning = self.parts[part.name], f"{part.name}."
+            beginning = f"{part}."
             # A glob for experts, where it fits nothing else; else the names.
-            is_parent = _is_plain(part.name) and modules[0].startswith(beginning)
+            is_parent = _is_plain(part) and modules[0].startswith(beginning)
             if (
                 len(modules) > 1
                 and is_parent
@@ -361,9 +361,9 @@ class _Fitting:
                 patterns[option.word] += map(_pattern_of, modules)
         return tuple(FormatRule(Patterns(own), word) for word, own in patterns.items())
 
-    def artifact_nbytes(self, parts: Sequence[Part], chosen: Sequence[Option]) -> int:
+    def artifact_nbytes(self, chosen: Sequence[Option]) -> int:
         """Count the bytes of all files, exactly."""
-        rules = self._rules(parts, chosen)
+        rules = self._rules(chosen)
         plan = plan_with(self.source, self.recipe, self.linears, self.scalars, rules)
         return nbytes_of(artifact_job(self.source, plan).manifest())
 

@@ -68,7 +68,7 @@ Statistics = Annotated[
 Force = Annotated[bool, Option("Discard what an earlier run of fp4convert left in the output.")]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class AccessOptions:
     """How sources and artifacts are found and read.
 
@@ -115,7 +115,7 @@ class AccessOptions:
         return replace(self.access(), revision=None)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class WorkOptions(AccessOptions):
     """How a command that writes works; nothing here changes a byte.
 
@@ -147,7 +147,7 @@ class WorkOptions(AccessOptions):
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class DeviceOptions(WorkOptions):
     """Where a command computes."""
 
@@ -156,7 +156,7 @@ class DeviceOptions(WorkOptions):
     ] = "auto"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class PartOptions(WorkOptions):
     """Which part of the work this process does, of one that several share."""
 
@@ -193,7 +193,7 @@ def _rules() -> str:
     return "; ".join(lines)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     """Convert a checkpoint to NVFP4 or MXFP4.
 
@@ -289,7 +289,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class DequantizeOptions(DeviceOptions):
     """Turn an artifact back into a checkpoint of ordinary weights, with
     exactly the values that engines compute.
@@ -303,7 +303,7 @@ class DequantizeOptions(DeviceOptions):
     dtype: Annotated[str, Option(f"{one_of(DTYPES)}.", DTYPES)] = "bf16"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class TranscodeOptions(WorkOptions):
     """Spell an artifact in another dialect: the same codes and block scales, never rounded again.
 
@@ -329,7 +329,7 @@ class TranscodeOptions(WorkOptions):
     ] = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class PruneOptions(PartOptions):
     """Leave out the experts that matter least (REAP): an ordinary
     checkpoint with fewer of them, for quantize to take.

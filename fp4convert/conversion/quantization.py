@@ -32,13 +32,7 @@ from fp4convert.execution.quantizer import Quantizer
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import IMPORTANCE, METHODS, format_named
-from fp4convert.planning.activation_scales import (
-    UNIT_SCALE,
-    Constant,
-    InputScales,
-    Measured,
-    choose_scales,
-)
+from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
 from fp4convert.planning.fold_plan import Merged, merge_folds
 from fp4convert.planning.kv_cache_scales import Cache, check_word, plan_cache
 from fp4convert.planning.method_needs import (
@@ -65,8 +59,8 @@ def prepare_quantize(
     """
     recipe, linears, scalars = understand(source, options)
     plan = plan_with(source, recipe, linears, scalars, formats)
-    if scalars.measured:
-        plan = with_statistics(plan, scalars.measured.calibration)
+    if scalars.calibration:
+        plan = with_statistics(plan, scalars.calibration)
     is_carried = any(step.action == "transcode" for step in plan.steps)
     if is_carried and not source.is_streamed:  # from a Hub each would be a request: the run tells
         for module, q in stored_blocks(plan):
@@ -86,21 +80,20 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     if file is not None or options.method != METHODS[0] or options.scale_rule == IMPORTANCE:
         statistics = None if file is None else os.fspath(file)
         calibration = open_statistics(options.method, options.scale_rule, statistics)
-    measured = Measured(calibration) if calibration else None
     recipe = _recipe_for(source, options, calibration)
     if calibration:
         check_source(calibration, source)
     if options.activations not in (16, ACTIVATIONS_FP4):
         detail = f"--activations {options.activations} is not known; expected 16 or 4"
         raise InputError("bad-activations", detail, "Leave it out for 16.")
-    inputs: InputScales = measured or UNIT_SCALE
+    inputs = measured_scales(calibration) if calibration else UNIT_SCALE
     if options.input_scale is not None:
         form = Form(recipe.format, options.activations)
         inputs = choose_scales(source, form, options.input_scale)
     with uncollected():
         linears = find_linears(source, recipe)
         cache = plan_cache(source, linears, recipe, calibration) if options.kv_cache else Cache()
-        return recipe, linears, Scalars(inputs, measured, cache)
+        return recipe, linears, Scalars(inputs, calibration, cache)
 
 
 def _recipe_for(
@@ -143,14 +136,14 @@ def plan_with(
     with uncollected():
         # Put linear layers under the folds of the method, where it has some.
         merged, target = Merged(linears, (), ()), recipe.target
-        if scalars.measured is not None and target.method in FOLDING:
+        if scalars.calibration is not None and target.method in FOLDING:
             if target.via:
                 rounds = f"--via {target.via} rounds weights before anything else"
                 detail = f"{rounds}, and --method {target.method} multiplies them first"
                 next_step = "Leave --via out."
                 raise InputError("method-via", f"{detail}; expected one of them", next_step)
-            has_scales = not isinstance(scalars.inputs, Constant)
-            smoother = Smoother(target, scalars.measured.calibration, has_scales)
+            has_scales = not scalars.inputs.is_constant
+            smoother = Smoother(target, scalars.calibration, has_scales)
             dialect = dialect_to_write(target)
             factors = smoother.factors
             merged = merge_folds(source.checkpoint, recipe, linears, dialect, factors)

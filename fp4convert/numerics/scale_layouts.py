@@ -23,9 +23,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from fp4convert.errors import InputError
-from fp4convert.numerics.matrices import Blocks, row_panels
+
+if TYPE_CHECKING:
+    from fp4convert.numerics.matrices import Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,8 @@ SCALE_LAYOUTS = (*LAYOUTS, "interleaved", "appended")  # all that a user can ask
 
 def arrange_scales(q: Blocks, layout: Layout) -> memoryview:
     """Arrange all block scales of a matrix, with their padding."""
+    from fp4convert.numerics.matrices import row_panels
+
     linear = b"".join(q.scales(first, last) for first, last in row_panels(q.shape))
     return layout.arrange(memoryview(linear), (q.shape[0], q.shape[1] // q.format.block_size))
 

@@ -13,9 +13,10 @@ import math
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
 
 from fp4convert.calibration.statistics import (
     FORMAT,
@@ -52,96 +53,80 @@ class Fed(NamedTuple):
     has_own: bool
 
 
-class InputScales(Protocol):
-    """Something that knows the input scales of modules."""
-
-    @property
-    def origin(self) -> str:
-        """Name it for a person."""
-
-    def find(self, fed: Fed) -> float | None:
-        """Find the input scale of a module; None where it has none."""
-
-
 @dataclass(frozen=True, slots=True)
-class Constant:
-    """One scale for all NVFP4 modules; FP8 ones keep their own, or have 1."""
+class InputScales:
+    """Where the input scales of modules come from.
 
-    input_scale: float
+    origin       names it for a person
+    find         finds the multiplier of a module; None where it has none
+    source       what find reads scalars of; None where it reads nothing
+    is_constant  all NVFP4 modules have the same
+    """
 
-    @property
-    def origin(self) -> str:
-        return f"{OPTION} {self.input_scale:g}"
-
-    def find(self, fed: Fed) -> float | None:
-        if fed.form.format.is_fp4:
-            return self.input_scale
-        return None if fed.has_own else 1.0
-
-
-UNIT_SCALE = Constant(1.0)  # as NVIDIA has them where no calibration says more
+    origin: str
+    find: Callable[[Fed], float | None]
+    source: Source | None = None
+    is_constant: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """Scales of another artifact of the same model, in any dialect.
+def _find_constant(number: float, fed: Fed) -> float | None:
+    """Give one scale to all NVFP4 modules; FP8 ones keep their own, or have 1."""
+    if fed.form.format.is_fp4:
+        return number
+    return None if fed.has_own else 1.0
+
+
+# As NVIDIA has them where no calibration says more.
+UNIT_SCALE = InputScales(f"{OPTION} 1", partial(_find_constant, 1.0), is_constant=True)
+
+
+def copied_scales(artifact: Artifact, origin: str) -> InputScales:
+    """Copy those of another artifact of the same model, in any dialect.
 
     Each is read once, however often a plan is made.
     """
 
-    artifact: Artifact
-    origin: str
-    _read: dict[str, float | None] = field(default_factory=dict, repr=False, compare=False)
+    @cache
+    def read(module: str) -> float | None:
+        if module in artifact.modules:
+            return artifact.input_scale(module)
+        # Of eight bits, whose scale is a tensor of its own.
+        table = artifact.spelling.TRAITS.fp8
+        name = f"{module}{table.input_scale}" if table and table.input_scale else ""
+        ref = artifact.tensors.get(name)
+        if ref is None or ref.dtype != "F32" or ref.elements != 1:
+            return None
+        data = artifact.source.read_range(ref, 0, ref.nbytes)
+        return float(struct.unpack("<f", data)[0])
 
-    def find(self, fed: Fed) -> float | None:
-        artifact, module = self.artifact, fed.module
+    def find(fed: Fed) -> float | None:
+        module = fed.module
         packed = artifact.modules.get(module) or artifact.others.get(module)
         if packed is None:
             return None
         if packed.shape != fed.shape:
-            detail = (
-                f"{self.origin}: {module} is {list(packed.shape)} there and {list(fed.shape)} here"
-            )
+            detail = f"{origin}: {module} is {list(packed.shape)} there and {list(fed.shape)} here"
             raise InputError(
                 "input-scale-model", detail, "Give an artifact of the same model.", module
             )
-        if module in self._read:
-            stored = self._read[module]
-        elif module in artifact.modules:
-            stored = artifact.input_scale(module)
-        else:  # of eight bits, whose scale is a tensor of its own
-            table = artifact.spelling.TRAITS.fp8
-            name = f"{module}{table.input_scale}" if table and table.input_scale else ""
-            ref = artifact.tensors.get(name)
-            stored = None
-            if ref and ref.dtype == "F32" and ref.elements == 1:
-                data = artifact.source.read_range(ref, 0, ref.nbytes)
-                stored = float(struct.unpack("<f", data)[0])
-        self._read[module] = stored
-        if stored is None:
+        stored = read(module)
+        return stored and stored * (range_of(packed.form.format) / range_of(fed.form.format))
+
+    return InputScales(origin, find, artifact.source)
+
+
+def measured_scales(calibration: Calibration) -> InputScales:
+    """Fit the largest inputs that a calibration saw."""
+
+    def find(fed: Fed) -> float | None:
+        if not calibration.has(fed.module):
             return None
-        return stored * (range_of(packed.form.format) / range_of(fed.form.format))
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Those that fit the largest inputs that a calibration saw."""
-
-    calibration: Calibration
-
-    @property
-    def origin(self) -> str:
-        return str(self.calibration.path)
-
-    def find(self, fed: Fed) -> float | None:
-        if not self.calibration.has(fed.module):
-            return None
-        check_inputs(self.calibration, fed.module)
-        amax = self.calibration.amax(fed.module)
+        check_inputs(calibration, fed.module)
+        amax = calibration.amax(fed.module)
         if amax == 0:
             detail = (
-                f"{self.origin}: {fed.module} was given nothing but zeros, or no token at all; a"
-                " scale needs a largest input"
+                f"{calibration.path}: {fed.module} was given nothing but zeros, or no token at"
+                " all; a scale needs a largest input"
             )
             next_step = (
                 f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one"
@@ -149,6 +134,8 @@ class Measured:
             )
             raise InputError("input-scale-zero", detail, next_step, fed.module)
         return amax / range_of(fed.form.format)
+
+    return InputScales(str(calibration.path), find)
 
 
 def range_of(fmt: Format) -> float:
@@ -183,10 +170,10 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
         except OSError:
             is_calibration = False  # a folder, a name on the Hub, or what opening it tells
         if not is_calibration:
-            return Copied(_open(str(asked)), f"{OPTION} {asked}")
+            return copied_scales(_open(str(asked)), f"{OPTION} {asked}")
         calibration = open_calibration(str(asked))
         check_source(calibration, source)
-        return Measured(calibration)
+        return measured_scales(calibration)
     if not SMALLEST <= number <= 1 / SMALLEST:
         detail = (
             f"{OPTION} {number:g}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}, or a"
@@ -197,7 +184,7 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
             detail,
             f"Take them from what has them: {OPTION} ARTIFACT, or a calibration file.",
         )
-    return Constant(number)
+    return InputScales(f"{OPTION} {number:g}", partial(_find_constant, number), is_constant=True)
 
 
 def _number_in(asked: str | float) -> float | None:
@@ -249,8 +236,8 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
     """
     found: dict[str, float] = {}
     missing: list[str] = []
-    source = scales.artifact.source if isinstance(scales, Copied) else None
-    values = read_each(source, scales.find, fed) if source else map(scales.find, fed)
+    source, find = scales.source, scales.find
+    values = read_each(source, find, fed) if source else map(find, fed)
     for one, value in zip(fed, values, strict=True):
         if value is None:
             missing += [] if one.has_own else [one.module]
@@ -302,20 +289,18 @@ def _share_scales(
     return shared, [f"{detail}; engines use one for all of them, so each gets the largest"]
 
 
-def find_small(fed: Iterable[Fed], shared: Mapping[str, float], measured: Measured) -> list[str]:
+def find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration) -> list[str]:
     """Warn of scales that do not reach the largest inputs seen."""
     cut = []
     for one in fed:
         reach = shared.get(one.module, math.inf) * range_of(one.form.format)
-        if measured.calibration.has(one.module) and (
-            amax := measured.calibration.amax(one.module)
-        ) > reach * (1 + SLACK):
+        if seen.has(one.module) and (amax := seen.amax(one.module)) > reach * (1 + SLACK):
             cut.append((amax / reach, one.module, reach, amax))
     if not cut:
         return []
     _, module, reach, amax = max(cut)
     detail = (
-        f"input scales of {len(cut)} modules are smaller than {measured.origin} asks for: that of"
+        f"input scales of {len(cut)} modules are smaller than {seen.path} asks for: that of"
         f" {module} reaches {reach:g}"
     )
     return [

@@ -12,7 +12,6 @@ quantization/lifecycle; vLLM's weight_utils.
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E4M3_MAX
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Source, stored_float
 
 if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
@@ -209,13 +208,3 @@ def _stored_scales(
         if len(found) == len(endings):
             return found
     return {}
-
-
-def stored_float(source: Source, ref: TensorRef) -> float | None:
-    """Read the positive number in a tensor of one float; None for others."""
-    if ref.elements != 1 or ref.dtype not in ("F32", "BF16", "F16"):
-        return None
-    stored = source.read_range(ref, 0, ref.nbytes).tobytes()
-    wide = b"\0\0" + stored if ref.dtype == "BF16" else stored
-    (value,) = struct.unpack("<e" if ref.dtype == "F16" else "<f", wide)
-    return float(value) if 0 < value < float("inf") else None

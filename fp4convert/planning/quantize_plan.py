@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
@@ -22,7 +23,6 @@ from fp4convert.planning.activation_scales import (
     UNIT_SCALE,
     Fed,
     InputScales,
-    Measured,
     find_small,
     scales_of,
 )
@@ -52,19 +52,23 @@ from fp4convert.storage.source import Checkpoint
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 KEPT_DTYPE = "BF16"  # of what was packed and stays
+NO_CONFIG = (
+    "the source has no config.json, or an empty one; the one written holds the quantization record"
+    " alone"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
     """Scales that stand beside the weights, and come from elsewhere.
 
-    inputs    what says those of activations
-    measured  what a calibration says of them, to be compared
-    cache     those of a cache of keys and values
+    inputs       what says those of activations
+    calibration  what saw the inputs of modules, to be compared
+    cache        those of a cache of keys and values
     """
 
     inputs: InputScales = UNIT_SCALE
-    measured: Measured | None = None
+    calibration: Calibration | None = None
     cache: Cache = field(default_factory=Cache)
 
 
@@ -84,7 +88,7 @@ def plan_quantize(
     # scales of activations
     fed = find_fed(verdicts, recipe, dialect)
     inputs, input_notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
-    small = find_small(fed, inputs, scalars.measured) if scalars.measured else []
+    small = find_small(fed, inputs, scalars.calibration) if scalars.calibration else []
     # a step for every tensor, and its place
     maker = _StepMaker(verdicts, dialect, inputs)
     home, consumed = linears.by_home(), linears.consumed()
@@ -120,7 +124,7 @@ def plan_quantize(
         *scalars.cache.notes,
         *_note_left_behind(linears, scalars.cache),
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
-        *_note_no_config(checkpoint, dialect),
+        *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
     return Plan(recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
@@ -465,13 +469,4 @@ def _note_unchanged(
         yield (
             f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that"
             " --dry-run lists"
-        )
-
-
-def _note_no_config(checkpoint: Checkpoint, dialect: Dialect) -> Iterator[str]:
-    """Say that the source has no config.json."""
-    if not checkpoint.config and dialect.TRAITS.container == "safetensors":
-        yield (
-            "the source has no config.json, or an empty one; the one written holds the quantization"
-            " record alone"
         )

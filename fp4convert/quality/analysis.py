@@ -41,7 +41,6 @@ from fp4convert.storage.source import Source, read_each
 STANDS_OUT = 1.15  # times the output error of the whole, before a kind is named
 MOST_NAMED = 3  # of them
 KEPT = (Way(FP8.name, "amax", ROW), Way(BF16))  # what a kind can be instead of four-bit
-REQUESTS = 8  # at once, of a Hub
 
 
 @dataclass(frozen=True, slots=True)

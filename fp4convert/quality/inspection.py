@@ -14,10 +14,9 @@ from fp4convert.checkpoint.dialects.base import Packed
 from fp4convert.checkpoint.error_report import read_recorded
 from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
-from fp4convert.planning.kv_cache_scales import stored_float
 from fp4convert.quality.checks import choose_modules, is_healthy, judge, scale_nbytes
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Source, stored_float
 
 
 def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[str, Any]:

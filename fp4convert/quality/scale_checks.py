@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding, Level
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import FLOAT_DTYPES, block_steps
+from fp4convert.numerics.codec import FLOAT_DTYPES, LARGEST_CODE, block_steps
 from fp4convert.numerics.formats import GLOBAL_RANGE, NVFP4, Format
 from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
-from fp4convert.planning.kv_cache_scales import stored_float
 from fp4convert.recipes.recipe import gather_groups, group_members, scale_groups
 from fp4convert.storage.safetensors import TensorRef
-from fp4convert.storage.source import read_each
+from fp4convert.storage.source import read_each, stored_float
 
 FLOAT32_NBYTES = 4
 LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
@@ -32,7 +31,6 @@ SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends 
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
 FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two
 WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales of a matrix
-LARGEST_E4M3 = 0x7E  # 448, which the block with the largest weight of a scale group has
 
 
 def read_global_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
@@ -242,7 +240,7 @@ def _check_dtype(fmt: Format, histograms: list[NDArray[np.int64]]) -> Iterator[F
     """
     odd = full = 0
     for counts in histograms:
-        full += bool(counts[LARGEST_E4M3] and not counts[LARGEST_E4M3 + 1 : 128].any())
+        full += bool(counts[LARGEST_CODE] and not counts[LARGEST_CODE + 1 : 128].any())
         if fmt is NVFP4:
             # Exponents are a handful of neighbouring large values; scales of E4M3 have mantissas.
             present = np.flatnonzero(counts)

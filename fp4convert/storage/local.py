@@ -29,10 +29,9 @@ from fp4convert.storage.checkpoint_files import (
     sort_pipeline,
 )
 from fp4convert.storage.disk import Mark
-from fp4convert.storage.gguf import read_gguf_header
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
-from fp4convert.storage.source import Checkpoint, name_of
+from fp4convert.storage.source import Checkpoint, name_of, read_whole
 
 SCALAR_NBYTES = 8
 AGAIN = "Run the command again once it stays as it is."
@@ -158,7 +157,7 @@ class LocalSource:
 
         # A pipeline: its components are checkpoints, and what lies beside them travels.
         if PIPELINE in names and not self._single:
-            components = find_components(self._text(PIPELINE), _folders_of(self._folder))
+            components = find_components(read_whole(self, PIPELINE), _folders_of(self._folder))
             if components:
                 sidecars, left_out = sort_pipeline(self._files(components), components)
                 stamps = self._stamps_of(*sidecars)
@@ -166,7 +165,7 @@ class LocalSource:
 
         # The shards: one file, or what the index or their names say.
         index = find_index(names)
-        weight_map = read_index(self._text(index), index) if index else None
+        weight_map = read_index(read_whole(self, index), index) if index else None
         shards = [self._single] if self._single else choose_shards(self._folder, names, weight_map)
         if not shards and not may_be_empty:
             raise no_weights(self._folder, names)
@@ -177,7 +176,7 @@ class LocalSource:
         # The config of the folder; that beside a single file too, for it says what the names mean.
         config: dict[str, object] = {}
         if (self._folder / CONFIG).exists():
-            config = parse_json_object(self._text(CONFIG), CONFIG, has_constants=True)
+            config = parse_json_object(read_whole(self, CONFIG), CONFIG, has_constants=True)
         return Checkpoint(
             repo=None,
             revision=None,
@@ -189,15 +188,13 @@ class LocalSource:
             stamps=self._stamps_of(*shards, *sidecars),
         )
 
-    def _text(self, file: str) -> bytes:
-        with self.open_file(file) as stream:
-            return stream.read()
-
     def _stamps_of(self, *files: str) -> dict[str, str]:
         return {file: _stamp(_regular(self._folder, file)) for file in files}
 
     def _header(self, name: str) -> Header:
         if name.endswith(GGUF):
+            from fp4convert.storage.gguf import read_gguf_header
+
             return read_gguf_header(_regular(self._folder, name))
         with self.open_file(name) as stream:
             fd = stream.fileno()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -214,6 +215,22 @@ def subfolder_of(access: Access) -> str:
         detail = f"{found}; expected the name of a folder in it"
         raise InputError("no-subfolder", detail, "Give that folder itself as the source.")
     return "/".join(parts)
+
+
+def read_whole(source: Source, file: str) -> bytes:
+    """Read a small file of a source."""
+    with source.open_file(file) as stream:
+        return stream.read()
+
+
+def stored_float(source: Source, ref: TensorRef) -> float | None:
+    """Read the positive number in a tensor of one float; None for others."""
+    if ref.elements != 1 or ref.dtype not in ("F32", "BF16", "F16"):
+        return None
+    stored = source.read_range(ref, 0, ref.nbytes).tobytes()
+    wide = b"\0\0" + stored if ref.dtype == "BF16" else stored
+    (value,) = struct.unpack("<e" if ref.dtype == "F16" else "<f", wide)
+    return float(value) if 0 < value < float("inf") else None
 
 
 def name_of(reference: str) -> str:

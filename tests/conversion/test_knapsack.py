@@ -5,14 +5,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fp4convert.conversion.knapsack import Option, Part, choose, hull
+from fp4convert.conversion.knapsack import Option, choose, hull
 
 
-def parts_at_random(seed: int, count: int = 6, options: int = 3) -> list[Part]:
+def parts_at_random(seed: int, count: int = 6, options: int = 3) -> list[list[Option]]:
     """Parts as matrices are: four, eight and sixteen bits, errors falling, sizes of all orders."""
     draw = np.random.default_rng(seed)
     parts = []
-    for number in range(count):
+    for _ in range(count):
         weights = int(draw.integers(16, 4000))
         sizes = sorted(draw.choice([4, 5, 8, 9, 12, 16], options, replace=False))
         errors = sorted(draw.random(options) * draw.choice([0.01, 1.0, 100.0]), reverse=True)
@@ -20,16 +20,13 @@ def parts_at_random(seed: int, count: int = 6, options: int = 3) -> list[Part]:
             Option(f"{bits}", int(bits) * weights, float(e))
             for bits, e in zip(sizes, errors, strict=True)
         ]
-        parts.append(Part(f"part {number}", tuple(made[at] for at in draw.permutation(options))))
+        parts.append([made[at] for at in draw.permutation(options)])
     return parts
 
 
-def every_choice(parts: list[Part]) -> list[tuple[int, float]]:
+def every_choice(parts: list[list[Option]]) -> list[tuple[int, float]]:
     """(bytes, error) of every choice."""
-    return [
-        (sum(o.nbytes for o in one), sum(o.error for o in one))
-        for one in product(*(part.options for part in parts))
-    ]
+    return [(sum(o.nbytes for o in one), sum(o.error for o in one)) for one in product(*parts)]
 
 
 def sums(options: list[Option]) -> tuple[int, float]:
@@ -40,9 +37,7 @@ def sums(options: list[Option]) -> tuple[int, float]:
 def test_no_choice_is_better_by_more_than_one_step(seed):
     parts = parts_at_random(seed)
     known = every_choice(parts)
-    largest_step = max(
-        a.error - b.error for part in parts for a in part.options for b in part.options
-    )
+    largest_step = max(a.error - b.error for part in parts for a in part for b in part)
     least, most = min(nbytes for nbytes, _ in known), max(nbytes for nbytes, _ in known)
     for nbytes in np.linspace(least, most, 23).astype(int):
         chosen = choose(parts, int(nbytes))
@@ -65,10 +60,8 @@ def test_on_the_hull_of_all_choices_it_is_the_best_there_is(seed):
 
 def test_typed_by_hand():
     """Two parts: the second loses less for each byte that it saves, so it goes first."""
-    first = Part("first", (Option("bf16", 160, 0.0), Option("fp4", 45, 1.0)))
-    second = Part(
-        "second", (Option("bf16", 1600, 0.0), Option("fp8", 800, 0.1), Option("fp4", 450, 1.0))
-    )
+    first = [Option("bf16", 160, 0.0), Option("fp4", 45, 1.0)]
+    second = [Option("bf16", 1600, 0.0), Option("fp8", 800, 0.1), Option("fp4", 450, 1.0)]
     words = lambda nbytes: [option.word for option in choose([first, second], nbytes)]  # noqa: E731
     assert words(1760) == ["bf16", "bf16"]
     assert words(1759) == ["bf16", "fp8"]
@@ -81,8 +74,8 @@ def test_typed_by_hand():
 
 
 def test_what_the_last_step_saved_too_much_is_taken_back():
-    small = Part("small", (Option("bf16", 20, 0.0), Option("fp4", 10, 0.5)))  # 0.05 a byte
-    large = Part("large", (Option("bf16", 2000, 0.0), Option("fp4", 1000, 100.0)))  # 0.1 a byte
+    small = [Option("bf16", 20, 0.0), Option("fp4", 10, 0.5)]  # 0.05 a byte
+    large = [Option("bf16", 2000, 0.0), Option("fp4", 1000, 100.0)]  # 0.1 a byte
     assert [option.word for option in choose([small, large], 1500)] == ["bf16", "fp4"]
 
 
@@ -101,9 +94,7 @@ def test_options_that_no_budget_wants_are_left_out():
 
 
 def test_equal_parts_are_chosen_in_their_order():
-    parts = [
-        Part(f"{number}", (Option("bf16", 16, 0.0), Option("fp4", 4, 1.0))) for number in range(4)
-    ]
+    parts = [[Option("bf16", 16, 0.0), Option("fp4", 4, 1.0)] for number in range(4)]
     assert [option.word for option in choose(parts, 40)] == ["fp4", "fp4", "bf16", "bf16"]
 
 
@@ -115,7 +106,7 @@ def test_an_early_step_that_fits_to_the_byte_is_taken_back():
     """The cheap step saves too little; once the dear one is taken, the cheap one can go, and
     exactly so many bytes are left.
     """
-    cheap = Part("cheap", (Option("bf16", 100, 0.0), Option("fp8", 50, 0.1)))
-    dear = Part("dear", (Option("bf16", 100, 0.0), Option("fp4", 40, 1.0)))
+    cheap = [Option("bf16", 100, 0.0), Option("fp8", 50, 0.1)]
+    dear = [Option("bf16", 100, 0.0), Option("fp4", 40, 1.0)]
     assert [option.word for option in choose([cheap, dear], 140)] == ["bf16", "fp4"]
     assert [option.word for option in choose([cheap, dear], 139)] == ["fp8", "fp4"]

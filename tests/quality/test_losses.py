@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.floats import Floats, Picked
+from fp4convert.checkpoint.encodings.floats import Floats
 from fp4convert.errors import InputError
 from fp4convert.quality.losses import draw_sample, kinds_of, short_names
 from fp4convert.storage.safetensors import TensorRef
@@ -96,7 +96,7 @@ def test_large_shares_are_cut_into_strips_all_over_a_matrix():
 
 
 def test_transposed_matrices_are_read_whole_or_not_at_all():
-    stacked = linear("experts.0.up", 64, 32, Picked("bf16", 0, 1, True))
+    stacked = linear("experts.0.up", 64, 32, Floats("bf16", 0, 1, True))
     (sample,) = draw_sample({"up": [stacked]}, 5000)["up"]
     assert (sample.strips, sample.nbytes) == (((0, 64),), 64 * 32 * 2)
     with pytest.raises(InputError, match=r"expected at least 4\.1e-06 GB"):
@@ -106,7 +106,7 @@ def test_transposed_matrices_are_read_whole_or_not_at_all():
 def test_without_a_budget_it_is_the_usual_one_or_a_row_of_every_kind():
     kinds = kinds_of(model(400))
     assert sum(sample.nbytes for own in draw_sample(kinds).values() for sample in own) <= 20_000_000
-    stacked = linear("experts.0.up", 4096, 4096, Picked("bf16", 0, 1, True))
+    stacked = linear("experts.0.up", 4096, 4096, Floats("bf16", 0, 1, True))
     (sample,) = draw_sample({"up": [stacked]})["up"]
     assert sample.nbytes == 4096 * 4096 * 2
 

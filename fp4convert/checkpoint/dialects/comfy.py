@@ -25,7 +25,7 @@ from fp4convert.checkpoint.dialects.base import (
     each_alone,
     ignores_none,
     no_doubts,
-    no_records,
+    nothing,
     stems_named,
     whole,
 )
@@ -53,7 +53,7 @@ TRAITS = Traits(
 # For the shape of the codes alone: nibbles and scales are in orders of their own.
 TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3"}, SCALARS)
 stems, slots, stored_shape = each_alone, whole, TABLE.stored_shape
-records, judge, ignores = no_records, no_doubts, ignores_none
+records, judge, ignores = nothing, no_doubts, ignores_none
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 
 

@@ -22,7 +22,7 @@ from fp4convert.checkpoint.dialects.base import (
     Traits,
     ignores_none,
     no_doubts,
-    no_notes,
+    nothing,
     stems_of_scales,
     whole,
 )
@@ -38,7 +38,7 @@ TRAITS = Traits(writes=(MXFP4,), scalars=Scalars(None))
 TABLE = Table((".weight", "I8"), ".scale", {MXFP4: "F8_E8M0"}, TRAITS.scalars)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
 stored_shape, slots, unfit = TABLE.stored_shape, whole, TABLE.unfit
-notes, judge, ignores = no_notes, no_doubts, ignores_none
+notes, judge, ignores = nothing, no_doubts, ignores_none
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")
 
 

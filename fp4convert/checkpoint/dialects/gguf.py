@@ -22,8 +22,7 @@ from fp4convert.checkpoint.dialects.base import (
     doubt_stacks,
     each_alone,
     ignores_none,
-    no_notes,
-    no_records,
+    nothing,
     whole,
 )
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
@@ -48,7 +47,7 @@ TRAITS = Traits(
     implied=(".scale",),
     highest_scale={NVFP4: 126, MXFP4: 254},  # above it a sign, or NaN
 )
-stems, slots, notes, ignores, records = each_alone, whole, no_notes, ignores_none, no_records
+stems, slots, notes, ignores, records = each_alone, whole, nothing, ignores_none, nothing
 _TYPES = {word: format_named(word.lower()) for word in GGUF_TYPES}
 _SCALED = (  # what llama.cpp loads a .scale for; any other one makes it refuse the file
     *(f".attn_{name}" for name in ("q", "k", "v", "qkv", "output", "gate")),

@@ -25,7 +25,7 @@ from fp4convert.checkpoint.dialects.base import (
     Json,
     Traits,
     no_doubts,
-    no_notes,
+    nothing,
     stems_named,
     strings,
 )
@@ -46,7 +46,7 @@ TRAITS = Traits(
 )
 TABLE = Table(("_blocks", "U8"), "_scales", {MXFP4: "U8"}, TRAITS.scalars)
 find, encode, decode = partial(stems_named, endings=TRAITS.suffixes), TABLE.encode, TABLE.decode
-notes, judge, unfit = no_notes, no_doubts, TABLE.unfit
+notes, judge, unfit = nothing, no_doubts, TABLE.unfit
 _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MOST_STARS = 4  # in a name of a record: each one more multiplies the time that it takes
 _EXPERT = re.compile(r"(.*experts)\.(0|[1-9]\d{0,8})\.(gate|up|down)_proj")

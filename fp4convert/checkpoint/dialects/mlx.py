@@ -22,7 +22,7 @@ from fp4convert.checkpoint.dialects.base import (
     doubt_stacks,
     each_alone,
     ignores_none,
-    no_notes,
+    nothing,
     stems_named,
     whole,
 )
@@ -45,7 +45,7 @@ SCALE_DTYPES = {NVFP4: "U8", MXFP4: "U8"}
 TABLE = Table((".weight", "U32"), ".scales", SCALE_DTYPES, TRAITS.scalars, codes_per_item=8)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
 stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
-notes, ignores = no_notes, ignores_none
+notes, ignores = nothing, ignores_none
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:

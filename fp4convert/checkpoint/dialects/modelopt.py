@@ -35,7 +35,7 @@ from fp4convert.checkpoint.dialects.base import (
     Json,
     Traits,
     each_alone,
-    no_notes,
+    nothing,
     schemes_of,
     stems_of_scales,
     strings,
@@ -85,7 +85,7 @@ SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 TABLE = Table((".weight", "U8"), ".weight_scale", SCALE_DTYPES, TRAITS.scalars, fp8=TRAITS.fp8)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
 stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
-find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), no_notes
+find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), nothing
 _ALGORITHMS = {ACTIVATIONS_FP4: "NVFP4", 16: "W4A16_NVFP4"}
 _FP8_ALGORITHMS: dict[Granularity, str] = {
     "tensor": "FP8",

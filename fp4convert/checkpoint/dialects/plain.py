@@ -26,8 +26,7 @@ from fp4convert.checkpoint.dialects.base import (
     each_alone,
     ignores_none,
     no_doubts,
-    no_notes,
-    no_records,
+    nothing,
     stems_named,
     whole,
 )
@@ -53,8 +52,8 @@ TRAITS = Traits(
 # Of the layout linear; the others have shapes of their own.
 SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "F8_E8M0"}
 TABLE = Table((".weight", "U8"), ".block_scale", SCALE_DTYPES, SCALARS)
-stems, slots, unfit, notes = each_alone, whole, TABLE.unfit, no_notes
-records, judge, ignores = no_records, no_doubts, ignores_none
+stems, slots, unfit, notes = each_alone, whole, TABLE.unfit, nothing
+records, judge, ignores = nothing, no_doubts, ignores_none
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:

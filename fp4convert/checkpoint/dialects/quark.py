@@ -24,7 +24,7 @@ from fp4convert.checkpoint.dialects.base import (
     Json,
     Traits,
     each_alone,
-    no_notes,
+    nothing,
     stems_of_scales,
     strings,
     whole,
@@ -48,7 +48,7 @@ SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 TABLE = Table((".weight", "U8"), ".weight_scale", SCALE_DTYPES, TRAITS.scalars)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
 stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
-find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), no_notes
+find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), nothing
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:

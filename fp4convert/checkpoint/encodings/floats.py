@@ -35,24 +35,12 @@ OUTPUT_MEMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class Floats(CodingDefaults):
-    """Whole rows, one after the other."""
-
-    word: str
-    is_packed = False
-    format = None
-
-    def weights(self, linear: Linear, source: Source) -> Weights:
-        return _Rows(source, linear.refs[0], linear.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Picked(CodingDefaults):
     """Rows first, first + step, ... of a matrix, or of its transpose."""
 
     word: str
-    first: int
-    step: int
-    is_transposed: bool
+    first: int = 0
+    step: int = 1
+    is_transposed: bool = False
     is_packed = False
     format = None
 
@@ -215,7 +203,7 @@ def _split_stack(stored: TensorRef, stack: TensorRef, rule: StackRule) -> Iterat
             module = rule.module(stack.name, expert, member)
             if rule.is_transposed or rule.is_interleaved:
                 first, step = (number, members) if rule.is_interleaved else (number * shape[0], 1)
-                coding = Picked(kind.word, first, step, rule.is_transposed)
+                coding = Floats(kind.word, first, step, rule.is_transposed)
                 yield Linear(module, shape, coding, (matrix,), stack=stored, share=members)
             else:
                 begin = start + number * shape[0] * shape[1] * element_nbytes

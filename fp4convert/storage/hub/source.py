@@ -48,7 +48,7 @@ from fp4convert.storage.hub.prefetch import (
 from fp4convert.storage.hub.xet import XetReader
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
-from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, stopping
+from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, read_whole, stopping
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
 WHOLE_NBYTES = 1 << 20  # a shard no larger is fetched whole, as its hash then checks its header
@@ -215,7 +215,7 @@ class HubSource:
         # A pipeline: its components are checkpoints, and what lies beside them travels.
         if PIPELINE in names:
             folders = {name.partition("/")[0] for name in self._files if "/" in name}
-            if components := find_components(self._text(PIPELINE), folders):
+            if components := find_components(read_whole(self, PIPELINE), folders):
                 sidecars, left_out = sort_pipeline(self._files, components)
                 stamps = {name: self._files[name].oid for name in sidecars}
                 at = self._repo, self._commit
@@ -223,7 +223,7 @@ class HubSource:
 
         # The shards: what the index or their names say.
         index = find_index(names)
-        weight_map = read_index(self._text(index), index) if index else None
+        weight_map = read_index(read_whole(self, index), index) if index else None
         shards = choose_shards(where, names, weight_map)
         if not shards:
             raise no_weights(where, names)
@@ -236,7 +236,7 @@ class HubSource:
         sidecars, left_out = sort_others(self._files, shards)
         config: dict[str, object] = {}
         if CONFIG in self._files:
-            config = parse_json_object(self._text(CONFIG), CONFIG, has_constants=True)
+            config = parse_json_object(read_whole(self, CONFIG), CONFIG, has_constants=True)
         return Checkpoint(
             repo=self._repo,
             revision=self._commit,
@@ -247,10 +247,6 @@ class HubSource:
             unindexed=check_index(homes, weight_map, index) if weight_map and index else (),
             stamps={name: self._files[name].oid for name in (*shards, *sidecars)},
         )
-
-    def _text(self, file: str) -> bytes:
-        with self.open_file(file) as stream:
-            return stream.read()
 
     def _header(self, name: str) -> Header:
         nbytes, oid = self._files[name].nbytes, self._files[name].oid
