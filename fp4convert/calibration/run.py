@@ -52,12 +52,13 @@ from fp4convert.calibration.workdir import (
     write_part,
 )
 from fp4convert.errors import DeviceError, InputError, OutputError
+from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases, size_text, tokens_text
+from fp4convert.recipes.options import one_of
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.source import Source, stopping
 
-GRAM_KINDS = "none, diag, block:N or full"
 # Of a tokenizer.
 TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")
 COPY_NBYTES = 1 << 20
@@ -91,8 +92,8 @@ class Run:
         self.feed.check()
         kind, _, width = self.gram.partition(":")
         is_block = kind == "block" and width.isdecimal() and int(width) > 0
-        if self.gram not in ("none", "diag", "full") and not is_block:
-            detail = f"--gram {self.gram!r} is not known; expected {GRAM_KINDS}"
+        if (self.gram not in GRAMS or width) and not is_block:
+            detail = f"--gram {self.gram!r} is not known; expected {one_of(GRAMS)}"
             raise InputError("unknown-gram", detail, "Usual: block:128.")
         import_transformers()
         find_device(self.device)

@@ -22,8 +22,15 @@ from fp4convert.conversion.options import (
     SourceArgument,
     Statistics,
 )
+from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases
-from fp4convert.recipes.options import Option, RecipeOptions, Reference, declared_in
+from fp4convert.recipes.options import (
+    Option,
+    RecipeOptions,
+    Reference,
+    declared_in,
+    one_of,
+)
 
 P = ParamSpec("P")
 O = TypeVar("O")  # noqa: E741  (options of a command)
@@ -204,7 +211,7 @@ class CalibrateOptions(AccessOptions):
         Option("Tokens of each. Default: what the model takes, up to 2048, or 512 of its own."),
     ] = None
     gram: Annotated[
-        str, Option("none, diag (second moments), block:N or full, which GPTQ takes.")
+        str, Option(f"{one_of(GRAMS)}: diag keeps second moments, the last two what GPTQ takes.")
     ] = "diag"
     device: Annotated[str, Option("auto (a GPU, else the CPU), cpu, cuda or cuda:N.")] = (
         DeviceOptions.device

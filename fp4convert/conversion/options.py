@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # what commands load when they run
     from fp4convert.storage.source import Access
 
 DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
+TRANSPORTS = ("http", "xet")
+ACTIVATION_BITS = ("16", "4")
+VIAS = CACHES = ("fp8",)
 MOST_MEMORY = 1e6  # GB; inf, too, means no limit
 
 
@@ -85,7 +88,9 @@ class AccessOptions:
     memory: Annotated[
         float, Option("GB of what the Hub sends that are kept for a second reading.", least=0)
     ] = 1.0
-    transport: Annotated[str, Option("From the Hub: http, or xet (through hf_xet).")] = "http"
+    transport: Annotated[
+        str, Option(f"From the Hub: {one_of(TRANSPORTS)} (through hf_xet).", TRANSPORTS)
+    ] = TRANSPORTS[0]
     tell: Callable[[str], None] = ignore
 
     @property
@@ -97,9 +102,14 @@ class AccessOptions:
         """Return how the Hub is asked.
 
         output  where an unfinished plan may lie, which says of which commit it is
+        Raises  InputError for a transport or an amount of memory that cannot be
         """
         from fp4convert.storage.source import Access
 
+        if self.transport not in TRANSPORTS:
+            expected = f"expected {' or '.join(TRANSPORTS)}"
+            detail = f"transport {self.transport!r} is not known; {expected}"
+            raise InputError("transport", detail)
         return Access(
             revision=self.revision,
             subfolder=self.subfolder,
@@ -216,7 +226,8 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         ),
     ] = None
     activations: Annotated[
-        int, Option("16: weights alone; 4: for the FP4 tensor cores, activations too.")
+        int,
+        Option("16: weights alone; 4: for the FP4 tensor cores, activations too.", ACTIVATION_BITS),
     ] = 16
     input_scale: Annotated[
         str | float | None,
@@ -227,14 +238,17 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         ),
     ] = None
     kv_cache: Annotated[
-        str | None, Option("fp8: scales and records for a cache of keys and values.")
+        str | None,
+        Option(f"{one_of(CACHES)}: scales and records for a cache of keys and values.", CACHES),
     ] = None
     keep_packed: Annotated[bool, Option("What is FP8, int4 or FP4 and stays is not made bf16.")] = (
         False
     )
     via: Annotated[
         str | None,
-        Option("fp8: round weights to FP8 first, for comparison; it loses accuracy."),
+        Option(
+            f"{one_of(VIAS)}: round weights to FP8 first, for comparison; it loses accuracy.", VIAS
+        ),
     ] = None
     calibration: Statistics = None
     method: Annotated[

@@ -7,13 +7,14 @@ which a Quantizer carries out.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fp4convert.calibration.methods.awq_smooth import Smoother
 from fp4convert.calibration.methods.folds import uses_of
 from fp4convert.calibration.statistics import Calibration, check_source
-from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form
+from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.conversion.artifact_job import (
@@ -22,7 +23,12 @@ from fp4convert.conversion.artifact_job import (
     dialect_of,
     refuse_odd_scale,
 )
-from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.conversion.options import (
+    ACTIVATION_BITS,
+    CACHES,
+    VIAS,
+    QuantizeOptions,
+)
 from fp4convert.errors import InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.folder import OutputFolder
@@ -34,7 +40,7 @@ from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import IMPORTANCE, METHODS, format_named
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
 from fp4convert.planning.fold_plan import Merged, merge_folds
-from fp4convert.planning.kv_cache_scales import Cache, check_word, plan_cache
+from fp4convert.planning.kv_cache_scales import Cache, plan_cache
 from fp4convert.planning.method_needs import (
     FOLDING,
     GPTQ,
@@ -44,6 +50,7 @@ from fp4convert.planning.method_needs import (
 )
 from fp4convert.planning.quantize_plan import Scalars, plan_quantize
 from fp4convert.planning.steps import Plan
+from fp4convert.recipes.options import one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.source import Source, uncollected
@@ -83,8 +90,9 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     recipe = _recipe_for(source, options, calibration)
     if calibration:
         check_source(calibration, source)
-    if options.activations not in (16, ACTIVATIONS_FP4):
-        detail = f"--activations {options.activations} is not known; expected 16 or 4"
+    if str(options.activations) not in ACTIVATION_BITS:
+        expected = f"expected {one_of(ACTIVATION_BITS)}"
+        detail = f"--activations {options.activations} is not known; {expected}"
         raise InputError("bad-activations", detail, "Leave it out for 16.")
     inputs = measured_scales(calibration) if calibration else UNIT_SCALE
     if options.input_scale is not None:
@@ -101,16 +109,13 @@ def _recipe_for(
 ) -> Recipe:
     """Build the recipe; InputError for what no format, dialect or recipe has."""
     fmt = format_named(options.format)
-    if options.kv_cache is not None:
-        check_word(options.kv_cache)
+    _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
+    _check_word("--via", options.via, VIAS, "unknown-via")
     asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache)
     traits = dialect_to_write(asked).TRAITS
     # Engines that read no global scale for this model take it as 1.
     shards = source.checkpoint.shards
     reads_any = traits.global_scale_kind and all(s.frame.reads_global_scales for s in shards)
-    if options.via not in (None, "fp8"):
-        detail = f"--via {options.via!r} is not known; expected fp8"
-        raise InputError("unknown-via", detail, "Leave it out.")
     target = replace(
         asked,
         scale_rule=options.scale_rule or (IMPORTANCE if options.method == GPTQ else None),
@@ -122,6 +127,13 @@ def _recipe_for(
     )
     recipe = build_recipe(target, source.checkpoint.config, options)
     return replace(recipe, keeps_packed=options.keep_packed)
+
+
+def _check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:
+    """Raise InputError for a word that an option does not have; None is no word."""
+    if word not in (None, *known):
+        detail = f"{option} {word!r} is not known; expected {one_of(known)}"
+        raise InputError(code, detail, "Leave it out.")
 
 
 def plan_with(

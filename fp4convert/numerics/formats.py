@@ -25,6 +25,7 @@ GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
 CODES = 16  # of four bits
 ROW_SUMS = 5  # that tell what a row has lost: error_sums.py
 IMPORTANCE = "importance"  # the scale rule that weighs errors with the second moments of the inputs
+GRAMS = ("none", "diag", "block:N", "full")  # products of inputs that a calibration can keep
 METHODS = ("rtn", "gptq", "awq", "smooth")  # by which weights are rounded, the default first
 
 Kind = Literal["multiplier", "divisor"]

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from fp4convert.planning.steps import Step
     from fp4convert.recipes.recipe import Recipe
 
-WORDS = ("fp8",)
 KEYS_VALUES = (
     ("k_proj", "v_proj"),
     ("wk", "wv"),
@@ -122,16 +121,6 @@ def plan_cache(
             " quality"
         )
     return Cache(steps, frozenset(used), tuple(notes))
-
-
-def check_word(word: str | None) -> None:
-    """Raise InputError for a kind of cache that nobody knows."""
-    if word not in (None, *WORDS):
-        raise InputError(
-            "unknown-cache",
-            f"--kv-cache {word!r} is not known; expected {' or '.join(WORDS)}",
-            "Leave it out.",
-        )
 
 
 def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:

@@ -52,7 +52,6 @@ from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, re
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
 WHOLE_NBYTES = 1 << 20  # a shard no larger is fetched whole, as its hash then checks its header
-TRANSPORTS = ("http", "xet")
 
 
 class HubSource:
@@ -67,10 +66,6 @@ class HubSource:
         from huggingface_hub import constants
         from huggingface_hub.utils._headers import build_hf_headers
 
-        if access.transport not in TRANSPORTS:
-            expected = f"expected {' or '.join(TRANSPORTS)}"
-            detail = f"transport {access.transport!r} is not known; {expected}"
-            raise InputError("transport", detail)
         patience = patience or Patience()
         self.name = name_of(reference)
         self._repo = reference
