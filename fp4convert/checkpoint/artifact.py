@@ -99,7 +99,7 @@ class Artifact:
         if len({form.format for form in self.forms}) > 1:
             detail = f"{self.source.name} holds modules of {describe_groups(self.groups)}"
             detail = f"{detail}; expected one four-bit format"
-            raise InputError("formats-mixed", detail, "Dequantize it, and quantize the result.")
+            raise InputError("formats-mixed", detail)
         return max(self.forms, key=lambda form: form.activations)
 
     @property
@@ -195,7 +195,7 @@ def refuse_unsaid(names: Iterable[str]) -> None:
     if unsaid := [name for name in names if name.endswith(UNSAID_ENDINGS)]:
         detail = f"{len(unsaid)} tensors change what the weights mean, the first {unsaid[0]!r}"
         detail = f"{detail}; fp4convert does not apply them"
-        raise InputError("unsaid-tensors", detail, "Start from the original weights.", unsaid[0])
+        raise InputError("unsaid-tensors", detail, tensor=unsaid[0])
 
 
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:

@@ -152,7 +152,7 @@ def _read_report(source: Source) -> Recorded:
         return Recorded(summary, tuple(entries))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         detail = f"{REPORT} is damaged; expected the numbers that quantize measured"
-        raise InputError("report-damaged", detail, "Remove it, or convert again.") from None
+        raise InputError("report-damaged", detail) from None
 
 
 def read_recorded(artifact: Artifact) -> tuple[Recorded | None, list[Finding]]:

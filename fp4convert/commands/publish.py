@@ -91,7 +91,7 @@ def _publish(work: Work, settings: Settings) -> Result:
     work.begin(settings)
     try:
         pusher.begin()
-        result = work.carry_out(replace(settings, named=pusher.add))
+        result = work.carry_out(replace(settings, on_named=pusher.add))
         made_by = CardRequest(repo, options.that_make_bytes(), _fidelity_rows(result))
         card = make_card(work.plan, result, work.source, made_by)
         files = work.ended_files()

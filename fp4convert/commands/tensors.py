@@ -184,7 +184,6 @@ def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
         raise InputError(
             "tensor-layout",
             f"weights are {layout}; expected torch.strided",
-            "Make them dense: x.to_dense().",
         )
     shape = _check_shape(tuple(x.shape), fmt)
     if str(x.dtype) not in names:
@@ -192,9 +191,7 @@ def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
             "tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.float()."
         )
     if x.device.type != "cpu":
-        raise InputError(
-            "tensor-device", f"weights are on {x.device}; expected cpu", "Move them: x.cpu()."
-        )
+        raise InputError("tensor-device", f"weights are on {x.device}; expected cpu")
     try:
         flat: NDArray[np.uint8] = (
             x.detach().resolve_neg().contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()

@@ -207,7 +207,7 @@ class PipelineConversion:
         """
 
         def hear_name(component: str, path: Path, file: str, sha256: str) -> None:
-            settings.named(path, f"{component}/{file}", sha256)
+            settings.on_named(path, f"{component}/{file}", sha256)
 
         results: dict[str, Result] = {}
         unsound: list[NumericError] = []
@@ -215,7 +215,7 @@ class PipelineConversion:
             try:
                 with named_component(name):
                     results[name] = conversion.carry_out(
-                        replace(settings, named=partial(hear_name, name))
+                        replace(settings, on_named=partial(hear_name, name))
                     )
             except NumericError as error:
                 unsound.append(error)

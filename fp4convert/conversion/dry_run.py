@@ -149,7 +149,7 @@ class _Sample(RowReader):
 
 
 class Sized(NamedTuple):
-    """A step with its sizes, which are asked for often and added up anew each time."""
+    """A step with its sizes, which a step adds up anew each time."""
 
     step: Step
     source_bytes: int

@@ -59,7 +59,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What config.json says of the experts of a layer, and how many are to stay.
+    """What config.json says of experts, and how many are to stay.
 
     chosen          how many a token is sent to
     groups          equal groups, of which a token may use `chosen_groups`; one where there are none

@@ -140,7 +140,7 @@ def fit(
     """
     if options.via:
         detail = "--via rounds twice, for comparison; with a target every module is rounded once"
-        raise InputError("target-via", detail, "Leave --via out.")
+        raise InputError("target-via", detail)
     recipe, linears, scalars = understand(source, options)
     fitting = _Fitting.of(source, recipe, linears, scalars)
     calibration = scalars.calibration

@@ -191,7 +191,7 @@ def _refuse_artifact(source: Source) -> None:
     checkpoint = source.checkpoint
     if any(shard.frame.container != "safetensors" for shard in checkpoint.shards):
         detail = f"{source.name} is a GGUF file; expected safetensors"
-        raise InputError("prune-source", detail, "Prune the model it was made from.")
+        raise InputError("prune-source", detail)
     if source.has_file(RECORD):
         detail = f"{source.name} is an artifact of fp4convert, whose records hold every file"
         detail = f"{detail} as it is; expected its source"

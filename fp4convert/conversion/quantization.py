@@ -130,7 +130,7 @@ def _recipe_for(
 
 
 def _check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:
-    """Raise InputError for a word that an option does not have; None is no word."""
+    """Raise InputError for a word that an option does not have."""
     if word not in (None, *known):
         detail = f"{option} {word!r} is not known; expected {one_of(known)}"
         raise InputError(code, detail, "Leave it out.")

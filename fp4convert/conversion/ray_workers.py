@@ -172,7 +172,7 @@ def _report_finished(folder: OutputFolder, left: dict[str, Task], settings: Sett
             continue
         del left[task.key]
         for file, sha256 in done.files.items():
-            settings.named(folder.root / file, file, sha256)
+            settings.on_named(folder.root / file, file, sha256)
         for step in task.steps:
             settings.phases.report(step.name, step.source_bytes)
 
@@ -222,7 +222,6 @@ def _connected(address: str) -> Iterator[ModuleType]:
         raise InputError(
             "no-ray",
             "--ray needs Ray, which is not installed",
-            "Install it: pip install 'fp4convert[ray]'.",
         ) from None
     if tuple(map(int, found.split(".")[:2])) < OLDEST:
         raise InputError(

@@ -92,7 +92,7 @@ def prepare_transcode(
     if not is_same and artifact.format.has_global_scale:
         why = "its block scales are no powers of two"
         detail = f"{artifact.format.name} cannot be carried into {made.name}: {why}"
-        raise InputError("not-lossless", detail, "Dequantize it, and quantize the result.")
+        raise InputError("not-lossless", detail)
     recorded = str(artifact.record.get("scale_rule"))
     rule = recorded if is_same and recorded in made.scale_rules else None
     activations = artifact.form.activations if is_same else 16

@@ -9,6 +9,7 @@
                                     fsynced
   OUT/.fp4convert/ended.json        {"plan": id, "files": {file: sha256}} of everything, written
                                     when the last file was
+  OUT/.fp4convert/measured/         what --target-size measured of each shard: sensitivity.py
 
 Any number of processes may carry out the same plan at once.  Nothing foreign is ever removed.
 """
@@ -58,7 +59,7 @@ READ_NBYTES = 1 << 20
 
 
 class TaskWriter:
-    """The shards of one task on their way, and what was learnt while they were filled.
+    """The shards of one task, and what was learnt while they were filled.
 
     shards         by the name of the file
     global_scales  of scale groups that other shards have members of, too, as this task found them
@@ -107,7 +108,7 @@ class OutputFolder:
     manifest: Manifest
     leases: Leases
     hashes: dict[str, str] = field(default_factory=dict)
-    named: OnNamed = lambda path, file, sha256: None
+    on_named: OnNamed = lambda path, file, sha256: None
     # Records of finished tasks, by key: who waits for others looks often.
     _parsed: dict[str, tuple[Mark, Done]] = field(default_factory=dict)
 
@@ -300,7 +301,7 @@ class OutputFolder:
             os.replace(temp, final)
             fsync_folder(final.parent)
         self.hashes[file] = sha256
-        self.named(final, file, sha256)
+        self.on_named(final, file, sha256)
 
     def put(self, name: str, text: str) -> None:
         """Write a file of ours beside plan.json, at once."""
@@ -408,7 +409,7 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     refuse_linked_folders(root, manifest.files)
     leases = Leases(root / STATE / "claims", work=manifest.plan_id)
     folder = OutputFolder(root, manifest, leases)
-    try:
+    try:  # whatever stops the process from here on, its leases are given back
         leases.__enter__()
         with write_errors_at(root):
             for place in (folder.state / DONE, folder.temps):

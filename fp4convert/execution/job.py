@@ -45,7 +45,7 @@ from fp4convert.storage.source import Source, stopping
 OPTIONS = "the options"
 LARGE_NBYTES = 16 << 20  # of a file copied by itself: after an interruption little is done again
 TRIES = 3  # to write files that afterwards are what was written
-RARE: dict[str, Action] = {  # what tensors became beside the usual: taken over, or floats again
+RARE: dict[str, Action] = {  # what tensors became beside the usual
     "transcoded": "transcode",
     "dequantized": "dequantize",
     "folded": "fold",
@@ -142,7 +142,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     """
     started = time.monotonic()
     with stopping(job.source), opened(job, output, settings) as folder:
-        folder.named = settings.named
+        folder.on_named = settings.on_named
         run = _Run(job, worker, folder, settings)
         ending = run.work()
         own_nbytes = sum((output / file).stat().st_size for file in folder.hashes)
@@ -182,7 +182,9 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
 
 
 class _Run:
-    """What this process does of a conversion: tasks that nobody else does, and perhaps the end.
+    """What this process does of a conversion.
+
+    Tasks that nobody else does, and perhaps the end.
 
     adopted_nbytes  of the source, whose result an earlier run or another process wrote
     """

@@ -176,18 +176,15 @@ class Leases:
     def _judge(self, lease: str) -> tuple[bool, Owner | None]:
         """Tell whether the owner of a lease may be at work, and who it is."""
         path = self._folder / lease
-        # Gone: nobody holds it. The owner is read before the time: of a lease that is replaced
-        # meanwhile the time is a new one.
+        # The owner is read before the time: of a lease that is replaced meanwhile the time is new.
         owner = _read(path)
         try:
             status = path.lstat()
-        except FileNotFoundError:
+        except FileNotFoundError:  # nobody holds it any more
             return False, owner
         # Not renewed for long enough, by our own clock: whoever held it is away.
-        is_silent = not status.st_size or not stat.S_ISREG(status.st_mode)
-        most_seconds = (
-            min(self._lease_seconds, SILENT_SECONDS) if is_silent else self._lease_seconds
-        )
+        is_empty = not status.st_size or not stat.S_ISREG(status.st_mode)
+        most_seconds = min(self._lease_seconds, SILENT_SECONDS) if is_empty else self._lease_seconds
         now, (renewed_ns, since) = time.monotonic(), self._seen.get(lease, (None, 0.0))
         if renewed_ns != status.st_mtime_ns:
             if renewed_ns is not None:

@@ -21,7 +21,7 @@ ENDED = "ended.json"
 
 
 class TaskFiles(NamedTuple):
-    """A task as a plan lists it: its key, and the size of every file that it writes."""
+    """A task as a plan lists it: its key, and the files that it writes."""
 
     key: str
     files: dict[str, int]

@@ -45,7 +45,7 @@ from fp4convert.storage.source import Source
 
 
 class Quantizer:
-    """Quantizes the members of a scale group under their common amax, or takes over their blocks.
+    """Quantizes the members of a scale group, or takes over their blocks.
 
     Whatever is no linear layer is copied.
     """

@@ -52,7 +52,7 @@ class Settings:
     is_joining: bool = False
     share: Share | None = None
     tell: Callable[[str], None] = lambda line: None
-    named: OnNamed = lambda path, file, sha256: None
+    on_named: OnNamed = lambda path, file, sha256: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ EXAMPLE = "--shard-index 0 --num-shards 4"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One of `count` parts: the tasks number index, index + count, and so on, counted from 0.
+    """One of `count` parts: tasks index, index + count, and so on, from 0.
 
     named_by  the variables it was taken from; "" where options gave it
     """

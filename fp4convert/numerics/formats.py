@@ -28,15 +28,16 @@ IMPORTANCE = "importance"  # the scale rule that weighs errors with the second m
 GRAMS = ("none", "diag", "block:N", "full")  # products of inputs that a calibration can keep
 METHODS = ("rtn", "gptq", "awq", "smooth")  # by which weights are rounded, the default first
 
+FP4_CODES = "fp4_e2m1"  # the element dtype of a four-bit format
 Kind = Literal["multiplier", "divisor"]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What the codes of a matrix are, and how many of them along the last axis share a block scale.
+    """What the codes of a matrix are, and which of them share a scale.
 
-    block_size  0 where a form says it: one scale for a matrix, for a row, or for a block of rows
-                and columns
+    block_size  codes along the last axis that share a block scale; 0 where a form says it: one
+                scale for a matrix, for a row, or for a block of rows and columns
     """
 
     name: str
@@ -45,12 +46,12 @@ class Format:
     scale_rules: tuple[str, ...]
     default_rule: str
     has_global_scale: bool
-    element_dtype: str = "fp4_e2m1"
+    element_dtype: str = FP4_CODES
 
     @property
     def is_fp4(self) -> bool:
         """Tell whether the codes are E2M1."""
-        return self.block_size > 0
+        return self.element_dtype == FP4_CODES
 
 
 # Rules stand in the order that kernels/fp4.h numbers them in.

@@ -40,7 +40,7 @@ SLACK = 1e-6  # of a float32 beside the float64 that it was rounded from
 
 
 class Fed(NamedTuple):
-    """A module whose inputs engines round by a scale that stands beside its weights.
+    """A module whose inputs engines round by a scale beside its weights.
 
     form     that it has in the result
     has_own  the source has such a scale, which stays where nobody says another

@@ -124,7 +124,7 @@ def are_stacked(modules: Iterable[str], rules: Sequence[StackRule]) -> bool:
 
 
 class _Finder:
-    """Rules for stacks, read backwards; what they say of one parent is found once."""
+    """Rules for stacks, read backwards, once for every parent."""
 
     def __init__(self, rules: Sequence[StackRule]) -> None:
         self._rules = rules

@@ -36,7 +36,7 @@ NMSE_LIMIT = 0.1  # four-bit weights are about 0.01 from their own, and about 2 
 
 
 class Framed:
-    """A source of two: the checkpoint of a donor, and the bytes of an artifact beside it."""
+    """A source of two: a donor's checkpoint, and the bytes of an artifact."""
 
     def __init__(self, donor: Source, artifact: Source) -> None:
         self.name = donor.name

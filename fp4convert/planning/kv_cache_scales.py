@@ -165,9 +165,7 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
             f"no attention with a cache is known in this model; expected layers named {names} or"
             f" {', '.join(FUSED)}"
         )
-        raise InputError(
-            "cache-none", f"--kv-cache {recipe.target.kv_cache}: {detail}", "Leave --kv-cache out."
-        )
+        raise InputError("cache-none", f"--kv-cache {recipe.target.kv_cache}: {detail}")
     return found
 
 

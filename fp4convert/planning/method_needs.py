@@ -96,7 +96,6 @@ def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
         raise InputError(
             "no-gram",
             f"{detail}; expected block:128 or full",
-            "Calibrate again with --gram block:128.",
         )
     for module in (linear.module for linear in linears):
         if not calibration.has(module, "input_gram"):
@@ -163,5 +162,5 @@ def reopened(plan: Plan) -> Calibration | None:
             f"{plan.calibration} has changed since the plan was made; expected the same file"
             " until the end"
         )
-        raise InputError("calibration-changed", detail, "Run the same command again.")
+        raise InputError("calibration-changed", detail)
     return calibration

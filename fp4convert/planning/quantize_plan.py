@@ -106,12 +106,13 @@ def plan_quantize(
             steps += scalars.cache.steps.get(ref.name, ())
         tasks.append(writing.task(shard, steps))
     _refuse_lookalikes(refuse_collisions(tasks), dialect, maker.stems)
-    # what the records say, and what a person should know
+    # What the records say, and what a person should know. Modules that are made though a rule
+    # would keep them: records must not ignore these.
     asked = [
         module
         for module, verdict in verdicts.items()
         if verdict.is_made and (verdict.stays or recipe.is_asked_for(module))
-    ]  # no other fits a rule of keep
+    ]
     kept = kept_modules(tasks)
     warnings = (
         *notes_on(checkpoint),

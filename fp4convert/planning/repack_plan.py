@@ -193,14 +193,14 @@ def _refuse_unfit(
         rows, columns = stored.shape[-2:]
         if reason := dialect.unfit(stem, (rows, columns), form_of(recipe.target)):
             detail = f"{stem} has {reason}; dialect {recipe.target.dialect} has no place for it"
-            raise InputError("dialect-shape", detail, "Choose another --dialect.", stem)
+            raise InputError("dialect-shape", detail, tensor=stem)
     for module in modules:
         if not dialect.TRAITS.holds_embeddings and recipe.kind_of(module) == "embedding":
             detail = (
                 f"{module} is a four-bit embedding, which no engine of dialect"
                 f" {recipe.target.dialect} reads"
             )
-            raise InputError("dialect-module", detail, "Choose another --dialect.", module)
+            raise InputError("dialect-module", detail, tensor=module)
 
 
 def _module_tasks(

@@ -102,7 +102,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file to be written: what stands before its tensors, its size, and the tensors."""
+    """A file to be written: its header, its size, and its tensors."""
 
     file: str
     header: bytes
@@ -222,7 +222,7 @@ def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What is written, and how; without a dialect where it is ordinary weights.
+    """What is written, and how; ordinary weights have no dialect.
 
     renamed  new names of tensors that are kept
     """

@@ -20,7 +20,7 @@ Globs = str | Iterable[str] | None
 
 
 class Option(NamedTuple):
-    """What an option means, beside the name, the type and the default of its field.
+    """What an option means, beside its name, its type and its default.
 
     help         one sentence or two
     words        the legal words where they are few; completion offers them

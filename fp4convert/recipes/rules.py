@@ -34,7 +34,7 @@ class OnlyRule(NamedTuple):
 
 
 class StackRule(NamedTuple):
-    """Tensors that hold one matrix, or several, for each expert: (experts, ...).
+    """Tensors that hold one matrix, or several, for each expert.
 
     members         the modules of each expert, in the order of their rows
     is_transposed   each expert's matrix is stored as (in, out)

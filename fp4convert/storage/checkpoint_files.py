@@ -171,7 +171,7 @@ def choose_shards(
             raise InputError("index-and-single", detail, next_step)
         for missing in sorted(listed - set(names)):
             detail = f"{missing} is missing, the index names it"
-            raise InputError("missing-shard", detail, "Download the file again.")
+            raise InputError("missing-shard", detail)
         return sorted(listed)
 
     # Without an index, as engines read a folder; names may say that there are more shards.

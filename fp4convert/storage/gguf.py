@@ -172,7 +172,7 @@ def _parse(file: str, cursor: _Cursor) -> Header:
         facts[key] = cursor.value(cursor.unpack("I")[0])
     if isinstance(parts := facts.get("split.count"), int) and parts > 1:
         detail = f"{file}: one of {parts} parts of a GGUF file; expected a whole one"
-        raise InputError("gguf-split", detail, "Join them: llama-gguf-split --merge FIRST OUT.")
+        raise InputError("gguf-split", detail)
     alignment = facts.get("general.alignment", _ALIGNMENT)
     is_power = isinstance(alignment, int) and alignment > 0 and not alignment & (alignment - 1)
     if not isinstance(alignment, int) or not is_power or alignment > _WIDEST:
@@ -244,6 +244,6 @@ def _package() -> ModuleType:
         import gguf
     except ImportError:
         detail = "GGUF files need llama.cpp's package gguf, which is not installed"
-        raise InputError("no-gguf", detail, "Install it: pip install gguf.") from None
+        raise InputError("no-gguf", detail) from None
     package: ModuleType = gguf
     return package

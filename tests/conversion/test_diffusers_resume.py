@@ -168,7 +168,7 @@ def test_every_file_is_told_under_its_name_in_the_result(wan, tmp_path):
     told: dict[str, tuple[Path, str]] = {}
     work = prepare(QuantizeOptions(wan, format="nvfp4", output=tmp_path / "q"))
     work.carry_out(
-        Settings("cpu", named=lambda path, file, sha256: told.update({file: (path, sha256)}))
+        Settings("cpu", on_named=lambda path, file, sha256: told.update({file: (path, sha256)}))
     )
     assert {file: sha256 for file, (_, sha256) in told.items()} == work.ended_files()
     reports = {

@@ -2,7 +2,7 @@
 
   M.weight_packed        U8  [rows, columns / 2]
   M.weight_scale         nvfp4: F8_E4M3 [rows, columns / 16]; mxfp4: U8 [rows, columns / 32]
-  M.weight_global_scale  nvfp4: F32 [1], a divisor: 2688 / amax
+  M.weight_global_scale  nvfp4: F32 [1], a divisor: 1 / global scale
   M.input_global_scale   nvfp4 with four-bit activations: F32 [1], a divisor; mxfp4 scales
                          activations as they come
 

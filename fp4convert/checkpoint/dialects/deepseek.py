@@ -47,7 +47,7 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
         if not _EXPERT.fullmatch(module):
             detail = f"{module} is four-bit; dialect deepseek holds only routed experts"
             detail = f"{detail}, named ...experts.N.w1, w2 and w3"
-            raise InputError("dialect-module", detail, "Choose another --dialect.", module)
+            raise InputError("dialect-module", detail, tensor=module)
     return dict(shapes)
 
 

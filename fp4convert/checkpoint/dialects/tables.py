@@ -143,7 +143,7 @@ class Fp8Table:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Tensors of a matrix: packed codes and linear block scales, each a tensor.
+    """Tensors of a matrix: packed codes and linear block scales.
 
     packed          ending and dtype of the packed codes
     codes_per_item  how many of them are in one item of that dtype
@@ -269,8 +269,7 @@ def encode_scalar(value: float, is_inverse: bool = False) -> memoryview:
     """Return the four bytes of a float32, or of its reciprocal.
 
     The reciprocal is fl(1/x): float64, then one rounding.
-
-    Raises InputError where it is no positive normal float32
+    Raises  InputError for a reciprocal that is no positive normal float32
     """
     if is_inverse and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
         found = f"a scale is {value:g}, whose reciprocal is no float32"

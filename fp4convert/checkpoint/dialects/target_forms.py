@@ -24,7 +24,7 @@ def dialect_to_write(target: Target) -> Dialect:
     if form.format not in traits.writes:
         able = ", ".join(known.name for known in traits.writes)
         detail = f"dialect {name} cannot hold {form.format.name}; it holds {able}"
-        raise InputError("dialect-format", detail, "Choose another --dialect or --format.")
+        raise InputError("dialect-format", detail)
     if target.scale_layout is not None and target.scale_layout not in traits.layouts:
         detail = f"dialect {name} cannot hold block scales that lie {target.scale_layout!r}"
         detail = f"{detail}; it holds {', '.join(traits.layouts)}"

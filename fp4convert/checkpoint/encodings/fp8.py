@@ -220,7 +220,7 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
             f"{ref.file}: {ref.name} has scales of two names, {scales[0].name} and"
             f" {scales[1].name}; expected one"
         )
-        raise InputError("scales-shape", detail, "Start from the original weights.", scales[1].name)
+        raise InputError("scales-shape", detail, tensor=scales[1].name)
     block = _block_of(scales[0].shape, (rows, columns), blocks)
     if block is None or scales[0].dtype not in SCALE_DTYPES:
         sizes = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
@@ -235,8 +235,7 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         raise InputError(
             "scales-shape",
             f"{detail}; {expected}",
-            "Start from the original weights.",
-            scales[0].name,
+            tensor=scales[0].name,
         )
     kind = {(rows, columns): "", (1, columns): " rows"}.get(block, f" {block[0]}x{block[1]}")
     return Linear(module, (rows, columns), Fp8(f"fp8{kind}", block), (ref, scales[0]), idle)

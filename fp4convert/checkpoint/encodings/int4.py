@@ -95,9 +95,7 @@ class Integers(CodingDefaults):
                 f"{stored.file}: {stored.name} says {numbers.tolist()}, and the integers are of"
                 f" {list(linear.shape)}"
             )
-            raise InputError(
-                "packed-shape", detail, "Start from the original weights.", stored.name
-            )
+            raise InputError("packed-shape", detail, tensor=stored.name)
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         if self.bits != INT4_BITS or self.has_zero_points:
@@ -157,9 +155,7 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
             f"{ref.file}: {module} has its columns in an order of their own ({ORDER[1:]}), which"
             " fp4convert does not undo"
         )
-        raise InputError(
-            "unsaid-tensors", detail, "Start from the original weights.", module + ORDER
-        )
+        raise InputError("unsaid-tensors", detail, tensor=module + ORDER)
     scales, shape, zeros = (clues.tensors.get(module + ending) for ending in (SCALE, SHAPE, ZERO))
     if scales is None or shape is None:
         missing = module + (SCALE if scales is None else SHAPE)
@@ -224,7 +220,6 @@ def _declared_bits(record: Json, ref: TensorRef) -> int:
         raise InputError(
             "packed-bits",
             f"{detail}; expected one group of 4 or of 8",
-            "Start from the original weights.",
-            ref.name,
+            tensor=ref.name,
         )
     return 4 if declared == {4} else 8

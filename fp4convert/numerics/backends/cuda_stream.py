@@ -103,13 +103,11 @@ def as_device_error(kernels: Kernels) -> Iterator[None]:
         yield
     except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
         detail = f"cuda:{kernels.gpu.number} ({kernels.gpu.name}) failed: {error}"
-        raise DeviceError(
-            "device-failed", detail, "Run the same command again, or with --device cpu."
-        ) from error
+        raise DeviceError("device-failed", detail) from error
 
 
 class _Buffer:
-    """Pinned memory, its counterpart on the device, and how far work on either has come.
+    """Pinned memory, its twin on the device, and how far work on them is.
 
     copied  behind the last copy from or to the pinned side
     used    behind the last kernel on the device side
@@ -157,7 +155,9 @@ class _Buffer:
 
 
 class Lane:
-    """The way of one caller's panels through one GPU; its methods run with `device` current."""
+    """The way of one caller's panels through one GPU.
+
+    Its methods run with `device` current."""
 
     def __init__(self, kernels: Kernels) -> None:
         cupy = kernels.cupy

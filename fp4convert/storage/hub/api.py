@@ -1,4 +1,6 @@
-"""Ask the Hub again until it answers, and say why it does not.
+"""Ask the Hub's API again until it answers, and say why it does not.
+
+Ranges of files are asked for again in http.py, by the same Retry.
 
 huggingface_hub retries some requests itself, waits forever for others, and prints signed links
 while it does; here it is kept from all but the first.  No message holds an address or what looks
