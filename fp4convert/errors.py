@@ -141,6 +141,41 @@ class Interrupted(Fp4Error):  # noqa: N818 - not a failure
         self.exit_code = exit_code
 
 
+def install_line(extra: str) -> str:
+    """Return the line to type that installs an extra of pyproject.toml.
+
+    It names the folder or the file that this package was installed from, while that is there.
+    """
+    import json
+    import shlex
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    name, how = "fp4convert", "pip install"
+    try:
+        origin = json.loads(distribution(name).read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:  # it runs from a folder that nobody installed
+        origin = {}
+    url = urlsplit(origin.get("url", ""))
+    place = Path(url2pathname(url.path))
+    if url.scheme == "file" and place.exists():
+        name = str(place)
+        if origin.get("dir_info", {}).get("editable"):
+            how += " -e"
+    return f"{how} {shlex.quote(f'{name}[{extra}]')}"
+
+
+def describe_missing(needing: str, extra: str) -> tuple[str, str]:
+    """Describe a package that is not installed, for an InputError.
+
+    needing  what needs which package, as the beginning of a sentence
+    extra    of pyproject.toml, which brings it
+    Returns  the message and the next step
+    """
+    return f"{needing}, which is not installed", f"Install it: {install_line(extra)}"
+
+
 Level = Literal["error", "warning", "note"]
 
 

@@ -3,6 +3,7 @@
 Whatever a checkpoint says reaches the page as JSON in which no sign has a meaning in HTML, and from
 there as text.  The page allows its own two scripts, by their hashes, and no address: neither a name
 that is a script nor a mistake of ours could run.
+plotly's script was put beside the page's own files when this package was built (CMakeLists.txt).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import json
 import re
 from collections.abc import Mapping
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.errors import InputError, describe_missing
 from fp4convert.progress import size_text
 from fp4convert.quality.verification import Verified
 from fp4convert.report.datasheet import make_datasheet
@@ -28,6 +31,7 @@ GENERATOR = (
     '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
     '<meta name="generator" content="fp4convert">\n'
 )
+PLOTLY = "plotly.min.js"
 PAGE = Paper("--report", "FILE.html", GENERATOR)
 # Signs that mean something in HTML, or end a line of a script.
 SIGNS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
@@ -40,8 +44,10 @@ def check_page(path: Path) -> None:
     """Raise OutputError where no page can be written.
 
     Also where something else lies than an earlier page.
+    Raises  InputError where there is no script to draw it with
     """
     check_place(path, PAGE)
+    _find_plotly()
 
 
 def save_page(
@@ -66,14 +72,14 @@ def write_page(document: Mapping[str, Any], path: Path) -> None:
 
 def make_page(document: Mapping[str, Any]) -> str:
     """Return the text of the page of a data sheet."""
-    from plotly.offline import get_plotlyjs
 
     def read(file: str) -> str:
-        return files("fp4convert.report").joinpath("page", file).read_text(encoding="utf-8")
+        return _own_file(file).read_text(encoding="utf-8")
 
     # Nothing in a script ends the element that it stands in, and only these two may run.
     slots, allowed = {}, []
-    for slot, script in (("plotly", get_plotlyjs()), ("script", read("report.js"))):
+    plotly = _find_plotly().read_text(encoding="utf-8")
+    for slot, script in (("plotly", plotly), ("script", read("report.js"))):
         slots[slot] = re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
         digest = base64.b64encode(hashlib.sha256(slots[slot].encode()).digest()).decode()
         allowed.append(f"'sha256-{digest}'")
@@ -83,3 +89,23 @@ def make_page(document: Mapping[str, Any]) -> str:
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     slots["data"] = text.translate(SIGNS)
     return _SLOT.sub(lambda slot: slots[slot[1]], read("report.html"))
+
+
+def _own_file(file: str) -> Traversable:
+    return files("fp4convert.report").joinpath("page", file)
+
+
+def _find_plotly() -> Traversable:
+    """Find plotly's script: the shipped one, else the installed package's.
+
+    Raises  InputError where there is neither
+    """
+    shipped = _own_file(PLOTLY)
+    if shipped.is_file():
+        return shipped
+    try:
+        return files("plotly").joinpath("package_data", PLOTLY)
+    except ImportError:
+        needing = f"--report draws with {PLOTLY}, which this build of fp4convert lacks"
+        needing += "; it needs the package plotly"
+        raise InputError("no-plotly", *describe_missing(needing, "report")) from None

@@ -9,13 +9,16 @@ import hashlib
 import json
 import os
 import re
+import sys
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from checkpoints import run, weight, write_llama, write_single
 from hostile import NAMES, make_hostile, name_of
 
+from fp4convert.report import html
 from fp4convert.report.html import make_page
 
 
@@ -309,3 +312,17 @@ def test_every_transformer_of_a_pipeline_has_a_page(tmp_path):
     assert document_of(tmp_path / "r-transformer_2.html")["tensors"]["name"] == [
         "blocks.0.transformer_2.weight"
     ]
+
+
+def test_the_script_is_the_shipped_one_else_the_installed_packages(monkeypatch):
+    """Both are plotly's own, of the version that each was built with."""
+    document = {"title": "usual", "findings": []}
+    shipped = html._find_plotly()
+    monkeypatch.setattr(html, "_own_file", lambda file: files("fp4convert.report") / "absent")
+    installed = html._find_plotly()
+    assert shipped != installed
+    for script in (shipped, installed):
+        assert "plotly.js v" in script.read_text(encoding="utf-8")[:40]
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert any("plotly.js v" in script[:40] for script in Elements(make_page(document)).scripts)

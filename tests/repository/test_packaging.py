@@ -29,6 +29,8 @@ PAGES = (
     "py.typed",
     "report/catalogue.toml",
     *(f"report/page/report.{kind}" for kind in ("html", "css", "js")),
+    "report/page/plotly.min.js",
+    "report/page/plotly.LICENSE.txt",
 )
 CARRIED = (
     *(f"kernels/{name}" for name in CUDA),
