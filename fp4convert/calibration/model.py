@@ -19,7 +19,7 @@ import torch
 
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import find_linears
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, describe_missing
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.storage.safetensors import TensorRef
@@ -253,9 +253,8 @@ def import_transformers() -> Any:
         import transformers
         from transformers.utils import logging
     except ImportError:
-        detail = "calibrate runs the model, for which it needs the package transformers"
-        next_step = "Install it: pip install 'fp4convert[calibrate]'."
-        raise InputError("no-transformers", f"{detail}; it is not installed", next_step) from None
+        needing = "calibrate runs the model, for which it needs the package transformers"
+        raise InputError("no-transformers", *describe_missing(needing, "calibrate")) from None
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers

@@ -41,6 +41,7 @@ from fp4convert.calibration.samples import (
     save_samples,
     write_samples,
 )
+from fp4convert.calibration.statistics import Calibrated
 from fp4convert.calibration.workdir import (
     SAMPLES_FILE,
     join_parts,
@@ -63,7 +64,6 @@ from fp4convert.storage.source import Source, stopping
 TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")
 COPY_NBYTES = 1 << 20
 FLOAT32_NBYTES = 4
-NAMED_MODULES = 3  # in a warning that many could stand in
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,71 +109,6 @@ class Run:
             detail = f"{output} is there already; nothing is written over it"
             next_step = "Choose another file with -o, or replace it with --force."
             raise OutputError("output-exists", detail, next_step)
-
-
-@dataclass(frozen=True, slots=True)
-class Calibrated:
-    """What came of it.
-
-    output_bytes  of the file, and of the parts beside it where it is an index
-    linears       modules with statistics
-    unrouted      modules of experts that were fed tokens that were not routed to them
-    unwatched     modules without statistics
-    opaque        of these, experts that calibrate cannot see into
-    """
-
-    output: Path
-    output_bytes: int
-    samples: int
-    tokens: int
-    linears: int
-    experts: int
-    unrouted: tuple[str, ...]
-    unwatched: tuple[str, ...]
-    opaque: tuple[str, ...]
-    sha256: str
-    seconds: float
-
-    @property
-    def warnings(self) -> list[str]:
-        """Tell what a person should know of it."""
-        known = set(self.opaque)
-        passed_by = tuple(module for module in self.unwatched if module not in known)
-        found = []
-        for modules, what in (
-            (
-                self.unrouted,
-                "of experts that too few tokens were routed to; they were given tokens of the"
-                " whole layer instead; more text helps",
-            ),
-            (
-                self.opaque,
-                "experts without statistics and saliency, since transformers computes them in a"
-                " way that cannot be looked into; prune does not take this file",
-            ),
-            (passed_by, "without statistics, since no text goes through them"),
-        ):
-            if modules:
-                more = ", ..." if len(modules) > NAMED_MODULES else ""
-                names = f"{', '.join(modules[:NAMED_MODULES])}{more}"
-                found.append(f"{len(modules)} linear layers ({names}): {what}")
-        return found
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "output": str(self.output),
-            "output_bytes": self.output_bytes,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "linears": self.linears,
-            "experts": self.experts,
-            "unrouted": list(self.unrouted),
-            "unwatched": list(self.unwatched),
-            "opaque": list(self.opaque),
-            "sha256": self.sha256,
-            "seconds": self.seconds,
-            "warnings": self.warnings,
-        }
 
 
 def calibrate(run: Run) -> Calibrated:

@@ -60,6 +60,7 @@ FORMAT, VERSION = "fp4convert-calibration", "2"
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
 ANEW = "Copy it anew from where it was made, or calibrate again."  # nobody downloads such files
 NOTES = ("source", "fingerprint", "weights", "samples", "tokens", "gram", "text")
+NAMED_MODULES = 3  # in a warning that many could stand in
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
 COUNTS = (".tokens", ".expert_tokens")  # end names of integers
 DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -90,6 +91,71 @@ class Experts(NamedTuple):
 
     tokens: NDArray[np.int64]
     saliency: Float32s
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What came of a calibration.
+
+    output_bytes  of the file, and of the parts beside it where it is an index
+    linears       modules with statistics
+    unrouted      modules of experts that were fed tokens that were not routed to them
+    unwatched     modules without statistics
+    opaque        of these, experts that calibrate cannot see into
+    """
+
+    output: Path
+    output_bytes: int
+    samples: int
+    tokens: int
+    linears: int
+    experts: int
+    unrouted: tuple[str, ...]
+    unwatched: tuple[str, ...]
+    opaque: tuple[str, ...]
+    sha256: str
+    seconds: float
+
+    @property
+    def warnings(self) -> list[str]:
+        """Tell what a person should know of it."""
+        known = set(self.opaque)
+        passed_by = tuple(module for module in self.unwatched if module not in known)
+        found = []
+        for modules, what in (
+            (
+                self.unrouted,
+                "of experts that too few tokens were routed to; they were given tokens of the"
+                " whole layer instead; more text helps",
+            ),
+            (
+                self.opaque,
+                "experts without statistics and saliency, since transformers computes them in a"
+                " way that cannot be looked into; prune does not take this file",
+            ),
+            (passed_by, "without statistics, since no text goes through them"),
+        ):
+            if modules:
+                more = ", ..." if len(modules) > NAMED_MODULES else ""
+                names = f"{', '.join(modules[:NAMED_MODULES])}{more}"
+                found.append(f"{len(modules)} linear layers ({names}): {what}")
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "output": str(self.output),
+            "output_bytes": self.output_bytes,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "linears": self.linears,
+            "experts": self.experts,
+            "unrouted": list(self.unrouted),
+            "unwatched": list(self.unwatched),
+            "opaque": list(self.opaque),
+            "sha256": self.sha256,
+            "seconds": self.seconds,
+            "warnings": self.warnings,
+        }
 
 
 @dataclass(frozen=True, slots=True)

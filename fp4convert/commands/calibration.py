@@ -1,16 +1,15 @@
-"""calibrate(): run text through a model; needs torch."""
+"""calibrate(): run text through a model; needs torch and transformers."""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
-from fp4convert.calibration import run
-from fp4convert.calibration.run import Calibrated
-from fp4convert.calibration.samples import Feed
-from fp4convert.calibration.workdir import interruptible
+from fp4convert.calibration.statistics import Calibrated
 from fp4convert.commands.options import CalibrateOptions, as_path, public
 from fp4convert.conversion.options import as_nbytes
+from fp4convert.errors import InputError, describe_missing
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 
@@ -22,9 +21,17 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
     A layer is in memory at a time.  One of text, dataset and self_generate is given: the command
     `calibrate`.
     Returns  what was written; `warnings` says what a person should know of it
-    Raises   Fp4Error: InputError for text or a model that cannot be used, OutputError for a file
-             that cannot be written
+    Raises   Fp4Error: InputError for text or a model that cannot be used, or without the packages
+             that run it, OutputError for a file that cannot be written
     """
+    if find_spec("torch") is None:
+        raise InputError(
+            "no-torch", *describe_missing("calibrate needs the package torch", "calibrate")
+        )
+    from fp4convert.calibration import run
+    from fp4convert.calibration.samples import Feed
+    from fp4convert.calibration.workdir import interruptible
+
     output, phases, text = Path(options.output), options.phases or Phases(), options.text
     files = (text,) if isinstance(text, str | os.PathLike) else text or ()
     feed = Feed(

@@ -20,6 +20,7 @@ from fp4convert.conversion.options import (
     TranscodeOptions,
     WorkOptions,
 )
+from fp4convert.conversion.ray_workers import import_ray
 from fp4convert.conversion.work import Work, prepare
 from fp4convert.execution import finish
 from fp4convert.execution.settings import Result, Settings
@@ -65,6 +66,8 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
     if options.private or options.report is not None:
         publish.check_destinations(options, settings.share, is_dry)
+    if options.ray is not None and not is_dry:
+        import_ray()
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
     _warn(options, () if is_dry else work.warnings, settings)

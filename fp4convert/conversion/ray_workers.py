@@ -20,7 +20,13 @@ from typing import Any
 from fp4convert import errors
 from fp4convert.conversion.options import QuantizeOptions, ignore
 from fp4convert.conversion.quantization import begin_quantize, prepare_quantize, quantize
-from fp4convert.errors import DeviceError, Fp4Error, InputError
+from fp4convert.errors import (
+    DeviceError,
+    Fp4Error,
+    InputError,
+    describe_missing,
+    install_line,
+)
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import TaskFiles
 from fp4convert.execution.settings import Result, Settings
@@ -113,6 +119,21 @@ def options_for_nodes(options: QuantizeOptions, source: Source) -> QuantizeOptio
         phases=None,
         warn=None,
     )
+
+
+def import_ray() -> ModuleType:
+    """Import Ray; InputError where it is missing or too old."""
+    try:
+        import ray
+    except ImportError:
+        raise InputError(
+            "no-ray", *describe_missing("--ray needs the package ray", "ray")
+        ) from None
+    if tuple(map(int, ray.__version__.split(".")[:2])) < OLDEST:
+        detail = f"Ray is {ray.__version__}; expected 2.50 or newer, as on the cluster"
+        raise InputError("no-ray", detail, f"Install a newer one: {install_line('ray')}")
+    package: ModuleType = ray
+    return package
 
 
 def check_cluster(address: str) -> None:
@@ -214,23 +235,7 @@ def _nodes(ray: Any) -> list[dict[str, Any]]:
 @contextmanager
 def _connected(address: str) -> Iterator[ModuleType]:
     """Connect to a Ray cluster for a while; InputError where none answers."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        found = version("ray")
-    except PackageNotFoundError:
-        raise InputError(
-            "no-ray",
-            "--ray needs Ray, which is not installed",
-        ) from None
-    if tuple(map(int, found.split(".")[:2])) < OLDEST:
-        raise InputError(
-            "no-ray",
-            f"Ray is {found}; expected 2.50 or newer, as on the cluster",
-            "pip install 'fp4convert[ray]'.",
-        )
-    import ray
-
+    ray = import_ray()
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if port.isdigit():  # where nothing listens, Ray waits for minutes

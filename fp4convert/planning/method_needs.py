@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 from fp4convert.calibration.statistics import Calibration, check_linears, open_calibration
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, describe_missing
 from fp4convert.numerics.formats import IMPORTANCE, METHODS
 from fp4convert.planning.steps import Plan, Step
 from fp4convert.recipes.recipe import Target
@@ -30,14 +31,18 @@ FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
 def open_statistics(method: str, rule: str | None, file: str | None) -> Calibration | None:
     """Open the calibration file that is given.
 
-    Raises InputError for a method that is not known, one or a rule that needs a file and has none,
-    or a file that is none
+    Raises InputError for a method that is not known or whose package is not installed, one or a
+    rule that needs a file and has none, or a file that is none
     """
     if method not in METHODS:
         raise InputError(
             "unknown-method",
             f"--method {method!r} is not known; expected {' or '.join(METHODS)}",
             "Leave it out for rtn.",
+        )
+    if method == GPTQ and find_spec("torch") is None:
+        raise InputError(
+            "no-torch", *describe_missing("--method gptq needs the package torch", "calibrate")
         )
     asking = (
         f"--method {method}"

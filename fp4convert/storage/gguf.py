@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, describe_missing
 from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec, nbytes_of
 
 # Run with llama.cpp of 2026-10; ten others gave NaN or garbage.
@@ -243,7 +243,7 @@ def _package() -> ModuleType:
     try:
         import gguf
     except ImportError:
-        detail = "GGUF files need llama.cpp's package gguf, which is not installed"
-        raise InputError("no-gguf", detail) from None
+        needing = "GGUF files need llama.cpp's package gguf"
+        raise InputError("no-gguf", *describe_missing(needing, "gguf")) from None
     package: ModuleType = gguf
     return package

@@ -21,7 +21,7 @@ from paths import ROOT
 from pruned_deepseek import DEEPSEEK, calibrated, deepseek_shards
 
 import fp4convert
-from fp4convert.calibration.run import Calibrated
+from fp4convert.calibration.statistics import Calibrated
 from fp4convert.cli.app import make_app
 from fp4convert.cli.commands import COMMANDS
 from fp4convert.commands import analysis, calibration, convert, quality

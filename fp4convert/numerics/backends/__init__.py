@@ -44,5 +44,5 @@ def open_backend(device: str) -> Backend:
         else found.problem
     )
     refused = next((reason for name, reason in found.refused if name == device), None)
-    next_step = f"{found.next_step} See: fp4convert doctor.".strip()
+    next_step = f"See: fp4convert doctor. {found.next_step}".strip()
     raise DeviceError("no-device", f"device {device!r} is not there: {refused or there}", next_step)

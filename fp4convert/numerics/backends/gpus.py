@@ -10,6 +10,7 @@ import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
+from fp4convert.errors import install_line
 from fp4convert.numerics.backends import cubins
 
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
@@ -62,13 +63,13 @@ def survey() -> Survey:
             problem=problem,
             next_step="Install NVIDIA's driver, or use --device cpu.",
         )
-    install = f"pip install 'fp4convert[cuda{12 if driver[0] < 13 else 13}]'"
+    install = install_line(f"cuda{12 if driver[0] < 13 else 13}")
     if importlib.util.find_spec("cupy") is None:
         return Survey(
             driver,
             count,
             problem="CuPy is not installed",
-            next_step=f"{install}, or use --device cpu.",
+            next_step=f"Use --device cpu, or install it: {install}",
         )
     try:
         import cupy
@@ -79,7 +80,7 @@ def survey() -> Survey:
             driver,
             count,
             problem=f"CuPy or its NVRTC does not load: {_first_line(error)}",
-            next_step=f"{install}.",
+            next_step=f"Install them anew: {install}",
         )
     if nvrtc[0] > driver[0]:
         detail = f"NVRTC {dotted(nvrtc)} is newer than the driver, which runs CUDA {dotted(driver)}"
@@ -89,7 +90,7 @@ def survey() -> Survey:
             cupy.__version__,
             nvrtc,
             problem=detail,
-            next_step=f"Uninstall that NVRTC and {install}.",
+            next_step=f"Uninstall that NVRTC, then: {install}",
         )
     gpus, refused = [], []
     for number in range(count):
