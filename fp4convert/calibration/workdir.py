@@ -38,7 +38,13 @@ from fp4convert.process import Stopped
 from fp4convert.progress import size_text
 from fp4convert.recipes.recipe import group_members, scale_groups
 from fp4convert.storage.disk import hash_file, write_errors_at
-from fp4convert.storage.safetensors import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec
+from fp4convert.storage.safetensors import (
+    SafetensorsFrame,
+    ShardWriter,
+    TensorRef,
+    TensorSpec,
+    difference_from_package,
+)
 from fp4convert.storage.source import Source
 
 LARGEST_NBYTES = 5 * 10**9  # of tensors in one file
@@ -139,10 +145,16 @@ def _copy_parts(
 
 @contextmanager
 def _shard_writer(path: Path, header: bytes, refs: Sequence[TensorRef]) -> Iterator[ShardWriter]:
-    """Open a writer that leaves nothing behind where it is not finished."""
+    """Open a writer that leaves nothing behind where it is not finished.
+
+    The package safetensors writes no such file: its metadata comes in another order each time, and
+    plans and records know a calibration by its bytes.  Its reader looks at the finished file.
+    """
     writer = ShardWriter(path, header, refs, len(header) + sum(ref.nbytes for ref in refs))
     try:
         yield writer
+        if difference := difference_from_package(path, refs):
+            raise RuntimeError(f"{path.name} {difference}")
     except BaseException:
         writer.discard()
         raise

@@ -41,8 +41,8 @@ from fp4convert.execution.plan_file import (
 )
 from fp4convert.execution.settings import OnNamed, Settings
 from fp4convert.numerics.error_sums import Account
-from fp4convert.planning.steps import Task
-from fp4convert.storage.checkpoint_files import PLAN_FILE
+from fp4convert.planning.steps import Shard, Task
+from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE
 from fp4convert.storage.disk import (
     Mark,
     fsync_folder,
@@ -51,7 +51,7 @@ from fp4convert.storage.disk import (
     seal,
     write_errors_at,
 )
-from fp4convert.storage.safetensors import ShardWriter
+from fp4convert.storage.safetensors import ShardWriter, difference_from_package
 
 DONE = "done"  # the folder of records
 PLANNING = "plan"  # the claim of whoever writes plan.json
@@ -229,9 +229,15 @@ class OutputFolder:
                 raise
 
     def _finish_shards(self, task: Task, writer: TaskWriter) -> None:
-        """Flush, close and name the shards of a task."""
+        """Flush, close and name the shards of a task.
+
+        Before it has its name, each is opened by the package safetensors, too.
+        """
         try:
             files = {file: shard.finish() for file, shard in writer.shards.items()}
+            for shard in task.shards:
+                if not shard.file.endswith(GGUF):
+                    _check_header(writer.shards[shard.file].path, shard)
         except BaseException:
             writer.discard()
             raise
@@ -366,6 +372,14 @@ class OutputFolder:
         for file in (old.last, *sorted(forgotten)):
             with write_errors_at(self.root / file):
                 (self.root / file).unlink(missing_ok=True)
+
+
+def _check_header(path: Path, shard: Shard) -> None:
+    """Raise RuntimeError where a second reader finds another header."""
+    with write_errors_at(path):
+        difference = difference_from_package(path, shard.outputs)
+    if difference:
+        raise RuntimeError(f"{shard.file} {difference}")
 
 
 def _read_blocks(

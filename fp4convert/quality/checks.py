@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import model_recipe
-from fp4convert.storage.safetensors import WEIGHT
+from fp4convert.storage.safetensors import WEIGHT, difference_from_package
 from fp4convert.storage.source import Source
 
 # Of block scales: read whole up to the first number, else about the second.
@@ -80,6 +81,21 @@ def judge(
     refuted = tuple(finding for finding in findings if fits and finding.code in GUESSED)
     held = (finding for finding in findings if not fits or finding.code not in GUESSED)
     return Judged((*held, *differing), refuted, layout or detected)
+
+
+def check_headers(artifact: Artifact) -> Iterator[Finding]:
+    """Check that the package safetensors reads every shard as we do.
+
+    Shards on the Hub are not there to be opened.
+    """
+    if artifact.source.is_streamed:
+        return
+    for shard in artifact.source.checkpoint.shards:
+        if shard.frame.container == "safetensors":
+            with artifact.source.open_file(shard.file) as stream:
+                difference = difference_from_package(Path(stream.name), shard.tensors)
+            if difference:
+                yield Finding("error", "safetensors-differs", None, f"{shard.file} {difference}")
 
 
 def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:

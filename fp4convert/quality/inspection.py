@@ -14,7 +14,7 @@ from fp4convert.checkpoint.dialects.base import Packed
 from fp4convert.checkpoint.error_report import read_recorded
 from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
-from fp4convert.quality.checks import choose_modules, is_healthy, judge, scale_nbytes
+from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge, scale_nbytes
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source, stored_float
 
@@ -23,7 +23,7 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
     """Make the document of `inspect --json`.
 
     source   the original weights, which decide what statistics cannot
-    is_full  read every block scale, however many
+    is_full  read every block scale, however many, and have a second reader open every shard
 
     scale_layout: "declared" is what our record says (None where there is none), "detected" None
     where nothing decides.  Of a mixed artifact, "forms" says more; what its forms do not agree on
@@ -31,6 +31,7 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
     """
     chosen = choose_modules(artifact, is_full)
     judged = judge(artifact, source, chosen, chosen)
+    findings = [*judged.findings, *(check_headers(artifact) if is_full else ())]
     # The share of block scales that was read.
     nbytes = scale_nbytes(artifact)
     read, whole = sum(nbytes[module] for module in chosen), sum(nbytes.values())
@@ -67,8 +68,8 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
         "bits_per_weight": bits_per_weight,
         "share_read": round(read / whole if whole else 0.0, 4),
         **({"fidelity": recorded.summary} if recorded else {}),
-        "findings": [asdict(finding) for finding in judged.findings],
-        "healthy": is_healthy(judged.findings),
+        "findings": [asdict(finding) for finding in findings],
+        "healthy": is_healthy(findings),
     }
 
 

@@ -19,7 +19,7 @@ from fp4convert.numerics.error_sums import SOURCE, Sums, count_codes, summarise
 from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
-from fp4convert.quality.checks import choose_modules, is_healthy, judge
+from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge
 from fp4convert.quality.source_compare import (
     Distance,
     Outputs,
@@ -156,7 +156,8 @@ def verify(
     sampled = choose_modules(artifact, is_full=False)
     judged = judge(artifact, related, list(artifact.modules), sampled)
     # 2. The hashes of files, and the tensors that were kept.
-    findings = [*judged.findings, *_check_hashes(artifact), *_check_kept(artifact)]
+    findings = [*judged.findings, *check_headers(artifact), *_check_hashes(artifact)]
+    findings += _check_kept(artifact)
     # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages

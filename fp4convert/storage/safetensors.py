@@ -4,6 +4,7 @@ The header stands before the data, so every offset is known before the first wei
 Checks follow the format's own rules (huggingface/safetensors README, "Format", and its tensor.rs)
 and refuse whatever safetensors refuses.  All entries of a header are looked at together first; they
 are looked at one by one, to say which is wrong and why, where any of them could be.
+The package safetensors is a second judge of what is written (difference_from_package).
 This module knows nothing of folders, models or quantization.
 """
 
@@ -15,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, repeat, takewhile
+from itertools import accumulate, chain, repeat, takewhile
 from json.encoder import encode_basestring
 from operator import add, itemgetter
 from pathlib import Path
@@ -264,6 +265,44 @@ class ShardWriter:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def difference_from_package(path: Path, refs: Iterable[TensorRef]) -> str:
+    """Compare addresses with those that the package safetensors finds.
+
+    It reads the header alone.  Offsets are compared, too: it tells the order of the tensors, which
+    leaves no gap between them, and they end where the file does.
+    Returns  what differs, as the end of a sentence that begins with the file; "" for nothing
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+            found = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices}
+    except SafetensorError as error:
+        return f"is refused by the package safetensors: {error}"
+    sizes = [nbytes_of(*kind) for kind in found.values()]
+    begins = accumulate(sizes, initial=path.stat().st_size - sum(sizes))
+    theirs = {
+        name: (*kind, begin) for (name, kind), begin in zip(found.items(), begins, strict=False)
+    }
+    ours = {ref.name: (ref.dtype, ref.shape, ref.start) for ref in refs}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if (own := ours.get(name)) != (other := theirs.get(name)):
+            return (
+                f"holds {name!r} as {_address_text(other)} by the package safetensors,"
+                f" and as {_address_text(own)} by fp4convert"
+            )
+    return ""
+
+
+def _address_text(address: tuple[str, tuple[int, ...], int] | None) -> str:
+    """Write a dtype, a shape and an offset for people; None is no tensor."""
+    if address is None:
+        return "nothing"
+    dtype, shape, start = address
+    return f"{dtype} {list(shape)} at byte {start}"
 
 
 def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:

@@ -31,7 +31,7 @@ from checkpoints import (
 
 from fp4convert.errors import OutputError
 from fp4convert.execution.folder import OutputFolder
-from fp4convert.storage.safetensors import ShardWriter
+from fp4convert.storage.safetensors import SafetensorsFrame, ShardWriter
 
 STATE = ".fp4convert"
 RECORDS = ("config.json", INDEX, "quantization_config.json")
@@ -437,3 +437,22 @@ def test_a_copy_that_fails_leaves_the_last_shard_finished(source, tmp_path, monk
     assert untouched.keys() == {FIRST, SECOND}
     assert quantize(source, tmp_path / "out").json["adopted_bytes"] > 0
     assert stamps(tmp_path / "out") == untouched
+
+
+def test_a_header_that_a_second_reader_finds_otherwise_ends_the_run_without_a_record(
+    source, tmp_path, monkeypatch
+):
+    """A mistake of ours: it names the shard, and no shard of it gets its name."""
+    right = SafetensorsFrame.lay_out
+
+    def mistaken(self, file, specs, notes):
+        head, refs = right(self, file, specs, notes)
+        return head.replace(b'"U8"', b'"I8"'), refs
+
+    monkeypatch.setattr(SafetensorsFrame, "lay_out", mistaken)
+    with pytest.raises(RuntimeError, match=rf"{FIRST} holds .* as I8 .* by the package"):
+        quantize(source, tmp_path / "out")
+    assert not (tmp_path / "out" / FIRST).exists()
+    assert not (tmp_path / "out" / "quantization_config.json").exists()
+    monkeypatch.undo()
+    assert quantize(source, tmp_path / "out").code == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 from checkpoints import (
     FIRST,
     LAYER,
@@ -386,3 +387,22 @@ def test_weights_beside_the_shards_that_the_record_does_not_name_are_an_error(ar
     folder = artifact()
     (folder / "pytorch_model.bin").write_bytes(b"other weights")
     assert errors_of(verify(folder)) == {("file-unrecorded", None)}
+
+
+def test_a_shard_that_the_package_safetensors_refuses_is_found(artifact, monkeypatch):
+    """Where its reader is stricter than ours; by verify, and by inspect --full alone."""
+    out, found = artifact(), ["safetensors-differs"]
+    assert run("inspect", out, "--full").code == 0
+
+    def refuse(path, framework):
+        raise safetensors.SafetensorError("not as I like it")
+
+    monkeypatch.setattr(safetensors, "safe_open", refuse)
+    findings = verify(out)["findings"]
+    assert [finding["code"] for finding in findings] == found * 2
+    assert findings[0]["detail"] == (
+        f"{FIRST} is refused by the package safetensors: not as I like it"
+    )
+    told = run("inspect", out, "--full", "--json")
+    assert (told.code, [finding["code"] for finding in told.json["findings"]]) == (6, found * 2)
+    assert run("inspect", out).code == 0

@@ -156,3 +156,51 @@ def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeyp
         *((second, block), (second + block, block), (third, safetensors.LEAST_FLUSH_NBYTES)),
     ]
     assert writer.finish() == hashlib.sha256(bytes(starts[-1])).hexdigest()
+
+
+def write_tensors(path, specs):
+    """Write tensors of zeros; return their addresses."""
+    head, refs = SafetensorsFrame({"who": "é"}).lay_out(path.name, specs, {})
+    path.write_bytes(head + bytes(sum(ref.nbytes for ref in refs)))
+    return refs
+
+
+def test_the_package_finds_the_same_addresses_of_every_dtype(tmp_path):
+    specs = [TensorSpec(f"{kind} é", kind, (2, 4)) for kind in safetensors.DTYPE_BITS]
+    specs += [TensorSpec("empty", "F32", (0, 4)), TensorSpec("single", "BF16", ())]
+    refs = write_tensors(tmp_path / "m", specs)
+    assert safetensors.difference_from_package(tmp_path / "m", refs) == ""
+
+
+@pytest.mark.parametrize(
+    ("refs", "expected"),
+    [
+        ((), "holds 'a' as U8 [4] at byte 104 by the package safetensors, and as nothing"),
+        (("I8", (4,), 0), "as U8 [4] at byte 104 by the package safetensors, and as I8 [4]"),
+        (("U8", (2, 2), 0), "and as U8 [2, 2] at byte 104 by fp4convert"),
+        (("U8", (4,), 2), "and as U8 [4] at byte 106 by fp4convert"),
+    ],
+)
+def test_another_address_than_the_package_finds_is_told(refs, expected, tmp_path):
+    (ref,) = write_tensors(tmp_path / "m", [TensorSpec("a", "U8", (4,))])
+    changed = []
+    if refs:
+        dtype, shape, moved = refs
+        changed = [ref._replace(dtype=dtype, shape=shape, start=ref.start + moved)]
+    assert expected in safetensors.difference_from_package(tmp_path / "m", changed)
+
+
+def test_what_the_package_refuses_is_told(tmp_path):
+    (ref,) = write_tensors(tmp_path / "m", [TensorSpec("a", "U8", (4,))])
+    with (tmp_path / "m").open("ab") as file:
+        file.write(b"more")
+    told = safetensors.difference_from_package(tmp_path / "m", [ref])
+    assert told.startswith("is refused by the package safetensors: ")
+
+
+def test_the_package_reads_no_tensor(tmp_path):
+    """A sparse file of a terabyte is looked at in no time."""
+    head, (ref,) = SafetensorsFrame({}).lay_out("m", [TensorSpec("a", "U8", (1 << 40,))], {})
+    (tmp_path / "m").write_bytes(head)
+    os.truncate(tmp_path / "m", ref.start + ref.nbytes)
+    assert safetensors.difference_from_package(tmp_path / "m", [ref]) == ""
