@@ -8,6 +8,7 @@ numbers is verification's work.
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, strings
 from fp4convert.checkpoint.dialects.forms import Form, Group
-from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, recognise
+from fp4convert.checkpoint.dialects.registry import DIALECTS, METHODS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.stacks import gather
 from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
 from fp4convert.checkpoint.modules import form_finder, read_modules
@@ -25,12 +26,16 @@ from fp4convert.numerics.formats import Format
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.open import open_source
+from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Access, Source, subfolder_of
 
 # Engines stumble over it; what the weights are is not in doubt.
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})
+# Names of methods that records write in small letters.
+FOREIGN = {
+    name.lower(): name for name in ("AQLM", "AWQ", "EETQ", "GPTQ", "HQQ", "Quanto", "SpQR", "VPTQ")
+}
 # Smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect.
 UNSAID_ENDINGS = (
     ".pre_quant_scale",
@@ -198,6 +203,21 @@ def refuse_unsaid(names: Iterable[str]) -> None:
         raise InputError("unsaid-tensors", detail, tensor=unsaid[0])
 
 
+def describe_foreign(clues: Clues) -> tuple[str, str]:
+    """Tell by whose method a record says that weights are quantized, and from what to start.
+
+    Returns  "this is a checkpoint of GPTQ ...", "" where the record names no other method; the next
+             step, with the base model where config.json names one
+    """
+    method, base = clues.record.get("quant_method"), clues.config.get("_name_or_path")
+    is_known = isinstance(base, str) and re.fullmatch(REPOSITORY, base)
+    next_step = f"Start from the original weights{f': {base}' if is_known else ''}."
+    if not isinstance(method, str) or method in (*METHODS.values(), "fp8"):
+        return "", next_step
+    name = FOREIGN.get(method.lower(), method)
+    return f"this is a checkpoint of {name} (config.json)", next_step
+
+
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
     """Open the artifact in that folder or repository.
 
@@ -301,6 +321,10 @@ def _read_identity(
             raise InputError(error.code, f"{RECORD}: {error.message}", next_step) from None
     for name, groups in recognise(clues):
         return groups, name
+    foreign, start = describe_foreign(clues)
+    if foreign:
+        detail = f"{reference}: {foreign}; expected an artifact of {', '.join(DIALECTS)}"
+        raise InputError("not-an-artifact", detail, start)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}"
     detail = f"{detail}, no record or names of {', '.join(DIALECTS)}"
     next_step = "Quantize it: fp4convert quantize SOURCE --format nvfp4."

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from fp4convert.checkpoint.artifact import (
     Artifact,
+    describe_foreign,
     is_artifact,
     read_artifact,
     read_clues,
@@ -159,7 +160,7 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
 
 def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
     """Raise InputError for what is quantized and cannot be read."""
-    next_step = "Start from the original weights."
+    foreign, next_step = describe_foreign(clues)
     known, is_recorded = linears.consumed(), bool(clues.record or clues.hf_quant_config)
     refuse_unsaid(name for name in clues.tensors if name not in known)
     for ref in clues.tensors.values():
@@ -169,10 +170,12 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
                 f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is already quantized"
             )
             detail = f"{detail}, in a way that fp4convert does not read"
+            detail = f"{foreign}; {detail}" if foreign else detail
             raise InputError("already-quantized", detail, next_step, ref.name)
     if is_recorded and not linears.is_packed:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"config.json: the checkpoint is already quantized, by {method!r}"
+        detail = f"{foreign}; {detail}" if foreign else detail
         detail = f"{detail}; no tensor is stored as fp4convert knows it"
         remedy = "If these are, remove quantization_config from config.json."
         raise InputError("already-quantized", detail, f"{next_step} {remedy}")

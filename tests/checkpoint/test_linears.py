@@ -96,6 +96,13 @@ INT4 = int_record(4)
             ORIGINAL,
         ),
         (
+            {f"{O_PROJ}.qweight": ("I32", (8, 8), bytes(256))},
+            {**recorded({"quant_method": "gptq"}), "_name_or_path": "org/Base-1B"},
+            "already-quantized",
+            ["this is a checkpoint of GPTQ (config.json); ", "qweight' (I32 [8, 8])"],
+            f"{ORIGINAL.removesuffix('.')}: org/Base-1B.",
+        ),
+        (
             {"t": weight(), f"{O_PROJ}.weight_scale_inv": ones(1, 1)},
             LLAMA,
             "already-quantized",
@@ -106,7 +113,7 @@ INT4 = int_record(4)
             {f"{O_PROJ}.weight": weight()},
             recorded({"quant_method": "awq"}),
             "already-quantized",
-            ["config.json", "by 'awq'", "no tensor is stored as fp4convert knows it"],
+            ["a checkpoint of AWQ", "by 'awq'", "no tensor is stored as fp4convert knows it"],
             f"{ORIGINAL} If these are, remove quantization_config from config.json.",
         ),
         (
