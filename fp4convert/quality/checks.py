@@ -7,20 +7,21 @@ and of some modules otherwise.  report/catalogue.toml explains each finding's co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.base import strings
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.scale_checks import check_scales
-from fp4convert.recipes.patterns import sift
+from fp4convert.recipes.patterns import configs_in, sift
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.storage.safetensors import WEIGHT, difference_from_package
 from fp4convert.storage.source import Source
@@ -30,6 +31,9 @@ ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20
 # Of a repository on the Hub: a download of seconds, whatever its size.
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96
 SPREAD = 8  # modules apart are those whose layout is judged one after the other
+HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
+# Last names of modules that are linear layers in every model.
+LINEARS = HEADS | {"o_proj", "out_proj", "down_proj", "q_proj", "k_proj", "v_proj", "fc1", "fc2"}
 # Findings that a source refutes where its values fit.
 GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")
 
@@ -173,17 +177,40 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _check_kept_names(artifact: Artifact) -> Iterator[Finding]:
-    """Check that records ignore the matrices that stay.
+    """Check that records ignore the linear layers that stay.
 
-    These are the ones whose last name others have that are quantized.
+    These are the ones whose last name others have that are quantized, and where records are for
+    every linear layer, those whose name is surely that of one.
     """
     leaves = {module.rpartition(".")[2] for module in artifact.packed}
+    recipe = model_recipe(artifact.source.checkpoint.config)
+    linears = frozenset[str]()
+    if _is_for_every_linear(artifact.clues.record):
+        linears = LINEARS | {member for members in recipe.groups for member in members}
+        if any(one.get("tie_word_embeddings") for one in configs_in(artifact.clues.config)):
+            linears -= HEADS
     is_ignored = artifact.spelling.ignores(artifact.clues)
     for name, ref in artifact.tensors.items():
         if name.endswith(WEIGHT) and len(ref.shape) == 2 and ref.dtype in FLOAT_TYPES:
             module = name.removesuffix(WEIGHT)
             leaf = module.rpartition(".")[2]
-            if leaf in leaves and not leaf.isdigit() and not is_ignored(module):
+            is_namesake = leaf in leaves and not leaf.isdigit()
+            if not (is_namesake or leaf in linears) or is_ignored(module):
+                continue
+            if is_namesake:
                 detail = "it is not quantized, other layers' are, and no record ignores it"
-                detail += ": engines would look for its scales"
-                yield Finding("error", "kept-not-ignored", module, detail)
+            elif recipe.kind_of(module) in ("router", "embedding"):
+                continue
+            else:
+                detail = "it is not quantized, records are for every Linear, and none ignores it"
+            detail += ": engines would look for its scales"
+            yield Finding("error", "kept-not-ignored", module, detail)
+
+
+def _is_for_every_linear(record: Mapping[str, object]) -> bool:
+    """Tell whether engines take every Linear for quantized that no list ignores."""
+    groups = record.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return True
+    found = (group.get("targets") for group in groups.values() if isinstance(group, dict))
+    return any("Linear" in strings(targets) for targets in found)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import run, write_single
+from checkpoints import run, write_llama, write_single
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form
@@ -295,7 +295,7 @@ def test_what_stayed_must_be_ignored_where_its_namesakes_are_quantized(tmp_path)
     floats = ("BF16", (64, 64), bytes(8192))
     others = {
         "layers.1.o_proj.weight": floats,
-        "lm_head.weight": floats,
+        "embed_tokens.weight": floats,
         "layers.1.norm.weight": ("BF16", (64,), bytes(128)),
     }
     assert told(write_ct(tmp_path / "a", {OUT: scales()}, others=others)) == {
@@ -311,3 +311,52 @@ def test_what_stayed_must_be_ignored_where_its_namesakes_are_quantized(tmp_path)
         )
         == {}
     )
+
+
+def test_a_head_that_stayed_must_be_ignored_where_records_are_for_every_linear(tmp_path):
+    floats = ("BF16", (64, 64), bytes(8192))
+    names = ("lm_head", "embed_tokens", "layers.0.mlp.gate", "layers.0.norm_table")
+    others = {f"{name}.weight": floats for name in names}
+
+    def write(folder, **more):
+        return write_ct(folder, {"layers.1.down_proj": scales()}, others=others, **more)
+
+    unhealthy = {"kept-not-ignored": ("error", "lm_head")}
+    assert told(write(tmp_path / "a")) == unhealthy
+    for number, ignored in enumerate(("lm_head", "re:.*lm_head")):
+        assert told(write(tmp_path / f"b{number}", ignore=[ignored])) == {}
+    # A record that names its modules is not for others; a tied head has no tensors of its own.
+    for key, change in (
+        ("named", lambda config: group_of(config).update(targets=["re:.*down_proj"])),
+        ("tied", lambda config: config.update(tie_word_embeddings=True)),
+    ):
+        folder = write(tmp_path / key)
+        config = json.loads((folder / "config.json").read_text())
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+        assert told(folder) == {}
+
+
+def group_of(config):
+    return config["quantization_config"]["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "key"),
+    [("compressed-tensors", "ignore"), ("modelopt", "ignore"), ("quark", "exclude")],
+)
+def test_a_head_that_no_list_names_is_found_in_every_dialect_with_lists(dialect, key, tmp_path):
+    source, made = write_llama(tmp_path / "m"), tmp_path / "made"
+    quantized = ("quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", made)
+    assert run(*quantized).code == 0
+    assert run("inspect", made, "--json").json["findings"] == []
+    for file in ("config.json", "hf_quant_config.json"):
+        if (made / file).exists():
+            record = json.loads((made / file).read_text())
+            record.get("quantization_config", {})[key] = []
+            record.get("quantization", {})["exclude_modules"] = []
+            (made / file).write_text(json.dumps(record))
+    outcome = run("inspect", made, "--json")
+    assert outcome.code == 6
+    found = [(one["code"], one["tensor"]) for one in outcome.json["findings"]]
+    assert found == [("kept-not-ignored", "lm_head")]
