@@ -46,6 +46,7 @@ class Screen:
     def __init__(self, is_json: bool = False, is_quiet: bool = False) -> None:
         self.is_json = is_json
         self.is_quiet = is_quiet
+        self._warned: set[str] = set()
 
     @cached_property
     def out(self) -> Console:
@@ -143,8 +144,11 @@ class Screen:
             self.line(GAP.join(sized).rstrip(), style)
 
     def warn(self, warnings: Iterable[str]) -> None:
+        """Print warnings on stderr, none a second time."""
         for warning in () if self.is_quiet else warnings:
-            self._print(sys.stderr, warning, "yellow", "warning: ")
+            if warning not in self._warned:
+                self._warned.add(warning)
+                self._print(sys.stderr, warning, "yellow", "warning: ")
 
     def tell(self, line: str) -> None:
         """Print on stderr what a person wants to know meanwhile."""

@@ -42,8 +42,10 @@ def quantize(options: QuantizeOptions) -> Result:
     """
     work, settings = _plan(options, is_dry=False)
     if options.push_to_hub is None and options.report is None:
-        return work.carry_out(settings)
-    return publish.carry_out(work, settings)
+        result = work.carry_out(settings)
+    else:
+        result = publish.carry_out(work, settings)
+    return replace(result, warnings=work.warnings)
 
 
 @public(QuantizeOptions)
@@ -88,7 +90,8 @@ def dequantize(options: DequantizeOptions) -> Result:
     source, artifact = open_quantized(os.fspath(options.artifact), options.access(output))
     plan = repacking.prepare_dequantize(source, artifact, options.dtype)
     _warn(options, plan.warnings, settings)
-    return repacking.dequantize(source, plan, output, settings)
+    result = repacking.dequantize(source, plan, output, settings)
+    return replace(result, warnings=list(plan.warnings))
 
 
 @public(TranscodeOptions)
@@ -105,7 +108,8 @@ def transcode(options: TranscodeOptions) -> Result:
     donor = open_source(os.fspath(options.template)) if options.template else None
     plan = repacking.prepare_transcode(artifact, options, donor)
     _warn(options, plan.warnings, settings)
-    return repacking.transcode(artifact, plan, output, settings, donor)
+    result = repacking.transcode(artifact, plan, output, settings, donor)
+    return replace(result, warnings=list(plan.warnings))
 
 
 @public(PruneOptions)
@@ -118,7 +122,7 @@ def prune(options: PruneOptions) -> Result:
     source, pruned = _plan_pruning(options, settings)
     _warn(options, pruned.plan.warnings, settings)
     result = pruning.prune(source, pruned, Path(options.output), settings)
-    return replace(result, experts=pruned.experts)
+    return replace(result, experts=pruned.experts, warnings=list(pruned.plan.warnings))
 
 
 @public(PruneOptions)

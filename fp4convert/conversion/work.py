@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import Protocol
 
+from fp4convert.checkpoint.whole_model import refuse_adapter, refuse_one_shard
 from fp4convert.conversion.diffusers import PipelineConversion, named_component
 from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
@@ -14,10 +15,11 @@ from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.errors import InputError
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.settings import Result, Settings
+from fp4convert.planning.requests import refuse_empty, refuse_unmatched
 from fp4convert.planning.steps import Plan
 from fp4convert.progress import Phases
 from fp4convert.storage.open import access_to, open_with_components
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Source, stopping
 
 
 class Work(Protocol):
@@ -84,11 +86,18 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     access = options.access(output)
     source, components = open_with_components(os.fspath(options.source), access)
     if not components:
+        with stopping(source):
+            refuse_one_shard(source, os.fspath(options.source))
+            refuse_adapter(source)
         found = None
         if goal:
             found = fit(source, options, goal, phases or Phases(), may_write)
         formats = found.rules if found else ()
-        return Conversion(options, source, prepare_quantize(source, options, formats), found)
+        plan = prepare_quantize(source, options, formats)
+        with stopping(source):
+            refuse_unmatched([plan])
+            refuse_empty(source.name, [plan])
+        return Conversion(options, source, plan, found)
     if goal:
         source.stop()
         detail = f"{options.source} is a pipeline of several checkpoints"
@@ -105,4 +114,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         )
         with named_component(name):
             conversions[name] = Conversion(own, component, prepare_quantize(component, own))
+    plans = [conversion.plan for conversion in conversions.values()]
+    refuse_unmatched(plans)
+    refuse_empty(source.name, plans)
     return PipelineConversion(options, source, conversions)

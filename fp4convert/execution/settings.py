@@ -69,6 +69,7 @@ class Result:
     method           by which weights were rounded; None where none were
     fidelity         the summary of its report; None where nothing was rounded, or after a part
     experts          of a pruned model: how many a layer had and has, in how many layers
+    warnings         what a person should know of it; None for a component, whose whole has them
     """
 
     output: str
@@ -90,10 +91,14 @@ class Result:
     method: str | None = None
     fidelity: dict[str, object] | None = None
     experts: dict[str, int] | None = None
+    warnings: list[str] | None = None
 
     def as_json(self) -> dict[str, object]:
         """Return the document; some keys stand only where they mean something."""
-        rare = ("carried", "share", "pushed", "components", "method", "fidelity", "experts")
+        rare = (
+            *("carried", "share", "pushed", "components", "method", "fidelity", "experts"),
+            "warnings",
+        )
         return {
             key: value
             for key, value in asdict(self).items()

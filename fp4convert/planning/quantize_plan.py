@@ -29,6 +29,7 @@ from fp4convert.planning.activation_scales import (
 from fp4convert.planning.decisions import Verdict, decide, skipped_experts, uneven_groups
 from fp4convert.planning.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.planning.kv_cache_scales import Cache
+from fp4convert.planning.requests import find_unmatched
 from fp4convert.planning.steps import (
     Plan,
     Step,
@@ -38,7 +39,6 @@ from fp4convert.planning.steps import (
     refuse_collisions,
     spec_of,
 )
-from fp4convert.recipes.patterns import matches
 from fp4convert.recipes.recipe import (
     Recipe,
     ScaleGroup,
@@ -117,7 +117,6 @@ def plan_quantize(
     warnings = (
         *notes_on(checkpoint),
         *_note_stacks(checkpoint, consumed),
-        *_note_unmatched(recipe, checkpoint, linears),
         *uneven_groups(verdicts, recipe),
         *skipped_experts(verdicts),
         *input_notes,
@@ -128,7 +127,14 @@ def plan_quantize(
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
-    return Plan(recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
+    return Plan(
+        recipe.target,
+        tuple(tasks),
+        ignored,
+        warnings,
+        _stack_rules(linears, recipe),
+        unmatched=_find_unmatched(recipe, checkpoint, linears),
+    )
 
 
 class _StepMaker:
@@ -401,28 +407,22 @@ def _note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[
         )
 
 
-def _note_unmatched(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> Iterator[str]:
-    """Name patterns that match no module, no stack and no module in one."""
-    given = {
-        "--include": recipe.include,
-        "--exclude": recipe.exclude,
-        "[[format]]": tuple(pattern for rule in recipe.formats for pattern in rule.patterns),
+def _find_unmatched(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> dict[str, str]:
+    """Find what a person asks for that matches no module, stack or module in one."""
+    asked = {
+        "--include": [(pattern,) for pattern in recipe.include],
+        "--exclude": [(pattern,) for pattern in recipe.exclude],
+        **recipe.asked,
     }
-    if not any(given.values()):
-        return
+    if not any(asked.values()):
+        return {}
     stacks = (linear.stack for linear in linears.of.values() if linear.stack)
     modules = {
         *linears.of,
         *(stack.name.removesuffix(WEIGHT) for stack in stacks),
         *(module_of(ref.name) for ref in checkpoint.tensors),
-    }
-    for option, patterns in given.items():
-        for pattern in patterns:
-            if pattern not in modules and not any(matches(pattern, module) for module in modules):
-                yield (
-                    f"{option} {pattern!r} matches no module; a module's name is its tensor's"
-                    " without .weight"
-                )
+    } - {""}
+    return find_unmatched(asked, modules)
 
 
 def _note_left_behind(linears: Linears, cache: Cache) -> Iterator[str]:

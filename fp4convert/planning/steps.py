@@ -142,6 +142,7 @@ class Plan:
 
     stacks       how the source's stacks of experts were read
     folds        where factors are folded in
+    unmatched    requests that match no module, with what may have been meant
     calibration  path of the file of statistics, whose sha256 the target has
     """
 
@@ -152,6 +153,7 @@ class Plan:
     stacks: tuple[StackRule, ...] = ()
     calibration: str | None = None
     folds: tuple[FoldUse, ...] = ()
+    unmatched: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> Iterator[Step]:

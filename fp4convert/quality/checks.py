@@ -7,14 +7,14 @@ and of some modules otherwise.  report/catalogue.toml explains each finding's co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.dialects.base import strings
+from fp4convert.checkpoint.dialects.base import Clues, strings
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
@@ -185,11 +185,13 @@ def _check_kept_names(artifact: Artifact) -> Iterator[Finding]:
     leaves = {module.rpartition(".")[2] for module in artifact.packed}
     recipe = model_recipe(artifact.source.checkpoint.config)
     linears = frozenset[str]()
-    if _is_for_every_linear(artifact.clues.record):
+    if _is_for_every_linear(artifact.clues):
         linears = LINEARS | {member for members in recipe.groups for member in members}
         if any(one.get("tie_word_embeddings") for one in configs_in(artifact.clues.config)):
             linears -= HEADS
     is_ignored = artifact.spelling.ignores(artifact.clues)
+    if any(finding.code == "ignore-pattern" for finding in artifact.findings):
+        return
     for name, ref in artifact.tensors.items():
         if name.endswith(WEIGHT) and len(ref.shape) == 2 and ref.dtype in FLOAT_TYPES:
             module = name.removesuffix(WEIGHT)
@@ -207,10 +209,10 @@ def _check_kept_names(artifact: Artifact) -> Iterator[Finding]:
             yield Finding("error", "kept-not-ignored", module, detail)
 
 
-def _is_for_every_linear(record: Mapping[str, object]) -> bool:
+def _is_for_every_linear(clues: Clues) -> bool:
     """Tell whether engines take every Linear for quantized that no list ignores."""
-    groups = record.get("config_groups")
+    groups = clues.record.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        return True
+        return bool(clues.record or clues.hf_quant_config)
     found = (group.get("targets") for group in groups.values() if isinstance(group, dict))
     return any("Linear" in strings(targets) for targets in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fp4convert.errors import InputError
@@ -117,6 +117,7 @@ class Recipe:
     folds          where scales of columns may be divided out; several rules may name one place
     options        what a person chose beside these
     keeps_packed   modules that are packed already and stay are not turned into bf16
+    asked          patterns of a person's own file, by their table; one of each set has to match
     experts        the first counts
     """
 
@@ -134,6 +135,7 @@ class Recipe:
     options: RecipeOptions = NOTHING_CHOSEN
     experts: tuple[ExpertsRule, ...] = ()
     keeps_packed: bool = False
+    asked: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
     @property
     def include(self) -> tuple[str, ...]:
@@ -332,7 +334,18 @@ def build_recipe(
         folds=tuple(rule for file in later_first for rule in file.folds),
         options=options,
         experts=tuple(rule for file in later_first for rule in file.experts),
+        asked=_asked_in(file for file in later_first if file.is_users),
     )
+
+
+def _asked_in(files: Iterable[RecipeFile]) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Return the patterns of users' files that have to match some module."""
+    asked: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for file in files:
+        keep = tuple(rule.patterns for rule in file.keep if not rule.may_be_absent)
+        formats = tuple(tuple(rule.patterns) for rule in file.formats)
+        asked |= {f"{file.name}: [[keep]]": keep, f"{file.name}: [[format]]": formats}
+    return asked
 
 
 def model_recipe(config: Mapping[str, object], options: RecipeOptions = NOTHING_CHOSEN) -> Recipe:

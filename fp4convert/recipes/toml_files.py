@@ -48,7 +48,8 @@ _MEMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class RecipeFile:
     """One file, checked.
 
-    name  of a file of configs/, without its ending; of a user's, its path
+    name      of a file of configs/, without its ending; of a user's, its path
+    is_users  a person's own file
     """
 
     name: str
@@ -64,6 +65,7 @@ class RecipeFile:
     formats: tuple[FormatRule, ...]
     folds: tuple[FoldRule, ...] = ()
     experts: tuple[ExpertsRule, ...] = ()
+    is_users: bool = False
 
     @property
     def is_mode(self) -> bool:
@@ -212,6 +214,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
         ),
         folds=tuple(FoldRule(*row.values()) for row in rows["fold"]),
         experts=tuple(ExpertsRule(*row.values()) for row in rows["experts"]),
+        is_users=is_users,
     )
 
 

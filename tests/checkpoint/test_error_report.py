@@ -233,8 +233,9 @@ def test_a_finished_folder_tells_it_again(source: Path, tmp_path: Path) -> None:
 
 def test_another_plan_leaves_no_report_of_the_one_before(source: Path, tmp_path: Path) -> None:
     """With nothing left to round, the report of the first plan goes."""
+    quantize(source, tmp_path / "packed")
     quantize(source, tmp_path / "out")
-    quantize(source, tmp_path / "out", "--exclude", "*", "--force")
+    quantize(tmp_path / "packed", tmp_path / "out", "--force")
     assert not (tmp_path / "out" / REPORT).exists()
 
 

@@ -325,33 +325,21 @@ def test_an_error_has_its_message_and_its_next_step_and_no_traceback(tmp_path):
 
 def test_warnings_go_to_stderr_and_quiet_silences_them(tmp_path):
     source = write_checkpoint(
-        tmp_path / "m", {"model.safetensors": {f"{LAYER}.self_attn.q_proj.weight": weight()}}
+        tmp_path / "m",
+        {"model.safetensors": {f"{LAYER}.self_attn.o_proj.weight": weight()}},
+        **{"modeling.py": b"pass"},
     )
-    loud = run(
-        "quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "--exclude", "nothing"
-    )
-    assert loud.err.startswith("warning: --exclude 'nothing' matches no module")
+    command = ("quantize", source, "--format", "nvfp4")
+    loud = run(*command, "-o", tmp_path / "a")
+    assert loud.err.startswith("warning: the model has custom code")
+    assert loud.err.count("custom code") == 1
     assert "warning:" not in loud.out
-    assert (
-        run(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "-o",
-            tmp_path / "b",
-            "--exclude",
-            "nothing",
-            "-q",
-        ).err
-        == ""
-    )
-    assert (
-        run(
-            "quantize", source, "--format", "nvfp4", "--dry-run", "--exclude", "nothing", "--quiet"
-        ).err
-        == ""
-    )
+    quiet = run(*command, "-o", tmp_path / "b", "-q", "--json")
+    assert quiet.err == ""
+    assert [line.partition(" (")[0] for line in quiet.json["warnings"]] == [
+        "the model has custom code"
+    ]
+    assert run(*command, "--dry-run", "--quiet").err == ""
 
 
 def test_a_long_name_is_shortened_in_a_table_and_whole_in_json(tmp_path):

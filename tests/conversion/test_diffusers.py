@@ -9,7 +9,7 @@ import re
 import subprocess
 
 import pytest
-from checkpoints import read_folder, run, weight
+from checkpoints import pack_shard, read_folder, run, weight
 from diffusion import (
     COMPONENTS,
     DIFFUSERS,
@@ -199,14 +199,33 @@ def test_weights_beside_model_index_json_are_left_out_and_told(wan, tmp_path):
 
 
 def test_warnings_say_of_which_component_they_are(wan, tmp_path):
-    outcome = run(
-        "quantize", wan, "--format", "nvfp4", "-o", tmp_path / "q", "--exclude", "nothing"
+    (wan / COMPONENTS[1] / "modeling.py").write_bytes(b"pass")
+    loud = run("quantize", wan, "--format", "nvfp4", "-o", tmp_path / "q")
+    assert f"warning: {COMPONENTS[1]}: the model has custom code" in loud.err
+    outcome = quantize(wan, tmp_path / "q")
+    planned = quantize(wan, tmp_path / "q", "--dry-run").json["warnings"]
+    for warnings in (planned, outcome.json["warnings"]):
+        told = [warning for warning in warnings if "custom code" in warning]
+        assert [warning.partition(":")[0] for warning in told] == [COMPONENTS[1]]
+    assert "warnings" not in outcome.json["components"][0]
+
+
+def test_a_pattern_has_to_match_a_module_of_some_component(wan, tmp_path):
+    assert error_of(quantize(wan, tmp_path / "q", "--exclude", "nothing"))[:2] == (
+        2,
+        "unmatched-pattern",
     )
-    assert "warning: transformer_2: --exclude 'nothing' matches no module" in outcome.err
-    warnings = quantize(wan, tmp_path / "q", "--exclude", "nothing", "--dry-run").json["warnings"]
-    assert [
-        warning.partition(":")[0] for warning in warnings if "matches no module" in warning
-    ] == list(COMPONENTS)
+    only = "blocks.7.extra"
+    component = wan / COMPONENTS[1]
+    shard = component / f"{DIFFUSERS}.safetensors"
+    tensors = read_folder(component) | {f"{only}.weight": weight()}
+    shard.write_bytes(pack_shard(tensors))
+    assert quantize(wan, tmp_path / "q", "--exclude", only).code == 0
+
+
+def test_a_pipeline_of_which_nothing_is_quantized_is_refused(wan, tmp_path):
+    assert error_of(quantize(wan, tmp_path / "q", "--exclude", "*"))[:2] == (2, "no-linears")
+    assert not (tmp_path / "q").exists()
 
 
 def test_a_pipeline_without_a_transformer_says_which_option_converts_a_folder(tmp_path):

@@ -118,6 +118,7 @@ def test_the_document_has_exactly_the_promised_keys(tmp_path):
         "source_bytes": source_bytes,
         "adopted_bytes": 0,
         "tensors": {"quantized": 7, "copied": 4, "skipped": 0},
+        "warnings": [],
     }
 
 

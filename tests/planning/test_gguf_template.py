@@ -16,6 +16,11 @@ from checkpoints import LAYER, Outcome, run, write_llama
 from gguf.quants import dequantize
 from gguf_donors import HEADS, Arrays, model, write_donor
 
+from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.conversion.quantization import prepare_quantize, quantize
+from fp4convert.execution.settings import Settings
+from fp4convert.storage.open import open_source
+
 MODULES = 7
 
 
@@ -232,12 +237,13 @@ def test_a_gguf_file_is_quantized_inspected_verified_and_turned_back(tmp_path: P
 
 def test_what_stays_whole_is_the_same_file(tmp_path: Path) -> None:
     """Byte for byte, as llama.cpp's own writer wrote it, with the zeros behind a last tensor of
-    three numbers.
+    three numbers.  The command refuses such a plan, for it quantizes nothing.
     """
     arrays = {**llamas(model()), "blk.0.attn_norm.bias": np.ones(3, np.float32)}
     donor = write_donor(tmp_path / "donor.gguf", arrays)
-    options = ("--format", "mxfp4", "--dialect", "gguf", "--exclude", "*", "-q")
-    assert run("quantize", donor, "-o", tmp_path / "out", *options).code == 0
+    options = QuantizeOptions(donor, format="mxfp4", dialect="gguf", exclude="*")
+    source = open_source(str(donor))
+    quantize(source, prepare_quantize(source, options), tmp_path / "out", Settings("cpu"))
     assert (tmp_path / "out" / "donor.gguf").read_bytes() == donor.read_bytes()
     record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
     assert record["dialect"] == "gguf"

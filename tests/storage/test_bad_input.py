@@ -99,10 +99,12 @@ def test_converted_with_nothing_lost_in_silence(case: Case, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     source, out = case.write(tmp_path), tmp_path / "out"
     planned = run("quantize", source, "--format", case.format, "-o", out, "--dry-run", "--json")
-    assert planned.code == 0
-    assert not out.exists()
     outcome = run("quantize", source, "--format", case.format, "-o", out, "--json")
-    assert outcome.code == 0
+    if len(read_folder(source)) == len(case.kept):
+        check_refused(planned, out, case.say)
+        check_refused(outcome, out, case.say)
+        return
+    assert (planned.code, outcome.code) == (0, 0)
     before, after = read_folder(source), read_folder(out)
     steps = {step["name"]: step for step in planned.json["tensors"]}
     assert set(steps) == set(before)
@@ -133,14 +135,14 @@ def test_doubts_are_warnings(case: Case, tmp_path):
 @pytest.mark.parametrize("case", cases("quantized", "kept", "warned"))
 def test_what_is_converted_is_healthy_and_verifies(case: Case, tmp_path):
     source, out = case.write(tmp_path), tmp_path / "out"
+    if len(read_folder(source)) == len(case.kept):
+        pytest.skip("nothing in it is quantized, which is refused")
     assert run("quantize", source, "--format", case.format, "-o", out, "-q").code == 0
     assert run("inspect", out, "--json").json["healthy"]
     verified = run("verify", out, "--source", source, "--json")
     assert verified.code == 0
-    doubts = {finding["code"] for finding in verified.json["findings"]} - {
-        "global-scale-range"
-    }  # of weights that no model has
-    assert doubts == (set() if len(read_folder(source)) > len(case.kept) else {"nothing-quantized"})
+    doubts = {finding["code"] for finding in verified.json["findings"]}
+    assert doubts <= {"global-scale-range"}  # of weights that no model has
 
 
 NAME_CASES = [
@@ -213,6 +215,8 @@ def check_completes(source, out, outcome, bad: set[str]) -> None:
         assert not (out / record).exists()
     options = excludes(error["next"])
     assert options.count("--exclude") == len(bad)
+    if len(read_folder(source)) == len(bad):
+        return  # nothing would be left to quantize
     again = run("quantize", source, "--format", "nvfp4", "-o", out, "--json", *options)
     assert again.code == 0, again.err
     before, after = read_folder(source), read_folder(out)
@@ -329,10 +333,12 @@ def test_a_stack_that_nobody_tells_of_names_the_options_that_tell(tmp_path):
     assert "--stack-order out_in or in_out" in error["message"]
     assert "--stack-rows concatenated or interleaved" in error["message"]
     assert "--exclude '*experts*'" in error["next"]
+    kept = read_folder(source)
+    (source / "model.safetensors").write_bytes(pack_shard(kept | {O_PROJ: weight()}))
     assert (
         run("quantize", source, "--format", "nvfp4", "-o", out, "--exclude", "*experts*").code == 0
     )
-    assert read_folder(out) == read_folder(source)
+    assert kept.items() <= read_folder(out).items()
 
 
 def test_a_gguf_file_is_refused(tmp_path):

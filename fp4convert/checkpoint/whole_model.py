@@ -1,0 +1,62 @@
+"""Refuse a source that is no whole model: an adapter, or one shard of several."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fp4convert.errors import InputError
+from fp4convert.storage.checkpoint_files import NUMBERED, find_index, read_index
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.source import Source, read_whole
+
+ADAPTER = "adapter_config.json"  # of PEFT
+# Low-rank factors as PEFT, Diffusers and ComfyUI name them.
+LOW_RANK = re.compile(r"[._](lora_(A|B|down|up|embedding_A|embedding_B)|lokr_w\d|hada_w\d)\b")
+
+
+def refuse_adapter(source: Source) -> None:
+    """Raise InputError for an adapter, which no engine loads by itself.
+
+    A model that has low-rank factors beside its weights is none.
+    """
+    names = [ref.name for ref in source.checkpoint.tensors]
+    factors = sum(LOW_RANK.search(name) is not None for name in names)
+    if not factors or 2 * factors <= len(names):
+        return
+    base = None
+    if source.has_file(ADAPTER):
+        base = parse_json_object(read_whole(source, ADAPTER), ADAPTER).get(
+            "base_model_name_or_path"
+        )
+    of = f" of {base}" if isinstance(base, str) and base else ""
+    detail = (
+        f"{source.name} is a LoRA adapter{of}: {factors} of its {len(names)} tensors are low-rank"
+    )
+    next_step = (
+        f"Merge it into {base if of else 'its base model'} first (PEFT: merge_and_unload and"
+        " save_pretrained), and quantize the result."
+    )
+    raise InputError("adapter", f"{detail} factors; expected a whole model", next_step)
+
+
+def refuse_one_shard(source: Source, reference: str) -> None:
+    """Raise InputError for a file that is one shard of several.
+
+    reference  by which a person named the source
+    """
+    path = Path(reference)
+    if len(source.checkpoint.shards) != 1 or not path.is_file():
+        return
+    folder, count, where = path.parent, 1, ""
+    if match := NUMBERED.fullmatch(path.name):
+        count = int(match[3])
+        where = f"shard {int(match[2])} of {count}"
+    elif index := find_index([item.name for item in folder.iterdir()]):
+        files = sorted(set(read_index((folder / index).read_bytes(), index).values()))
+        if path.name in files:
+            count = len(files)
+            where = f"shard {files.index(path.name) + 1} of {count}"
+    if count > 1:
+        detail = f"{reference} is {where}; expected the whole model"
+        raise InputError("one-shard", detail, f"Give the folder: {folder}.")

@@ -1,0 +1,84 @@
+"""A request that would change nothing is refused, before anything is written."""
+
+import pytest
+from checkpoints import LAYER, run, weight, write_checkpoint, write_llama, write_single
+from gguf_donors import model, write_donor
+
+
+def refuse(source, tmp_path, *options, fmt="nvfp4"):
+    """The error of a quantize that writes nothing, as its dry run has it, too."""
+    out = tmp_path / "out"
+    asked = ("quantize", source, "--format", fmt, "-o", out, "--json", *options)
+    outcome, planned = run(*asked), run(*asked, "--dry-run")
+    assert (outcome.code, planned.code) == (2, 2)
+    assert outcome.json == planned.json
+    assert not out.exists()
+    return outcome.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("o_proj", "--exclude '*.o_proj' (1 module)"),
+        ("q_prj", "--exclude '*.q_proj' (1 module)"),
+        ("mlp", "--exclude '*.mlp.*' (3 modules)"),
+        (".*mlp.*", "--exclude 're:.*mlp.*' (3 modules)"),
+        ("lm_head,o_proj", "--exclude 'lm_head' --exclude '*.o_proj' (2 modules)"),
+        (f"{LAYER}.mlp.up_proj.weight", f"--exclude '{LAYER}.mlp.up_proj' (1 module)"),
+    ],
+)
+def test_a_pattern_without_a_match_is_answered_with_one_that_has_some(given, meant, tmp_path):
+    error = refuse(write_llama(tmp_path / "m"), tmp_path, "--exclude", given)
+    assert error["code"] == "unmatched-pattern"
+    assert error["message"].startswith(f"--exclude {given!r} matches no module")
+    assert error["message"].endswith(f"did you mean {meant}?")
+    assert error["next"] == f"Say {meant.rpartition(' (')[0]}."
+
+
+def test_every_pattern_without_a_match_is_named(tmp_path):
+    source = write_llama(tmp_path / "m")
+    options = ("--exclude", "zzzzzz", "--include", "re:zzz", "--exclude", "*o_proj")
+    first, second = refuse(source, tmp_path, *options)["message"].splitlines()
+    assert first.startswith("--include 're:zzz' matches no module")
+    assert second.startswith("--exclude 'zzzzzz' matches no module")
+
+
+@pytest.mark.parametrize("row", ["keep", "format"])
+def test_a_row_of_ones_own_recipe_has_to_match(row, tmp_path):
+    source, recipe = write_llama(tmp_path / "m"), tmp_path / "own.toml"
+    word = {"keep": 'reason = "R"', "format": 'format = "keep"'}[row]
+    recipe.write_text(f'[[{row}]]\nmodules = ["o_proj"]\n{word}\n')
+    error = refuse(source, tmp_path, "--recipe", recipe)
+    assert error["code"] == "unmatched-pattern"
+    assert f"own.toml: [[{row}]] 'o_proj' matches no module" in error["message"]
+    assert "'*.o_proj' (1 module)" in error["message"]
+    recipe.write_text(f'[[{row}]]\nmodules = ["o_proj", "*.o_proj"]\n{word}\n')
+    assert run("quantize", source, "--format", "nvfp4", "--recipe", recipe, "--dry-run").code == 0
+
+
+def test_a_row_of_ones_own_recipe_may_be_absent(tmp_path):
+    source, recipe = write_llama(tmp_path / "m"), tmp_path / "own.toml"
+    recipe.write_text('[[keep]]\nmodules = ["zzz"]\nreason = "R"\nmay_be_absent = true\n')
+    assert run("quantize", source, "--format", "nvfp4", "--recipe", recipe, "--dry-run").code == 0
+
+
+def test_a_model_of_which_nothing_is_quantized_is_refused_with_counted_reasons(tmp_path):
+    tensors = {f"h.{layer}.mlp.c_fc.weight": weight() for layer in range(2)}
+    tensors |= {"wte.weight": weight(), "h.0.norm.weight": ("BF16", (64,), b"\0" * 128)}
+    source = write_checkpoint(
+        tmp_path / "gpt2", {"model.safetensors": tensors}, {"model_type": "gpt2"}
+    )
+    error = refuse(source, tmp_path)
+    assert error["code"] == "no-linears"
+    assert error["message"].startswith(
+        "gpt2: nothing becomes nvfp4: a Conv1D, whose weight is stored (in, out) (2); "
+    )
+    assert "1-dimensional" not in error["message"]
+
+
+def test_the_next_step_of_an_empty_plan_is_that_of_its_reason(tmp_path):
+    source = write_single(tmp_path / "m", {f"{LAYER}.self_attn.o_proj.weight": weight()})
+    assert "--exclude" in refuse(source, tmp_path, "--exclude", "*")["next"]
+    packed = write_donor(tmp_path / "q.gguf", model(), kind="Q4_0")
+    error = refuse(packed, tmp_path, "--dialect", "gguf", fmt="mxfp4")
+    assert (error["code"], "original weights" in error["next"]) == ("no-linears", True)
