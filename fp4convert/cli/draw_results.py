@@ -55,6 +55,9 @@ def draw_result(screen: Screen, result: Document) -> None:
         screen.line(f"  pushed: {pushed}")
     if carried := result.get("carried"):
         _draw_carried(screen, carried)
+    if not share and not screen.is_quiet:
+        for number, step in enumerate(result.get("next", ())):
+            screen.line(step, "bold", "      " if number else "next: ")
 
 
 def _draw_carried(screen: Screen, carried: Document) -> None:

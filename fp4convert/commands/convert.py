@@ -45,7 +45,7 @@ def quantize(options: QuantizeOptions) -> Result:
         result = work.carry_out(settings)
     else:
         result = publish.carry_out(work, settings)
-    return replace(result, warnings=work.warnings)
+    return replace(result, warnings=work.warnings, next=work.next_steps(settings))
 
 
 @public(QuantizeOptions)

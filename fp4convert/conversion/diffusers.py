@@ -7,6 +7,8 @@ model_index.json: without that file nothing takes the folder for a pipeline.
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -223,6 +225,13 @@ class PipelineConversion:
         if unsound:
             raise summarize(unsound)
         return results
+
+    def next_steps(self, settings: Settings) -> list[str]:
+        source, output = os.fspath(self.options.source), str(self.options.folder)
+        return [
+            shlex.join(("fp4convert", "verify", output, "--subfolder", name, "--source", source))
+            for name in self.conversions
+        ]
 
     def ended_files(self) -> dict[str, str]:
         own = {name: conversion.ended_files() for name, conversion in self.conversions.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import read_ended
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
+from fp4convert.planning.engines import serve_lines
 from fp4convert.planning.steps import Plan
 from fp4convert.storage.source import Source
 
@@ -65,6 +68,18 @@ class Conversion:
             return quantize(self.source, self.plan, self.options.folder, settings)
         formats = self.fitted.rules if self.fitted else ()
         return quantize_together(self.options, formats, (self.source, self.plan), settings)
+
+    def next_steps(self, settings: Settings) -> list[str]:
+        output = str(self.options.folder)
+        if settings.share:
+            return [shlex.join(("fp4convert", "merge", output))]
+        source = os.fspath(self.options.source)
+        words = ["fp4convert", "verify", output]
+        if not self.options.subfolder:
+            words += ["--source", source]
+        elif not self.source.is_streamed:
+            words += ["--source", os.path.join(source, self.options.subfolder)]
+        return [shlex.join(words), *serve_lines(self.plan, self.source.checkpoint, output)]
 
     def ended_files(self) -> dict[str, str]:
         return read_ended(self.options.folder)[1]

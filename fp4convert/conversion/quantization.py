@@ -39,6 +39,7 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import IMPORTANCE, METHODS, format_named
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
+from fp4convert.planning.engines import engine_warnings
 from fp4convert.planning.fold_plan import Merged, merge_folds
 from fp4convert.planning.kv_cache_scales import Cache, plan_cache
 from fp4convert.planning.method_needs import (
@@ -68,6 +69,7 @@ def prepare_quantize(
     plan = plan_with(source, recipe, linears, scalars, formats)
     if scalars.calibration:
         plan = with_statistics(plan, scalars.calibration)
+    plan = replace(plan, warnings=(*plan.warnings, *engine_warnings(plan, source.checkpoint)))
     is_carried = any(step.action == "transcode" for step in plan.steps)
     if is_carried and not source.is_streamed:  # from a Hub each would be a request: the run tells
         for module, q in stored_blocks(plan):

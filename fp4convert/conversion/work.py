@@ -70,6 +70,9 @@ class Work(Protocol):
     def carry_out(self, settings: Settings) -> Result:
         """Convert; raise what `quantize` and `quantize_together` raise."""
 
+    def next_steps(self, settings: Settings) -> list[str]:
+        """Return commands that a person may run after it."""
+
     def ended_files(self) -> dict[str, str]:
         """Return the sha256 of every file, once it is done."""
 

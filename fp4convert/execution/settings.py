@@ -70,6 +70,7 @@ class Result:
     fidelity         the summary of its report; None where nothing was rounded, or after a part
     experts          of a pruned model: how many a layer had and has, in how many layers
     warnings         what a person should know of it; None for a component, whose whole has them
+    next             commands that a person may run now
     """
 
     output: str
@@ -92,12 +93,13 @@ class Result:
     fidelity: dict[str, object] | None = None
     experts: dict[str, int] | None = None
     warnings: list[str] | None = None
+    next: list[str] | None = None
 
     def as_json(self) -> dict[str, object]:
         """Return the document; some keys stand only where they mean something."""
         rare = (
             *("carried", "share", "pushed", "components", "method", "fidelity", "experts"),
-            "warnings",
+            *("warnings", "next"),
         )
         return {
             key: value
