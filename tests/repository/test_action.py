@@ -18,6 +18,8 @@ from paths import ROOT
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 STEPS = {step["id"]: step for step in ACTION["runs"]["steps"]}
 
+FILES = ("GITHUB_OUTPUT", "GITHUB_PATH", "GITHUB_STEP_SUMMARY")
+
 
 class Ended(NamedTuple):
     code: int
@@ -38,13 +40,13 @@ class Runner:
         }
         assert not inputs, f"{inputs} are no inputs of the action"
         (folder / "temp").mkdir(exist_ok=True)
-        files = {name: str(folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_PATH")}
+        files = {name: str(folder / name) for name in FILES}
         self.variables = {**os.environ, "RUNNER_TEMP": str(folder / "temp"), **files, **variables}
 
     def step(self, name: str) -> Ended:
         step = STEPS[name]
         assert step["shell"] == "bash"
-        for file in ("GITHUB_OUTPUT", "GITHUB_PATH"):
+        for file in FILES:
             (self.folder / file).write_text("")
         environment = {
             **self.variables,
@@ -120,7 +122,10 @@ def test_the_artifact_is_that_of_the_command_and_passes_its_gates(runner, tmp_pa
         "sqnr_db_min"
     ]
     assert verified.outputs == {"sqnr-db-min": str(least)}
-    assert json.loads(verified.log)["passed"]
+    assert verified.log.startswith("| artifact | passed |\n|---|---|\n")
+    assert f"| SQNR, least | {least} dB (" in verified.log
+    assert len(verified.log.splitlines()) < 20
+    assert verified.log in (tmp_path / "GITHUB_STEP_SUMMARY").read_text()
 
 
 @pytest.mark.parametrize("gate", [{"min_sqnr": "60"}, {"max_nmse": "1e-9"}])
@@ -130,7 +135,16 @@ def test_a_gate_that_is_not_met_fails_the_job_and_says_what_was_found(gate, runn
     ended = job.step("verify")
     assert ended.code == 6
     assert float(ended.outputs["sqnr-db-min"]) > 15
-    assert json.loads(ended.log)["findings"]
+    assert ended.log.startswith("| artifact | not passed |")
+    assert "- error" in ended.log
+    assert len(ended.log.splitlines()) < 32
+
+
+def test_findings_are_written_as_sarif_where_a_file_is_named(runner, tmp_path):
+    job = runner(min_sqnr="60", sarif="found.sarif")
+    assert job.step("quantize").code == 0
+    assert job.step("verify").code == 6
+    assert json.loads((tmp_path / "found.sarif").read_text())["runs"][0]["results"]
 
 
 def test_an_artifact_that_is_damaged_fails_the_job(runner, tmp_path):
@@ -207,8 +221,11 @@ def test_the_page_lists_every_input_with_its_default():
     assert {name: rows[name] for name in ("format", "output")} == {
         name: ACTION["inputs"][name]["default"] for name in ("format", "output")
     }
-    (example,) = (
-        yaml.safe_load(text)["steps"][1]
-        for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    )
-    assert set(example["with"]) <= set(ACTION["inputs"])
+    examples = [
+        yaml.safe_load(text)["steps"] for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    ]
+    uses = [next(step for step in steps if "source" in step.get("with", {})) for steps in examples]
+    assert all(set(step["with"]) <= set(ACTION["inputs"]) for step in uses)
+    # In another's repository "./" is not this one.
+    assert [step["uses"] for step in uses] == ["OWNER/fp4convert@TAG", "./fp4convert"]
+    assert examples[1][1]["with"]["path"] == "fp4convert"
