@@ -204,7 +204,7 @@ def refuse_unsaid(names: Iterable[str]) -> None:
 
 
 def describe_foreign(clues: Clues) -> tuple[str, str]:
-    """Tell by whose method a record says that weights are quantized, and from what to start.
+    """Name the method of a checkpoint that no dialect reads, and a next step.
 
     Returns  "this is a checkpoint of GPTQ ...", "" where the record names no other method; the next
              step, with the base model where config.json names one

@@ -1,4 +1,4 @@
-"""Refuse a source that is no whole model: an adapter, or one shard of several."""
+"""Refuse sources that are no whole model: adapters, single shards."""
 
 from __future__ import annotations
 

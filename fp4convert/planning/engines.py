@@ -1,4 +1,4 @@
-"""Warn of engines that do not load what is planned; name the commands that come next.
+"""Warn of engines that do not load a plan; name the next commands.
 
 What engines do is data: configs/engines/*.toml, one file for each.  A [[trap]] is told where all
 that it names is so: dialects, formats, models (globs on model_type), has_experts or has_others

@@ -87,8 +87,8 @@ def plan_quantize(
     verdicts = decide(linears, recipe, dialect)
     # scales of activations
     fed = find_fed(verdicts, recipe, dialect)
-    inputs, input_notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
-    small = find_small(fed, inputs, scalars.calibration) if scalars.calibration else []
+    inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
+    notes = [*notes, *(find_small(fed, inputs, scalars.calibration) if scalars.calibration else ())]
     # a step for every tensor, and its place
     maker = _StepMaker(verdicts, dialect, inputs)
     home, consumed = linears.by_home(), linears.consumed()
@@ -119,22 +119,16 @@ def plan_quantize(
         *_note_stacks(checkpoint, consumed),
         *uneven_groups(verdicts, recipe),
         *skipped_experts(verdicts),
-        *input_notes,
-        *small,
+        *notes,
         *scalars.cache.notes,
         *_note_left_behind(linears, scalars.cache),
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
-    return Plan(
-        recipe.target,
-        tuple(tasks),
-        ignored,
-        warnings,
-        _stack_rules(linears, recipe),
-        unmatched=_find_unmatched(recipe, checkpoint, linears),
-    )
+    stacks = _stack_rules(linears, recipe)
+    unmatched = _find_unmatched(recipe, checkpoint, linears)
+    return Plan(recipe.target, tuple(tasks), ignored, warnings, stacks, unmatched=unmatched)
 
 
 class _StepMaker:
@@ -408,7 +402,7 @@ def _note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[
 
 
 def _find_unmatched(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> dict[str, str]:
-    """Find what a person asks for that matches no module, stack or module in one."""
+    """Find what a person asks for that matches no module and no stack."""
     asked = {
         "--include": [(pattern,) for pattern in recipe.include],
         "--exclude": [(pattern,) for pattern in recipe.exclude],

@@ -1,4 +1,4 @@
-"""Refuse requests that would change nothing: a pattern that matches no module, an empty plan."""
+"""Refuse requests without effect: unmatched patterns, empty plans."""
 
 from __future__ import annotations
 

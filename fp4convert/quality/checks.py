@@ -210,7 +210,7 @@ def _check_kept_names(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _is_for_every_linear(clues: Clues) -> bool:
-    """Tell whether engines take every Linear for quantized that no list ignores."""
+    """Tell whether engines quantize every Linear that no list ignores."""
     groups = clues.record.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return bool(clues.record or clues.hf_quant_config)

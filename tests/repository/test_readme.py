@@ -35,12 +35,13 @@ def example_sessions() -> list[tuple[str, str]]:
 
 
 def comparable(text: str) -> list[str]:
-    """Lines without trailing blanks, and without seconds, rates and memory, which differ from run
-    to run and by the machine.
+    """Lines without trailing blanks, without seconds, rates and memory, which differ from run to
+    run and by the machine, and without the next step, which has the source's path.
     """
     lines = [
         re.sub(r"  in .* s on (\w+), .*/s", r"  in T s on \1", line.rstrip())
         for line in text.strip().splitlines()
+        if not line.startswith("next: ")
     ]
     lines = [
         re.sub(r"^(work +)\S+ \w+ on cpu: .*, hashing \S+ \w+;", r"\1T on cpu;", line)
