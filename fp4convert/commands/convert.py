@@ -19,6 +19,7 @@ from fp4convert.conversion.options import (
     QuantizeOptions,
     TranscodeOptions,
     WorkOptions,
+    as_folder,
 )
 from fp4convert.conversion.ray_workers import import_ray
 from fp4convert.conversion.work import Work, prepare
@@ -85,7 +86,8 @@ def dequantize(options: DequantizeOptions) -> Result:
     The values are exactly those that engines compute; FP8 and int4 of other makers are read, too.
     Raises  Fp4Error, as `quantize` does; NumericError beyond the range of fp16
     """
-    settings, output = options.settings(options.device), Path(options.output)
+    settings = options.settings(options.device)
+    output = as_folder(options.output, options.artifact)
     settings.phases.begin("plan")
     source, artifact = open_quantized(os.fspath(options.artifact), options.access(output))
     plan = repacking.prepare_dequantize(source, artifact, options.dtype)
@@ -102,7 +104,8 @@ def transcode(options: TranscodeOptions) -> Result:
 
     Raises  Fp4Error, as `quantize` does; InputError for what the dialect cannot say
     """
-    settings, output = options.settings("cpu"), Path(options.output)
+    settings = options.settings("cpu")
+    output = as_folder(options.output, options.template or options.artifact)
     settings.phases.begin("plan")
     artifact = open_artifact(os.fspath(options.artifact), options.access(output))
     donor = open_source(os.fspath(options.template)) if options.template else None
@@ -140,7 +143,8 @@ def preview_prune(options: PruneOptions) -> dict[str, Any]:
 def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, pruning.Pruning]:
     """Open the source and plan which experts stay."""
     settings.phases.begin("plan")
-    source = open_source(os.fspath(options.source), options.access(Path(options.output)))
+    output = as_folder(options.output, options.source)
+    source = open_source(os.fspath(options.source), options.access(output))
     calibration = open_calibration(Path(options.calibration))
     return source, pruning.prepare_prune(source, calibration, options.keep, options.recipe)
 

@@ -31,6 +31,7 @@ DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
 TRANSPORTS = ("http", "xet")
 ACTIVATION_BITS = ("16", "4")
 VIAS = CACHES = ("fp8",)
+FILE_ENDINGS = (".gguf", ".safetensors")
 MOST_MEMORY = 1e6  # GB; inf, too, means no limit
 
 
@@ -48,6 +49,24 @@ def as_nbytes(gigabytes: float) -> int:
             "usage", f"{gigabytes:g} GB of memory; expected 0 or more", "Give a number of GB."
         )
     return int(min(gigabytes, MOST_MEMORY) * 10**9)
+
+
+def as_folder(output: Reference, source: Reference) -> Path:
+    """Return the folder that is written; InputError for the name of a file.
+
+    source  whose single file would lie in it
+    """
+    path = Path(output)
+    if path.suffix not in FILE_ENDINGS or path.is_dir():
+        return path
+    name = Path(source).name
+    file = name if name.endswith(path.suffix) else f"NAME{path.suffix}"
+    detail = f"-o {path} names a file, and a folder is written, with {file} in it"
+    raise InputError(
+        "output-name",
+        f"{detail}; expected a folder's name",
+        f"Leave the ending out: -o {path.with_suffix('')}.",
+    )
 
 
 SourceArgument = Annotated[
@@ -279,10 +298,20 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     @property
     def folder(self) -> Path:
-        """Return where the artifact goes: the output, else ./NAME-FORMAT."""
+        """Return where the artifact goes: the output, else ./NAME-FORMAT.
+
+        Beside the source where this is the current folder, or one above it.
+        Raises  InputError as as_folder does
+        """
         from fp4convert.storage.source import name_of
 
-        return Path(self.output or f"{name_of(os.fspath(self.source))}-{self.format.upper()}")
+        source = os.fspath(self.source)
+        if self.output:
+            return as_folder(self.output, source)
+        name, place = f"{name_of(source)}-{self.format.upper()}", Path(source)
+        if place.is_dir() and Path.cwd().is_relative_to(place.resolve()):
+            return Path(os.path.relpath(place.resolve().parent / name))
+        return Path(name)
 
     def that_make_bytes(self) -> dict[str, object]:
         """Return the options by name that the bytes depend on.

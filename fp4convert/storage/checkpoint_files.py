@@ -187,8 +187,11 @@ def choose_shards(
     return shards
 
 
-def no_weights(where: object, names: Iterable[str]) -> InputError:
-    """Return the error for a place without weights to read."""
+def no_weights(where: object, names: Iterable[str], next_step: str = "") -> InputError:
+    """Return the error for a place without weights to read.
+
+    next_step  what the caller knows; "" for another folder
+    """
     if {os.path.splitext(name)[1] for name in names} & PICKLES:
         return InputError(
             "pickle",
@@ -203,7 +206,7 @@ def no_weights(where: object, names: Iterable[str]) -> InputError:
             "Name the folder of the checkpoint: --subfolder unet, for example.",
         )
     expected = "expected model.safetensors or shards with an index"
-    return InputError("no-weights", f"{where}: no safetensors file; {expected}")
+    return InputError("no-weights", f"{where}: no safetensors file; {expected}", next_step)
 
 
 def sort_others(

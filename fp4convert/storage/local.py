@@ -31,7 +31,7 @@ from fp4convert.storage.checkpoint_files import (
 from fp4convert.storage.disk import Mark
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
-from fp4convert.storage.source import Checkpoint, name_of, read_whole
+from fp4convert.storage.source import CACHED, Checkpoint, name_of, read_whole
 
 SCALAR_NBYTES = 8
 AGAIN = "Run the command again once it stays as it is."
@@ -153,7 +153,8 @@ class LocalSource:
         except OSError as error:
             raise _unreadable(self._folder, error) from None
         if self._single and not self._single.endswith((WEIGHTS, GGUF)):
-            raise no_weights(self._folder / self._single, names)
+            step = f"Give the folder: {self._folder}."
+            raise no_weights(self._folder / self._single, names, step)
 
         # A pipeline: its components are checkpoints, and what lies beside them travels.
         if PIPELINE in names and not self._single:
@@ -168,7 +169,7 @@ class LocalSource:
         weight_map = read_index(read_whole(self, index), index) if index else None
         shards = [self._single] if self._single else choose_shards(self._folder, names, weight_map)
         if not shards and not may_be_empty:
-            raise no_weights(self._folder, names)
+            raise no_weights(self._folder, names, self._step_to_weights(names))
         headers = tuple(self._header(name) for name in shards)
         homes = find_homes(headers)
         sidecars, left_out = sort_others(self._files(), shards)
@@ -187,6 +188,16 @@ class LocalSource:
             unindexed=check_index(homes, weight_map, index) if weight_map and index else (),
             stamps=self._stamps_of(*shards, *sidecars),
         )
+
+    def _step_to_weights(self, names: Collection[str]) -> str:
+        """Tell what to give instead of a folder without weights; "" for any."""
+        if not names:
+            return f"It is empty: hf download ORG/NAME --local-dir {self._folder}."
+        snapshots = self._folder / "snapshots"
+        if snapshots.is_dir() and CACHED.fullmatch(self._folder.resolve().name):
+            newest = max(snapshots.iterdir(), key=lambda place: place.stat().st_mtime, default="")
+            return f"It is a folder of the Hub's cache; give a snapshot in it: {newest}."
+        return ""
 
     def _stamps_of(self, *files: str) -> dict[str, str]:
         return {file: _stamp(_regular(self._folder, file)) for file in files}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,8 @@ from typing import BinaryIO, Protocol, TypeVar
 from fp4convert.errors import InputError
 from fp4convert.storage.checkpoint_files import PLAN_FILE
 from fp4convert.storage.safetensors import Header, TensorRef
+
+CACHED = re.compile(r"models--(?:[\w.-]+?--)?(.+)")  # a repository in the Hub's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +237,17 @@ def stored_float(source: Source, ref: TensorRef) -> float | None:
 
 
 def name_of(reference: str) -> str:
-    """Return the last part of a source's path or name on the Hub."""
+    """Return the last part of a source's path or name on the Hub.
+
+    Of a snapshot in the Hub's cache, models--ORG--NAME/snapshots/COMMIT, it is NAME.
+    """
     path = Path(reference)
     try:
-        return path.stem if path.is_file() else path.resolve().name
+        if path.is_file():
+            return path.stem
+        place = path.resolve()
+        is_cached = place.parent.name == "snapshots" and CACHED.fullmatch(place.parents[1].name)
+        return is_cached[1] if is_cached else place.name
     except (OSError, ValueError, RuntimeError):  # no path at all, which open_source tells
         return path.name
 
