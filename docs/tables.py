@@ -26,7 +26,7 @@ from fp4convert.cli.draw_quality import draw_block
 from fp4convert.errors import read_catalogue
 from fp4convert.numerics.formats import FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
-from fp4convert.recipes.options import declared_in, is_required
+from fp4convert.recipes.options import declared_in, help_with_words, is_required
 from fp4convert.recipes.toml_files import FAMILIES, known_file, known_names
 
 DOCS = Path(__file__).parent
@@ -253,7 +253,7 @@ def options() -> Iterator[str]:
             default = "required" if is_required(each) else each.default
             told = "" if default in (None, False, ()) else default
             shown = f"`{spelled}`" + (" (Python alone)" if each.name in command.hidden else "")
-            rows.append((shown, told, each.option.help.replace("|", "\\|")))
+            rows.append((shown, told, help_with_words(each.option).replace("|", "\\|")))
         yield ""
         yield from table(("option", "default", "meaning"), rows) if rows else ()
         yield ""

@@ -14,12 +14,14 @@ report/catalogue.toml says what each code means and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 CORRUPT = "source-corrupt"  # of bytes with another hash than was said; whoever reads tries again
+NEAR, MOST_NEAR = 0.7, 8  # how alike a slip and its word are, of 1; words that are named
 CATALOGUE = Path(__file__).with_name("report") / "catalogue.toml"
 
 
@@ -174,6 +176,16 @@ def describe_missing(needing: str, extra: str) -> tuple[str, str]:
     Returns  the message and the next step
     """
     return f"{needing}, which is not installed", f"Install it: {install_line(extra)}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" where known words are near, else nothing."""
+    from difflib import get_close_matches
+
+    word, known = word.lower(), list(known)
+    begun = [each for each in known if word and each.startswith(word)]
+    near = list(dict.fromkeys([*begun, *get_close_matches(word, known, MOST_NEAR, NEAR)]))
+    return f"; did you mean {' or '.join(near[:MOST_NEAR])}?" if near else ""
 
 
 Level = Literal["error", "warning", "note"]

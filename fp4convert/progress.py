@@ -114,17 +114,20 @@ class Phases:
 
     Threads report to the phase that was begun last.
 
-    say  gets a line and a tensor every few seconds, and a line at the end of a phase that it got
-         one of; None: nobody listens
+    say       gets a line and a tensor every few seconds, and a line at the end of a phase that it
+              got one of; None: nobody listens
+    says_all  a line at the end of every phase
     """
 
     def __init__(
         self,
         say: Callable[[str, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        says_all: bool = False,
     ) -> None:
         self.meters: list[Meter] = []
         self._say = say
+        self._says_all = says_all
         self._clock = clock
         self._lock = threading.Lock()
         self._latest = 0.0
@@ -156,7 +159,7 @@ class Phases:
         if self.meters and not self.meters[-1].is_over:
             meter = self.meters[-1]
             meter.end()
-            if self._say and self._has_said:
+            if self._say and (self._has_said or self._says_all):
                 self._say(f"{meter.verb}: {meter.status()}", "")
 
     def _say_sometimes(self, meter: Meter) -> None:

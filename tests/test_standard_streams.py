@@ -52,7 +52,7 @@ def test_an_error_that_stdout_does_not_take_keeps_its_exit_code(where, tmp_path)
         f"{COMMAND} inspect {tmp_path / 'nothing'} --json {where}; exit ${{PIPESTATUS[0]}}"
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.startswith("error[no-source]: ")
     assert "Traceback" not in ended.stderr
 
 

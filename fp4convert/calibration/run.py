@@ -52,7 +52,7 @@ from fp4convert.calibration.workdir import (
     remark_file,
     write_part,
 )
-from fp4convert.errors import DeviceError, InputError, OutputError
+from fp4convert.errors import DeviceError, InputError, OutputError, did_you_mean
 from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases, size_text, tokens_text
 from fp4convert.recipes.options import one_of
@@ -94,6 +94,7 @@ class Run:
         is_block = kind == "block" and width.isdecimal() and int(width) > 0
         if (self.gram not in GRAMS or width) and not is_block:
             detail = f"--gram {self.gram!r} is not known; expected {one_of(GRAMS)}"
+            detail += did_you_mean(self.gram, GRAMS)
             raise InputError("unknown-gram", detail, "Usual: block:128.")
         import_transformers()
         find_device(self.device)

@@ -11,22 +11,39 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext, redirect_stdout
 from inspect import getdoc
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fp4convert.cli.commands import COMMANDS
+from fp4convert.cli.help import WIDEST
 from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted
 from fp4convert.process import Stopped, sturdy_streams, uncovered
 
+ABOUT = """Quantize safetensors checkpoints to NVFP4 or MXFP4 for inference engines.
+
+Example: fp4convert quantize Qwen/Qwen3-8B --format nvfp4
+fp4convert inspect ./Qwen3-8B-NVFP4
+fp4convert verify ./Qwen3-8B-NVFP4 --source Qwen/Qwen3-8B
+"""
+
 
 def _print_version(wanted: bool) -> None:
+    """Print the version, and which copy of the kernels runs here."""
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(f"fp4convert {version('fp4convert')}")
+        from fp4convert.numerics.cpu_library import cpu_library, instruction_set
+
+        try:
+            kernels = instruction_set(cpu_library())
+        except (OSError, RuntimeError):
+            kernels = "not installed"
+        kernels = kernels.replace(" (", ", ").removesuffix(")")
+        typer.echo(f"fp4convert {version('fp4convert')} (CPU kernels: {kernels})")
         raise typer.Exit
 
 
@@ -34,7 +51,11 @@ def _declare_options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version",
+            "-V",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and the instruction set of the CPU kernels.",
         ),
     ] = False,
 ) -> None:
@@ -49,28 +70,33 @@ def make_app(called: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     """
     made = typer.Typer(
         cls=PlainGroup,
-        no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # plain help: half the time, and the same everywhere
-        context_settings={"help_option_names": ["-h", "--help"]},
-        help="Turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.",
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST + 2},
+        help=ABOUT,
     )
     made.callback()(_declare_options)
     for name, command in COMMANDS.items():
         do = command.for_typer() if name in called else lambda: None
-        made.command(name, cls=PlainCommand, help=getdoc(command.options))(do)
+        made.command(
+            name, cls=PlainCommand, help=getdoc(command.options), rich_help_panel=command.panel
+        )(do)
     return made
 
 
 def main() -> None:
     """Run the command line, print what fails, and exit."""
     with sturdy_streams():
-        arguments = sys.argv[1:]
+        given = sys.argv[1:]
+        arguments = _as_options(given)
         called = _find_command(arguments)
         failure: Fp4Error
         try:
-            with uncovered():
-                sys.exit(make_app(called)(standalone_mode=False))
+            # The bare command is bad usage, whose answer is the help: on stderr, as uv and ruff do.
+            is_bare = not given and not _is_completing()
+            with uncovered(), redirect_stdout(sys.stderr) if is_bare else nullcontext():
+                code = make_app(called)(args=arguments, standalone_mode=False)
+            sys.exit(InputError.exit_code if is_bare else code)
         except Fp4Error as error:
             failure = error
         except Stopped as stopped:
@@ -80,21 +106,50 @@ def main() -> None:
             # What click refuses has a message; anything else is our bug.
             if not hasattr(error, "format_message"):
                 raise
-            message = error.format_message()
-            if not message:  # the bare command: its help has been printed
-                sys.exit(InputError.exit_code)
-            helped = " ".join(["fp4convert", *called[:1]])
-            failure = InputError("usage", message, f"See: {helped} --help.")
+            failure = _bad_usage(error, arguments, " ".join(["fp4convert", *called[:1]]))
         from fp4convert.cli.screen import Screen
 
         Screen(is_json="--json" in sys.argv).fail(failure)
         sys.exit(failure.exit_code)
 
 
+def _as_options(words: list[str]) -> list[str]:
+    """Write the commands help and version, and no words, as their options."""
+    match words:
+        case []:
+            return ["--help"]
+        case ["help", *commands]:
+            return [*commands[:1], "--help"]
+        case ["version"]:
+            return ["--version"]
+    return words
+
+
+def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:
+    """Return our error for what typer refuses: an option, a command, a value."""
+    from fp4convert.cli.foreign_words import answer_command, answer_option
+
+    see = f"See: {helped} --help."
+    name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if name and type(error).__name__ == "NoSuchOption" and context is not None:
+        known = [flag for each in context.command.params for flag in each.opts]
+        step = answer_option(name, known, helped)
+        return InputError("usage", f"{helped} has no option {name}", step or see)
+    if "No such command" in error.format_message():
+        word = next(each for each in arguments if not each.startswith("-"))
+        step = answer_command(word, COMMANDS)
+        return InputError("usage", f"fp4convert has no command {word!r}", step or see)
+    return InputError("usage", error.format_message(), see)
+
+
 def _find_command(words: list[str]) -> Sequence[str]:
     """Find the command that is called; all while a shell completes."""
-    is_asked = any(name.startswith("_") and name.endswith("_COMPLETE") for name in os.environ)
-    return tuple(COMMANDS) if is_asked else [word for word in words if word in COMMANDS][:1]
+    return tuple(COMMANDS) if _is_completing() else [word for word in words if word in COMMANDS][:1]
+
+
+def _is_completing() -> bool:
+    """Tell whether a shell asks how a word goes on."""
+    return any(name.startswith("_") and name.endswith("_COMPLETE") for name in os.environ)
 
 
 def _without_token(arguments: list[str]) -> list[str]:

@@ -27,21 +27,27 @@ from fp4convert.recipes.options import Option
 
 @dataclass(eq=False, repr=False)
 class ExplainOptions:
-    """Explain a finding or an error by its code: what it means, where it
-    comes from, what to do. Without CODE: list all.
+    """Explain a finding or an error by its code.
+
+    What it means, where it comes from, what to do. Without CODE: the subjects that codes are of; of
+    a subject its codes, a line each.
 
     Example: fp4convert explain global-scale-reciprocal
     """
 
     code: Annotated[
-        str | None, Option("Of a finding or an error, such as scale-layout.", is_argument=True)
+        str | None,
+        Option(
+            "Of a finding or an error, such as scale-layout; or a subject, such as hub.",
+            is_argument=True,
+            is_code=True,
+        ),
     ] = None
 
 
 @dataclass(eq=False, repr=False)
 class DoctorOptions:
-    """Tell what this machine offers: driver, GPUs, compiler, processor,
-    caches, disk.
+    """Tell what this machine offers: GPUs, compiler, disk.
 
     Example: fp4convert doctor
     """
@@ -49,8 +55,9 @@ class DoctorOptions:
 
 @dataclass(eq=False, repr=False)
 class RecipesOptions:
-    """List the recipes: modes to pick, and what is kept in the models of
-    each family.
+    """List the recipes: modes, and families of models.
+
+    Modes are yours to pick; a family says what is kept in its models.
 
     Example: fp4convert recipes deepseek
     """
@@ -178,18 +185,19 @@ def _recipes(options: RecipesOptions) -> Shown:
 
 # Of a command that only looks, a person is not asked how the Hub is read.
 LOOKING = frozenset({"memory", "transport"})
-COMMANDS: dict[str, Command[Any]] = {
-    "quantize": Command(QuantizeOptions, _quantize, _preview_quantize),
-    "inspect": Command(InspectOptions, _inspect, hidden=LOOKING),
-    "verify": Command(VerifyOptions, _verify, hidden=LOOKING),
-    "compare": Command(CompareOptions, _compare, hidden=LOOKING),
-    "dequantize": Command(DequantizeOptions, _dequantize),
-    "merge": Command(MergeOptions, _merge),
-    "analyze": Command(AnalyzeOptions, _analyze),
-    "calibrate": Command(CalibrateOptions, _calibrate),
-    "prune": Command(PruneOptions, _prune, _preview_prune),
-    "explain": Command(ExplainOptions, _explain),
-    "doctor": Command(DoctorOptions, _doctor),
-    "recipes": Command(RecipesOptions, _recipes),
-    "transcode": Command(TranscodeOptions, _transcode),
+CONVERT, CHECK, PREPARE, HELP = "Convert", "Check", "Prepare", "Help"
+COMMANDS: dict[str, Command[Any]] = {  # in the order and under the headings of --help
+    "quantize": Command(QuantizeOptions, _quantize, CONVERT, _preview_quantize),
+    "dequantize": Command(DequantizeOptions, _dequantize, CONVERT),
+    "transcode": Command(TranscodeOptions, _transcode, CONVERT),
+    "merge": Command(MergeOptions, _merge, CONVERT),
+    "inspect": Command(InspectOptions, _inspect, CHECK, hidden=LOOKING),
+    "verify": Command(VerifyOptions, _verify, CHECK, hidden=LOOKING),
+    "compare": Command(CompareOptions, _compare, CHECK, hidden=LOOKING),
+    "analyze": Command(AnalyzeOptions, _analyze, PREPARE),
+    "calibrate": Command(CalibrateOptions, _calibrate, PREPARE),
+    "prune": Command(PruneOptions, _prune, PREPARE, _preview_prune),
+    "recipes": Command(RecipesOptions, _recipes, HELP),
+    "explain": Command(ExplainOptions, _explain, HELP),
+    "doctor": Command(DoctorOptions, _doctor, HELP),
 }

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar, 
 
 import typer
 
-from fp4convert.recipes.options import Declared, Option, declared_in, is_required
+from fp4convert.recipes.options import (
+    OUTPUT,
+    TARGET,
+    Declared,
+    Option,
+    Reference,
+    declared_in,
+    help_with_words,
+    is_required,
+)
 
 if TYPE_CHECKING:  # what commands load when they run
     from fp4convert.cli.screen import Screen
@@ -18,9 +27,28 @@ if TYPE_CHECKING:  # what commands load when they run
 
 Options = TypeVar("Options")
 FINDINGS = 6  # the exit code where something is wrong with what was looked at
-JSON = Declared("json", bool, False, Option("One JSON document on stdout, for errors too."))
-QUIET = Declared("quiet", bool, False, Option("No progress, no warnings.", flags=("--quiet", "-q")))
-DRY_RUN = Declared("dry_run", bool, False, Option("Print the plan and write nothing."))
+JSON = Declared(
+    "json", bool, False, Option("One JSON document on stdout, for errors too.", panel=OUTPUT)
+)
+QUIET = Declared(
+    "quiet",
+    bool,
+    False,
+    Option("No progress, no warnings.", flags=("--quiet", "-q"), panel=OUTPUT),
+)
+VERBOSE = Declared(
+    "verbose",
+    bool,
+    False,
+    Option(
+        "Versions, how long every step took, and the memory used.",
+        flags=("--verbose", "-v"),
+        panel=OUTPUT,
+    ),
+)
+DRY_RUN = Declared(
+    "dry_run", bool, False, Option("Print the plan and write nothing.", panel=TARGET)
+)
 PLAIN_TYPES = (str, int, float, bool)
 
 
@@ -38,12 +66,14 @@ class Command(Generic[Options]):
 
     options  the class whose fields are its options, and whose docstring is its help
     do       does the work
+    panel    the heading that the list of commands has it under
     preview  what --dry-run does instead, where the command has that
     hidden   options that Python alone has
     """
 
     options: type[Options]
     do: Callable[[Options], Shown]
+    panel: str
     preview: Callable[[Options], Shown] | None = None
     hidden: frozenset[str] = frozenset()
 
@@ -53,10 +83,9 @@ class Command(Generic[Options]):
         def called(**words: Any) -> None:
             self._run(words)
 
-        names = {field.name for field in fields(self.options)}  # type: ignore[arg-type]
         declared = [each for each in declared_in(self.options) if each.name not in self.hidden]
         declared += [DRY_RUN] if self.preview else []
-        declared += [JSON, *([QUIET] if "phases" in names else [])]
+        declared += [JSON, QUIET, VERBOSE]
         made: Any = called
         made.__signature__ = Signature([parameter_of(each) for each in declared])
         made.__annotations__ = {}
@@ -66,7 +95,8 @@ class Command(Generic[Options]):
         """Do the command, show its document, and last the warnings in it."""
         from fp4convert.cli.screen import Screen
 
-        screen = Screen(words.pop(JSON.name), words.pop(QUIET.name, False))
+        screen = Screen(*(words.pop(each.name) for each in (JSON, QUIET, VERBOSE)))
+        screen.begin()
         do = self.preview if self.preview and words.pop(DRY_RUN.name) else self.do
         names = {field.name for field in fields(self.options)}  # type: ignore[arg-type]
         heard = {"tell": screen.tell, "warn": screen.warn}
@@ -79,6 +109,7 @@ class Command(Generic[Options]):
             shown = do(self.options(**words))
         screen.show(shown.document, shown.draw)
         screen.warn(shown.document.get("warnings", ()))
+        screen.end()
         if not shown.is_well:
             raise typer.Exit(FINDINGS)
 
@@ -88,10 +119,15 @@ def parameter_of(declared: Declared) -> Parameter:
     name, option, default = declared.name, declared.option, declared.default
     members = (declared.type, *get_args(declared.type))
     plain = option.parse or next((kind for kind in PLAIN_TYPES if kind in members), str)
-    how: dict[str, Any] = {"help": option.help, "min": option.least}
+    how: dict[str, Any] = {
+        "help": help_with_words(option) if option.value else option.help,
+        "min": option.least,
+        "metavar": name.upper() if option.is_argument else _value_text(declared, plain),
+        "rich_help_panel": option.panel or None,
+    }
     if plain is Path:
         how["readable"] = False  # whoever opens the file says what is wrong with it
-    if option.words or option.is_recipe:
+    if option.words or option.is_recipe or option.is_code:
         how["autocompletion"] = _completion_for(option)
     made: Any
     if option.is_argument:
@@ -108,6 +144,18 @@ def parameter_of(declared: Declared) -> Parameter:
     )
 
 
+def _value_text(declared: Declared, plain: type) -> str | None:
+    """Return what stands for the value in help: choices, or a type."""
+    option = declared.option
+    if plain is bool:
+        return None
+    if option.value or option.words:
+        return option.value or f"[{'|'.join(option.words)}]"
+    if plain in (int, float):
+        return "<number>"
+    return "<path>" if plain is Path or declared.type in (Reference, Reference | None) else "<text>"
+
+
 def _completion_for(option: Option) -> Callable[[str], list[str]]:
     """Return what finds the words that complete an unfinished one."""
 
@@ -117,6 +165,10 @@ def _completion_for(option: Option) -> Callable[[str], list[str]]:
             from fp4convert.recipes.toml_files import known_names
 
             words = known_names()
+        elif option.is_code:
+            from fp4convert.report.explanations import explanations
+
+            words = [*explanations("findings"), *explanations("errors")]
         return [word for word in words if word.startswith(incomplete)]
 
     return complete

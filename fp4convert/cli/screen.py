@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,8 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
 
 from fp4convert.checkpoint.module_names import join_names
-from fp4convert.errors import Fp4Error, OutputError
-from fp4convert.progress import Meter, Phases
+from fp4convert.errors import Fp4Error, InputError, OutputError
+from fp4convert.progress import Meter, Phases, duration_text, size_text
 from fp4convert.report.text import Document, escape, shorten
 from fp4convert.storage.safetensors import WEIGHT
 
@@ -39,14 +40,48 @@ GAP = "  "  # between columns
 class Screen:
     """The two streams of one command.
 
-    is_json   every document is printed as JSON on stdout
-    is_quiet  neither progress nor warnings nor lines of `tell` are printed
+    is_json     every document is printed as JSON on stdout
+    is_quiet    neither progress nor warnings nor lines of `tell` are printed
+    is_verbose  versions, every phase and the memory used are told
     """
 
-    def __init__(self, is_json: bool = False, is_quiet: bool = False) -> None:
+    def __init__(
+        self, is_json: bool = False, is_quiet: bool = False, is_verbose: bool = False
+    ) -> None:
         self.is_json = is_json
         self.is_quiet = is_quiet
         self._warned: set[str] = set()
+        self.is_verbose = is_verbose
+        self._begun = time.monotonic()
+
+    def begin(self) -> None:
+        """Tell what runs where, if asked to.
+
+        Raises  InputError for a person who asks for less and more
+        """
+        if not self.is_verbose:
+            return
+        if self.is_quiet:
+            detail = "--quiet and --verbose are given; expected one of them"
+            raise InputError("usage", detail, "Leave one of them out.")
+        from importlib.metadata import version
+
+        from fp4convert.numerics.cpu_library import cpu_library, instruction_set
+        from fp4convert.process import processors
+
+        python = ".".join(map(str, sys.version_info[:3]))
+        kernels = f"CPU kernels {instruction_set(cpu_library())}"
+        count = f"{processors()} processors"
+        self.tell(f"fp4convert {version('fp4convert')}, Python {python}, {kernels}, {count}")
+
+    def end(self) -> None:
+        """Tell how long everything took and the memory used, if asked to."""
+        if self.is_verbose:
+            from resource import RUSAGE_SELF, getrusage
+
+            nbytes = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            seconds = duration_text(time.monotonic() - self._begun)
+            self.tell(f"whole command: {seconds}, peak memory {size_text(nbytes)}")
 
     @cached_property
     def out(self) -> Console:
@@ -166,7 +201,8 @@ class Screen:
             except OSError:
                 _forget_stdout()
         for number, line in enumerate(error.lines):
-            self._print(sys.stderr, line, "bold red", "error: " if number == 0 else "       ")
+            label = f"error[{error.code}]: " if number == 0 else "       "
+            self._print(sys.stderr, line, "bold red", label)
         if error.next_step:
             self._print(sys.stderr, error.next_step, "bold", " next: ")
 
@@ -187,7 +223,8 @@ class Screen:
             name = f", {shorten(escape(tensor))}" if tensor else ""
             print(f"{line}{name}", file=sys.stderr, flush=True)
 
-        phases = Phases(print_line if is_bare and not self.is_quiet else None)
+        say = print_line if is_bare and not self.is_quiet else None
+        phases = Phases(say, says_all=self.is_verbose)
         if is_bare or self.is_quiet:
             yield phases
             phases.end()
@@ -200,6 +237,9 @@ class Screen:
             transient=True,
         ):
             yield phases
+        phases.end()
+        for meter in phases.meters if self.is_verbose else ():
+            self.tell(f"{meter.verb}: {meter.status()}")
 
 
 def _forget_stdout() -> None:

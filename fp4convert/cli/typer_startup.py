@@ -1,4 +1,4 @@
-"""Parse plain words without typer's slow checks.
+"""Parse plain words without typer's slow checks; draw plain help.
 
 Typer imports pydantic to check a value: as long again as all else before the work begins.
 """
@@ -23,12 +23,33 @@ class PlainCommand(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _take_plain_words(super().get_params(ctx))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from fp4convert.cli.help import draw_command
+
+        page = draw_command(
+            ctx.command_path, self.help or "", self.get_params(ctx), formatter.width
+        )
+        formatter.write(page + "\n")
+
 
 class PlainGroup(TyperGroup):
     """All commands, and the options before them."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _take_plain_words(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from fp4convert.cli.help import draw_group
+
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            panel = getattr(command, "rich_help_panel", None) or "Commands"
+            first = (command.help or "").partition("\n\n")[0]
+            panels.setdefault(panel, []).append((name, " ".join(first.split()).removesuffix(".")))
+        page = draw_group(
+            ctx.command_path, self.help or "", self.get_params(ctx), panels, formatter.width
+        )
+        formatter.write(page + "\n")
 
 
 def _take_plain_words(parameters: list[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast
 
 from fp4convert.conversion.options import (
+    DEVICES,
     AccessOptions,
     ArtifactArgument,
     DeviceOptions,
@@ -25,11 +26,15 @@ from fp4convert.conversion.options import (
 from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import (
+    DEVICE,
+    OUTPUT,
+    QUALITY,
+    TARGET,
     Option,
     RecipeOptions,
     Reference,
     declared_in,
-    one_of,
+    help_with_words,
 )
 
 P = ParamSpec("P")
@@ -40,7 +45,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 Sarif = Annotated[
     Reference | None,
-    Option("Write the findings as SARIF 2.1.0, for code scanning.", parse=Path),
+    Option("Write the findings as SARIF 2.1.0, for code scanning.", parse=Path, panel=OUTPUT),
 ]
 
 
@@ -76,7 +81,7 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
                 raise TypeError(f"{run.__name__}() {error}") from None
             return run(options(*args, **kwargs))
 
-        rows = [f"{each.name}: {each.option.help}" for each in declared_in(kind)]
+        rows = [f"{each.name}: {help_with_words(each.option)}" for each in declared_in(kind)]
         called.__doc__ = "\n".join([cleandoc(run.__doc__ or ""), "", *rows])
         made: Any = called
         made.__signature__ = own_signature
@@ -88,9 +93,11 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
 
 @dataclass(eq=False, repr=False)
 class InspectOptions(AccessOptions):
-    """Tell what an artifact is and whether it is healthy, from its headers, records and scales.
+    """Tell what an artifact is, and whether it is healthy.
 
-    Exit code 6 when something is wrong with it. Example: fp4convert inspect ./Llama-3.1-8B-NVFP4
+    Headers, records and scales are read. Exit code 6 when something is wrong.
+
+    Example: fp4convert inspect ./Llama-3.1-8B-NVFP4
     """
 
     artifact: ArtifactArgument
@@ -105,33 +112,45 @@ class InspectOptions(AccessOptions):
 
 @dataclass(eq=False, repr=False)
 class VerifyOptions(AccessOptions):
-    """Re-hash every file and read every scale; with --source, measure every tensor.
+    """Check an artifact: files, scales, and loss by its source.
 
-    Exit code 6 when something is wrong. Example: fp4convert verify ./M-NVFP4 --source ./M
-    --min-sqnr 18
+    Every file is hashed and every scale read; with --source every tensor is measured. Exit code 6
+    when something is wrong.
+
+    Example: fp4convert verify ./Llama-3.1-8B-NVFP4 --source ./Llama-3.1-8B --min-sqnr 18
     """
 
     artifact: ArtifactArgument
     _: KW_ONLY
     source: Annotated[
         Reference | None,
-        Option("The original checkpoint, to measure every tensor against.", parse=str),
+        Option(
+            "The original checkpoint, to measure every tensor against.", parse=str, panel=QUALITY
+        ),
     ] = None
     min_sqnr: Annotated[
-        float | None, Option("Fail when a tensor's SQNR is below this many dB.")
+        float | None,
+        Option("Fail when a tensor's SQNR is below this many dB.", panel=QUALITY, value="<db>"),
     ] = None
     max_nmse: Annotated[
-        float | None, Option("Fail when a tensor's normalised squared error is above this.")
+        float | None,
+        Option("Fail when a tensor's normalised squared error is above this.", panel=QUALITY),
     ] = None
     outputs: Annotated[
-        bool, Option("Measure what every linear layer answers, for random inputs.")
+        bool,
+        Option("Measure what every linear layer answers, for random inputs.", panel=QUALITY),
     ] = False
     calibration: Annotated[
         Reference | None,
-        Option("The same for the inputs that fp4convert calibrate saw of the source.", parse=Path),
+        Option(
+            "The same for the inputs that fp4convert calibrate saw of the source.",
+            parse=Path,
+            panel=QUALITY,
+        ),
     ] = None
     max_output_error: Annotated[
-        float | None, Option("Fail when a layer's output error is above this; 0.1 is 10 %.")
+        float | None,
+        Option("Fail when a layer's output error is above this; 0.1 is 10 %.", panel=QUALITY),
     ] = None
     report: Page = None
     sarif: Sarif = None
@@ -139,11 +158,12 @@ class VerifyOptions(AccessOptions):
 
 @dataclass(eq=False, repr=False)
 class CompareOptions(AccessOptions):
-    """Put two artifacts side by side against one source, tensor by tensor:
-    which of them is better, and by how much.
+    """Tell which of two artifacts is better, and by how much.
 
-    Exit code 6 when one of them is not of that source. Example: fp4convert compare ./M-NVFP4
-    ./M-MXFP4 --source ./M
+    Both are measured against one source, tensor by tensor. Exit code 6 when one of them is not of
+    that source.
+
+    Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
     """
 
     a: ArtifactArgument
@@ -153,21 +173,25 @@ class CompareOptions(AccessOptions):
     ]
     _: KW_ONLY
     source: Annotated[
-        Reference, Option("The original checkpoint, to measure both against.", parse=str)
+        Reference,
+        Option("The original checkpoint, to measure both against.", parse=str, panel=QUALITY),
     ]
     calibration: Annotated[
         Reference | None,
         Option(
             "Output errors for the inputs that fp4convert calibrate saw, not for random ones.",
             parse=Path,
+            panel=QUALITY,
         ),
     ] = None
 
 
 @dataclass(eq=False, repr=False)
 class AnalyzeOptions(RecipeOptions, AccessOptions):
-    """Tell which format, which rule and which modules: what every kind of
-    module loses in each form. Writes nothing.
+    """Tell what each format would lose, before converting.
+
+    Which format, which rule and which modules: what every kind of module loses in each form. Writes
+    nothing.
 
     Example: fp4convert analyze ./Llama-3.1-8B
     """
@@ -176,14 +200,22 @@ class AnalyzeOptions(RecipeOptions, AccessOptions):
     _: KW_ONLY
     calibration: Statistics = None
     sample: Annotated[
-        float | None, Option("GB of the source to read: rows of all kinds. Default: 0.02.")
+        float | None,
+        Option(
+            "GB of the source to read: rows of all kinds. Default: 0.02.",
+            panel=QUALITY,
+            value="<gb>",
+        ),
     ] = None
     phases: Phases | None = None
 
 
 @dataclass(eq=False, repr=False)
 class CalibrateOptions(AccessOptions):
-    """Run text through the model, a layer at a time, and keep what every linear layer is given.
+    """Record the inputs of linear layers, for better rounding.
+
+    Text runs through the model, a layer at a time; statistics of what every linear layer is given
+    are kept.
 
     Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram
     block:128
@@ -191,43 +223,69 @@ class CalibrateOptions(AccessOptions):
 
     source: SourceArgument
     output: Annotated[
-        Reference, Option("New safetensors file.", parse=Path, flags=("--output", "-o"))
+        Reference,
+        Option("New safetensors file.", parse=Path, flags=("--output", "-o"), panel=TARGET),
     ]
     _: KW_ONLY
     text: Annotated[
         Reference | Iterable[Reference] | None,
-        Option("A file of plain text; may be given several times.", parse=Path, is_several=True),
+        Option(
+            "A file of plain text; may be given several times.",
+            parse=Path,
+            is_several=True,
+            panel=TARGET,
+        ),
     ] = None
     dataset: Annotated[
         Reference | None,
-        Option("jsonl or parquet with 'text' or 'messages' in each record.", parse=Path),
+        Option(
+            "jsonl or parquet with 'text' or 'messages' in each record.", parse=Path, panel=TARGET
+        ),
     ] = None
     self_generate: Annotated[
-        int | None, Option("No data: so many sequences are written by the model.")
+        int | None,
+        Option("No data: so many sequences are written by the model.", panel=TARGET),
     ] = None
-    samples: Annotated[int, Option("At most so many, evenly spread over the data.")] = 128
+    samples: Annotated[
+        int, Option("At most so many, evenly spread over the data.", panel=QUALITY)
+    ] = 128
     sequence_length: Annotated[
         int | None,
-        Option("Tokens of each. Default: what the model takes, up to 2048, or 512 of its own."),
+        Option(
+            "Tokens of each. Default: what the model takes, up to 2048, or 512 of its own.",
+            panel=QUALITY,
+        ),
     ] = None
     gram: Annotated[
-        str, Option(f"{one_of(GRAMS)}: diag keeps second moments, the last two what GPTQ takes.")
+        str,
+        Option(
+            "diag keeps second moments, the last two what GPTQ takes.",
+            panel=QUALITY,
+            value=f"[{'|'.join(GRAMS)}]",
+        ),
     ] = "diag"
-    device: Annotated[str, Option("auto (a GPU, else the CPU), cpu, cuda or cuda:N.")] = (
+    device: Annotated[str, Option("auto is a GPU, else the CPU.", panel=DEVICE, value=DEVICES)] = (
         DeviceOptions.device
     )
-    hold: Annotated[float, Option("GB of weights held at once, with --self-generate.", least=0)] = (
-        8.0
-    )
+    hold: Annotated[
+        float,
+        Option(
+            "GB of weights held at once, with --self-generate.",
+            least=0,
+            panel=DEVICE,
+            value="<gb>",
+        ),
+    ] = 8.0
     force: Force = False
     phases: Phases | None = None
 
 
 @dataclass(eq=False, repr=False)
 class MergeOptions:
-    """End a conversion whose parts are done: check every shard (reading
-    what no seal proves untouched: docs/resume.md), compare scale groups,
-    write the index and the records.
+    """End a conversion whose parts are done.
+
+    Checks every shard (reading what no seal proves untouched: docs/resume.md), compares scale
+    groups, and writes the index and the records.
 
     Example: fp4convert merge ./Llama-3.1-8B-NVFP4
     """

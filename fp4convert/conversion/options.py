@@ -10,17 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, METHODS
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import (
+    DEVICE,
+    HUB,
+    MACHINES,
+    OUTPUT,
+    QUALITY,
+    TARGET,
     Option,
     RecipeName,
     RecipeOptions,
     Reference,
     declared_in,
-    one_of,
+    take_words,
 )
 
 if TYPE_CHECKING:  # what commands load when they run
@@ -32,6 +38,7 @@ TRANSPORTS = ("http", "xet")
 ACTIVATION_BITS = ("16", "4")
 VIAS = CACHES = ("fp8",)
 FILE_ENDINGS = (".gguf", ".safetensors")
+DEVICES = "[auto|cpu|cuda|cuda:N]"  # as --help shows them
 MOST_MEMORY = 1e6  # GB; inf, too, means no limit
 
 
@@ -69,6 +76,33 @@ def as_folder(output: Reference, source: Reference) -> Path:
     )
 
 
+def take_references(options: "AccessOptions") -> None:
+    """Read ~ and addresses of the Hub in what the options name.
+
+    Raises  InputError for an address with a revision or a folder that others contradict
+    """
+    for each in declared_in(type(options)):
+        given = getattr(options, each.name)
+        if each.type not in (Reference, Reference | None) or not isinstance(given, str):
+            continue
+        if not given.startswith(("~", "http")) and not given.endswith("/"):
+            continue  # what it is already: nearly always
+        from fp4convert.storage.open import read_reference
+
+        place = read_reference(given)
+        setattr(options, each.name, place.reference)
+        for name in ("revision", "subfolder"):
+            found, known = getattr(place, name), getattr(options, name)
+            if found and not each.option.is_argument:
+                detail = f"{given} names the {name} {found}, which --{each.name} does not take"
+                raise InputError("usage", detail, f"Name the repository: {place.reference}.")
+            if found and known not in (None, found):
+                detail = f"{given} names the {name} {found}, and {known} is given"
+                raise InputError("usage", f"{detail}; expected one of them", f"Leave --{name} out.")
+            if found:
+                setattr(options, name, found)
+
+
 SourceArgument = Annotated[
     Reference,
     Option("A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.", is_argument=True),
@@ -77,17 +111,32 @@ ArtifactArgument = Annotated[
     Reference,
     Option("Four-bit weights: a folder, one file, or ORG/NAME on the Hub.", is_argument=True),
 ]
-NewFolder = Annotated[Reference, Option("New folder.", parse=Path, flags=("--output", "-o"))]
-Dialect = Annotated[str, Option(f"{one_of(DIALECTS)}.", DIALECTS)]
+NewFolder = Annotated[
+    Reference,
+    Option("New folder.", parse=Path, flags=("--output", "-o"), panel=TARGET),
+]
+Dialect = Annotated[
+    str,
+    Option(
+        "Names of tensors and records of the result, as your engine reads them.",
+        DIALECTS,
+        panel=TARGET,
+        value="<name>",
+    ),
+]
 Page = Annotated[
     Reference | None,
-    Option("Write a page of HTML on what was lost, to look at and to share.", parse=Path),
+    Option(
+        "Write a page of HTML on what was lost, to look at and to share.", parse=Path, panel=OUTPUT
+    ),
 ]
 Statistics = Annotated[
     Reference | None,
-    Option("Statistics that fp4convert calibrate made of this source.", parse=str),
+    Option("Statistics that fp4convert calibrate made of this source.", parse=str, panel=QUALITY),
 ]
-Force = Annotated[bool, Option("Discard what an earlier run of fp4convert left in the output.")]
+Force = Annotated[
+    bool, Option("Discard what an earlier run of fp4convert left in the output.", panel=OUTPUT)
+]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -97,20 +146,34 @@ class AccessOptions:
     tell  gets lines for people: what is waited for, which part this is, which page was written
     """
 
-    revision: Annotated[str | None, Option("On the Hub: branch, tag or commit. Default: main.")] = (
-        None
-    )
-    subfolder: Annotated[str | None, Option("Folder of the source, where the checkpoint is.")] = (
-        None
-    )
-    token: Annotated[str | None, Option("For the Hub. Better: hf auth login, or HF_TOKEN.")] = None
+    revision: Annotated[
+        str | None, Option("Branch, tag or commit. Default: main.", panel=HUB, value="<name>")
+    ] = None
+    subfolder: Annotated[
+        str | None,
+        Option("Folder of the source, where the checkpoint is.", panel=HUB, value="<path>"),
+    ] = None
+    token: Annotated[
+        str | None,
+        Option("Better: hf auth login. [env: HF_TOKEN]", panel=HUB, value="<token>"),
+    ] = None
     memory: Annotated[
-        float, Option("GB of what the Hub sends that are kept for a second reading.", least=0)
+        float,
+        Option(
+            "GB of what the Hub sends that are kept for a second reading.",
+            least=0,
+            panel=HUB,
+            value="<gb>",
+        ),
     ] = 1.0
     transport: Annotated[
-        str, Option(f"From the Hub: {one_of(TRANSPORTS)} (through hf_xet).", TRANSPORTS)
+        str, Option("How files come; xet is through hf_xet.", TRANSPORTS, panel=HUB)
     ] = TRANSPORTS[0]
     tell: Callable[[str], None] = ignore
+
+    def __post_init__(self) -> None:
+        take_words(self)
+        take_references(self)
 
     @property
     def known_token(self) -> str | None:
@@ -128,7 +191,7 @@ class AccessOptions:
         if self.transport not in TRANSPORTS:
             expected = f"expected {' or '.join(TRANSPORTS)}"
             detail = f"transport {self.transport!r} is not known; {expected}"
-            raise InputError("transport", detail)
+            raise InputError("transport", detail + did_you_mean(self.transport, TRANSPORTS))
         return Access(
             revision=self.revision,
             subfolder=self.subfolder,
@@ -152,7 +215,9 @@ class WorkOptions(AccessOptions):
     warn    gets what a person should know before the work; None for Python's warnings
     """
 
-    workers: Annotated[int, Option("Threads; 0 is as many as suit the device.", least=0)] = 0
+    workers: Annotated[
+        int, Option("Threads; 0 is as many as suit the device.", least=0, panel=DEVICE)
+    ] = 0
     force: Force = False
     phases: Phases | None = None
     warn: Callable[[Iterable[str]], None] | None = None
@@ -181,7 +246,12 @@ class DeviceOptions(WorkOptions):
     """Where a command computes."""
 
     device: Annotated[
-        str, Option("auto (GPUs, else the CPU), cpu, cuda or cuda:N. The bytes are the same.")
+        str,
+        Option(
+            "auto is all GPUs, else the CPU. The bytes are the same.",
+            panel=DEVICE,
+            value=DEVICES,
+        ),
     ] = "auto"
 
 
@@ -190,14 +260,18 @@ class PartOptions(WorkOptions):
     """Which part of the work this process does, of one that several share."""
 
     join: Annotated[
-        bool, Option("One of several such processes, on any machines that share OUTPUT.")
+        bool,
+        Option("One of several such processes, on any machines that share OUTPUT.", panel=MACHINES),
     ] = False
     shard_index: Annotated[
-        int | None, Option("Do this part alone, from 0; then: fp4convert merge OUTPUT.")
+        int | None,
+        Option("Do this part alone, from 0; then: fp4convert merge OUTPUT.", panel=MACHINES),
     ] = None
     num_shards: Annotated[
         int | None,
-        Option("How many parts. Default for both: Slurm, torchrun, SkyPilot say so."),
+        Option(
+            "How many parts. Default for both: Slurm, torchrun, SkyPilot say so.", panel=MACHINES
+        ),
     ] = None
 
     def settings(self, device: str, is_elsewhere: bool = False) -> "Settings":
@@ -231,68 +305,104 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     source: SourceArgument
     _: KW_ONLY
-    format: Annotated[str, Option(f"Target: {one_of(FORMATS)}.", tuple(FORMATS))]
+    format: Annotated[str, Option("What the weights become.", tuple(FORMATS), panel=TARGET)]
     output: Annotated[
         Reference | None,
-        Option("New folder. Default: ./NAME-FORMAT.", parse=Path, flags=("--output", "-o")),
+        Option(
+            "New folder. Default: ./NAME-FORMAT.",
+            parse=Path,
+            flags=("--output", "-o"),
+            panel=TARGET,
+        ),
     ] = None
     dialect: Dialect = DIALECTS[0]
+    activations: Annotated[
+        int,
+        Option(
+            "16: weights alone; 4: for the FP4 tensor cores, activations too.",
+            ACTIVATION_BITS,
+            panel=TARGET,
+        ),
+    ] = 16
+    kv_cache: Annotated[
+        str | None,
+        Option(
+            "Scales and records for a cache of keys and values.",
+            CACHES,
+            panel=TARGET,
+            synonyms={"fp8_e4m3": CACHES[0], "e4m3": CACHES[0]},
+        ),
+    ] = None
+    target_size: Annotated[
+        float | None,
+        Option(
+            "GB of the artifact: measured formats for modules, to fit it.",
+            panel=TARGET,
+            value="<gb>",
+        ),
+    ] = None
+    target_bits: Annotated[
+        float | None,
+        Option(
+            "The same by bits per weight, over modules else four-bit.",
+            panel=TARGET,
+            value="<bits>",
+        ),
+    ] = None
+    keep_packed: Annotated[
+        bool, Option("What is FP8, int4 or FP4 and stays is not made bf16.", panel=TARGET)
+    ] = False
+    method: Annotated[
+        str,
+        Option(
+            "gptq needs a calibration made with --gram; awq and smooth fold factors.",
+            METHODS,
+            panel=QUALITY,
+            synonyms={"smoothquant": METHODS[3]},
+        ),
+    ] = METHODS[0]
+    calibration: Statistics = None
     scale_rule: Annotated[
         str | None,
         Option(
             f"{_rules()}. With --method gptq importance is the default.",
             tuple(dict.fromkeys(rule for fmt in FORMATS.values() for rule in fmt.scale_rules)),
+            panel=QUALITY,
+            value="<rule>",
         ),
     ] = None
-    activations: Annotated[
-        int,
-        Option("16: weights alone; 4: for the FP4 tensor cores, activations too.", ACTIVATION_BITS),
-    ] = 16
     input_scale: Annotated[
         str | float | None,
         Option(
             "With --activations 4, nvfp4: a multiplier; or an artifact or a calibration that has"
             " them. Default: 1.0.",
             parse=str,
+            panel=QUALITY,
+            value="<number|path>",
         ),
     ] = None
-    kv_cache: Annotated[
-        str | None,
-        Option(f"{one_of(CACHES)}: scales and records for a cache of keys and values.", CACHES),
-    ] = None
-    keep_packed: Annotated[bool, Option("What is FP8, int4 or FP4 and stays is not made bf16.")] = (
-        False
-    )
     via: Annotated[
         str | None,
         Option(
-            f"{one_of(VIAS)}: round weights to FP8 first, for comparison; it loses accuracy.", VIAS
+            "Round weights to FP8 first, for comparison; it loses accuracy.",
+            VIAS,
+            panel=QUALITY,
         ),
-    ] = None
-    calibration: Statistics = None
-    method: Annotated[
-        str,
-        Option(
-            "rtn, gptq (needs a calibration made with --gram), or awq and smooth, which fold"
-            " factors.",
-            METHODS,
-        ),
-    ] = METHODS[0]
-    target_size: Annotated[
-        float | None, Option("GB of the artifact: measured formats for modules, to fit it.")
-    ] = None
-    target_bits: Annotated[
-        float | None, Option("The same by bits per weight, over modules else four-bit.")
     ] = None
     ray: Annotated[
         str | None,
-        Option("One worker on every node of this Ray cluster: auto, or HOST:PORT."),
+        Option(
+            "One worker on every node of this Ray cluster.",
+            panel=MACHINES,
+            value="[auto|HOST:PORT]",
+        ),
     ] = None
     push_to_hub: Annotated[
-        str | None, Option("Upload the result to this repository, ORG/NAME.")
+        str | None,
+        Option("Upload the result to this repository.", panel=HUB, value="ORG/NAME"),
     ] = None
     private: Annotated[
-        bool, Option("With --push-to-hub: into a repository that is not public.")
+        bool, Option("With --push-to-hub: into a repository that is not public.", panel=HUB)
     ] = False
     report: Page = None
 
@@ -334,8 +444,9 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
 @dataclass(eq=False, repr=False)
 class DequantizeOptions(DeviceOptions):
-    """Turn an artifact back into a checkpoint of ordinary weights, with
-    exactly the values that engines compute.
+    """Turn an artifact back into ordinary weights.
+
+    They have exactly the values that engines compute.
 
     Example: fp4convert dequantize ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-restored
     """
@@ -343,12 +454,22 @@ class DequantizeOptions(DeviceOptions):
     artifact: ArtifactArgument
     output: NewFolder
     _: KW_ONLY
-    dtype: Annotated[str, Option(f"{one_of(DTYPES)}.", DTYPES)] = "bf16"
+    dtype: Annotated[
+        str,
+        Option(
+            "Of the restored weights.",
+            DTYPES,
+            panel=TARGET,
+            synonyms={kind.config_name: kind.word for kind in FLOAT_TYPES.values()},
+        ),
+    ] = "bf16"
 
 
 @dataclass(eq=False, repr=False)
 class TranscodeOptions(WorkOptions):
-    """Spell an artifact in another dialect: the same codes and block scales, never rounded again.
+    """Rewrite an artifact for another engine, without loss.
+
+    The same codes and block scales in another dialect, never rounded again.
 
     Example: fp4convert transcode ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-modelopt --dialect
     modelopt
@@ -358,24 +479,32 @@ class TranscodeOptions(WorkOptions):
     output: NewFolder
     _: KW_ONLY
     dialect: Dialect
-    format: Annotated[str | None, Option("nvfp4, for an mxfp4 artifact. Default: as it is.")] = None
+    format: Annotated[
+        str | None,
+        Option("nvfp4, for an mxfp4 artifact. Default: as it is.", tuple(FORMATS), panel=TARGET),
+    ] = None
     scale_layout: Annotated[
         str | None,
         Option(
-            f"plain: {', '.join([f'{SCALE_LAYOUTS[0]} (default)', *SCALE_LAYOUTS[1:]])}.",
+            f"Of dialect plain. Default: {SCALE_LAYOUTS[0]}.",
             SCALE_LAYOUTS,
+            panel=TARGET,
+            value="<layout>",
         ),
     ] = None
     template: Annotated[
         Reference | None,
-        Option("Dialect gguf: a GGUF file of the model, whose frame it gets.", parse=str),
+        Option(
+            "Dialect gguf: a GGUF file of the model, whose frame it gets.", parse=str, panel=TARGET
+        ),
     ] = None
 
 
 @dataclass(eq=False, repr=False)
 class PruneOptions(PartOptions):
-    """Leave out the experts that matter least (REAP): an ordinary
-    checkpoint with fewer of them, for quantize to take.
+    """Leave out the experts that matter least (REAP).
+
+    Writes an ordinary checkpoint with fewer of them, for quantize to take.
 
     Example: fp4convert prune ./Qwen3-30B-A3B -o ./Qwen3-30B-A3B-96 --calibration
     qwen3.safetensors --keep 96
@@ -384,8 +513,8 @@ class PruneOptions(PartOptions):
     source: SourceArgument
     output: NewFolder
     calibration: Annotated[
-        Reference, Option("What fp4convert calibrate made of SOURCE.", parse=Path)
+        Reference, Option("What fp4convert calibrate made of SOURCE.", parse=Path, panel=TARGET)
     ]
-    keep: Annotated[int, Option("Experts that stay in every layer that has some.")]
+    keep: Annotated[int, Option("Experts that stay in every layer that has some.", panel=TARGET)]
     _: KW_ONLY
     recipe: RecipeName = None

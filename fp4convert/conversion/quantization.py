@@ -29,7 +29,7 @@ from fp4convert.conversion.options import (
     VIAS,
     QuantizeOptions,
 )
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import begin, carry_out
@@ -133,9 +133,9 @@ def _recipe_for(
 
 def _check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:
     """Raise InputError for a word that an option does not have."""
-    if word not in (None, *known):
+    if word is not None and word not in known:
         detail = f"{option} {word!r} is not known; expected {one_of(known)}"
-        raise InputError(code, detail, "Leave it out.")
+        raise InputError(code, detail + did_you_mean(word, known), "Leave it out.")
 
 
 def plan_with(

@@ -6,11 +6,12 @@ OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as M
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, did_you_mean
 
 E2M1_MAX = 6.0  # largest E2M1 magnitude
 E4M3_MAX = 448.0  # largest finite E4M3 (e4m3fn) magnitude
@@ -70,6 +71,8 @@ FP8 = Format("fp8", 0, "fp32", ("amax",), "amax", has_global_scale=False, elemen
 INT4 = Format("int4", 0, "bf16", ("amax",), "amax", has_global_scale=False, element_dtype="int4")
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}  # of a whole artifact
 MODULE_FORMATS = {**FORMATS, FP8.name: FP8}  # that a module can become
+# How the names of formats begin that others make and fp4convert does not.
+OTHER_FORMATS = re.compile(r"(mx)?fp[68]|u?int\d|w\d+a\d+|nf4|i?q\d|awq|gptq")
 STORED_FORMATS = {**MODULE_FORMATS, INT4.name: INT4}  # that a module can be found in
 
 
@@ -96,13 +99,15 @@ FLOAT_TYPES = {  # by safetensors' name
 
 def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
     """Look the format of that name up; InputError names the known ones."""
-    if name not in known:
-        raise InputError(
-            "unknown-format",
-            f"format {name!r} is not known; expected one of {', '.join(known)}",
-            "Choose one of these.",
-        )
-    return known[name]
+    if name in known:
+        return known[name]
+    detail = f"format {name!r} is not known; expected one of {', '.join(known)}"
+    if known is FORMATS and OTHER_FORMATS.match(name.lower()):
+        step = "fp4convert makes four-bit floats. It mixes FP8 modules in to reach a size"
+        step += " (--target-size, --target-bits), or where a recipe file asks for them."
+        raise InputError("unknown-format", detail, step)
+    detail += did_you_mean(name, known)
+    raise InputError("unknown-format", detail, "Choose one of these.")
 
 
 def dtype_named(word: str) -> str:
@@ -113,7 +118,9 @@ def dtype_named(word: str) -> str:
     known = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
     if word not in known:
         raise InputError(
-            "unknown-dtype", f"dtype {word!r} is not known; expected one of {', '.join(known)}"
+            "unknown-dtype",
+            f"dtype {word!r} is not known; expected one of {', '.join(known)}"
+            f"{did_you_mean(word, known)}",
         )
     return known[word]
 
@@ -128,7 +135,7 @@ def check_rule(fmt: Format, rule: str) -> str:
         detail = f"scale rule {rule!r} does not belong to {fmt.name}; expected one of {known}"
         raise InputError(
             "unknown-scale-rule",
-            detail,
+            detail + did_you_mean(rule, fmt.scale_rules),
             f"Choose one of these, or leave it out for {fmt.default_rule}.",
         )
     return rule

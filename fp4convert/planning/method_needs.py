@@ -17,7 +17,7 @@ from importlib.util import find_spec
 
 from fp4convert.calibration.statistics import Calibration, check_linears, open_calibration
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.errors import InputError, describe_missing
+from fp4convert.errors import InputError, describe_missing, did_you_mean
 from fp4convert.numerics.formats import IMPORTANCE, METHODS
 from fp4convert.planning.steps import Plan, Step
 from fp4convert.recipes.recipe import Target
@@ -37,7 +37,8 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     if method not in METHODS:
         raise InputError(
             "unknown-method",
-            f"--method {method!r} is not known; expected {' or '.join(METHODS)}",
+            f"--method {method!r} is not known; expected {' or '.join(METHODS)}"
+            f"{did_you_mean(method, METHODS)}",
             "Leave it out for rtn.",
         )
     if method == GPTQ and find_spec("torch") is None:

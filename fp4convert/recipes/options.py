@@ -7,10 +7,13 @@ classes are not frozen, which would double the time that they take when the comm
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, NamedTuple
 
+TARGET, QUALITY, MODULES, DEVICE = "Target", "Quality", "Which modules", "Device"
+HUB, MACHINES, OUTPUT = "Hub", "Many machines", "Output"
+PANELS = (TARGET, QUALITY, MODULES, DEVICE, HUB, MACHINES, OUTPUT)  # as --help shows them
 STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
 
 Reference = str | os.PathLike[str]
@@ -30,6 +33,10 @@ class Option(NamedTuple):
     is_argument  it stands without its name
     is_several   it may be given several times
     is_recipe    it names a recipe, of which a shell is told those that there are
+    is_code      it is the code of a finding or an error, of which a shell is told all
+    panel        the heading of --help that it stands under, where a command has many options
+    value        what --help writes for its value; else that of its words or its type
+    synonyms     words that others have for a legal one
     """
 
     help: str
@@ -40,6 +47,10 @@ class Option(NamedTuple):
     is_argument: bool = False
     is_several: bool = False
     is_recipe: bool = False
+    is_code: bool = False
+    panel: str = ""
+    value: str = ""
+    synonyms: Mapping[str, str] = {}
 
 
 class Declared(NamedTuple):
@@ -74,6 +85,32 @@ def one_of(words: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def help_with_words(option: Option) -> str:
+    """Return the help, and the legal words that it does not have."""
+    if all(word in option.help for word in option.words):
+        return option.help
+    return f"{option.help} One of: {', '.join(option.words)}."
+
+
+def take_words(options: Any) -> None:
+    """Spell words of the options as they are legal: NVFP4 as nvfp4."""
+    for each in declared_in(type(options)):
+        given = getattr(options, each.name)
+        if each.option.words and isinstance(given, str):
+            setattr(options, each.name, _spelled(given, each.option))
+
+
+def _spelled(given: str, option: Option) -> str:
+    """Return the legal word that is alike but for case and dashes."""
+    known = {_folded(word): word for word in option.words}
+    known |= {_folded(word): meant for word, meant in option.synonyms.items()}
+    return given if given in option.words else known.get(_folded(given), given)
+
+
+def _folded(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")
+
+
 def as_globs(patterns: Globs) -> tuple[str, ...]:
     """Return one pattern or several as several."""
     return (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
@@ -84,6 +121,8 @@ RecipeName = Annotated[
     Option(
         "A mode or family that fp4convert recipes lists, or a TOML file.",
         is_recipe=True,
+        panel=MODULES,
+        value="<name|path>",
     ),
 ]
 
@@ -92,29 +131,42 @@ RecipeName = Annotated[
 class RecipeOptions:
     """What a person chooses of the recipe."""
 
+    exclude: Annotated[
+        Globs,
+        Option(
+            "Keep these modules as they are. Glob, or re:REGEX.",
+            parse=str,
+            is_several=True,
+            panel=MODULES,
+            value="<pattern>",
+        ),
+    ] = ()
     include: Annotated[
         Globs,
         Option(
-            "Quantize these modules too, though the recipe keeps them.", parse=str, is_several=True
+            "Quantize these modules too, though the recipe keeps them.",
+            parse=str,
+            is_several=True,
+            panel=MODULES,
+            value="<pattern>",
         ),
-    ] = ()
-    exclude: Annotated[
-        Globs,
-        Option("Keep these modules as they are. Glob, or re:REGEX.", parse=str, is_several=True),
     ] = ()
     recipe: RecipeName = None
     stack_order: Annotated[
         str | None,
-        Option(f"Of stacks of experts, before any recipe: {one_of(STACK_ORDERS)}.", STACK_ORDERS),
+        Option("Layout of stacks of experts, before any recipe's.", STACK_ORDERS, panel=MODULES),
     ] = None
     stack_rows: Annotated[
         str | None,
-        Option(f"Of gate and up in one such stack: {one_of(STACK_ROWS)}.", STACK_ROWS),
+        Option("Rows of gate and up in one such stack.", STACK_ROWS, panel=MODULES),
     ] = None
 
     def __post_init__(self) -> None:
         # An iterator could be read only once; a list could change.
         self.include, self.exclude = as_globs(self.include), as_globs(self.exclude)
+        take_words(self)
+        if beside := getattr(super(), "__post_init__", None):
+            beside()
 
 
 NOTHING_CHOSEN = RecipeOptions()

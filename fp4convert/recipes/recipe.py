@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
 from fp4convert.recipes.options import (
     NOTHING_CHOSEN,
@@ -310,6 +310,7 @@ def build_recipe(
     ):
         if given is not None and given not in words:
             detail = f"{option} {given!r} is not known; expected {' or '.join(words)}"
+            detail += did_you_mean(given, words)
             raise InputError("unknown-stack", detail, "Give one of these, or leave it out.")
     if options.stack_rows is not None and options.stack_order is None:
         detail = "--stack-rows says how gate and up share a stack; expected --stack-order with it"

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.formats import MODULE_FORMATS
 from fp4convert.recipes.options import STACK_ORDERS, STACK_ROWS
 from fp4convert.recipes.rules import (
@@ -378,10 +378,9 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
                 "it has to be a file of UTF-8 text that this user may read.",
             ) from None
         if text is None:
-            detail = (
-                f"recipe {str(path)!r} is not known; expected one of {', '.join(known_names())}, "
-                "or the path of a TOML file"
-            )
+            near = did_you_mean(name, known_names())
+            detail = f"recipe {str(path)!r} is not known; expected the name of one of the"
+            detail += f" {len(known_names())} recipes, or the path of a TOML file{near}"
             raise InputError("unknown-recipe", detail, "See: fp4convert recipes.")
         file, folder = parse(text, os.path.normpath(path), is_users=True), path.parent
     if file.name in above or len(above) > MOST_BASES:

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
 
 from fp4convert.errors import InputError
 from fp4convert.storage.source import Access, Source, stopping, subfolder_of
 
 REPOSITORY = r"[A-Za-z0-9_-][\w.-]*/[\w.-]+"  # organisation/name
+PAGE = re.compile(
+    rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/({REPOSITORY})/?"
+    r"(?:tree/([^/]+)/?(.*?)/?)?"
+)  # of a repository on the Hub: its name, a revision, a folder
+
+
+class Place(NamedTuple):
+    """What a person means by a reference."""
+
+    reference: str
+    revision: str | None = None
+    subfolder: str | None = None
+
+
+def read_reference(text: str) -> Place:
+    """Read ~, the address of a page on the Hub, and ORG/NAME/."""
+    if page := PAGE.fullmatch(text):
+        repository, revision, folder = page.groups()
+        return Place(repository, unquote(revision or "") or None, unquote(folder or "") or None)
+    if text.startswith("~"):
+        return Place(os.path.expanduser(text))
+    bare = text.rstrip("/")
+    is_repository = re.fullmatch(REPOSITORY, bare) and not os.path.exists(bare)
+    return Place(bare if is_repository else text)
 
 
 def open_source(reference: str, access: Access | None = None, may_be_empty: bool = False) -> Source:

@@ -319,7 +319,7 @@ def test_an_error_has_its_message_and_its_next_step_and_no_traceback(tmp_path):
     outcome = run("quantize", tmp_path / "absent", "--format", "nvfp4")
     assert outcome.out == ""
     lines = outcome.err.splitlines()
-    assert lines[0].startswith(f"error: {tmp_path}/absent: no such file or folder")
+    assert lines[0].startswith(f"error[no-source]: {tmp_path}/absent: no such file or folder")
     assert lines[1].startswith(" next: ")
 
 

@@ -390,7 +390,7 @@ def refused(source: Path, tmp_path: Path, words: str, calibration: Path, keep: i
     )
     assert (outcome.code, outcome.out) == (2, "")
     lines = [line for line in outcome.err.splitlines() if not line.startswith("warning")]
-    assert lines[0].startswith("error: ")
+    assert lines[0].startswith("error[")
     assert words in lines[0], outcome.err
     assert len(lines) <= 2
     assert not (tmp_path / "out").exists()

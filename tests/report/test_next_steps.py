@@ -39,7 +39,7 @@ def next_line(err: str) -> str:
     and the only one of its kind.
     """
     lines = err.splitlines()
-    assert lines[0].startswith("error: ")
+    assert lines[0].startswith("error[")
     assert [line.lstrip().startswith("next: ") for line in lines] == [False] * (len(lines) - 1) + [
         True
     ]

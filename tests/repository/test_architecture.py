@@ -41,7 +41,7 @@ HOMES = {
     "plotly": ("report.html",),
     "rich": ("cli.",),
     "typer": ("cli.",),
-    "ctypes": ("numerics.backends.", "storage.disk"),
+    "ctypes": ("numerics.backends.", "numerics.cpu_library", "storage.disk"),
 }
 NO_VERBS = frozenset(
     [

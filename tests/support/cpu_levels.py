@@ -12,11 +12,12 @@ from adversarial import (
     DTYPES,
 )
 
-from fp4convert.numerics.backends.cpu import Cpu, _library
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.cpu_library import cpu_library
 from fp4convert.numerics.formats import FORMATS
 from fp4convert.numerics.matrices import Matrix
 
-NATIVE = _library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
+NATIVE = cpu_library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
 
 
 Cpus = dict[int, Cpu]
@@ -34,7 +35,7 @@ def every_level(folder: Path) -> Cpus:
     """One backend a level; a level is lowered for good, so each has a copy of the library in
     `folder`, and that its own level.
     """
-    source = Path(_library()._name)
+    source = Path(cpu_library()._name)
     found = {}
     for level in range(2, NATIVE + 1) if NATIVE else (0,):
         copy = shutil.copy(source, folder / f"v{level}{source.suffix}")

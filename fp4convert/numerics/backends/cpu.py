@@ -9,8 +9,6 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +24,7 @@ from fp4convert.numerics.codec import (
     not_finite,
     weigh,
 )
+from fp4convert.numerics.cpu_library import cpu_library, instruction_set
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8
 from fp4convert.numerics.matrices import (
@@ -49,7 +48,6 @@ PERIODS, CELL_WIDTHS = (
     (128, 64, 32, 16, 8, 4, 2, 1),
     (1, 2, 4, 8, 16, 32, 64),
 )  # must equal the enum in kernels/scale_variance.c
-LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 
 Array = NDArray[np.generic]
 Doubles = NDArray[np.float64]
@@ -61,7 +59,7 @@ class Cpu:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._library = _library()
+        self._library = cpu_library()
 
     @property
     def threads(self) -> int:
@@ -70,7 +68,7 @@ class Cpu:
     @property
     def instruction_set(self) -> str:
         """Name the copy of the kernels in use."""
-        return LEVELS[self._library.fp4_level(0)]
+        return instruction_set(self._library)
 
     def held_nbytes(self, threads: int, widest: int) -> int:
         return threads * PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, widest)
@@ -397,13 +395,3 @@ def _checked(scales: Float32s, shape: tuple[int, ...]) -> Float32s:
     if scales.shape[0] < shape[0] or scales.shape[1:] != shape[1:]:
         raise ValueError(f"scales of shape {scales.shape}; expected {shape}")
     return np.ascontiguousarray(scales, np.float32)
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    found = [item for item in files("fp4convert").iterdir() if item.name.startswith("libcpu.")]
-    if not found:
-        raise RuntimeError(
-            "the CPU library is not installed beside the package; reinstall fp4convert"
-        )
-    return ctypes.CDLL(str(found[0]))

@@ -1,0 +1,111 @@
+"""Answer words of other tools with ours.
+
+People come from llm-compressor, mlx_lm.convert, llama-quantize and Model Optimizer; a word that is
+merely spelled alike would send them wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
+from fp4convert.errors import NEAR
+
+OPTIONS = {  # ours: theirs
+    "--exclude": (
+        "ignore ignore-list ignore-layers ignore-modules modules-to-not-convert skip skip-modules"
+        " exclude-modules exclude-layers not-convert keep"
+    ),
+    "--include": "only targets target-modules include-modules",
+    "--format": (
+        "bits q-bits wbits w-bit w-bits num-bits scheme quantization quantize quant qformat qtype"
+        " q-mode mode type outtype ftype quant-format quant-type weights precision"
+    ),
+    "--output": (
+        "out out-dir output-dir output-path save-dir save-path export-path export-dir mlx-path"
+        " outfile out-file dest destination to folder"
+    ),
+    "--dialect": "engine backend runtime for export-format export-fmt target serve",
+    "--method": "algorithm algo quant-method quant-algo modifier",
+    "--calibration": (
+        "calib calib-size calib-dataset calib-data calibration-dataset calibration-data dataset"
+        " imatrix num-calibration-samples samples stats"
+    ),
+    "--kv-cache": "kv-cache-dtype kv-cache-qformat kv-cache-quant cache-type-k kv",
+    "--activations": "a-bits abits act-bits activation-bits",
+    "--push-to-hub": "upload upload-repo push hub-model-id repo-id hf-repo",
+    "--token": "hf-token auth-token use-auth-token api-key",
+    "--revision": "rev branch commit tag",
+    "--workers": "threads nthreads nthread jobs num-workers nproc max-workers parallel",
+    "--device": "gpu cuda cpu device-map",
+    "--dry-run": "dry plan simulate no-write",
+    "--force": "overwrite overwrite-output-dir yes clean",
+    "--quiet": "silent no-progress",
+    "--source": "reference original base base-model ref",
+    "--target-bits": "bpw avg-bits effective-bits",
+    "--dtype": "torch-dtype",
+}
+NO_OPTION = {  # what is said instead: theirs
+    "Give the model without an option, first: fp4convert quantize SOURCE --format nvfp4.": (
+        "model model-path model-id model-name model-name-or-path hf-path pretrained input"
+        " input-model pyt-ckpt-path src path in checkpoint"
+    ),
+    "The format decides it: blocks of 16 for nvfp4, of 32 for mxfp4.": (
+        "group-size q-group-size block-size blocksize"
+    ),
+    "None is needed: fp4convert runs no code of the model.": "trust-remote-code",
+}
+COMMANDS = {  # ours: theirs
+    "quantize": "convert quant quantise compress oneshot",
+    "dequantize": "dequant unpack restore decompress dequantise",
+    "transcode": "export repack",
+    "inspect": "info show describe scan view",
+    "verify": "check validate test lint",
+    "compare": "diff eval",
+    "recipes": "list models families ls",
+    "doctor": "env system devices",
+    "calibrate": "calib collect imatrix",
+}
+REMARKS = {
+    "--format": "Its words are nvfp4 and mxfp4.",
+    "--calibration": "fp4convert calibrate makes the file that it takes.",
+}
+
+
+def answer_option(name: str, known: Collection[str], command: str) -> str:
+    """Say what a command calls an option of another tool.
+
+    name     as it was given, such as --modules_to_not_convert
+    known    the flags of the command
+    Returns  "" where nothing is near
+    """
+    plain = _plain(name)
+    for sentence, theirs in NO_OPTION.items():
+        if plain in theirs.split() and command != "fp4convert":
+            return sentence
+    for ours, theirs in OPTIONS.items():
+        if plain in theirs.split() and ours in known:
+            return " ".join([f"fp4convert calls it {ours}.", *_remark(ours)])
+    by_name = {_plain(flag): flag for flag in known if flag.startswith("--")}
+    near = get_close_matches(plain, by_name, 1, NEAR)
+    return f"Did you mean {by_name[near[0]]}?" if near else ""
+
+
+def answer_command(word: str, known: Iterable[str]) -> str:
+    """Say in a sentence which command is meant; "" where none is near."""
+    for ours, theirs in COMMANDS.items():
+        if word.lower() in theirs.split():
+            return f"fp4convert calls it {ours}."
+    if "/" in word or os.path.exists(word):
+        return f"To convert it: fp4convert quantize {word} --format nvfp4."
+    near = get_close_matches(word.lower(), list(known), 1, NEAR)
+    return f"Did you mean {near[0]}?" if near else ""
+
+
+def _remark(option: str) -> list[str]:
+    return [REMARKS[option]] if option in REMARKS else []
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").lower().replace("_", "-")
