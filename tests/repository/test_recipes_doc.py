@@ -1,6 +1,4 @@
-"""docs/recipes.md and the README's recipe: every example is a recipe file, and does what the text
-around it says.
-"""
+"""docs/recipes.md: every example is a recipe file, and does what the text around it says."""
 
 import re
 from pathlib import Path
@@ -41,7 +39,7 @@ def recipe(text: str, tmp_path: Path) -> Recipe:
 
 def test_every_example_is_a_recipe_file(tmp_path):
     examples = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(examples) == 9
+    assert len(examples) == 10
     for text in examples:
         assert parse(text, "mine.toml", is_users=True)
         assert recipe(text, tmp_path)
@@ -139,10 +137,8 @@ def test_stacks(tmp_path):
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
-def test_the_readmes_recipe_makes_experts_four_bit_and_attention_fp8(dialect, tmp_path):
-    (tmp_path / "mine.toml").write_text(
-        example((ROOT / "README.md").read_text(encoding="utf-8"), "### Recipes")
-    )
+def test_the_first_recipe_makes_experts_four_bit_and_attention_fp8(dialect, tmp_path):
+    (tmp_path / "mine.toml").write_text(example(PAGE, "# Recipe files"))
     layer = "model.layers.0"
     tensors: dict[str, Tensor] = {
         **{

