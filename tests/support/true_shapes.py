@@ -59,6 +59,9 @@ class Decoder:
             yield f"{module}.k_norm.weight", (self.head,)
 
 
+LLAMA_8B = Decoder("llama", 32, 4096, 14336, 32, 8, 128256, has_head_norms=False)
+MISTRAL_7B = Decoder("mistral", 32, 4096, 14336, 32, 8, 32768, has_head_norms=False)
+QWEN3_30B_A3B = Decoder("qwen3_moe", 48, 2048, 768, 32, 4, 151936, experts=128)
 QWEN3_8B = Decoder("qwen3", 36, 4096, 12288, 32, 8, 151936)
 LLAMA_70B = Decoder("llama", 80, 8192, 28672, 64, 8, 128256, has_head_norms=False)
 QWEN3_CODER_480B = Decoder("qwen3_moe", 62, 6144, 2560, 96, 8, 151936, experts=160)

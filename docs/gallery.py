@@ -1,0 +1,185 @@
+"""Make docs/gallery.md: each family's commands and plan, by asking for the plans: `make docs`.
+
+A command stands there where its plan can be made; plans are of tiny checkpoints with the family's
+true names (tests/support/families.py), sizes of the shapes of published models.
+
+python docs/gallery.py            # exits 1 where the page differs
+python docs/gallery.py --write    # replaces it
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "docs"), str(ROOT / "tests" / "support")]
+from families import FAMILIES  # noqa: E402
+from family import Family, build  # noqa: E402
+from fp4_sources import MAKERS  # noqa: E402
+from tables import table  # noqa: E402
+from tiny_models import offline, read_json  # noqa: E402
+from true_shapes import (  # noqa: E402
+    LLAMA_8B,
+    LLAMA_70B,
+    MISTRAL_7B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN3_CODER_480B,
+    deepseek_v3,
+    write_holes,
+)
+
+import fp4convert  # noqa: E402
+from fp4convert.recipes.toml_files import FAMILIES as INDEX  # noqa: E402
+from fp4convert.recipes.toml_files import known_file  # noqa: E402
+
+PAGE = ROOT / "docs" / "gallery.md"
+HEAD = """# Recipes gallery
+
+One section for each model family that the tests convert: the command for each engine, what it
+quantizes and what it keeps. Made by `make docs` from `configs/` and from the plans of tiny
+checkpoints with each family's true names; the tests make every plan again.
+
+- A command stands here when its plan can be made: the format and the dialect can hold this family.
+  Whether your version of the engine has the model is the engine's matter; how far each engine was
+  tried is in [Engines](engines.md). For MoE families the tests run transformers on what
+  `dequantize` writes.
+- `./Model` is a folder or `ORG/NAME`. For llama.cpp the source is a GGUF file, whatever the family:
+  `fp4convert quantize model-bf16.gguf --format mxfp4 --dialect gguf`.
+- Counts are of the tiny checkpoints (mostly two layers). The plan of your model:
+  `fp4convert quantize ./Model --format nvfp4 --dry-run`. All recipes: `fp4convert recipes`.
+"""
+W4A4 = "--format nvfp4 --dialect modelopt --activations 4"
+LANGUAGE = {
+    "vLLM": "--format nvfp4",
+    "SGLang, TensorRT-LLM": W4A4,
+    "transformers": "--format nvfp4",
+    "MLX": "--format mxfp4 --dialect mlx",
+}
+DIFFUSION = {
+    "ComfyUI (its single file)": "--format nvfp4 --dialect comfy --recipe {recipe}",
+    "Diffusers (from_single_file)": W4A4,
+}
+OWN = {  # engines read these families in the dialect of their publisher
+    "gpt_oss": {"vLLM, transformers": "--format mxfp4 --dialect gpt-oss"},
+    "deepseek_v4": {"vLLM": "--format mxfp4 --dialect deepseek"},
+}
+EXPERTS = "--format mxfp4"  # transformers ignores the global scales of NVFP4 experts
+LOADS_IN_NO_TRANSFORMERS = ("llama4", "kimi_k2")  # its stacks; no class of that name
+PACKED = {"gpt_oss": "gpt_oss-mxfp4", "deepseek_v4": "deepseek_v4-fp4"}  # as they are published
+PUBLISHED = {
+    "Llama-3.1-8B": ("llama", LLAMA_8B.tensors),
+    "Llama-3.1-70B": ("llama", LLAMA_70B.tensors),
+    "Mistral-7B-v0.3": ("mistral", MISTRAL_7B.tensors),
+    "Qwen3-8B": ("qwen3", QWEN3_8B.tensors),
+    "Qwen3-30B-A3B": ("qwen3_moe", QWEN3_30B_A3B.tensors),
+    "Qwen3-Coder-480B-A35B": ("qwen3_moe", QWEN3_CODER_480B.tensors),
+    "DeepSeek-V3, in bf16": ("deepseek_v3", deepseek_v3),
+}
+SHOWN = tuple(family for family in FAMILIES if "-" not in family.name)  # others are variants
+
+
+def section(family: Family) -> str:
+    """Write the section of one family."""
+    with tempfile.TemporaryDirectory() as folder, offline():
+        source = Path(folder) / "Model"
+        MAKERS[PACKED[family.name]](source) if family.name in PACKED else build(family, source)
+        config = read_json(source / "config.json")
+        kind = config.get("_class_name") or config["model_type"]
+        recipe = tomllib.loads(INDEX.read_text(encoding="utf-8")).get(kind, "default")
+        plans = dict(_plans(family, source, recipe))
+    about = known_file(recipe).about
+    lines = [f"## {family.name}", "", f"`{kind}`, recipe `{recipe}`: {about}", ""]
+    lines += table(
+        ("engine", "command"), [(engine, f"`{command}`") for engine, command, _ in plans.values()]
+    )
+    (_, _, plan), *_ = plans.values()
+    lines += ["", *table(("modules", "count", "becomes", "why"), list(_rows(plan))), ""]
+    return "\n".join([*lines, *_sizes(family.name)])
+
+
+def _plans(
+    family: Family, source: Path, recipe: str
+) -> Iterator[tuple[str, tuple[str, str, dict[str, Any]]]]:
+    """Make the plan of each engine's command; leave out those refused."""
+    is_diffusion = not family.model and "_class_name" in family.config
+    for engine, known in (
+        OWN.get(family.name) or (DIFFUSION if is_diffusion else LANGUAGE)
+    ).items():
+        words = known.format(recipe=recipe)
+        if engine == "transformers":
+            if not family.model or family.name in LOADS_IN_NO_TRANSFORMERS:
+                continue
+            words = EXPERTS if any("experts" in line for line in family.quantized) else words
+        with suppress(fp4convert.InputError):
+            plan = fp4convert.preview_quantize(source, **_options(words), warn=lambda text: None)
+            name = "model.safetensors" if "comfy" in words else "./Model"
+            yield engine, (engine, f"fp4convert quantize {name} {words}", plan)
+
+
+def _options(words: str) -> dict[str, Any]:
+    """Turn the words of a command line into those of Python."""
+    pairs = re.findall(r"--(\S+) (\S+)", " ".join(shlex.split(words)))
+    return {
+        name.replace("-", "_"): int(value) if value.isdigit() else value for name, value in pairs
+    }
+
+
+def _rows(plan: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    """List what is quantized by pattern, and what is kept by reason."""
+    kept: dict[str, list[dict[str, Any]]] = {}
+    for row in plan["patterns"]:
+        if row["format"]:
+            why = f"one global scale: {row['group'].replace('/', ', ')}" if row["group"] else ""
+            yield f"`{row['pattern']}`", row["count"], row["format"].upper(), why
+        else:
+            kept.setdefault(row["reason"], []).append(row)
+    for reason, rows in kept.items():
+        patterns = ", ".join(f"`{row['pattern']}`" for row in rows[:3])
+        more = f" and {len(rows) - 3} more kinds" if len(rows) > 3 else ""
+        yield patterns + more, sum(row["count"] for row in rows), "kept", reason
+
+
+def _sizes(name: str) -> Iterator[str]:
+    """Tell the sizes of published models of a family, by their shapes."""
+    rows: list[tuple[object, ...]] = []
+    for model, (family, tensors) in PUBLISHED.items():
+        if family != name:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            source = write_holes(Path(folder) / "m", family, tensors())
+            sizes = []
+            for form in ("nvfp4", "mxfp4"):
+                plan = fp4convert.preview_quantize(source, format=form, warn=lambda text: None)
+                sizes.append(f"{plan['output_bytes'] / 1e9:.1f} GB")
+        counts = [
+            sum(row["count"] for row in plan["patterns"] if bool(row["format"]) is has_format)
+            for has_format in (True, False)
+        ]
+        rows.append((model, f"{plan['source_bytes'] / 1e9:.1f} GB", *sizes, *counts))
+    if rows:
+        heads = ("model", "bf16", "NVFP4", "MXFP4", "modules quantized", "tensors kept")
+        yield from (*table(heads, rows), "")
+
+
+def main(arguments: list[str]) -> int:
+    """Compare the page or write it; return the exit code."""
+    text = "\n".join([HEAD, *[section(family) for family in SHOWN]])
+    is_stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
+    if is_stale:
+        print(PAGE.name)
+        if "--write" in arguments:
+            PAGE.write_text(text, encoding="utf-8")
+    return int(is_stale and "--write" not in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
