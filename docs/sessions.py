@@ -51,7 +51,8 @@ def printed(command: str, folder: Path) -> str:
         text=True,
         check=True,
     )
-    return re.sub(r" +$", "", done.stdout, flags=re.MULTILINE)
+    shown = done.stdout.replace(str(SOURCE), '"$MINILM"')
+    return re.sub(r" +$", "", shown, flags=re.MULTILINE)
 
 
 def comparable(text: str) -> list[str]:

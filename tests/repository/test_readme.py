@@ -2,6 +2,7 @@
 what they show, commands and options exist.
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -47,6 +48,23 @@ def test_sessions_are_found() -> None:
     found = {page: [command.split()[1] for command, _ in sessions(TEXTS[page])] for page in TEXTS}
     assert found["README.md"] == ["quantize", "verify"]
     assert found["getting-started.md"] == ["quantize", "quantize", "inspect", "verify"]
+
+
+def test_the_five_commands_work_as_they_are_copied(tmp_path):
+    """But for what pip does, which tests of the package do."""
+    (block,) = re.findall(
+        r"^```\n(pip install --no-deps .*?)^```", README, re.DOTALL | re.MULTILINE
+    )
+    lines = [line for line in block.splitlines() if not line.startswith("pip ")]
+    path = f"{COMMAND.parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", "-e", "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        check=True,
+    )
+    assert len(lines) == 4
+    assert (tmp_path / "MiniLM-NVFP4" / "quantization_config.json").exists()
 
 
 def test_digest_can_be_recomputed_as_its_page_says(tmp_path):
