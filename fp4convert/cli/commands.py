@@ -38,7 +38,7 @@ class ExplainOptions:
     code: Annotated[
         str | None,
         Option(
-            "Of a finding or an error, such as scale-layout; or a subject, such as hub.",
+            "Code of a finding or an error, such as scale-layout; or a subject, such as hub.",
             is_argument=True,
             is_code=True,
         ),
@@ -65,7 +65,7 @@ class RecipesOptions:
     name: Annotated[
         str | None,
         Option(
-            "One of them, or a TOML file: what it keeps, groups and stacks.",
+            "Show one recipe, or a TOML file of your own.",
             is_argument=True,
             is_recipe=True,
         ),

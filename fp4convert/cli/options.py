@@ -28,20 +28,23 @@ if TYPE_CHECKING:  # what commands load when they run
 Options = TypeVar("Options")
 FINDINGS = 6  # the exit code where something is wrong with what was looked at
 JSON = Declared(
-    "json", bool, False, Option("One JSON document on stdout, for errors too.", panel=OUTPUT)
+    "json",
+    bool,
+    False,
+    Option("Print one JSON document on stdout, also for an error.", panel=OUTPUT),
 )
 QUIET = Declared(
     "quiet",
     bool,
     False,
-    Option("No progress, no warnings.", flags=("--quiet", "-q"), panel=OUTPUT),
+    Option("Print no progress and no warnings.", flags=("--quiet", "-q"), panel=OUTPUT),
 )
 VERBOSE = Declared(
     "verbose",
     bool,
     False,
     Option(
-        "Versions, how long every step took, and the memory used.",
+        "Print versions, the time of every step, and peak memory.",
         flags=("--verbose", "-v"),
         panel=OUTPUT,
     ),

@@ -104,9 +104,9 @@ class InspectOptions(AccessOptions):
     _: KW_ONLY
     source: Annotated[
         Reference | None,
-        Option("The original checkpoint, which decides what statistics cannot.", parse=str),
+        Option("The original checkpoint: compare values with it, too.", parse=str),
     ] = None
-    full: Annotated[bool, Option("Read every block scale, however many.")] = False
+    full: Annotated[bool, Option("Read every block scale, not a sample.")] = False
     sarif: Sarif = None
 
 
@@ -130,27 +130,29 @@ class VerifyOptions(AccessOptions):
     ] = None
     min_sqnr: Annotated[
         float | None,
-        Option("Fail when a tensor's SQNR is below this many dB.", panel=QUALITY, value="<db>"),
+        Option(
+            "Fail when the SQNR of a tensor is below this many dB.", panel=QUALITY, value="<db>"
+        ),
     ] = None
     max_nmse: Annotated[
         float | None,
-        Option("Fail when a tensor's normalised squared error is above this.", panel=QUALITY),
+        Option("Fail when the normalized squared error of a tensor is above this.", panel=QUALITY),
     ] = None
     outputs: Annotated[
         bool,
-        Option("Measure what every linear layer answers, for random inputs.", panel=QUALITY),
+        Option("Measure the output error of every linear layer, for random inputs.", panel=QUALITY),
     ] = False
     calibration: Annotated[
         Reference | None,
         Option(
-            "The same for the inputs that fp4convert calibrate saw of the source.",
+            "The same for the inputs that a calibration file recorded.",
             parse=Path,
             panel=QUALITY,
         ),
     ] = None
     max_output_error: Annotated[
         float | None,
-        Option("Fail when a layer's output error is above this; 0.1 is 10 %.", panel=QUALITY),
+        Option("Fail when the output error of a layer is above this; 0.1 is 10 %.", panel=QUALITY),
     ] = None
     report: Page = None
     sarif: Sarif = None
@@ -169,7 +171,7 @@ class CompareOptions(AccessOptions):
     a: ArtifactArgument
     b: Annotated[
         Reference,
-        Option("The same, of the same model: in any format, dialect or rule.", is_argument=True),
+        Option("Another artifact of the same model, in any format or dialect.", is_argument=True),
     ]
     _: KW_ONLY
     source: Annotated[
@@ -179,7 +181,7 @@ class CompareOptions(AccessOptions):
     calibration: Annotated[
         Reference | None,
         Option(
-            "Output errors for the inputs that fp4convert calibrate saw, not for random ones.",
+            "Measure output errors for the inputs that a calibration file recorded.",
             parse=Path,
             panel=QUALITY,
         ),
@@ -202,7 +204,7 @@ class AnalyzeOptions(RecipeOptions, AccessOptions):
     sample: Annotated[
         float | None,
         Option(
-            "GB of the source to read: rows of all kinds. Default: 0.02.",
+            "GB of the source to read, from every kind of module. Default: 0.02.",
             panel=QUALITY,
             value="<gb>",
         ),
@@ -244,33 +246,33 @@ class CalibrateOptions(AccessOptions):
     ] = None
     self_generate: Annotated[
         int | None,
-        Option("No data: so many sequences are written by the model.", panel=TARGET),
+        Option("No data: let the model write this many sequences.", panel=TARGET),
     ] = None
     samples: Annotated[
-        int, Option("At most so many, evenly spread over the data.", panel=QUALITY)
+        int, Option("Largest number of samples, spread evenly over the data.", panel=QUALITY)
     ] = 128
     sequence_length: Annotated[
         int | None,
         Option(
-            "Tokens of each. Default: what the model takes, up to 2048, or 512 of its own.",
+            "Tokens of a sample. Default: up to 2048, or 512 with --self-generate.",
             panel=QUALITY,
         ),
     ] = None
     gram: Annotated[
         str,
         Option(
-            "diag keeps second moments, the last two what GPTQ takes.",
+            "Input statistics: diag for importance and awq, block:N or full for gptq.",
             panel=QUALITY,
             value=f"[{'|'.join(GRAMS)}]",
         ),
     ] = "diag"
-    device: Annotated[str, Option("auto is a GPU, else the CPU.", panel=DEVICE, value=DEVICES)] = (
-        DeviceOptions.device
-    )
+    device: Annotated[
+        str, Option("auto takes a GPU, else the CPU.", panel=DEVICE, value=DEVICES)
+    ] = DeviceOptions.device
     hold: Annotated[
         float,
         Option(
-            "GB of weights held at once, with --self-generate.",
+            "With --self-generate: GB of weights held in memory.",
             least=0,
             panel=DEVICE,
             value="<gb>",
@@ -292,9 +294,7 @@ class MergeOptions:
 
     output: Annotated[
         Reference,
-        Option(
-            "The folder that parts were written to, or copied into.", parse=Path, is_argument=True
-        ),
+        Option("The folder that holds all parts.", parse=Path, is_argument=True),
     ]
     _: KW_ONLY
     phases: Phases | None = None

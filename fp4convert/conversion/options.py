@@ -109,7 +109,7 @@ SourceArgument = Annotated[
 ]
 ArtifactArgument = Annotated[
     Reference,
-    Option("Four-bit weights: a folder, one file, or ORG/NAME on the Hub.", is_argument=True),
+    Option("A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.", is_argument=True),
 ]
 NewFolder = Annotated[
     Reference,
@@ -118,7 +118,7 @@ NewFolder = Annotated[
 Dialect = Annotated[
     str,
     Option(
-        "Names of tensors and records of the result, as your engine reads them.",
+        "Tensor names and config records that your engine reads.",
         DIALECTS,
         panel=TARGET,
         value="<name>",
@@ -127,15 +127,20 @@ Dialect = Annotated[
 Page = Annotated[
     Reference | None,
     Option(
-        "Write a page of HTML on what was lost, to look at and to share.", parse=Path, panel=OUTPUT
+        "Write an HTML page that shows the quantization error of every layer.",
+        parse=Path,
+        panel=OUTPUT,
     ),
 ]
 Statistics = Annotated[
     Reference | None,
-    Option("Statistics that fp4convert calibrate made of this source.", parse=str, panel=QUALITY),
+    Option(
+        "Statistics of this source, a file made by fp4convert calibrate.", parse=str, panel=QUALITY
+    ),
 ]
 Force = Annotated[
-    bool, Option("Discard what an earlier run of fp4convert left in the output.", panel=OUTPUT)
+    bool,
+    Option("Replace what an earlier run of fp4convert left in the output folder.", panel=OUTPUT),
 ]
 
 
@@ -151,7 +156,7 @@ class AccessOptions:
     ] = None
     subfolder: Annotated[
         str | None,
-        Option("Folder of the source, where the checkpoint is.", panel=HUB, value="<path>"),
+        Option("Folder of the source that holds the checkpoint.", panel=HUB, value="<path>"),
     ] = None
     token: Annotated[
         str | None,
@@ -160,14 +165,14 @@ class AccessOptions:
     memory: Annotated[
         float,
         Option(
-            "GB of what the Hub sends that are kept for a second reading.",
+            "GB of downloaded data kept in memory for a second read.",
             least=0,
             panel=HUB,
             value="<gb>",
         ),
     ] = 1.0
     transport: Annotated[
-        str, Option("How files come; xet is through hf_xet.", TRANSPORTS, panel=HUB)
+        str, Option("How files are downloaded; xet uses hf_xet.", TRANSPORTS, panel=HUB)
     ] = TRANSPORTS[0]
     tell: Callable[[str], None] = ignore
 
@@ -216,7 +221,7 @@ class WorkOptions(AccessOptions):
     """
 
     workers: Annotated[
-        int, Option("Threads; 0 is as many as suit the device.", least=0, panel=DEVICE)
+        int, Option("Number of threads; 0 chooses by the device.", least=0, panel=DEVICE)
     ] = 0
     force: Force = False
     phases: Phases | None = None
@@ -248,7 +253,7 @@ class DeviceOptions(WorkOptions):
     device: Annotated[
         str,
         Option(
-            "auto is all GPUs, else the CPU. The bytes are the same.",
+            "auto takes all GPUs, else the CPU. The bytes are the same.",
             panel=DEVICE,
             value=DEVICES,
         ),
@@ -261,16 +266,20 @@ class PartOptions(WorkOptions):
 
     join: Annotated[
         bool,
-        Option("One of several such processes, on any machines that share OUTPUT.", panel=MACHINES),
+        Option(
+            "Share the work with other processes that write to the same folder.", panel=MACHINES
+        ),
     ] = False
     shard_index: Annotated[
         int | None,
-        Option("Do this part alone, from 0; then: fp4convert merge OUTPUT.", panel=MACHINES),
+        Option(
+            "Convert this part only, from 0; when all are done: fp4convert merge.", panel=MACHINES
+        ),
     ] = None
     num_shards: Annotated[
         int | None,
         Option(
-            "How many parts. Default for both: Slurm, torchrun, SkyPilot say so.", panel=MACHINES
+            "Number of parts. Default of both: from Slurm, torchrun or SkyPilot.", panel=MACHINES
         ),
     ] = None
 
@@ -305,7 +314,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     source: SourceArgument
     _: KW_ONLY
-    format: Annotated[str, Option("What the weights become.", tuple(FORMATS), panel=TARGET)]
+    format: Annotated[str, Option("Format of the quantized weights.", tuple(FORMATS), panel=TARGET)]
     output: Annotated[
         Reference | None,
         Option(
@@ -319,7 +328,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     activations: Annotated[
         int,
         Option(
-            "16: weights alone; 4: for the FP4 tensor cores, activations too.",
+            "4 lets engines quantize activations too, for the FP4 tensor cores.",
             ACTIVATION_BITS,
             panel=TARGET,
         ),
@@ -327,7 +336,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     kv_cache: Annotated[
         str | None,
         Option(
-            "Scales and records for a cache of keys and values.",
+            "Write scales and records for an FP8 KV cache.",
             CACHES,
             panel=TARGET,
             synonyms={"fp8_e4m3": CACHES[0], "e4m3": CACHES[0]},
@@ -336,7 +345,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     target_size: Annotated[
         float | None,
         Option(
-            "GB of the artifact: measured formats for modules, to fit it.",
+            "Largest size of the result: modules get formats by measured loss.",
             panel=TARGET,
             value="<gb>",
         ),
@@ -344,18 +353,21 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     target_bits: Annotated[
         float | None,
         Option(
-            "The same by bits per weight, over modules else four-bit.",
+            "The same as bits per weight, averaged over the quantized modules.",
             panel=TARGET,
             value="<bits>",
         ),
     ] = None
     keep_packed: Annotated[
-        bool, Option("What is FP8, int4 or FP4 and stays is not made bf16.", panel=TARGET)
+        bool,
+        Option(
+            "Leave FP8, int4 and FP4 modules that are kept as they are, not as bf16.", panel=TARGET
+        ),
     ] = False
     method: Annotated[
         str,
         Option(
-            "gptq needs a calibration made with --gram; awq and smooth fold factors.",
+            "rtn needs no data; all others need --calibration, gptq one with --gram.",
             METHODS,
             panel=QUALITY,
             synonyms={"smoothquant": METHODS[3]},
@@ -365,7 +377,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     scale_rule: Annotated[
         str | None,
         Option(
-            f"{_rules()}. With --method gptq importance is the default.",
+            f"{_rules()}. With --method gptq the default is importance.",
             tuple(dict.fromkeys(rule for fmt in FORMATS.values() for rule in fmt.scale_rules)),
             panel=QUALITY,
             value="<rule>",
@@ -374,8 +386,8 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     input_scale: Annotated[
         str | float | None,
         Option(
-            "With --activations 4, nvfp4: a multiplier; or an artifact or a calibration that has"
-            " them. Default: 1.0.",
+            "Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact"
+            " or calibration file that has them. Default: 1.0.",
             parse=str,
             panel=QUALITY,
             value="<number|path>",
@@ -384,7 +396,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     via: Annotated[
         str | None,
         Option(
-            "Round weights to FP8 first, for comparison; it loses accuracy.",
+            "Round weights to FP8 first; less accurate, for comparison only.",
             VIAS,
             panel=QUALITY,
         ),
@@ -392,7 +404,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     ray: Annotated[
         str | None,
         Option(
-            "One worker on every node of this Ray cluster.",
+            "Start one worker on every node of this Ray cluster.",
             panel=MACHINES,
             value="[auto|HOST:PORT]",
         ),
@@ -402,7 +414,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         Option("Upload the result to this repository.", panel=HUB, value="ORG/NAME"),
     ] = None
     private: Annotated[
-        bool, Option("With --push-to-hub: into a repository that is not public.", panel=HUB)
+        bool, Option("With --push-to-hub: make the repository private.", panel=HUB)
     ] = False
     report: Page = None
 
@@ -457,7 +469,7 @@ class DequantizeOptions(DeviceOptions):
     dtype: Annotated[
         str,
         Option(
-            "Of the restored weights.",
+            "Data type of the restored weights.",
             DTYPES,
             panel=TARGET,
             synonyms={kind.config_name: kind.word for kind in FLOAT_TYPES.values()},
@@ -481,12 +493,16 @@ class TranscodeOptions(WorkOptions):
     dialect: Dialect
     format: Annotated[
         str | None,
-        Option("nvfp4, for an mxfp4 artifact. Default: as it is.", tuple(FORMATS), panel=TARGET),
+        Option(
+            "nvfp4 converts an mxfp4 artifact. Default: its own format.",
+            tuple(FORMATS),
+            panel=TARGET,
+        ),
     ] = None
     scale_layout: Annotated[
         str | None,
         Option(
-            f"Of dialect plain. Default: {SCALE_LAYOUTS[0]}.",
+            f"Block scale layout of dialect plain. Default: {SCALE_LAYOUTS[0]}.",
             SCALE_LAYOUTS,
             panel=TARGET,
             value="<layout>",
@@ -495,7 +511,9 @@ class TranscodeOptions(WorkOptions):
     template: Annotated[
         Reference | None,
         Option(
-            "Dialect gguf: a GGUF file of the model, whose frame it gets.", parse=str, panel=TARGET
+            "With --dialect gguf: a GGUF file of the model, for names and metadata.",
+            parse=str,
+            panel=TARGET,
         ),
     ] = None
 
@@ -513,8 +531,11 @@ class PruneOptions(PartOptions):
     source: SourceArgument
     output: NewFolder
     calibration: Annotated[
-        Reference, Option("What fp4convert calibrate made of SOURCE.", parse=Path, panel=TARGET)
+        Reference,
+        Option(
+            "Statistics of SOURCE, a file made by fp4convert calibrate.", parse=Path, panel=TARGET
+        ),
     ]
-    keep: Annotated[int, Option("Experts that stay in every layer that has some.", panel=TARGET)]
+    keep: Annotated[int, Option("Number of experts to keep in every MoE layer.", panel=TARGET)]
     _: KW_ONLY
     recipe: RecipeName = None

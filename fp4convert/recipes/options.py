@@ -119,7 +119,7 @@ def as_globs(patterns: Globs) -> tuple[str, ...]:
 RecipeName = Annotated[
     str | None,
     Option(
-        "A mode or family that fp4convert recipes lists, or a TOML file.",
+        "A recipe that fp4convert recipes lists, or a TOML file of your own.",
         is_recipe=True,
         panel=MODULES,
         value="<name|path>",
@@ -144,7 +144,7 @@ class RecipeOptions:
     include: Annotated[
         Globs,
         Option(
-            "Quantize these modules too, though the recipe keeps them.",
+            "Quantize these modules too, although the recipe keeps them.",
             parse=str,
             is_several=True,
             panel=MODULES,
@@ -154,11 +154,17 @@ class RecipeOptions:
     recipe: RecipeName = None
     stack_order: Annotated[
         str | None,
-        Option("Layout of stacks of experts, before any recipe's.", STACK_ORDERS, panel=MODULES),
+        Option(
+            "Layout of fused expert tensors: [experts, out, in] or [experts, in, out].",
+            STACK_ORDERS,
+            panel=MODULES,
+        ),
     ] = None
     stack_rows: Annotated[
         str | None,
-        Option("Rows of gate and up in one such stack.", STACK_ROWS, panel=MODULES),
+        Option(
+            "Order of the gate and up rows in a fused expert tensor.", STACK_ROWS, panel=MODULES
+        ),
     ] = None
 
     def __post_init__(self) -> None:
