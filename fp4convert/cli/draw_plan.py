@@ -11,7 +11,7 @@ from fp4convert.report.text import Document, escape, shorten
 
 HEADINGS = ("modules", "count", "becomes", "before", "after", "why")
 WORDS = {
-    "copy": "stays",
+    "copy": "kept",
     "skip": "skipped",
     "prune": "fewer",
     "dequantize": "bf16",
@@ -117,7 +117,7 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
         kept = f"{experts['before']} -> {experts['kept']}"
         yield "experts", f"{kept} in each of {experts['layers']} layers"
     others = [row for row in rows if not row["format"]]
-    for word, is_added in (("stays", False), ("added", True)):
+    for word, is_added in (("kept", False), ("added", True)):
         if chosen := [row for row in others if (row["action"] == "write") == is_added]:
             yield word, _sum_text(chosen, "tensors")
     if copied := plan.get("copied_bytes"):
@@ -126,21 +126,21 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
     # the whole
     before, after, bits = (plan[key] for key in ("source_bytes", "output_bytes", "bits_per_weight"))
     share = f" ({100 * after / before:.0f} %)" if before else ""
-    weights = f", {bits:.3f} bits per weight where it is quantized" if bits else ""
+    weights = f", {bits:.3f} bits per quantized weight" if bits else ""
     yield "total", f"{size_text(before)} -> {size_text(after)}{share}{weights}"
     if plan["added_bytes"] > 0:
-        what = "packed weights that stay; --keep-packed leaves them as they are"
+        what = "packed weights that are kept; --keep-packed leaves them packed"
         yield "bf16", f"adds {size_text(plan['added_bytes'])}: {what}"
     # memory, disk and time
     memory, disk = size_text(plan["peak_memory_bytes"]), size_text(plan["peak_disk_bytes"])
     yield "peak", f"memory {memory}, disk {disk}"
     work = f"{duration_text(seconds['work'])} on {seconds['device']}"
     parts = ", ".join(f"{key} {duration_text(seconds[key])}" for key in ("arithmetic", "hashing"))
-    yield "work", f"{work}: {parts}; writing to the disk apart"
+    yield "time", f"{work}: {parts}; disk writes not included"
     fast, slow = (
         duration_text(seconds["reading"][f"at_{rate}_per_second"]) for rate in ("1_gb", "100_mb")
     )
-    yield "source", f"to be read meanwhile, in {fast} at 1 GB/s, in {slow} at 100 MB/s"
+    yield "reading", f"meanwhile: {fast} at 1 GB/s, {slow} at 100 MB/s"
 
 
 def _sum_text(rows: list[Document], what: str) -> str:

@@ -21,14 +21,14 @@ def draw_result(screen: Screen, result: Document) -> None:
     screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
     # what became of tensors and bytes
     if experts := result.get("experts"):
-        stays = f"{experts['kept']} of {experts['before']} experts stay"
+        stays = f"{experts['kept']} of {experts['before']} experts kept"
         screen.line(f"  {stays} in each of {experts['layers']} layers")
     (how, converted), *others = result["tensors"].items()
     counts = [f"{count} {'kept' if what == 'copied' else what}" for what, count in others]
     screen.line(f"  {', '.join([f'{converted} tensors {how}', *counts])}")
     before, after = result["source_bytes"], result["output_bytes"]
     bits = result.get("bits_per_weight")
-    weights = f", {bits:.3f} bits per weight where it is quantized" if bits and before else ""
+    weights = f", {bits:.3f} bits per quantized weight" if bits and before else ""
     ratio = f" ({100 * after / before:.0f} %)" if before else ""
     screen.line(f"  {size_text(before)} -> {size_text(after)}{ratio}{weights}")
     if fidelity := result.get("fidelity"):

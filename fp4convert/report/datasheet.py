@@ -180,7 +180,7 @@ def _facts(artifact: Artifact, source: Source | None, described: Document) -> di
     if kept:
         patterns = [pattern for pattern, _ in join_names((name, None) for name in kept)]
         more = f", and {len(patterns) - MOST_KEPT} more" if len(patterns) > MOST_KEPT else ""
-        rows["stays"] = f"{', '.join(patterns[:MOST_KEPT])}{more}"
+        rows["kept"] = f"{', '.join(patterns[:MOST_KEPT])}{more}"
     producer = record.get("producer")
     if isinstance(producer, dict):
         rows["made by"] = f"{producer.get('name')} {producer.get('version')}"

@@ -72,7 +72,7 @@ def make_card(plan: Plan, result: Result, source: Source, request: CardRequest) 
         _fence("sh", _command(source, request.options)),
         *_loading(plan, source, request.repo),
         *([] if request.errors is None else ["## Errors", _table(request.errors)]),
-        "## What stays as it was",
+        "## What is not quantized",
         "\n".join(_kept_lines(plan)),
         *(["## The model card of the source", body] if body else []),
     ]

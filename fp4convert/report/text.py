@@ -44,7 +44,7 @@ def fidelity_text(summary: Document) -> str:
     mean, least = summary["sqnr_db_mean"], summary["sqnr_db_min"]
     if mean is None:
         return "nothing was lost"
-    return f"SQNR {mean:.2f} dB on average, least {least:.2f} dB ({summary['worst']})"
+    return f"SQNR {mean:.2f} dB on average, lowest {least:.2f} dB ({summary['worst']})"
 
 
 def shorten(text: str, width: int = CELL_WIDTH) -> str:

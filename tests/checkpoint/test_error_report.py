@@ -267,7 +267,7 @@ def test_verify_and_inspect_show_what_was_recorded(source: Path, tmp_path: Path)
     assert verify(tmp_path / "out")["recorded"] == recorded
     assert run("inspect", tmp_path / "out", "--json").json["fidelity"] == recorded
     words = (
-        rf"SQNR {recorded['sqnr_db_mean']:.2f} dB on average, least "
+        rf"SQNR {recorded['sqnr_db_mean']:.2f} dB on average, lowest "
         rf"{recorded['sqnr_db_min']:.2f} dB \({recorded['worst']}\)"
     )
     assert re.search(

@@ -68,17 +68,17 @@ def test_a_drawn_plan_joins_layers_and_says_why(tmp_path):
     # scale become of it
     assert lines[:8] == [
         "modules|count|becomes|before|after|why",
-        "model.embed_tokens|1|stays|4.10 kB|4.10 kB|an embedding",
+        "model.embed_tokens|1|kept|4.10 kB|4.10 kB|an embedding",
         f"{LAYER}.odd|1|skipped|0.10 kB|0.10 kB|24 columns, not a multiple of the block of 16",
         "model.layers.[0-11].mlp",
         "|{gate,up}_proj|24|nvfp4|98.3 kB|27.7 kB|one scale: {gate,up}_proj",
         "",
         "nvfp4|24 modules, 98.3 kB -> 27.7 kB",
-        "stays|2 tensors, 4.19 kB",
+        "kept|2 tensors, 4.19 kB",
     ]
     # 31,936 bytes of tensors, and the header
     assert re.fullmatch(
-        r"total\|102 kB -> 3\d\.\d kB \(3\d %\), 4\.516 bits per weight where it is quantized",
+        r"total\|102 kB -> 3\d\.\d kB \(3\d %\), 4\.516 bits per quantized weight",
         lines[8],
     )
     assert lines[9].startswith("peak|memory ")
@@ -93,12 +93,12 @@ def test_the_totals(capsys):
     assert max(map(len, lines)) <= 100
     assert lines[-6:] == [
         "nvfp4    1,234 modules, 2.00 kB -> 0.50 kB",
-        "stays    1 tensor, 2.00 kB",
-        "total    1.37 TB -> 389 GB (28 %), 4.500 bits per weight where it is quantized",
+        "kept     1 tensor, 2.00 kB",
+        "total    1.37 TB -> 389 GB (28 %), 4.500 bits per quantized weight",
         "peak     memory 138 MB, disk 389 GB",
-        "work     5 min 28 s on cpu: arithmetic 2 min 11 s, hashing 3 min 17 s; writing to the "
-        "disk apart",
-        "source   to be read meanwhile, in 22 min 49 s at 1 GB/s, in 3 h 48 min at 100 MB/s",
+        "time     5 min 28 s on cpu: arithmetic 2 min 11 s, hashing 3 min 17 s; disk writes not "
+        "included",
+        "reading  meanwhile: 22 min 49 s at 1 GB/s, 3 h 48 min at 100 MB/s",
     ]
 
 
@@ -120,10 +120,10 @@ def test_packed_weights_that_stay_are_pointed_out(capsys):
         "'*q'",
     ]
     assert (
-        "bf16     adds 1.00 kB: packed weights that stay; --keep-packed leaves them as they are"
+        "bf16     adds 1.00 kB: packed weights that are kept; --keep-packed leaves them packed"
         in lines
     )
-    assert "stays    1 tensor, 1.00 kB -> 2.00 kB" in lines
+    assert "kept     1 tensor, 1.00 kB -> 2.00 kB" in lines
 
 
 def test_nothing_to_quantize_and_nothing_at_all(capsys):
@@ -153,7 +153,7 @@ def test_a_name_too_long_for_its_column_has_a_line_to_itself(capsys):
     assert lines[2].startswith("  short  ")
     assert lines[3] == f"  {long}"
     assert lines[4][at:] == "a norm"
-    assert lines[4].split() == ["1", "stays", "2.00", "kB", "0.50", "kB", "a", "norm"]
+    assert lines[4].split() == ["1", "kept", "2.00", "kB", "0.50", "kB", "a", "norm"]
     assert f"  {long}" in draw(capsys, [row(f"m.[0-1].{long}")])  # where none fits, too
 
 

@@ -103,10 +103,10 @@ def test_a_drawn_result_ends_with_the_digest(tmp_path):
         "  7 tensors quantized, 4 kept, 0 skipped",
     ]
     assert re.fullmatch(
-        r"  87\.5 kB -> 49\.\d kB \(57 %\), 4\.507 bits per weight where it is quantized", lines[3]
+        r"  87\.5 kB -> 49\.\d kB \(57 %\), 4\.507 bits per quantized weight", lines[3]
     )
     assert re.fullmatch(
-        r"  SQNR 21\.\d\d dB on average, least 21\.\d\d dB \(model\.layers\.\d\.\S+\.weight\)",
+        r"  SQNR 21\.\d\d dB on average, lowest 21\.\d\d dB \(model\.layers\.\d\.\S+\.weight\)",
         lines[4],
     )
     assert re.fullmatch(r"  in \d+\.\d\d s on cpu", lines[5])  # nothing was left to do: no rate
@@ -136,7 +136,7 @@ def test_a_drawn_result_tells_what_it_knows(capsys):
         "out",
         "  bf16",
         "  7 tensors dequantized, 4 kept, 0 skipped",
-        "  9.00 GB -> 32.0 GB (356 %), 4.500 bits per weight where it is quantized",
+        "  9.00 GB -> 32.0 GB (356 %), 4.500 bits per quantized weight",
         "  in 1 min 40 s on cuda:0, 10.0 MB/s",
         "  digest d",
     ]
@@ -260,7 +260,7 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "tensors         7 quantized, 4 other",
         "bits per weight 4.507 (codes, block scales and global scales)",
         "share read      100 % of the block scales",
-        "recorded        SQNR 20.43 dB on average, least 20.26 dB "
+        "recorded        SQNR 20.43 dB on average, lowest 20.26 dB "
         "(model.layers.0.self_attn.k_proj.weight)",
         "bits            7654 3210  7654 3210       7654 3210  76543210",
         "meaning         seem seem  seem seem  ...  seem seem  -eeeemmm",

@@ -288,8 +288,8 @@ def test_a_card_tells_what_stays_and_where_it_comes_from(source, artifact):
         "amax",
         "rtn",
     )
-    assert re.search(r"\blm_head\b", facts["stays"])
-    assert re.search(r"\bmodel\.embed_tokens\b", facts["stays"])
-    assert "layernorm" not in facts["stays"]
+    assert re.search(r"\blm_head\b", facts["kept"])
+    assert re.search(r"\bmodel\.embed_tokens\b", facts["kept"])
+    assert "layernorm" not in facts["kept"]
     assert shown["about"] == "made from a folder of weights"
     assert [form["block_size"] for form in shown["forms"]] == [16]
