@@ -40,11 +40,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keep short words with hyphens (options, codes) on one line."""
-    word = re.compile(r"(?<![\w-])[\w-]*-[\w-]+")
+    """Keep options, codes and names of tensors on one line."""
+    word = re.compile(r"(?<![\w.-])[\w.-]*[-_][\w.-]+")
+
+    def span(word: re.Match[str]) -> str:
+        return f'<span class="whole">{word[0]}</span>' if len(word[0]) < 30 else word[0]
 
     def whole(found: re.Match[str]) -> str:
-        return word.sub(lambda part: f'<span class="whole">{part[0]}</span>', found[0])
+        return word.sub(span, found[0])
 
     return re.sub(r"(?<=<code>)[^<]{1,60}(?=</code>)", whole, html)
 
