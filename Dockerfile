@@ -13,7 +13,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /source
 FROM python:${PYTHON}-slim
 # Extras of pyproject.toml, separated by commas: cuda12, cuda13, gguf, calibrate, ray
 ARG EXTRAS=""
-# torch without CUDA is there, gigabytes smaller; kernels need CuPy and NVRTC, which cuda12 and cuda13 bring, and no torch
+# For the extra calibrate alone, which brings torch: torch without CUDA is there, gigabytes smaller
 ARG INDEX=https://download.pytorch.org/whl/cpu
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir --extra-index-url "${INDEX}" "$(echo /wheels/fp4convert-*.whl)${EXTRAS:+[${EXTRAS}]}" && rm -r /wheels

@@ -39,6 +39,7 @@ CARRIED = (
     "configs/default.toml",
     *PAGES,
 )
+PLAIN_NBYTES = 150 << 20  # of blocks on the disk, which du -sm counts
 PROBE = """
 from importlib.resources import files
 import fp4convert, sys
@@ -98,27 +99,34 @@ def run_bare(venv: Path, *words: object) -> str:
 
 
 def check_bare(venv: Path, folder: Path) -> None:
-    """The four commands of a newcomer, on the wheel's own code."""
+    """Everything that needs no extra, on the wheel's own code; a report, too."""
     code = "import fp4convert, sys; print(fp4convert.__file__)"
     found = subprocess.run(
         [venv / "bin" / "python", "-I", "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert Path(found.strip()).is_relative_to(venv)
-    source = write_llama(folder / "m")
-    made = json.loads(
-        run_bare(venv, "quantize", source, "--format", "nvfp4", "-o", folder / "q", "--json")
-    )
-    assert (
-        made["digest"]
-        == run("quantize", source, "--format", "nvfp4", "-o", folder / "here", "--json").json[
-            "digest"
-        ]
-    )
-    assert json.loads(run_bare(venv, "inspect", folder / "q", "--json"))["healthy"]
-    assert json.loads(run_bare(venv, "verify", folder / "q", "--source", source, "--json"))[
-        "passed"
-    ]
+    source, made, page = write_llama(folder / "m"), folder / "q", folder / "page.html"
+    quantize = ("quantize", source, "--format", "nvfp4", "--json", "-o")
+    document = json.loads(run_bare(venv, *quantize, made))
+    assert document["digest"] == run(*quantize, folder / "here").json["digest"]
+    assert json.loads(run_bare(venv, "inspect", made, "--full", "--json"))["healthy"]
+    verify = ("verify", made, "--source", source, "--report", page, "--json")
+    assert json.loads(run_bare(venv, *verify))["passed"]
+    assert "plotly.js v" in page.read_text(encoding="utf-8")
+    run_bare(venv, "dequantize", made, "-o", folder / "floats")
+    run_bare(venv, "transcode", made, "-o", folder / "other", "--dialect", "modelopt")
+    assert json.loads(run_bare(venv, "analyze", source, "--json"))
+    compare = ("compare", made, folder / "other", "--source", source, "--json")
+    assert json.loads(run_bare(venv, *compare))["passed"]
     assert run_bare(venv, "--version") == f"fp4convert {PROJECT['version']}\n"
+
+
+def make_bare(folder: Path) -> tuple[Path, list[str | Path]]:
+    """A new environment in which nothing is, and the words of a pip that installs into it."""
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
+    return venv, [*pip, "install", "--quiet"]
 
 
 @pytest.mark.slow
@@ -126,23 +134,25 @@ def test_wheel_works_in_an_environment_without_a_compiler(wheel, tmp_path):
     """What it depends on is found where it is installed here; what is installed here of ours is
     not.
     """
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    venv, install = make_bare(tmp_path)
+    subprocess.run([*install, "--no-deps", "--no-index", wheel], check=True)
     (site,) = (venv / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(str(Path(numpy.__file__).parents[1]))
     check_bare(venv, tmp_path)
 
 
-@pytest.mark.slow
-def test_wheel_and_what_it_depends_on_work_in_a_bare_environment(wheel, tmp_path):
+@pytest.mark.system
+def test_a_plain_install_is_small_and_does_all_that_needs_no_extra(wheel, tmp_path):
     """As `pip install` has it, from an index."""
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    pip = [venv / "bin" / "python", "-m", "pip", "--quiet"]
-    subprocess.run([*pip, "install", "--constraint", ROOT / "constraints.txt", wheel], check=True)
-    subprocess.run([*pip, "check"], check=True)
+    venv, install = make_bare(tmp_path)
+    subprocess.run([*install, wheel], check=True)
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    sizes = {
+        place.name: sum(512 * path.lstat().st_blocks for path in (place, *place.rglob("*")))
+        for place in site.iterdir()
+    }
+    assert sum(sizes.values()) <= PLAIN_NBYTES, sizes
+    assert not {"torch", "transformers", "plotly", "cupy"} & sizes.keys()
     check_bare(venv, tmp_path)
 
 
