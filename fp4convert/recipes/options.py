@@ -9,6 +9,7 @@ classes are not frozen, which would double the time that they take when the comm
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from inspect import get_annotations
 from typing import Annotated, Any, NamedTuple
 
 TARGET, QUALITY, MODULES, DEVICE = "Target", "Quality", "Which modules", "Device"
@@ -67,7 +68,7 @@ def declared_in(kind: type) -> list[Declared]:
     defaults = {field.name: field.default for field in fields(kind)}
     found = []
     for base in kind.__mro__:
-        for name, hint in vars(base).get("__annotations__", {}).items():
+        for name, hint in get_annotations(base).items():
             for extra in getattr(hint, "__metadata__", ()):
                 if isinstance(extra, Option):
                     found.append(Declared(name, hint.__origin__, defaults[name], extra))

@@ -156,6 +156,40 @@ def test_a_plain_install_is_small_and_does_all_that_needs_no_extra(wheel, tmp_pa
     check_bare(venv, tmp_path)
 
 
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w.-]+", each)[0] for each in requirements}
+
+
+def test_what_is_required_is_imported_and_what_is_heavy_is_an_extra():
+    required, extras = names_of(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
+    text = "\n".join(
+        file.read_text(encoding="utf-8") for file in (ROOT / "fp4convert").rglob("*.py")
+    )
+    unused = [name for name in required if not re.search(rf"(import|from) {name}\b", text)]
+    assert unused == []
+    assert not required & {"torch", "transformers", "plotly", "ray", "gguf"}
+    assert {"torch", "transformers"} == names_of(extras["calibrate"])
+    assert {"torch", "plotly", "transformers", "ray", "gguf"} <= names_of(extras["test"])
+    (every,) = extras["all"]
+    named = set(re.search(r"\[(.*)\]", every)[1].split(","))
+    assert extras.keys() - named == {
+        "all",
+        "test",
+        "cuda13",
+    }  # cuda12 and cuda13 exclude each other
+
+
+def test_the_demo_installs_what_is_required_alone_and_says_so_first(tmp_path):
+    words = ["make", "--dry-run", f"VENV={tmp_path / 'venv'}", "demo"]
+    lines = subprocess.run(
+        words, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    installing = [line for line in lines if " pip install " in line]
+    assert [line.split()[-1] for line in installing] == [".", "demo-requirements.txt"]
+    (said,) = (line for line in lines if "to download" in line)
+    assert lines.index(said) < lines.index(installing[0])
+
+
 def test_the_version_is_written_once():
     """In pyproject.toml; whoever else says it, asks for it."""
     assert version("fp4convert") == PROJECT["version"]
