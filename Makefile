@@ -11,7 +11,7 @@ SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 .PHONY: demo test slow system gpu fix build golden docs site pictures bench bench-check bench-fidelity bench-peers clean
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4
+	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4 --force
 	$(BIN)/fp4convert inspect MiniLM-NVFP4
 	$(BIN)/fp4convert verify MiniLM-NVFP4 --source $(MINILM) --min-sqnr 20
 

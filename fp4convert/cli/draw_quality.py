@@ -70,8 +70,8 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     rows = dict(artifact_rows(artifact))
     if fidelity := artifact.get("fidelity"):
         rows["recorded"] = fidelity_text(fidelity)
-    # The bits of a block, where all blocks are of one format.
-    if fmt := FORMATS.get(artifact["format"]):
+    # The bits of a block, where all blocks are of one format and in an order of their own.
+    if (fmt := FORMATS.get(artifact["format"])) and artifact["nibble_order"] != "low_first":
         bits = draw_block(fmt, artifact["nibble_order"])
         rows |= dict(zip(("bits", "meaning", "elements"), bits, strict=True))
     for key, value in rows.items():

@@ -37,7 +37,8 @@ def draw_result(screen: Screen, result: Document) -> None:
     share, seconds = result.get("share"), result["seconds"]
     worked = before if share else before - result.get("adopted_bytes", 0)
     rate = f", {size_text(worked / seconds)}/s" if worked and seconds else ""
-    screen.line(f"  in {duration_text(seconds)} on {result['device']}{rate}")
+    done = f"in {duration_text(seconds)} on {result['device']}{rate}"
+    screen.line(f"  {done if worked or not before else 'already there: nothing to do'}")
     if share:
         part = f"part {share['index']} of {share['of']}, shards written: {share['shards']}"
         screen.line(f"  {part}. When every part is done:")

@@ -357,7 +357,7 @@ class OutputFolder:
         if old.identity != self.manifest.identity and (
             settings.is_joining or not settings.is_forced
         ):
-            detail = f"{self.root} holds another plan: another source, format or dialect"
+            detail = f"{self.root} holds another plan: {_describe_difference(old, self.manifest)}"
             raise OutputError("other-plan", detail, next_step)
         if settings.is_joining:
             detail = f"{self.root} holds another plan: {differs}"
@@ -380,6 +380,21 @@ def _check_header(path: Path, shard: Shard) -> None:
         difference = difference_from_package(path, shard.outputs)
     if difference:
         raise RuntimeError(f"{shard.file} {difference}")
+
+
+def _describe_difference(old: Manifest, new: Manifest) -> str:
+    """Tell which of source, format and dialect two plans differ in."""
+    differs = []
+    for key, value in new.identity.items():
+        before = old.identity.get(key)
+        if before != value:
+            is_named = key != "source"  # which is a hash
+            differs.append(
+                f"its {key} is {before or 'none'}, not {value or 'none'}"
+                if is_named
+                else "another source"
+            )
+    return " and ".join(differs)
 
 
 def _read_blocks(

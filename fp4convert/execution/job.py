@@ -245,11 +245,14 @@ class _Run:
         adopted = self._unseen - {task.key for task in left} - self._given_up
         self._unseen -= adopted
         if adopted:
+            is_first, count = len(self._unseen) + len(adopted) == len(self._sizes), len(self._tasks)
             sizes = {shard.file: shard.nbytes for shard in self._source.checkpoint.shards}
             # Shards are named as their sources.
             shards = [self._tasks[key].shards[0].file for key in adopted & self._tasks.keys()]
             self.adopted_nbytes += sum(sizes.get(file, 0) for file in shards)
             self._settings.phases.skip(sum(self._sizes[key] for key in adopted))
+            if is_first and 0 < len(shards) < count and not self._settings.is_joining:
+                self._settings.tell(f"{len(shards)} of {count} shards are there already")
         return left
 
     def _do_free(self, left: list[TaskFiles]) -> bool:

@@ -10,7 +10,10 @@ from fp4convert.errors import NumericError
 from fp4convert.execution.share import Share
 from fp4convert.progress import Phases
 
-AGAIN = "Run the same command again with "
+AGAIN = (
+    "Download the file again, in case it is damaged; or keep these weights as they are, by the same"
+    " command with "
+)
 OnNamed = Callable[[Path, str, str], None]
 
 

@@ -211,6 +211,8 @@ def find_not_finite_values(weights: Weights) -> str:
             row, column = divmod(int(bad[0]), weights.shape[1])
             place, what = [first + row, column], "NaN" if np.isnan(values[bad[0]]) else "Inf"
         count += bad.size
+    if count == 1:
+        return f"1 value that is {what}, at {place}"
     return f"{count} values that are NaN or Inf, the first {what} at {place}" if count else ""
 
 

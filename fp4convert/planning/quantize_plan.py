@@ -51,6 +51,7 @@ from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
+MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
 KEPT_DTYPE = "BF16"  # of what was packed and stays
 NO_CONFIG = (
     "the source has no config.json, or an empty one; the one written holds the quantization record"
@@ -372,7 +373,13 @@ def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
             f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are taken"
             " all the same"
         )
-    if left_out := checkpoint.left_out:
+    copies = [file for file in checkpoint.left_out if file.startswith(MISTRALS)]
+    if copies:
+        yield f"{copies[0]!r} is left out: Mistral's own copy of the weights, under its own names"
+    left_out = [file for file in checkpoint.left_out if file not in copies]
+    if len(left_out) == 1:
+        yield f"1 file holds weights in another form and is left out: {left_out[0]!r}"
+    elif left_out:
         yield (
             f"{len(left_out)} files hold weights in another form and are left out, the first"
             f" {left_out[0]!r}"

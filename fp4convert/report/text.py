@@ -76,9 +76,10 @@ def artifact_rows(artifact: Document) -> dict[str, str]:
         rows["cache"] = f"keys and values in {cache['dtype']}, {scales}"
     counts, bits = artifact["tensors"], artifact["bits_per_weight"]
     rows["tensors"] = f"{counts['quantized']} quantized, {counts['other']} other"
-    rows["bits per weight"] = (
-        "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)"
-    )
+    parts = "codes, block scales and global scales"
+    if "forms" not in artifact and not artifact["global_scale"]:
+        parts = "codes and block scales"
+    rows["bits per weight"] = "none" if bits is None else f"{bits:.3f} ({parts})"
     rows["share read"] = f"{100 * artifact['share_read']:.0f} % of the block scales"
     return rows
 

@@ -95,13 +95,13 @@ def test_weights_that_are_nan_end_with_exit_2_and_the_other_transformer_is_finis
     outcome = quantize(source, out)
     assert error_of(outcome)[:2] == (2, "not-finite")
     assert (
-        f"transformer: {DIFFUSERS}.safetensors: {BAD} has 1 values"
+        f"transformer: {DIFFUSERS}.safetensors: {BAD} has 1 value that is"
         in outcome.json["error"]["message"]
     )
-    assert (
-        outcome.json["error"]["next"]
-        == "Run the same command again with --exclude blocks.7.ffn.net.2"
+    assert outcome.json["error"]["next"].startswith(
+        "Download the file again, in case it is damaged"
     )
+    assert outcome.json["error"]["next"].endswith("command with --exclude blocks.7.ffn.net.2")
     assert (out / "transformer_2" / RECORD).exists()
     assert not (out / "transformer" / RECORD).exists()
     assert not (out / PIPELINE).exists()

@@ -169,11 +169,49 @@ def test_a_finished_artifact_gives_way_to_another_plan_only_by_force(options, so
     assert contents(out) == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--format", "mxfp4"), "its format is nvfp4, not mxfp4"),
+        (("--dialect", "modelopt"), "its dialect is compressed-tensors, not modelopt"),
+        (
+            ("--format", "mxfp4", "--dialect", "quark"),
+            "its format is nvfp4, not mxfp4 and its dialect is compressed-tensors, not quark",
+        ),
+    ],
+)
+def test_another_plan_is_told_by_what_differs(options, words, source, tmp_path):
+    quantize(source, tmp_path / "out")
+    error = refusal(quantize(source, tmp_path / "out", *options), "other-plan")
+    assert error["message"].endswith(f"holds another plan: {words}")
+
+
+def test_another_dtype_is_another_plan_by_its_name(source, tmp_path):
+    quantize(source, tmp_path / "q")
+    command = ("dequantize", tmp_path / "q", "-o", tmp_path / "d", "--json")
+    assert run(*command, "--dtype", "fp16").code == 0
+    error = run(*command, "--dtype", "bf16").json["error"]
+    assert error["message"].endswith("holds another plan: its format is fp16, not bf16")
+
+
+def test_a_run_that_goes_on_tells_how_many_shards_it_found(source, tmp_path):
+    out = tmp_path / "out"
+    told = "1 of 2 shards are there already"
+    command = ("quantize", source, "--format", "nvfp4", "-o", out)
+    assert told not in run(*command).err
+    (out / FIRST).unlink()
+    assert told in run(*command).err
+    again = run(*command)
+    assert told not in again.err
+    assert "  already there: nothing to do\n" in again.out
+
+
 def test_another_source_is_another_plan(source, tmp_path):
     other = write_checkpoint(tmp_path / "other", {"model.safetensors": llama_shards()[SECOND]})
     out = tmp_path / "out"
     quantize(source, out)
-    refusal(quantize(other, out), "other-plan")
+    error = refusal(quantize(other, out), "other-plan")
+    assert error["message"].endswith("holds another plan: another source")
     assert quantize(other, out, "--force").code == 0
     assert not (out / FIRST).exists()
     assert not (out / INDEX).exists()

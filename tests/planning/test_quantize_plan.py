@@ -276,10 +276,7 @@ def test_what_is_left_out_and_what_is_not_there_is_told(tmp_path):
     folder = write_llama(tmp_path / "m", **{"pytorch_model.bin": b"x"})
     (folder / "config.json").unlink()
     warnings = plan_of(folder).warnings
-    assert (
-        "1 files hold weights in another form and are left out, the first 'pytorch_model.bin'"
-        in warnings
-    )
+    assert "1 file holds weights in another form and is left out: 'pytorch_model.bin'" in warnings
     assert any("no config.json" in warning for warning in warnings)
 
 
