@@ -93,7 +93,7 @@ class Experts(NamedTuple):
     saliency: Float32s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Calibrated:
     """What came of a calibration.
 
@@ -115,6 +115,11 @@ class Calibrated:
     opaque: tuple[str, ...]
     sha256: str
     seconds: float
+
+    def __repr__(self) -> str:
+        """Say in a line what was seen, for the end of a notebook's cell."""
+        seen = f"{self.linears} linear layers, {self.samples} samples, {self.tokens:,} tokens"
+        return f"<Calibrated {self.output}: {seen}>"
 
     @property
     def warnings(self) -> list[str]:

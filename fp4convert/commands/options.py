@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from inspect import Signature, cleandoc, signature
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast, get_args
 
 from fp4convert.conversion.options import (
     DEVICES,
@@ -75,12 +75,26 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
 
         @wraps(run)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            places = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+            if len(args) > len(places):
+                taken = f"takes {', '.join(places)} without a name"
+                given = ", ".join(f"NAME={value!r}" for value in args[len(places) :])
+                raise TypeError(f"{run.__name__}() {taken}; the others need theirs: {given}")
             try:
-                own_signature.bind(*args, **kwargs)
+                bound = own_signature.bind(*args, **kwargs).arguments
             except TypeError as error:
                 raise TypeError(f"{run.__name__}() {error}") from None
+            for name, kinds in numbers.items():
+                if isinstance(bound.get(name), str):
+                    expected = one_of(kind.__name__ for kind in kinds)
+                    raise TypeError(f"{run.__name__}() {name}={bound[name]!r}; expected {expected}")
             return run(options(*args, **kwargs))
 
+        numbers: dict[str, list[type]] = {}  # the types of options that are no texts
+        for each in declared_in(kind):
+            kinds = [one for one in (each.type, *get_args(each.type)) if one in (int, float, bool)]
+            if kinds and str not in get_args(each.type):
+                numbers[each.name] = kinds
         rows = [f"{each.name}: {help_with_words(each.option)}" for each in declared_in(kind)]
         called.__doc__ = "\n".join([cleandoc(run.__doc__ or ""), "", *rows])
         made: Any = called

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp4convert.errors import NumericError
 from fp4convert.execution.share import Share
-from fp4convert.progress import Phases
+from fp4convert.progress import Phases, size_text
 
 AGAIN = (
     "Download the file again, in case it is damaged; or keep these weights as they are, by the same"
@@ -58,7 +58,7 @@ class Settings:
     on_named: OnNamed = lambda path, file, sha256: None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result:
     """What a conversion tells at its end; the keys of --json.
 
@@ -97,6 +97,16 @@ class Result:
     experts: dict[str, int] | None = None
     warnings: list[str] | None = None
     next: list[str] | None = None
+
+    def __repr__(self) -> str:
+        """Say in a line what was made, for the end of a notebook's cell."""
+        (how, count), *_ = self.tensors.items()
+        sizes = f"{size_text(self.source_bytes)} -> {size_text(self.output_bytes)}"
+        mean = (self.fidelity or {}).get("sqnr_db_mean")
+        parts = [self.format, f"{count} tensors {how}", sizes]
+        parts += [f"SQNR {mean:.2f} dB on average"] if isinstance(mean, float) else []
+        parts += [f"digest {self.digest[:12]}..."] if self.digest else []
+        return f"<Result {self.output}: {', '.join(parts)}>"
 
     def as_json(self) -> dict[str, object]:
         """Return the document; some keys stand only where they mean something."""

@@ -36,6 +36,7 @@ AGREEMENT = 1e-6  # of an error; sums of float32 squares are off by less
 # Of a value: what a global scale stored as its reciprocal moves it, and float32 differences.
 STORED = 2.0**-22
 OUTPUT_GATE = "--max-output-error"
+MOST_NAMED = 3  # findings, in a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Gate:
                 raise InputError("bad-gate", detail, f"For {value:g} %: {option} {value / 100:g}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verified:
     """The document of `verify --json`.
 
@@ -116,6 +117,17 @@ class Verified:
     recorded: dict[str, Any] | None = None
     inputs: str | None = None
     calibration: str | None = None
+
+    def __repr__(self) -> str:
+        """Say the verdict in a line, for the end of a notebook's cell."""
+        parts = [f"{len(self.tensors)} tensors measured"]
+        for word, key in (("mean", "sqnr_db_mean"), ("least", "sqnr_db_min")):
+            if isinstance(value := self.summary.get(key), float):
+                parts.append(f"SQNR {word} {value:.2f} dB")
+        parts += [f"{one.level} {one.code}" for one in self.findings[:MOST_NAMED]]
+        if (more := len(self.findings) - MOST_NAMED) > 0:
+            parts.append(f"and {more} more")
+        return f"<Verified {'passed' if self.passed else 'failed'}: {', '.join(parts)}>"
 
     def as_json(self) -> dict[str, Any]:
         tensors = [asdict(error) for error in self.tensors]

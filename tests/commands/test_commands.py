@@ -517,3 +517,31 @@ def test_the_first_of_two_bad_numbers_is_told(source, tmp_path):
         fp4convert.quantize(
             source, format="nvfp4", output=tmp_path / "q", workers=-1, shard_index=9, num_shards=2
         )
+
+
+def test_what_is_at_the_end_of_a_cell_is_one_line(source, tmp_path):
+    made = fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q")
+    told = "nvfp4, 7 tensors quantized, 87.5 kB -> 49.9 kB, SQNR 21.77 dB on average"
+    assert repr(made).startswith(f"<Result {tmp_path / 'q'}: {told}, digest {made.digest[:12]}")
+    verified = fp4convert.verify(tmp_path / "q", source=source, min_sqnr=90)
+    assert re.fullmatch(
+        r"<Verified failed: 7 tensors measured, SQNR mean 21\.77 dB, SQNR least 21\.\d\d dB,"
+        r"( error sqnr-low,){3} and 4 more>",
+        repr(verified),
+    )
+    assert repr(fp4convert.verify(tmp_path / "q")) == "<Verified passed: 0 tensors measured>"
+
+
+def test_words_without_names_and_numbers_as_text_are_told_by_name(source, tmp_path):
+    with pytest.raises(TypeError, match=r"takes source without a name; .* NAME='nvfp4'"):
+        fp4convert.quantize(source, "nvfp4")
+    with pytest.raises(TypeError, match=r"quantize\(\) workers='4'; expected int"):
+        fp4convert.quantize(source, format="nvfp4", workers="4")
+    with pytest.raises(TypeError, match=r"min_sqnr='20'; expected float"):
+        fp4convert.verify(source, min_sqnr="20")
+    assert fp4convert.preview_quantize(source, format="nvfp4", input_scale="0.5", activations=4)
+
+
+def test_dir_lists_the_public_names_alone():
+    names = [name for name in dir(fp4convert) if not name.startswith("__")]
+    assert set(names) == set(fp4convert.__all__) - {"__version__"}
