@@ -423,7 +423,7 @@ def open_output(
             detail = f"{root} is a file; expected a folder to write to"
             raise OutputError("foreign-output", detail, "Choose another: -o FOLDER.")
         if is_there and not is_ours:
-            refuse_foreign(root)
+            refuse_foreign(root, settings.is_forced)
         if not is_ours:
             _check_space(root, manifest, more_nbytes)
     with entered(root, manifest) as folder:

@@ -196,12 +196,17 @@ def read_ended(root: Path) -> tuple[Mark | None, dict[str, str]]:
         return None, {}
 
 
-def refuse_foreign(root: Path) -> None:
-    """Raise OutputError where a folder holds anything that is not ours."""
+def refuse_foreign(root: Path, is_forced: bool = False) -> None:
+    """Raise OutputError where a folder holds anything that is not ours.
+
+    is_forced  --force was given, which does not help
+    """
     others = sorted(set(os.listdir(root)) - {STATE})
     if others and not (root / PLAN_FILE).exists():  # looked for last: it comes before all others
         detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
         next_step = "Choose another: -o FOLDER."
+        if is_forced:
+            next_step = f"--force discards only what fp4convert wrote. {next_step}"
         raise OutputError("foreign-output", f"{detail}; expected a new or empty folder", next_step)
 
 

@@ -73,6 +73,7 @@ def test_a_foreign_folder_is_refused_and_untouched(options, source, tmp_path):
     error = refusal(quantize(source, out, *options), "foreign-output")
     assert str(out) in error["message"]
     assert "thesis.txt" in error["message"]
+    assert ("--force discards only" in error["next"]) == bool(options)
     assert {path.name for path in out.iterdir()} == {"thesis.txt"}
     assert (out / "thesis.txt").read_bytes() == b"years of work"
 
