@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from fp4convert.execution import finish
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
 from fp4convert.numerics.backends.gpus import unused
+from fp4convert.planning.engines import engine_warnings, serve_lines
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source
@@ -110,9 +112,13 @@ def transcode(options: TranscodeOptions) -> Result:
     artifact = open_artifact(os.fspath(options.artifact), options.access(output))
     donor = open_source(os.fspath(options.template)) if options.template else None
     plan = repacking.prepare_transcode(artifact, options, donor)
-    _warn(options, plan.warnings, settings)
+    checkpoint = artifact.source.checkpoint
+    warnings = [*plan.warnings, *engine_warnings(plan, checkpoint)]
+    _warn(options, warnings, settings)
     result = repacking.transcode(artifact, plan, output, settings, donor)
-    return replace(result, warnings=list(plan.warnings))
+    steps = [shlex.join(("fp4convert", "verify", str(output)))]
+    steps += serve_lines(plan, checkpoint, str(output))
+    return replace(result, warnings=warnings, next=steps)
 
 
 @public(PruneOptions)

@@ -98,7 +98,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         formats = found.rules if found else ()
         plan = prepare_quantize(source, options, formats)
         with stopping(source):
-            refuse_unmatched([plan])
+            refuse_unmatched([plan.unmatched])
             refuse_empty(source.name, [plan])
         return Conversion(options, source, plan, found)
     if goal:
@@ -118,6 +118,6 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         with named_component(name):
             conversions[name] = Conversion(own, component, prepare_quantize(component, own))
     plans = [conversion.plan for conversion in conversions.values()]
-    refuse_unmatched(plans)
+    refuse_unmatched([plan.unmatched for plan in plans])
     refuse_empty(source.name, plans)
     return PipelineConversion(options, source, conversions)

@@ -128,7 +128,7 @@ def plan_quantize(
     )
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
     stacks = _stack_rules(linears, recipe)
-    unmatched = _find_unmatched(recipe, checkpoint, linears)
+    unmatched = find_unmatched(recipe, checkpoint, linears)
     return Plan(recipe.target, tuple(tasks), ignored, warnings, stacks, unmatched=unmatched)
 
 
@@ -406,24 +406,6 @@ def _note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[
         yield (
             f"{len(experts)} stacks of expert matrices stay as they are, the first {experts[0]!r}"
         )
-
-
-def _find_unmatched(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> dict[str, str]:
-    """Find what a person asks for that matches no module and no stack."""
-    asked = {
-        "--include": [(pattern,) for pattern in recipe.include],
-        "--exclude": [(pattern,) for pattern in recipe.exclude],
-        **recipe.asked,
-    }
-    if not any(asked.values()):
-        return {}
-    stacks = (linear.stack for linear in linears.of.values() if linear.stack)
-    modules = {
-        *linears.of,
-        *(stack.name.removesuffix(WEIGHT) for stack in stacks),
-        *(module_of(ref.name) for ref in checkpoint.tensors),
-    } - {""}
-    return find_unmatched(asked, modules)
 
 
 def _note_left_behind(linears: Linears, cache: Cache) -> Iterator[str]:

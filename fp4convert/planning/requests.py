@@ -5,28 +5,40 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
+from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.planning.steps import Plan, Step
+from fp4convert.planning.steps import Plan, Step, module_of
 from fp4convert.recipes.patterns import compiled, matches
+from fp4convert.recipes.recipe import Recipe
 from fp4convert.storage.safetensors import WEIGHT
+from fp4convert.storage.source import Checkpoint
 
 MOST_REASONS = 4  # that a message counts
 REGEX_SIGNS = re.compile(r"\.\*|\\|\^|\$|\.\+|\|")
 EXCLUDED = "excluded by "  # how reasons begin that --exclude gives
 
 
-def find_unmatched(
-    asked: Mapping[str, Iterable[tuple[str, ...]]], modules: Collection[str]
-) -> dict[str, str]:
-    """Find the requests that match no module.
+def find_unmatched(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> dict[str, str]:
+    """Find what a person asks for that matches no module and no stack.
 
-    asked    sets of patterns, of which one has to match, by the option or the table that has them
-    modules  names of modules, of stacks, and of what has parameters
     Returns  what to give instead, "" for nothing alike, by the option with its pattern
     """
+    asked = {
+        "--include": [(pattern,) for pattern in recipe.include],
+        "--exclude": [(pattern,) for pattern in recipe.exclude],
+        **recipe.asked,
+    }
+    if not any(asked.values()):
+        return {}
+    stacks = (linear.stack for linear in linears.of.values() if linear.stack)
+    modules = {
+        *linears.of,
+        *(stack.name.removesuffix(WEIGHT) for stack in stacks),
+        *(module_of(ref.name) for ref in checkpoint.tensors),
+    } - {""}
     found = {}
     for option, requests in asked.items():
         for patterns in requests:
@@ -39,12 +51,12 @@ def find_unmatched(
     return found
 
 
-def refuse_unmatched(plans: Sequence[Plan]) -> None:
-    """Raise InputError for a pattern that matches no module in any plan.
+def refuse_unmatched(unmatched: Sequence[Mapping[str, str]]) -> None:
+    """Raise InputError for a pattern that matches no module.
 
-    plans  one, or those of all components of a pipeline
+    unmatched  what find_unmatched found of a checkpoint, or of all components of a pipeline
     """
-    first, *others = (plan.unmatched for plan in plans)
+    first, *others = unmatched
     found = {words: hint for words, hint in first.items() if all(words in own for own in others)}
     if not found:
         return

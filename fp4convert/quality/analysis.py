@@ -20,6 +20,7 @@ from fp4convert.numerics.codec import as_floats
 from fp4convert.numerics.error_sums import decibels
 from fp4convert.numerics.formats import FORMATS, FP8, NVFP4
 from fp4convert.planning.decisions import NAME_SOME, decide
+from fp4convert.planning.requests import find_unmatched, refuse_unmatched
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.losses import (
@@ -148,7 +149,9 @@ def _find_quantizable(source: Source, options: RecipeOptions) -> dict[str, Linea
     """Find the linear layers that would become four-bit, by module."""
     target = Target(NVFP4.name, "compressed-tensors")
     recipe = build_recipe(target, source.checkpoint.config, options)
-    verdicts = decide(find_linears(source, recipe), recipe, dialect_to_write(recipe.target))
+    linears = find_linears(source, recipe)
+    refuse_unmatched([find_unmatched(recipe, source.checkpoint, linears)])
+    verdicts = decide(linears, recipe, dialect_to_write(recipe.target))
     return {
         module: verdict.linear
         for module, verdict in verdicts.items()

@@ -155,3 +155,15 @@ def test_the_next_step_of_a_part_is_to_merge(tmp_path):
     parts = ("--shard-index", 0, "--num-shards", 2, "--json")
     outcome = run("quantize", source, "--format", "nvfp4", "-o", out, *parts)
     assert outcome.json["next"] == [f"fp4convert merge {out}"]
+
+
+def test_a_transcoded_artifact_has_the_warnings_and_the_next_step_of_its_dialect(tmp_path):
+    source = write_model(tmp_path / "m", "qwen3_moe", experts=True)
+    made, out = tmp_path / "made", tmp_path / "out"
+    quantized = ("quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", made)
+    assert run(*quantized, "--json").json["warnings"] == []
+    asked = ("transcode", made, "-o", out, "--dialect", "compressed-tensors")
+    told = run(*asked, "--json")
+    assert [line.split()[0] for line in told.json["warnings"]] == ["transformers"]
+    assert told.err.count("transformers 5.23 ignores the global scales") == 1
+    assert told.json["next"] == [f"fp4convert verify {out}", f"vllm serve {out}"]

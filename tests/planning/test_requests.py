@@ -82,3 +82,8 @@ def test_the_next_step_of_an_empty_plan_is_that_of_its_reason(tmp_path):
     packed = write_donor(tmp_path / "q.gguf", model(), kind="Q4_0")
     error = refuse(packed, tmp_path, "--dialect", "gguf", fmt="mxfp4")
     assert (error["code"], "original weights" in error["next"]) == ("no-linears", True)
+
+
+def test_analyze_refuses_such_a_pattern_too(tmp_path):
+    outcome = run("analyze", write_llama(tmp_path / "m"), "--exclude", "o_proj", "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "unmatched-pattern")
