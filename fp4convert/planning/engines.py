@@ -16,9 +16,9 @@ from functools import cache
 from typing import Any
 
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.recipe import EXPERT_WORDS
 from fp4convert.storage.source import Checkpoint
 
+EXPERTS = ".experts."  # in the name of a module; not of shared experts, which are like other MLPs
 CHAT = "ForCausalLM"  # ends the class names of models that engines serve
 
 
@@ -53,7 +53,7 @@ def _traps(
     """Find the traps of an engine that a plan falls into."""
     config, target = checkpoint.config, plan.target
     made = {
-        (step.format, any(word in step.module for word in EXPERT_WORDS))
+        (step.format, EXPERTS in step.module)
         for step in plan.steps
         if step.form and step.form.format.is_fp4
     }
@@ -88,7 +88,9 @@ def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
     classes = checkpoint.config.get("architectures") or ()
     texts = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     is_text = any(name.endswith(CHAT) for name in texts) or "text_config" in checkpoint.config
-    folder = output if os.path.isabs(output) else os.path.join(".", os.path.normpath(output))
+    folder = os.path.normpath(output)
+    if not folder.startswith((os.sep, os.pardir)):
+        folder = os.path.join(os.curdir, folder)
     files = plan.shards
     place = shlex.quote(os.path.join(folder, files[0].file)) if len(files) == 1 else ""
     found = []

@@ -52,7 +52,9 @@ def test_the_current_folder_becomes_one_beside_it(inside, tmp_path, monkeypatch)
     (source / "sub").mkdir()
     monkeypatch.chdir(source / inside)
     reference = "." if inside == "." else ".."
-    made = run("quantize", reference, "--format", "nvfp4", "--json").json["output"]
+    told = run("quantize", reference, "--format", "nvfp4", "--json").json
+    made = told["output"]
+    assert told["next"][1] == f"vllm serve {made}"
     assert os.path.realpath(made) == str(tmp_path / "Model-NVFP4")
     assert (tmp_path / "Model-NVFP4" / "quantization_config.json").is_file()
 

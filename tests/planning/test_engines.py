@@ -18,8 +18,9 @@ KEYS = {
 }
 
 
-def write_model(folder, model_type, experts=False, others=True):
+def write_model(folder, model_type, experts=False, others=True, shared=False):
     names = [f"{LAYER}.self_attn.o_proj"] if others else []
+    names += [f"{LAYER}.mlp.shared_experts.down_proj"] if shared else []
     for expert in range(2) if experts else ():
         leaves = ("gate_proj", "up_proj", "down_proj")
         names += [f"{LAYER}.mlp.experts.{expert}.{leaf}" for leaf in leaves]
@@ -70,6 +71,7 @@ def test_a_plain_llama_has_no_warning(dialect, tmp_path):
     [
         ({"model_type": "qwen3_moe", "experts": True}, "nvfp4", "compressed-tensors", ["HF"]),
         ({"model_type": "qwen3_moe", "experts": True}, "nvfp4", "modelopt", []),
+        ({"model_type": "deepseek_v3", "shared": True}, "nvfp4", "compressed-tensors", []),
         ({"model_type": "qwen3_moe", "experts": True}, "mxfp4", "compressed-tensors", ["SGLang"]),
         (
             {"model_type": "qwen3_moe", "experts": True, "others": False},
