@@ -164,7 +164,9 @@ def _explain(options: ExplainOptions) -> Shown:
     from fp4convert.report import explanations
 
     if options.code is None:
-        return Shown(explanations.explain_all(), draw_quality.draw_codes)
+        return Shown(explanations.explain_all(), draw_quality.draw_subjects)
+    if explanations.is_subject(options.code):
+        return Shown(explanations.explain_all(options.code), draw_quality.draw_codes)
     return Shown(explanations.explain(options.code), draw_quality.draw_code)
 
 

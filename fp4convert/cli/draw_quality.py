@@ -6,7 +6,7 @@ import math
 from textwrap import wrap
 from typing import Any
 
-from fp4convert.cli.screen import Screen, draw_findings, draw_verdict
+from fp4convert.cli.screen import MOST_ALIKE, Screen, draw_findings, draw_verdict
 from fp4convert.numerics.formats import FORMATS, Format
 from fp4convert.progress import duration_text, size_text
 from fp4convert.report.text import Document, artifact_rows, badness, fidelity_text
@@ -81,7 +81,10 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
         screen.line(f"{'':<25}and {more} patterns more: --json")
     draw_findings(screen, artifact["findings"])
-    draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
+    good = "healthy, as far as records and scales tell; verify --source compares the values"
+    if source := artifact.get("source"):
+        good = f"healthy, and a sample of its values is that of {source}"
+    draw_verdict(screen, artifact["healthy"], good, "not healthy")
 
 
 def draw_verification(screen: Screen, report: Document) -> None:
@@ -89,6 +92,8 @@ def draw_verification(screen: Screen, report: Document) -> None:
 
     The worst are those of the largest output error where outputs were measured, else of weights.
     """
+    if report["verdict"]:
+        screen.line(report["verdict"], "bold red")
     tensors, summary, has_outputs = report["tensors"], report["summary"], "inputs" in report
 
     def rank(tensor: Document) -> float:
@@ -113,8 +118,18 @@ def draw_verification(screen: Screen, report: Document) -> None:
             screen.line(f"output error: mean {mean}, largest {most}; inputs: {report['inputs']}")
     if recorded := report["recorded"]:
         screen.line(f"recorded when it was quantized: {fidelity_text(recorded)}")
-    draw_findings(screen, report["findings"])
-    draw_verdict(screen, report["passed"], "passed", "failed")
+    most_lines = 1 if report["verdict"] else MOST_ALIKE
+    draw_findings(screen, report["findings"], len(tensors), most_lines)
+    draw_verdict(screen, report["passed"], f"passed: {_checked_text(report['checked'])}", "failed")
+
+
+def _checked_text(checked: Document) -> str:
+    """Say what was looked at, and what not."""
+    hashed = f"{checked['files']} files hashed" if checked["files"] else "no hashes are recorded"
+    read = f"scales of {checked['modules']} modules read"
+    if checked["source"]:
+        return f"{hashed}, {read}, {checked['tensors']} tensors compared with {checked['source']}"
+    return f"{hashed}, {read}; values were not compared: add --source"
 
 
 def draw_comparison(screen: Screen, found: Document) -> None:
@@ -181,16 +196,40 @@ def _contrast_row(tensor: Document) -> list[str]:
     return [*cells, number(tensor["difference_db"], "+.2f"), tensor["better"] or "-"]
 
 
+CODE_KINDS = {
+    "findings": "findings of inspect and verify",
+    "errors": "errors, with the exit code of the command",
+}
+
+
+def draw_subjects(screen: Screen, known: Document) -> None:
+    """Draw the subjects of codes, a few codes of each, and how to see all."""
+    headings = {one["subject"] for kind in CODE_KINDS for one in known[kind]}
+    width = max(map(len, headings))
+    for kind, title in CODE_KINDS.items():
+        screen.line(title, "bold")
+        for subject in dict.fromkeys(one["subject"] for one in known[kind]):
+            codes = [one["code"] for one in known[kind] if one["subject"] == subject]
+            begun = f"  {subject:{width}}  {len(codes):>2}: "
+            room = min(screen.width, WIDEST) - len(begun) - len(", ...")
+            told = wrap(", ".join(codes), room, break_on_hyphens=False)
+            more = ", ..." if len(told) > 1 else ""
+            screen.line(f"{begun}{told[0].removesuffix(',')}{more}")
+    screen.line("")
+    screen.line("All codes of a subject: fp4convert explain hub. One code: explain sqnr-low.")
+
+
 def draw_codes(screen: Screen, known: Document) -> None:
-    """Draw every code in a line."""
-    width = max(len(one["code"]) for one in (*known["findings"], *known["errors"]))
-    screen.line("findings of inspect and verify", "bold")
-    for one in known["findings"]:
-        screen.line(f"  {one['code']:{width}}  {one['meaning']}")
-    screen.line("errors, with the exit code of the command", "bold")
-    for one in known["errors"]:
-        exits = ", ".join(map(str, one["exits"]))
-        screen.line(f"  {one['code']:{width}}  {exits}: {one['meaning']}")
+    """Draw every code in a line, under its subject."""
+    listed = [*known["findings"], *known["errors"]]
+    width = max(len(one["code"]) for one in listed)
+    for kind, title in CODE_KINDS.items():
+        for subject in dict.fromkeys(one["subject"] for one in known[kind]):
+            screen.line(f"{subject}: {title}", "bold")
+            for one in known[kind]:
+                if one["subject"] == subject:
+                    exits = "".join(f"{code} " for code in one.get("exits", ()))
+                    screen.line(f"  {one['code']:{width}}  {exits}{one['meaning']}")
 
 
 def draw_code(screen: Screen, explained: Document) -> None:

@@ -122,6 +122,7 @@ class InspectOptions(AccessOptions):
     ] = None
     full: Annotated[bool, Option("Read every block scale, not a sample.")] = False
     sarif: Sarif = None
+    phases: Phases | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -170,6 +171,7 @@ class VerifyOptions(AccessOptions):
     ] = None
     report: Page = None
     sarif: Sarif = None
+    phases: Phases | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -200,6 +202,7 @@ class CompareOptions(AccessOptions):
             panel=QUALITY,
         ),
     ] = None
+    phases: Phases | None = None
 
 
 @dataclass(eq=False, repr=False)

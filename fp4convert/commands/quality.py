@@ -15,6 +15,7 @@ from fp4convert.commands.options import (
     public,
 )
 from fp4convert.process import keeping_nothing
+from fp4convert.progress import Phases
 from fp4convert.storage.open import open_original
 from fp4convert.storage.source import Source, subfolder_of, uncollected
 
@@ -42,8 +43,9 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
 
         check_apart({SARIF: sarif}, _folder_of(options))
         clear_sarif(sarif)
+    phases = _begin(options)
     artifact = open_artifact(os.fspath(options.artifact), options.access())
-    description = inspection.inspect(artifact, _original(options), options.full)
+    description = inspection.inspect(artifact, _original(options), options.full, phases)
     if sarif:
         write_sarif(sarif, artifact, description["findings"])
     return description
@@ -74,11 +76,12 @@ def verify(options: VerifyOptions) -> Verified:
         clear_sarif(sarif)
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
+    phases = _begin(options)
     artifact = open_artifact(os.fspath(options.artifact), options.access())
     original = _original(options)
     outputs = Outputs(known) if options.outputs or known else None
     gate = verification.Gate(options.min_sqnr, options.max_nmse, options.max_output_error)
-    verified = verification.verify(artifact, original, gate, outputs)
+    verified = verification.verify(artifact, original, gate, outputs, phases)
     if page:
         options.tell(save_page(page, artifact, original, verified))
     if sarif:
@@ -104,10 +107,18 @@ def compare(options: CompareOptions) -> dict[str, Any]:
 
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
+    phases = _begin(options)
     a = open_artifact(os.fspath(options.a), options.access())
     b = open_artifact(os.fspath(options.b), options.access())
     source = open_original(os.fspath(options.source), options.original_access())
-    return comparison.compare((a, b), source, Outputs(known))
+    return comparison.compare((a, b), source, Outputs(known), phases)
+
+
+def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:
+    """Begin with the headers, which the Hub may take a while to send."""
+    phases = options.phases or Phases()
+    phases.begin("headers")
+    return phases
 
 
 def _folder_of(options: InspectOptions | VerifyOptions) -> Path | None:

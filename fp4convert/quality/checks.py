@@ -19,6 +19,7 @@ from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
+from fp4convert.progress import Phases
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.patterns import configs_in, sift
@@ -57,16 +58,24 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 
 def judge(
-    artifact: Artifact, source: Source | None, read: Sequence[str], sampled: Sequence[str]
+    artifact: Artifact,
+    source: Source | None,
+    read: Sequence[str],
+    sampled: Sequence[str],
+    phases: Phases,
 ) -> Judged:
     """Judge an artifact by its records, names and scales.
 
     source   the original weights, which decide what statistics cannot
     read     modules whose block scales are read one by one
     sampled  those that tell the layout, and are compared with the source
+    phases   learns how far the reading is
     Raises   InputError where the source holds none of them
     """
-    findings = [*artifact.findings, *_check_names(artifact), *check_scales(artifact, read)]
+    findings = [*artifact.findings, *_check_names(artifact)]
+    nbytes = scale_nbytes(artifact)
+    phases.begin("scales", sum(nbytes[module] for module in read))
+    findings += check_scales(artifact, read, phases.report)
     # The layout by statistics, and by the source where there is one.
     detected = detect_layout(_stored_scales(artifact, sampled), artifact.scale_layout)
     layout, differing = None, list[Finding]()

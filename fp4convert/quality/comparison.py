@@ -17,6 +17,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import linears_stored
 from fp4convert.errors import Finding, InputError
+from fp4convert.progress import Phases
 from fp4convert.quality.checks import is_healthy
 from fp4convert.quality.source_compare import (
     Distance,
@@ -86,11 +87,15 @@ class _Side:
 
 
 def compare(
-    artifacts: tuple[Artifact, Artifact], source: Source, outputs: Outputs | None = None
+    artifacts: tuple[Artifact, Artifact],
+    source: Source,
+    outputs: Outputs | None = None,
+    phases: Phases | None = None,
 ) -> dict[str, Any]:
     """Make the document of `compare --json`.
 
     outputs  whose inputs output errors are for; Gaussians where it is None
+    phases   learns how far the reading is
     Raises   InputError where an artifact is not sound, nothing is quantized in either, or a
              calibration is of another source
     """
@@ -109,7 +114,11 @@ def compare(
         detail += f" has quantized a linear layer of {source.name}"
         next_step = "Give the weights that they were made from: --source SOURCE."
         raise InputError("nothing-in-common", detail, next_step)
-    a, b = (_measure_side(one) for one in paired)
+    phases = phases or Phases()
+    a, b = (
+        _measure_side(one, phases, f"measure {name}")
+        for one, name in zip(paired, (A, B), strict=True)
+    )
     rows = [_describe_row(linear, a, b) for linear in compared.values()]
     return {
         "source": source.name,
@@ -122,9 +131,9 @@ def compare(
     }
 
 
-def _measure_side(pairs: SourcePairs) -> _Side:
+def _measure_side(pairs: SourcePairs, phases: Phases, verb: str) -> _Side:
     """Measure one artifact, and find what may not be the source's."""
-    found, findings = pairs.compare()
+    found, findings = pairs.compare(phases, verb)
     findings += [doubt for name, distance in found.items() if (doubt := distance.check(name))]
     modules = {pair.theirs.name: pair.ours.module for pair in pairs.pairs}
     distances = {modules[name]: distance for name, distance in found.items()}

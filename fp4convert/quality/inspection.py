@@ -14,23 +14,27 @@ from fp4convert.checkpoint.dialects.base import Packed
 from fp4convert.checkpoint.error_report import read_recorded
 from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
+from fp4convert.progress import Phases
 from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge, scale_nbytes
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source, stored_float
 
 
-def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[str, Any]:
+def inspect(
+    artifact: Artifact, source: Source | None, is_full: bool, phases: Phases | None = None
+) -> dict[str, Any]:
     """Make the document of `inspect --json`.
 
     source   the original weights, which decide what statistics cannot
     is_full  read every block scale, however many, and have a second reader open every shard
+    phases   learns how far the reading is
 
     scale_layout: "declared" is what our record says (None where there is none), "detected" None
     where nothing decides.  Of a mixed artifact, "forms" says more; what its forms do not agree on
-    is None.
+    is None.  "source" is the name of the one given.
     """
     chosen = choose_modules(artifact, is_full)
-    judged = judge(artifact, source, chosen, chosen)
+    judged = judge(artifact, source, chosen, chosen, phases or Phases())
     findings = [*judged.findings, *(check_headers(artifact) if is_full else ())]
     # The share of block scales that was read.
     nbytes = scale_nbytes(artifact)
@@ -70,6 +74,7 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
         **({"fidelity": recorded.summary} if recorded else {}),
         "findings": [asdict(finding) for finding in findings],
         "healthy": is_healthy(findings),
+        **({"source": source.name} if source else {}),
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,9 +117,14 @@ def are_equal(scales: Mapping[str, float]) -> bool:
     return all(value == values[0] for value in values)
 
 
-def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
-    """Check the block scales of those modules, and the scales of all else."""
-    findings = _check_block_scales(artifact, modules)
+def check_scales(
+    artifact: Artifact, modules: Sequence[str], report: Callable[[str, int], None]
+) -> list[Finding]:
+    """Check the block scales of those modules, and the scales of all else.
+
+    report  gets a module and the bytes of its block scales, once they were read
+    """
+    findings = _check_block_scales(artifact, modules, report)
     traits = artifact.spelling.TRAITS
     level: Level = "error" if traits.shares_scales else "warning"
     # Global scales: each by itself, then those of a group beside each other.
@@ -177,12 +182,19 @@ def _count_scales(q: Blocks) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     return counts, block_steps(one_each)
 
 
-def _check_block_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
+def _check_block_scales(
+    artifact: Artifact, modules: Sequence[str], report: Callable[[str, int], None]
+) -> list[Finding]:
     """Check the bytes of block scales, module by module and together."""
     findings = []
-    histograms = read_each(
-        artifact.source, lambda module: _count_scales(artifact.decode(module)), modules
-    )
+
+    def count(module: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        q = artifact.decode(module)
+        counted = _count_scales(q)
+        report(module, q.shape[0] * q.shape[1] // q.format.block_size)
+        return counted
+
+    histograms = read_each(artifact.source, count, modules)
     for module, (counts, steps) in zip(modules, histograms, strict=True):
         if bad := int(counts[~np.isfinite(steps)].sum()):
             detail = f"{bad} blocks have no finite scale"

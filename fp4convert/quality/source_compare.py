@@ -23,6 +23,7 @@ from fp4convert.numerics.error_sums import Sums, count_codes
 from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
+from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source, stopping
@@ -179,8 +180,13 @@ class SourcePairs:
     findings: list[Finding]
     outputs: Outputs | None
 
-    def compare(self) -> tuple[dict[str, Distance], list[Finding]]:
-        """Measure every quantized module, and check all that was kept."""
+    def compare(
+        self, phases: Phases, verb: str = "compare"
+    ) -> tuple[dict[str, Distance], list[Finding]]:
+        """Measure every quantized module, and check all that was kept.
+
+        phases  learns how far that is, as the phase `verb`
+        """
         findings = list(self.findings)
         # Tensors of the source that the artifact holds as they are: all that no pair replaces.
         replaced = {ref.name for ref in self.originals.idle}
@@ -192,6 +198,19 @@ class SourcePairs:
         for name in sorted(self.artifact.tensors.keys() - own - {ref.name for ref in copied}):
             detail = "it comes from no tensor of the source"
             findings.append(Finding("error", "tensor-foreign", name, detail))
+        nbytes = sum(ref.nbytes for ref in copied)
+        phases.begin(verb, nbytes + sum(pair.theirs.nbytes for pair in self.pairs))
+
+        def check_kept(ref: TensorRef) -> Finding | None:
+            finding = self._check_kept(ref)
+            phases.report(ref.name, ref.nbytes)
+            return finding
+
+        def measure_pair(pair: Pair) -> Distance:
+            distance = self._measure(pair)
+            phases.report(pair.theirs.name, pair.theirs.nbytes)
+            return distance
+
         # File by file: first what was kept, then every pair.
         found: dict[str, Distance] = {}
         for shard in self.source.checkpoint.shards:
@@ -199,9 +218,9 @@ class SourcePairs:
             threads = ThreadPoolExecutor(processors())
             stops = stopping(self.source, self.artifact.source)
             with self.source.stream(shard.file), threads as pool, stops:
-                kept = (self._check_kept(ref) for ref in copied if ref.file == shard.file)
+                kept = (check_kept(ref) for ref in copied if ref.file == shard.file)
                 findings += (finding for finding in kept if finding)
-                for pair, distance in zip(here, pool.map(self._measure, here), strict=True):
+                for pair, distance in zip(here, pool.map(measure_pair, here), strict=True):
                     if pair.ours.coding.is_packed:
                         found[pair.theirs.name] = distance
                         if (

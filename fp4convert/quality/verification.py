@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from fp4convert.numerics.error_sums import SOURCE, Sums, count_codes, summarise
 from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
+from fp4convert.progress import Phases
 from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge
 from fp4convert.quality.source_compare import (
     Distance,
     Outputs,
+    SourcePairs,
     mean_output_error,
     own_names,
     pair_with_source,
@@ -108,6 +111,8 @@ class Verified:
     recorded  the summary of quantization_report.json; None where the artifact has none
     inputs, calibration  by which outputs were measured, as describe_inputs tells it; None where
                          they were not
+    checked  how many files were hashed, modules' scales read and tensors compared; and the source
+    verdict  a sentence, where the source is another model's
     """
 
     tensors: tuple[TensorError, ...]
@@ -117,6 +122,8 @@ class Verified:
     recorded: dict[str, Any] | None = None
     inputs: str | None = None
     calibration: str | None = None
+    checked: dict[str, Any] = field(default_factory=dict)
+    verdict: str | None = None
 
     def __repr__(self) -> str:
         """Say the verdict in a line, for the end of a notebook's cell."""
@@ -142,19 +149,27 @@ class Verified:
             "findings": [asdict(finding) for finding in self.findings],
             "passed": self.passed,
             "recorded": self.recorded,
+            "checked": self.checked,
+            "verdict": self.verdict,
         }
 
 
 def verify(
-    artifact: Artifact, source: Source | None, gate: Gate, outputs: Outputs | None = None
+    artifact: Artifact,
+    source: Source | None,
+    gate: Gate,
+    outputs: Outputs | None = None,
+    phases: Phases | None = None,
 ) -> Verified:
     """Verify every file and scale, and with a source every tensor.
 
     outputs  measures what linear layers answer, too; a gate that asks for it does so for Gaussian
              inputs where this is None
+    phases   learns how far the reading is
     Raises   InputError where numbers are asked for and there is no source, or for a calibration of
              another model
     """
+    phases = phases or Phases()
     gate.check(source is not None)
     if outputs is None and gate.max_output_error is not None:
         outputs = Outputs()
@@ -166,19 +181,19 @@ def verify(
     known = {pair.ours.module for pair in pairs.pairs} if pairs else set()
     related = source if known & artifact.modules.keys() else None
     sampled = choose_modules(artifact, is_full=False)
-    judged = judge(artifact, related, list(artifact.modules), sampled)
+    judged = judge(artifact, related, list(artifact.modules), sampled, phases)
     # 2. The hashes of files, and the tensors that were kept.
-    findings = [*judged.findings, *check_headers(artifact), *_check_hashes(artifact)]
-    findings += _check_kept(artifact)
+    findings = [*judged.findings, *check_headers(artifact), *_check_hashes(artifact, phases)]
+    findings += _check_kept(artifact, phases)
     # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages
     found: dict[str, Distance] = {}
     if pairs is not None:
-        found, differences = pairs.compare()
+        found, differences = pairs.compare(phases)
         findings += differences
     if recorded is not None and pairs is None:
-        findings += check_codes(artifact, recorded)
+        findings += check_codes(artifact, recorded, phases)
     elif recorded is not None:
         findings += check_measured(recorded, found)
     if any(distance.check(name) for name, distance in found.items()):
@@ -202,7 +217,28 @@ def verify(
         is_healthy(findings),
         recorded.summary if recorded else None,
         **(describe_inputs(outputs.calibration) if outputs else {}),
+        checked={
+            "files": len(_recorded_hashes(artifact)),
+            "modules": len(artifact.modules),
+            "tensors": len(found),
+            "source": source.name if source else None,
+        },
+        verdict=None if pairs is None else _name_other_source(pairs, found),
     )
+
+
+def _name_other_source(pairs: SourcePairs, found: Mapping[str, Distance]) -> str | None:
+    """Say that an artifact was not made from the source, if so."""
+    artifact, source = pairs.artifact, pairs.source
+    begun = f"{artifact.source.name} was not made from {source.name}"
+    ours = {(ref.name, ref.shape) for ref in artifact.tensors.values()}
+    common = sum((ref.name, ref.shape) in ours for ref in source.checkpoint.tensors)
+    if not pairs.pairs and artifact.packed:
+        few = f"only {common} tensors that were not quantized" if common else "no tensor"
+        return f"{begun}: they have {few} in common"
+    if found and all(distance.check(name) for name, distance in found.items()):
+        return f"{begun}: none of the {len(found)} quantized tensors has its values"
+    return None
 
 
 def _summarise(tensors: Sequence[TensorError], found: Mapping[str, Distance]) -> dict[str, Any]:
@@ -253,7 +289,14 @@ def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[Fin
     return [doubt] if doubt else missed
 
 
-def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
+def _recorded_hashes(artifact: Artifact) -> dict[str, str]:
+    """Return the sha256 that the record has of every file of the digest."""
+    recorded = artifact.record.get("files") if artifact.record else None
+    files = recorded.items() if isinstance(recorded, dict) else ()
+    return {file: sha256 for file, sha256 in files if file not in UNDIGESTED}
+
+
+def _check_hashes(artifact: Artifact, phases: Phases) -> Iterator[Finding]:
     """Check that every file is there, is what was written, and is recorded.
 
     The model card is everybody's.
@@ -262,13 +305,13 @@ def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
         detail = "the artifact records no hashes, so its files could not be compared with them"
         yield Finding("note", "no-hashes", None, detail)
         return
-    recorded = artifact.record.get("files")
-    files = recorded.items() if isinstance(recorded, dict) else ()
-    hashes = {file: sha256 for file, sha256 in files if file not in UNDIGESTED}
+    hashes = _recorded_hashes(artifact)
+    held = {file: artifact.source.file_nbytes(file) for file in hashes if _is_there(artifact, file)}
+    phases.begin("hash", sum(held.values()))
     for file, sha256 in hashes.items():
         try:
             with artifact.source.open_file(file) as stream:
-                is_same = hash_stream(stream) == sha256
+                is_same = hash_stream(stream, partial(phases.report, file)) == sha256
         except InputError as error:
             detail = f"{file} is recorded and cannot be read: {error.message}"
             yield Finding("error", "file-missing", None, detail)
@@ -287,23 +330,36 @@ def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
             yield Finding("warning", "file-unrecorded", None, detail)
 
 
-def _check_kept(artifact: Artifact) -> Iterator[Finding]:
+def _is_there(artifact: Artifact, file: str) -> bool:
+    """Tell whether a recorded file is in the artifact's folder."""
+    try:
+        return artifact.source.has_file(file)
+    except InputError:
+        return False
+
+
+def _check_kept(artifact: Artifact, phases: Phases) -> Iterator[Finding]:
     """Check that the tensors that were kept hold no NaN or Inf."""
     ours = own_names(artifact)
-    for ref in artifact.tensors.values():
-        if ref.name in ours or ref.dtype not in FLOAT_DTYPES:
-            continue
+    kept = [
+        ref
+        for ref in artifact.tensors.values()
+        if ref.name not in ours and ref.dtype in FLOAT_DTYPES
+    ]
+    phases.begin("kept", sum(ref.nbytes for ref in kept))
+    for ref in kept:
         bad = 0
         for part in split_bytes(ref):
             stored = artifact.source.read_range(ref, *part)
             values = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype])
             bad += int(np.count_nonzero(~np.isfinite(values)))
+            phases.report(ref.name, len(stored))
         if bad:
             detail = f"it was kept with {bad} values that are NaN or Inf"
             yield Finding("warning", "kept-not-finite", ref.name, detail)
 
 
-def check_codes(artifact: Artifact, recorded: Recorded) -> Iterator[Finding]:
+def check_codes(artifact: Artifact, recorded: Recorded, phases: Phases) -> Iterator[Finding]:
     """Check each tensor's codes against the counts of the report.
 
     On the Hub they are not read.
@@ -314,13 +370,17 @@ def check_codes(artifact: Artifact, recorded: Recorded) -> Iterator[Finding]:
     for module, packed in artifact.modules.items():
         held.setdefault(packed.stem, []).append(module)
     entries = [entry for entry in recorded.entries if entry.histogram]
+    counted = [module for entry in entries for module in held.get(entry.module, [])]
+    phases.begin("codes", sum(math.prod(artifact.modules[each].shape) // 2 for each in counted))
 
     def count(entry: Entry) -> tuple[int, ...]:
         total = np.zeros(CODES, np.int64)
         for module in held.get(entry.module, []):
             blocks = artifact.decode(module)
             for panel in row_panels(blocks.shape):
-                total += count_codes(blocks.rows(*panel).packed)
+                packed = blocks.rows(*panel).packed
+                total += count_codes(packed)
+                phases.report(module, len(packed))
         return tuple(total.tolist())
 
     with ThreadPoolExecutor(processors()) as pool, stopping(artifact.source):

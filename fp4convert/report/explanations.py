@@ -34,15 +34,29 @@ def explain(code: str) -> dict[str, object]:
         near = f"; like it: {', '.join(dict.fromkeys(known))}" if known else ""
         raise InputError(
             "unknown-code",
-            f"{code!r} is the code of no finding and no error{near}",
+            f"{code!r} is the code of no finding and no error, and no subject{near}",
             "See: fp4convert explain.",
         )
     return {"code": code, "finding": findings.get(code), "error": errors.get(code)}
 
 
-def explain_all() -> dict[str, object]:
-    """List every code as `explain --json` prints it."""
+def explain_all(subject: str = "") -> dict[str, list[dict[str, Any]]]:
+    """List every code as `explain --json` prints it.
+
+    subject  of these alone: a word of a heading, such as hub
+    """
     return {
-        kind: [{"code": code, **row} for code, row in explanations(kind).items()]
+        kind: [
+            {"code": code, **row, "subject": topic["heading"]}
+            for topic in read_catalogue()[kind]
+            for code, row in topic["codes"].items()
+            if subject.strip().lower() in topic["heading"].lower()
+        ]
         for kind in ("findings", "errors")
     }
+
+
+def is_subject(word: str) -> bool:
+    """Tell whether codes are of that subject, and no code is the word."""
+    is_code = any(word.strip().lower() in explanations(kind) for kind in ("findings", "errors"))
+    return not is_code and any(explain_all(word).values())

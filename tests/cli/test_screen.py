@@ -266,8 +266,10 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "(model.layers.0.self_attn.k_proj.weight)",
         "        3  nvfp4         model.layers.0.mlp.{gate,up,down}_proj",
         "        4  nvfp4         model.layers.0.self_attn.{q,k,v,o}_proj",
-        "healthy",
+        "healthy, as far as records and scales tell; verify --source compares the values",
     ]
+    with_source = run("inspect", tmp_path / "out", "--source", source).out.splitlines()
+    assert with_source[-1] == "healthy, and a sample of its values is that of source"
 
 
 def test_a_drawn_artifact_tells_only_what_is_its_own(tmp_path):
@@ -296,7 +298,12 @@ def test_a_drawn_verification_shows_the_worst_tensors_first(tmp_path):
     ]
     assert lines[6].startswith("7 tensors: SQNR mean ")
     assert lines[7].startswith("recorded when it was quantized: SQNR 21.")
-    assert lines[8:] == ["passed"]
+    assert lines[8:] == [
+        "passed: 4 files hashed, scales of 7 modules read, 7 tensors compared with source"
+    ]
+    assert run("verify", out).out.splitlines()[-1] == (
+        "passed: 4 files hashed, scales of 7 modules read; values were not compared: add --source"
+    )
 
 
 def test_a_tensor_that_cannot_be_measured_stands_among_the_worst(tmp_path):
@@ -317,15 +324,50 @@ def test_a_tensor_that_cannot_be_measured_stands_among_the_worst(tmp_path):
 def test_findings_name_level_code_and_tensor(tmp_path):
     source, out = write_llama(tmp_path / "source"), tmp_path / "out"
     assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
-    lines = run("verify", out, "--source", source, "--min-sqnr", "300").out.splitlines()
-    name = f"{LAYER}.mlp.down_proj.weight"
-    assert any(
-        re.fullmatch(
-            rf"error sqnr-low: {re.escape(name)}: SQNR .* dB, expected at least 300 dB", line
-        )
-        for line in lines
-    )
+    lines = run("verify", out, "--source", source, "--min-sqnr", "21.7").out.splitlines()
+    name = f"{LAYER}.self_attn.k_proj.weight"
+    told = rf"error sqnr-low: {re.escape(name)}: SQNR .* dB, expected at least 21\.7 dB"
+    assert any(re.fullmatch(told, line) for line in lines)
     assert lines[-1] == "failed"
+
+
+def test_findings_that_are_alike_are_one_line_with_the_worst(tmp_path):
+    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    gated = ("verify", out, "--source", source, "--min-sqnr", "30", "--max-nmse", "0.001")
+    lines = run(*gated).out.splitlines()
+    found = run(*gated, "--json").json
+    worst = found["summary"]["worst"]
+    for code, what in (("sqnr-low", "SQNR 21.617 dB"), ("nmse-high", "NMSE 0.00")):
+        (line,) = [line for line in lines if line.startswith(f"error {code}: ")]
+        assert line.startswith(f"error {code}: 7 of 7 tensors, the worst {worst}: {what}")
+    assert "--json lists every tensor" in lines
+    assert len(found["findings"]) == 14
+
+
+def test_a_wrong_source_is_said_first_and_in_a_sentence(tmp_path):
+    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    names = [f"encoder.block.{at}.{part}.weight" for at in range(4) for part in ("q", "wi", "wo")]
+    other = write_single(tmp_path / "other", {name: weight(1) for name in names})
+    outcome = run("verify", out, "--source", other)
+    lines = outcome.out.splitlines()
+    assert outcome.code == 6
+    assert lines[0] == "out was not made from other: they have no tensor in common"
+    assert len(lines) <= 8
+    document = run("verify", out, "--source", other, "--json").json
+    assert document["verdict"] == lines[0]
+    codes = {finding["code"] for finding in document["findings"]}
+    assert codes == {"source-differs", "tensor-foreign", "kept-missing"}
+    # the same model with other weights
+    twin = write_llama(tmp_path / "twin")
+    for shard in twin.glob("*.safetensors"):  # every sign turned
+        data = shard.read_bytes()
+        length = int.from_bytes(data[:8], "little") + 8
+        turned = bytes(byte ^ 0x80 * (at % 2) for at, byte in enumerate(data[length:]))
+        shard.write_bytes(data[:length] + turned)
+    document = run("verify", out, "--source", twin, "--json").json
+    assert document["verdict"].startswith("out was not made from twin: none of the 7 quantized")
 
 
 def test_an_error_has_its_message_and_its_next_step_and_no_traceback(tmp_path):

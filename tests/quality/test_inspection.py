@@ -17,6 +17,7 @@ from checkpoints import run, write_llama, write_single
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.numerics.formats import NVFP4
+from fp4convert.progress import Phases
 from fp4convert.quality.checks import ALL_NBYTES, SAMPLE_NBYTES, choose_modules, judge
 from fp4convert.quality.inspection import inspect
 
@@ -287,7 +288,10 @@ def test_scales_of_modules_that_are_not_chosen_are_left_alone(tmp_path):
     artifact: Artifact = open_artifact(
         str(write_ct(tmp_path / "a", {OUT: bad, "layers.1.o_proj": scales()}, divisors={OUT: 0.0}))
     )
-    codes = {finding.code for finding in judge(artifact, None, ["layers.1.o_proj"], []).findings}
+    codes = {
+        finding.code
+        for finding in judge(artifact, None, ["layers.1.o_proj"], [], Phases()).findings
+    }
     assert codes == {"global-scale"}, "what stands once for a module is always read"
 
 

@@ -65,14 +65,22 @@ def errors_of(document: dict) -> set[tuple[str, str | None]]:
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
 def test_a_sound_artifact_passes(format, dialect, source, artifact):
     folder = artifact(format, dialect)
-    assert verify(folder) == {
+    document = verify(folder)
+    checked = document.pop("checked")
+    assert document == {
         "tensors": [],
         "summary": {"sqnr_db_min": None, "sqnr_db_mean": None, "nmse": None, "worst": None},
         "findings": [],
         "passed": True,
         "recorded": json.loads((folder / "quantization_report.json").read_text())["summary"],
+        "verdict": None,
     }
-    assert verify(folder, "--source", source)["findings"] == []
+    measured = verify(folder, "--source", source)
+    assert (measured["findings"], measured["verdict"]) == ([], None)
+    assert min(checked["files"], checked["modules"]) > 0
+    assert checked == measured["checked"] | {"tensors": 0, "source": None}
+    assert measured["checked"]["tensors"] == len(measured["tensors"]) > 0
+    assert measured["checked"]["source"] == source.name
 
 
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)

@@ -94,10 +94,35 @@ def test_every_row_has_its_words_and_a_code_has_one_row():
 def test_the_list_has_every_code_in_the_words_of_the_catalogue():
     document = run("explain", "--json").json
     for kind in ("errors", "findings"):
-        rows = explanations(kind)
-        assert document[kind] == [{"code": code, **row} for code, row in rows.items()]
-    told = run("explain").out
-    assert all(f"  {one['code']} " in told for one in (*document["findings"], *document["errors"]))
+        assert document[kind] == [
+            {"code": code, **row, "subject": topic["heading"]}
+            for topic in errors.read_catalogue()[kind]
+            for code, row in topic["codes"].items()
+        ]
+
+
+def test_the_list_for_people_is_of_subjects_and_of_one_of_them_has_every_code():
+    headings = [topic["heading"] for kind in ("findings", "errors") for topic in known_topics(kind)]
+    overview = run("explain").out.splitlines()
+    assert len(overview) <= len(headings) + 4
+    assert all(any(line.startswith(f"  {each} ") for line in overview) for each in headings)
+    for heading in headings:
+        told = run("explain", heading).out
+        codes = [
+            code
+            for kind in ("findings", "errors")
+            for topic in known_topics(kind)
+            if topic["heading"] == heading
+            for code in topic["codes"]
+        ]
+        assert all(f"  {code} " in told for code in codes)
+        assert len(told.splitlines()) <= 30
+    hub = run("explain", "hub", "--json").json
+    assert {one["subject"] for one in (*hub["findings"], *hub["errors"])} == {"The Hub"}
+
+
+def known_topics(kind):
+    return errors.read_catalogue()[kind]
 
 
 def test_a_code_of_both_kinds_is_explained_as_both():

@@ -27,8 +27,10 @@ from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from fp4convert.errors import AccessError, OutputError
+from fp4convert.progress import duration_text
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # replies that another try may not get
+NEWS_SECONDS = 0.2  # in which a second thread that fails has nothing new to tell
 LONGEST_PAUSE = 900.0  # seconds; of what a server asks for
 FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionRefusedError, "it refuses the connection: nothing listens there"),
@@ -69,7 +71,7 @@ class Patience:
 class Retry:
     """Waits between two tries; threads that ask one server share it.
 
-    tell  gets a line for people when the server makes everybody wait
+    tell  gets a line for people when a server makes everybody wait, or does not answer
     """
 
     def __init__(self, patience: Patience, tell: Callable[[str], None]) -> None:
@@ -77,12 +79,14 @@ class Retry:
         self.stopped = threading.Event()  # once it is set, nobody waits
         self._tell = tell
         self._paused_until = 0.0
+        self._told = 0.0  # when a try was told last
         self._lock = threading.Lock()
 
-    def wait(self, failures: int, asked_seconds: float | None = None) -> bool:
+    def wait(self, failures: int, trouble: str, asked_seconds: float | None = None) -> bool:
         """Wait before the next try; tell whether there is one.
 
-        failures       one after the other, without any progress
+        failures       one after the other, without any progress; the first is told to nobody
+        trouble        who does not answer, and why
         asked_seconds  what the server asks for: every thread waits so long
         """
         if failures >= self.patience.tries:
@@ -91,6 +95,12 @@ class Retry:
         doubled = self.patience.first_seconds * 2 ** max(0, failures - 1)
         seconds = min(self.patience.longest_seconds, doubled) * random.uniform(0.5, 1.5)
         if asked_seconds is None:
+            with self._lock:
+                is_news = failures > 1 and time.monotonic() > self._told + NEWS_SECONDS
+                self._told = time.monotonic() if is_news else self._told
+            if is_news:
+                again = f"try {failures + 1} of {self.patience.tries} in {duration_text(seconds)}"
+                self._tell(f"{trouble}; {again}")
             self.stopped.wait(seconds)
             return True
         seconds = max(seconds, asked_seconds)
@@ -181,10 +191,9 @@ class Asker:
             except (no_reply, OSError, RuntimeError, ValueError) as error:
                 failures += 1
                 reason, seconds = self._judge(trouble, error)
-                if not self._retry.wait(failures, seconds):
-                    detail = (
-                        f"{failures} tries at {host_of(constants.ENDPOINT)}, the last: {reason}"
-                    )
+                host = host_of(constants.ENDPOINT)
+                if not self._retry.wait(failures, f"{host}: {reason}", seconds):
+                    detail = f"{failures} tries at {host}, the last: {reason}"
                     raise OutputError(
                         "hub-unreachable", f"{self._repo}: {trouble}: {detail}", AGAIN
                     ) from None

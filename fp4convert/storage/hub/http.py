@@ -120,8 +120,9 @@ class RangeReader:
             except (AgainError, HTTPError, OSError, UnicodeError) as error:
                 again = error if isinstance(error, AgainError) else AgainError(plain_words(error))
                 failures = 0 if done > before else failures + 1
-                if not self._retry.wait(failures, again.pause_seconds):
-                    where = f"at byte {start + done} from {host_of(file.url)}"
+                host = host_of(file.url)
+                if not self._retry.wait(failures, f"{host}: {again}", again.pause_seconds):
+                    where = f"at byte {start + done} from {host}"
                     raise SourceError(
                         "source-unreachable",
                         f"{file.name} cannot be read {where}: {failures} tries without progress,"

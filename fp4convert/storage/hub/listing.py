@@ -119,8 +119,9 @@ def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
         except NO_LIST:
             reason = "its reply is no list of files; does a proxy or a login page answer instead?"
         failures += 1
-        if not retry.wait(failures, seconds):
-            where = f"{repo} cannot be listed by {host_of(constants.ENDPOINT)}"
+        host = host_of(constants.ENDPOINT)
+        if not retry.wait(failures, f"{host}: {reason}", seconds):
+            where = f"{repo} cannot be listed by {host}"
             detail = f"{where}: {failures} tries, the last: {reason}"
             raise SourceError("source-unreachable", detail, AGAIN)
 

@@ -155,9 +155,11 @@ def test_an_upload_that_fails_is_told_and_tried_again(hub, made, told):
     assert isinstance(pusher._started[FIRST].exception(), OutputError)
     down.times = 0
     pusher.commit(made.folder, made.files, CARD)
-    (line,) = told
+    *tries, line = told
     assert line.startswith("not uploaded yet, and tried again at the end")
     assert FIRST in line
+    assert all(": HTTP 503; try " in one for one in tries)
+    assert tries
     assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
 
 
