@@ -21,7 +21,7 @@ from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
-from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge
+from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
 from fp4convert.quality.source_compare import (
     Distance,
     Outputs,
@@ -202,14 +202,7 @@ def verify(
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     for error in tensors:
         findings += _check_gates(error, found[error.name], gate)
-    has_answers = any(distance.answers for distance in found.values())
-    asked = [
-        option for option in gate.given if not (has_answers if option == OUTPUT_GATE else found)
-    ]
-    if asked:
-        detail = f"{' and '.join(asked)}: no tensor was measured"
-        detail += ", for none of the source's is quantized in the artifact"
-        findings.append(Finding("error", "nothing-measured", None, detail))
+    findings += _check_measuring(found, gate)
     return Verified(
         tensors,
         _summarise(tensors, found),
@@ -217,18 +210,28 @@ def verify(
         is_healthy(findings),
         recorded.summary if recorded else None,
         **(describe_inputs(outputs.calibration) if outputs else {}),
-        checked={
-            "files": len(_recorded_hashes(artifact)),
-            "modules": len(artifact.modules),
-            "tensors": len(found),
-            "source": source.name if source else None,
-        },
-        verdict=None if pairs is None else _name_other_source(pairs, found),
+        checked=_count_checked(artifact, source, found),
+        verdict=None if pairs is None else _name_other_source(pairs, judged),
     )
 
 
-def _name_other_source(pairs: SourcePairs, found: Mapping[str, Distance]) -> str | None:
-    """Say that an artifact was not made from the source, if so."""
+def _count_checked(
+    artifact: Artifact, source: Source | None, found: Mapping[str, Distance]
+) -> dict[str, Any]:
+    """Count what was looked at."""
+    return {
+        "files": len(_recorded_hashes(artifact)),
+        "modules": len(artifact.modules),
+        "tensors": len(found),
+        "source": source.name if source else None,
+    }
+
+
+def _name_other_source(pairs: SourcePairs, judged: Judged) -> str | None:
+    """Say that an artifact was not made from the source, if so.
+
+    What is stored or read wrongly fits the source in another reading, or in part.
+    """
     artifact, source = pairs.artifact, pairs.source
     begun = f"{artifact.source.name} was not made from {source.name}"
     ours = {(ref.name, ref.shape) for ref in artifact.tensors.values()}
@@ -236,9 +239,21 @@ def _name_other_source(pairs: SourcePairs, found: Mapping[str, Distance]) -> str
     if not pairs.pairs and artifact.packed:
         few = f"only {common} tensors that were not quantized" if common else "no tensor"
         return f"{begun}: they have {few} in common"
-    if found and all(distance.check(name) for name, distance in found.items()):
-        return f"{begun}: none of the {len(found)} quantized tensors has its values"
+    if any(one.code == "source-differs" and one.tensor is None for one in judged.findings):
+        return f"{begun}: none of {len(pairs.pairs)} tensors has its values, read in any way"
     return None
+
+
+def _check_measuring(found: Mapping[str, Distance], gate: Gate) -> Iterator[Finding]:
+    """Check that there is a tensor to measure for every gate."""
+    has_answers = any(distance.answers for distance in found.values())
+    asked = [
+        option for option in gate.given if not (has_answers if option == OUTPUT_GATE else found)
+    ]
+    if asked:
+        detail = f"{' and '.join(asked)}: no tensor was measured"
+        detail += ", for none of the source's is quantized in the artifact"
+        yield Finding("error", "nothing-measured", None, detail)
 
 
 def _summarise(tensors: Sequence[TensorError], found: Mapping[str, Distance]) -> dict[str, Any]:

@@ -361,13 +361,27 @@ def test_a_wrong_source_is_said_first_and_in_a_sentence(tmp_path):
     assert codes == {"source-differs", "tensor-foreign", "kept-missing"}
     # the same model with other weights
     twin = write_llama(tmp_path / "twin")
-    for shard in twin.glob("*.safetensors"):  # every sign turned
+    for shard in twin.glob("*.safetensors"):  # the last value first
         data = shard.read_bytes()
         length = int.from_bytes(data[:8], "little") + 8
-        turned = bytes(byte ^ 0x80 * (at % 2) for at, byte in enumerate(data[length:]))
-        shard.write_bytes(data[:length] + turned)
+        pairs = [data[at : at + 2] for at in range(length, len(data), 2)]
+        shard.write_bytes(data[:length] + b"".join(reversed(pairs)))
     document = run("verify", out, "--source", twin, "--json").json
-    assert document["verdict"].startswith("out was not made from twin: none of the 7 quantized")
+    assert document["verdict"].startswith("out was not made from twin: none of 7 tensors")
+    # the same weights, stored wrongly
+    for shard in out.glob("*.safetensors"):
+        data = shard.read_bytes()
+        length = int.from_bytes(data[:8], "little") + 8
+        entries = json.loads(data[8:length])
+        held = bytearray(data[length:])
+        for name, entry in entries.items():
+            if name.endswith(".weight_packed"):
+                first, last = entry["data_offsets"]
+                held[first:last] = bytes(byte >> 4 | (byte & 15) << 4 for byte in held[first:last])
+        shard.write_bytes(data[:length] + held)
+    swapped = run("verify", out, "--source", source, "--json").json
+    assert swapped["verdict"] is None
+    assert "nibble-order" in {finding["code"] for finding in swapped["findings"]}
 
 
 def test_an_error_has_its_message_and_its_next_step_and_no_traceback(tmp_path):
