@@ -82,7 +82,7 @@ def judge(
     if source is not None:
         from fp4convert.quality.source_match import match_source
 
-        layout, differing = match_source(artifact, source, sampled)
+        layout, differing = match_source(artifact, source, sampled, phases)
     if layout is None and detected and detected != artifact.scale_layout:
         detail = f"block scales are declared {artifact.scale_layout} and lie {detected}"
         detail += "; engines would compute garbage"

@@ -26,6 +26,7 @@ from fp4convert.numerics.codec import (
 )
 from fp4convert.numerics.matrices import Blocks, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales, swap_nibbles
+from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import fold_originals
 from fp4convert.storage.source import Source
 
@@ -63,10 +64,11 @@ class _Fit(NamedTuple):
 
 
 def match_source(
-    artifact: Artifact, source: Source, modules: Sequence[str]
+    artifact: Artifact, source: Source, modules: Sequence[str], phases: Phases | None = None
 ) -> tuple[str | None, list[Finding]]:
     """Check some modules against the source, in every known reading.
 
+    phases  learns how many modules are done
     Returns the layout in which the block scales lie, None where no reading fits; and what is wrong
     Raises  InputError where the source holds none of these modules
     """
@@ -81,7 +83,12 @@ def match_source(
         next_step = "Give the weights that it was made from: --source SOURCE."
         raise InputError("source-differs", detail, next_step)
     chosen = list(known)[:: max(1, len(known) // COMPARED_MODULES)]
-    fits = {module: _fit_readings(artifact, module, source, known[module]) for module in chosen}
+    phases = phases or Phases()
+    phases.begin("sample", len(chosen), lambda count: f"{count:.0f} modules")
+    fits = {}
+    for module in chosen:
+        fits[module] = _fit_readings(artifact, module, source, known[module])
+        phases.report(module, 1)
     # The reading of all modules together: the one with the least median residual.
     declared = _Reading(artifact.scale_layout, False)
     medians = {
