@@ -29,8 +29,8 @@ from fp4convert.recipes.options import Option
 class ExplainOptions:
     """Explain a finding or an error by its code.
 
-    What it means, where it comes from, what to do. Without CODE: the subjects that codes are of; of
-    a subject its codes, a line each.
+    What it means, where it comes from, what to do. Without CODE the subjects are listed; with a
+    subject its codes are, one in a line.
 
     Example: fp4convert explain global-scale-reciprocal
     """

@@ -15,6 +15,7 @@ from fp4convert.recipes.options import PANELS
 FEW = 12  # options that need no headings, --help among them
 WIDEST = 100  # of a page
 INDENT, GAP = "  ", "  "
+NO_BREAK = "\u00a0"  # a space within a default, which stands in one line
 MOST_LEFT = 26  # characters of an option and its value; longer ones have a line to themselves
 EXAMPLE = "Example: "  # begins the last paragraph of a command's docstring
 DOCS = "docs/ of the repository; docs/engines.md says what to type for your engine"
@@ -75,7 +76,7 @@ def _row(parameter: Any) -> tuple[str, str]:
     default = None if callable(parameter.default) else parameter.default
     if not extra and not is_flag and default not in (None, "", (), []):
         extra = [f"default: {default}"]
-    noted = f" [{'; '.join(extra)}]" if extra else ""
+    noted = f" [{'; '.join(extra)}]".replace(": ", f":{NO_BREAK}") if extra else ""
     return flags if is_flag else f"{flags} {parameter.metavar}", f"{parameter.help or ''}{noted}"
 
 
@@ -88,7 +89,9 @@ def _draw(sections: Iterable[tuple[str, Rows]], width: int) -> Iterator[str]:
         yield ""
         yield f"{heading}:"
         for left, right in rows:
-            told = wrap(right, max(width - first, MOST_LEFT), break_on_hyphens=False) or [""]
+            room = max(width - first, MOST_LEFT)
+            told = wrap(right, room, break_on_hyphens=False) or [""]
+            told = [line.replace(NO_BREAK, " ") for line in told]
             if len(left) > MOST_LEFT:
                 yield f"{INDENT}{left}"
             else:

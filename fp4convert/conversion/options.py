@@ -160,7 +160,7 @@ class AccessOptions:
     ] = None
     token: Annotated[
         str | None,
-        Option("Better: hf auth login. [env: HF_TOKEN]", panel=HUB, value="<token>"),
+        Option("Access token. Better: hf auth login. [env: HF_TOKEN]", panel=HUB, value="<token>"),
     ] = None
     memory: Annotated[
         float,
@@ -172,7 +172,7 @@ class AccessOptions:
         ),
     ] = 1.0
     transport: Annotated[
-        str, Option("How files are downloaded; xet uses hf_xet.", TRANSPORTS, panel=HUB)
+        str, Option("How files are fetched; xet needs hf_xet.", TRANSPORTS, panel=HUB)
     ] = TRANSPORTS[0]
     tell: Callable[[str], None] = ignore
 
