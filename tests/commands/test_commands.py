@@ -32,7 +32,7 @@ OPTIONS = {  # command -> its options
 }
 PRUNED = {"output": "OUT", "calibration": "STATS", "keep": 4}
 GENERATED = {"output": "OUT", "self_generate": 4}
-SCREEN = {"json", "quiet", "dry_run", "help"}  # what is shown, and how
+SCREEN = {"json", "quiet", "verbose", "dry_run", "help"}  # what is shown, and how
 LISTENERS = {"tell", "warn", "phases"}  # what Python alone can give
 
 
@@ -60,11 +60,15 @@ def test_words_and_defaults_are_those_of_the_command_line(command):
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_docstrings_tell_every_option(command):
-    """In the words that the command line has for it."""
+    """In the words that the command line has for it, and with its legal words."""
     lines = getattr(fp4convert, command).__doc__.splitlines()
     for option in typer.main.get_command(make_app()).commands[command].params:
         if option.name not in SCREEN:
-            assert f"{option.name}: {option.help}" in lines
+            told = f"{option.name}: {option.help}"
+            (line,) = [line for line in lines if line.startswith(told)]
+            value = option.metavar or ""
+            if value.startswith("[") and ":" not in value:
+                assert set(value.strip("[]").split("|")) <= set(re.findall(r"[\w-]+", line))
 
 
 def test_every_command_that_computes_has_its_function():

@@ -238,9 +238,9 @@ def test_any_file_is_taken_or_refused(lines):
 @pytest.mark.parametrize(
     ("recipe", "code", "word"),
     [
-        ("nothing", "unknown-recipe", "experts_only, "),
-        ("ALL", "unknown-recipe", "all, "),
-        ("", "unknown-recipe", "all, "),
+        ("nothing", "unknown-recipe", "expected the name of one of the"),
+        ("ALL", "unknown-recipe", "did you mean all?"),
+        ("", "unknown-recipe", "expected the name of one of the"),
         ("x" * 5000, "recipe-file", "cannot be read"),
         ("nul.toml", "recipe-file", "cannot be read"),
         ("absent.toml", "recipe-file", "absent.toml"),
