@@ -35,6 +35,7 @@ from fp4convert.recipes.options import (
     Reference,
     declared_in,
     help_with_words,
+    one_of,
 )
 
 P = ParamSpec("P")

@@ -73,7 +73,7 @@ def test_a_run_is_not_continued_with_other_statistics(source, calibration, tmp_p
     assert "the options" in outcome.err
 
 
-@pytest.mark.parametrize("method", ["gptqq", "", "RTN"])
+@pytest.mark.parametrize("method", ["gptqq", "", "rtm"])
 def test_an_unknown_method_is_refused(method, source, calibration, tmp_path):
     error = refused(source, tmp_path, "--method", method, "--calibration", calibration)
     assert error["code"] == "unknown-method"

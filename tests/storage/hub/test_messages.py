@@ -10,7 +10,7 @@ import pytest
 from hub_cases import ask
 
 from fp4convert.errors import SourceError
-from fp4convert.storage.hub.api import Patience, plain_words
+from fp4convert.storage.hub.api import Patience, Retry, plain_words
 from fp4convert.storage.hub.http import AGAIN, RangeReader, RemoteFile
 
 REFUSED, UNKNOWN, LATE = "refuses the connection", "no such host", "did not answer in time"
@@ -85,3 +85,19 @@ def test_a_range_that_nobody_gives(hub, closed_port, silent_port):
 )
 def test_words_of_other_failures(error, words):
     assert words in plain_words(error)
+
+
+def test_a_hub_that_does_not_answer_is_told_after_the_first_failure():
+    told: list[str] = []
+    retry = Retry(Patience(tries=4, first_seconds=0.25), told.append)
+    trouble = "huggingface.co: HTTP 503"
+    assert [retry.wait(failures, trouble) for failures in (1, 2, 3, 4)] == [True] * 3 + [False]
+    assert [line.partition(" in ")[0] for line in told] == [
+        f"{trouble}; try 3 of 4",
+        f"{trouble}; try 4 of 4",
+    ]
+    retry.wait(3, trouble)
+    other = len(told)
+    retry._told += 60  # another thread has just told as much
+    retry.wait(2, trouble)
+    assert len(told) == other
