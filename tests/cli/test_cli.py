@@ -175,6 +175,11 @@ def test_words_of_other_tools_are_answered_and_none_misleads(words, told):
     assert outcome.err.count("--") <= 2 + outcome.err.count("--help")
 
 
+def test_an_option_that_is_missing_is_named_with_its_words():
+    outcome = run("quantize", "M")
+    assert outcome.err.startswith("error[usage]: Missing option --format [nvfp4|mxfp4]\n")
+
+
 def test_options_of_others_are_answered_with_options_that_exist():
     known = {flag for name in COMMANDS for flag in re.findall(r"--[\w-]+", run(name, "-h").out)}
     assert set(foreign_words.OPTIONS) <= known
