@@ -109,6 +109,7 @@ def test_paths_of_files_that_were_given_stay_private(tmp_path):
     }
     card, _ = card_of(source, tmp_path / "q", more)
     assert str(tmp_path) not in card
+    assert "--activations 4" in card
     assert "--input-scale ./donor" in card
     assert (
         "| cache of keys and values | FP8, with a scale for each attention's keys and values |"
