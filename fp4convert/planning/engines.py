@@ -39,24 +39,32 @@ def known_engines() -> tuple[Mapping[str, Any], ...]:
 
 def engine_warnings(plan: Plan, checkpoint: Checkpoint) -> list[str]:
     """List what engines of the dialect are known not to load, a line each."""
+    made = _blocks_in(plan)
     return [
         f"{' '.join(filter(None, (engine['name'], trap.get('versions'))))} {trap['says']};"
         f" {trap['next']}"
         for engine in known_engines()
-        for trap in _traps(engine, plan, checkpoint)
+        for trap in _traps(engine, made, plan, checkpoint)
     ]
 
 
-def _traps(
-    engine: Mapping[str, Any], plan: Plan, checkpoint: Checkpoint
-) -> Iterator[Mapping[str, Any]]:
-    """Find the traps of an engine that a plan falls into."""
-    config, target = checkpoint.config, plan.target
-    made = {
+def _blocks_in(plan: Plan) -> set[tuple[str, bool]]:
+    """Return the four-bit formats of modules, and whether these are experts."""
+    return {
         (step.format, EXPERTS in step.module)
         for step in plan.steps
         if step.form and step.form.format.is_fp4
     }
+
+
+def _traps(
+    engine: Mapping[str, Any], made: set[tuple[str, bool]], plan: Plan, checkpoint: Checkpoint
+) -> Iterator[Mapping[str, Any]]:
+    """Find the traps of an engine that a plan falls into.
+
+    made  what _blocks_in found
+    """
+    config, target = checkpoint.config, plan.target
     model, facts = (
         str(config.get("model_type", "")),
         {
@@ -93,10 +101,10 @@ def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
         folder = os.path.join(os.curdir, folder)
     files = plan.shards
     place = shlex.quote(os.path.join(folder, files[0].file)) if len(files) == 1 else ""
-    found = []
+    found, made = [], _blocks_in(plan)
     for engine in known_engines():
         line = engine.get("serve", {}).get(plan.target.dialect, "")
-        if not line or any(_traps(engine, plan, checkpoint)):
+        if not line or any(_traps(engine, made, plan, checkpoint)):
             continue
         if "{file}" in line and place:
             found.append(line.format(file=place))
