@@ -187,8 +187,8 @@ def test_an_interrupt_while_a_claim_is_made_leaves_none(number, folder, monkeypa
     """The file is there, and nothing in it yet: of the process itself, and of a task."""
     real, made = os.open, []
 
-    def opened(path, flags, *arguments):
-        fd = real(path, flags, *arguments)
+    def opened(path, flags, *arguments, **options):
+        fd = real(path, flags, *arguments, **options)
         if flags & os.O_EXCL:
             made.append(path)
             if len(made) == number:
