@@ -146,26 +146,33 @@ class Interrupted(Fp4Error):  # noqa: N818 - not a failure
 def install_line(extra: str) -> str:
     """Return the line to type that installs an extra of pyproject.toml.
 
-    It names the folder or the file that this package was installed from, while that is there.
+    It names the folder or the file that this package was installed from, while that is there, else
+    the packages of the extra: no package index is trusted to have this one.
     """
     import json
+    import re
     import shlex
     from importlib.metadata import PackageNotFoundError, distribution
     from urllib.parse import urlsplit
     from urllib.request import url2pathname
 
-    name, how = "fp4convert", "pip install"
+    how = "pip install"
     try:
-        origin = json.loads(distribution(name).read_text("direct_url.json") or "{}")
+        found = distribution("fp4convert")
+        origin = json.loads(found.read_text("direct_url.json") or "{}")
+        wanted = found.requires or []
     except PackageNotFoundError:  # it runs from a folder that nobody installed
-        origin = {}
+        origin, wanted = {}, []
     url = urlsplit(origin.get("url", ""))
     place = Path(url2pathname(url.path))
     if url.scheme == "file" and place.exists():
-        name = str(place)
-        if origin.get("dir_info", {}).get("editable"):
-            how += " -e"
-    return f"{how} {shlex.quote(f'{name}[{extra}]')}"
+        how += " -e" if origin.get("dir_info", {}).get("editable") else ""
+        return f"{how} {shlex.quote(f'{place}[{extra}]')}"
+    of_extra = re.compile(rf"""extra == ['"]{extra}['"]""")
+    packages = [
+        shlex.quote(one.partition(";")[0].strip()) for one in wanted if of_extra.search(one)
+    ]
+    return " ".join([how, *(packages or [shlex.quote(f".[{extra}]")])])
 
 
 def describe_missing(needing: str, extra: str) -> tuple[str, str]:

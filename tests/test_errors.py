@@ -77,23 +77,26 @@ def test_all_public_names_are_there_without_torch():
 def installed_from(monkeypatch, origin: dict[str, object] | None) -> list[str]:
     """The words of the line for the extra `gguf`, as a shell reads them."""
     text = None if origin is None else json.dumps(origin)
-    made = SimpleNamespace(read_text=lambda file: text if file == "direct_url.json" else None)
+    made = SimpleNamespace(
+        read_text=lambda file: text if file == "direct_url.json" else None,
+        requires=["numpy>=2.0", 'gguf>=0.19; extra == "gguf"', "ray>=2.50; extra == 'ray'"],
+    )
     monkeypatch.setattr(metadata, "distribution", lambda name: made)
     return shlex.split(install_line("gguf"))
 
 
 def test_the_line_names_the_place_that_the_package_came_from(monkeypatch, tmp_path):
-    from_index = ["pip", "install", "fp4convert[gguf]"]
-    assert installed_from(monkeypatch, None) == from_index
+    packages = ["pip", "install", "gguf>=0.19"]  # no index is known to have fp4convert itself
+    assert installed_from(monkeypatch, None) == packages
     folder = tmp_path / "it's [a] folder"
     url = {"url": folder.as_uri(), "dir_info": {}}
-    assert installed_from(monkeypatch, url) == from_index  # the folder is gone
+    assert installed_from(monkeypatch, url) == packages  # the folder is gone
     folder.mkdir()
     assert installed_from(monkeypatch, url) == ["pip", "install", f"{folder}[gguf]"]
     editable = {**url, "dir_info": {"editable": True}}
     assert installed_from(monkeypatch, editable) == ["pip", "install", "-e", f"{folder}[gguf]"]
     elsewhere = {"url": "https://example.org/fp4convert.git", "vcs_info": {"vcs": "git"}}
-    assert installed_from(monkeypatch, elsewhere) == from_index
+    assert installed_from(monkeypatch, elsewhere) == packages
 
 
 def test_the_line_of_a_package_that_is_not_installed(monkeypatch):
@@ -101,4 +104,4 @@ def test_the_line_of_a_package_that_is_not_installed(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", absent)
-    assert install_line("gguf") == "pip install 'fp4convert[gguf]'"
+    assert install_line("gguf") == "pip install '.[gguf]'"

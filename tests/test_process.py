@@ -100,7 +100,7 @@ UNHEARD = """
 import signal, threading, time
 import fp4convert.__main__
 from fp4convert.cli import app as cli
-def app(standalone_mode):
+def app(args, standalone_mode):
     # It gets the signals that the main thread does not.
     threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

@@ -8,14 +8,35 @@ from pathlib import Path
 from fp4convert.errors import InputError
 from fp4convert.storage.checkpoint_files import NUMBERED, find_index, read_index
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.source import Source, read_whole
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Access, Source, read_whole, stopping
 
 ADAPTER = "adapter_config.json"  # of PEFT
 # Low-rank factors as PEFT, Diffusers and ComfyUI name them.
 LOW_RANK = re.compile(r"[._](lora_(A|B|down|up|embedding_A|embedding_B)|lokr_w\d|hada_w\d)\b")
 
 
-def refuse_adapter(source: Source) -> None:
+def open_model(reference: str, access: Access) -> Source:
+    """Open a source that has to be a whole model.
+
+    Raises  what open_source and refuse_no_model raise
+    """
+    source = open_source(reference, access)
+    with stopping(source):
+        refuse_no_model(source, reference)
+    return source
+
+
+def refuse_no_model(source: Source, reference: str) -> None:
+    """Raise InputError for one shard of several, and for an adapter.
+
+    reference  by which a person named the source
+    """
+    _refuse_one_shard(source, reference)
+    _refuse_adapter(source)
+
+
+def _refuse_adapter(source: Source) -> None:
     """Raise InputError for an adapter, which no engine loads by itself.
 
     A model that has low-rank factors beside its weights is none.
@@ -40,11 +61,8 @@ def refuse_adapter(source: Source) -> None:
     raise InputError("adapter", f"{detail} factors; expected a whole model", next_step)
 
 
-def refuse_one_shard(source: Source, reference: str) -> None:
-    """Raise InputError for a file that is one shard of several.
-
-    reference  by which a person named the source
-    """
+def _refuse_one_shard(source: Source, reference: str) -> None:
+    """Raise InputError for a file that is one shard of several."""
     path = Path(reference)
     if len(source.checkpoint.shards) != 1 or not path.is_file():
         return

@@ -47,7 +47,7 @@ OPTIONS = {  # ours: theirs
     "--dtype": "torch-dtype",
 }
 NO_OPTION = {  # what is said instead: theirs
-    "Give the model without an option, first: fp4convert quantize SOURCE --format nvfp4.": (
+    "Give the model without an option, first: {command} ./Model.": (
         "model model-path model-id model-name model-name-or-path hf-path pretrained input"
         " input-model pyt-ckpt-path src path in checkpoint"
     ),
@@ -83,7 +83,7 @@ def answer_option(name: str, known: Collection[str], command: str) -> str:
     plain = _plain(name)
     for sentence, theirs in NO_OPTION.items():
         if plain in theirs.split() and command != "fp4convert":
-            return sentence
+            return sentence.format(command=command)
     for ours, theirs in OPTIONS.items():
         if plain in theirs.split() and ours in known:
             return " ".join([f"fp4convert calls it {ours}.", *_remark(ours)])

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fp4convert.calibration.statistics import open_calibration
+from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.options import AnalyzeOptions, public
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality import analysis
-from fp4convert.storage.open import open_source
 
 
 @public(AnalyzeOptions)
@@ -30,5 +30,5 @@ def analyze(options: AnalyzeOptions) -> dict[str, Any]:
     phases.begin("plan")
     calibration = None if file is None else open_calibration(Path(file))
     nbytes = analysis.nbytes_to_sample(options.sample)
-    source = open_source(os.fspath(options.source), options.access())
+    source = open_model(os.fspath(options.source), options.access())
     return analysis.analyze(source, options, nbytes, calibration, phases)

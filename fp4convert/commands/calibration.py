@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fp4convert.calibration.statistics import Calibrated
+from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.options import CalibrateOptions, as_path, public
 from fp4convert.conversion.options import as_nbytes
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.progress import Phases
-from fp4convert.storage.open import open_source
 
 
 @public(CalibrateOptions)
@@ -46,7 +46,7 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
         phases.begin("plan")
         return run.calibrate(
             run.Run(
-                source=open_source(os.fspath(options.source), options.access()),
+                source=open_model(os.fspath(options.source), options.access()),
                 output=output,
                 feed=feed,
                 gram=options.gram,

@@ -11,6 +11,7 @@ from typing import Any
 
 from fp4convert.calibration.statistics import open_calibration
 from fp4convert.checkpoint.artifact import open_artifact, open_quantized
+from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands import publish
 from fp4convert.commands.options import MergeOptions, as_warnings, public
 from fp4convert.conversion import pruning, repacking
@@ -150,7 +151,7 @@ def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, pr
     """Open the source and plan which experts stay."""
     settings.phases.begin("plan")
     output = as_folder(options.output, options.source)
-    source = open_source(os.fspath(options.source), options.access(output))
+    source = open_model(os.fspath(options.source), options.access(output))
     calibration = open_calibration(Path(options.calibration))
     return source, pruning.prepare_prune(source, calibration, options.keep, options.recipe)
 

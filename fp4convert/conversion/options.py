@@ -360,9 +360,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     ] = None
     keep_packed: Annotated[
         bool,
-        Option(
-            "Leave FP8, int4 and FP4 modules that are kept as they are, not as bf16.", panel=TARGET
-        ),
+        Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET),
     ] = False
     method: Annotated[
         str,

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import Protocol
 
-from fp4convert.checkpoint.whole_model import refuse_adapter, refuse_one_shard
+from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.diffusers import PipelineConversion, named_component
 from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
@@ -90,8 +90,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     source, components = open_with_components(os.fspath(options.source), access)
     if not components:
         with stopping(source):
-            refuse_one_shard(source, os.fspath(options.source))
-            refuse_adapter(source)
+            refuse_no_model(source, os.fspath(options.source))
         found = None
         if goal:
             found = fit(source, options, goal, phases or Phases(), may_write)

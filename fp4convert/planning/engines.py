@@ -107,7 +107,7 @@ def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
         if not line or any(_traps(engine, made, plan, checkpoint)):
             continue
         if "{file}" in line and place:
-            found.append(line.format(file=place))
+            found.append(line.format(file=place, name=shlex.quote(os.path.basename(folder))))
         elif "{file}" not in line and is_text:
             found.append(line.format(output=shlex.quote(folder)))
     return found

@@ -164,7 +164,7 @@ def plain(value: object) -> object:
             {"output": "OUT", "dialect": "quark"},
         ),
         (
-            "commands.convert.open_source",
+            "commands.convert.open_model",
             "prune SOURCE -o OUT --calibration STATS --keep 4",
             PRUNED,
         ),
@@ -180,9 +180,9 @@ def plain(value: object) -> object:
             "compare ARTIFACT ARTIFACT --source SOURCE",
             {"b": "ARTIFACT", "source": "SOURCE"},
         ),
-        ("commands.analysis.open_source", "analyze SOURCE", {}),
+        ("commands.analysis.open_model", "analyze SOURCE", {}),
         (
-            "commands.calibration.open_source",
+            "commands.calibration.open_model",
             "calibrate SOURCE -o OUT --self-generate 4",
             GENERATED,
         ),

@@ -30,15 +30,15 @@ DIALECTS = (  # in the order in which an artifact is asked whether it is one of 
     "gguf",
     "plain",
 )
-ENGINES = {  # what each of them reads, the usual one first; docs/engines.md says which formats
-    "vLLM": ("compressed-tensors", "modelopt", "quark"),
-    "SGLang": ("compressed-tensors", "modelopt", "quark"),
+ENGINES = {  # what to type for each of them, the usual one first: docs/engines.md
+    "vLLM": ("compressed-tensors", "modelopt", "quark", "gpt-oss", "deepseek"),
+    "SGLang": ("modelopt --activations 4", "compressed-tensors", "quark"),
     "transformers": ("compressed-tensors", "quark", "gpt-oss"),
-    "TensorRT-LLM": ("modelopt",),
+    "TensorRT-LLM": ("modelopt --activations 4",),
     "llama.cpp": ("gguf",),
     "mlx-lm": ("mlx",),
     "ComfyUI": ("comfy",),
-    "Diffusers": ("modelopt",),
+    "Diffusers": ("modelopt --activations 4",),
 }
 ENGINE_NICKNAMES = {
     "trtllm": "TensorRT-LLM",
@@ -90,7 +90,9 @@ def dialect_named(name: str) -> Dialect:
             first, *_ = read = ENGINES[engine]
             detail = f"{name!r} is an engine; expected a dialect, of which {engine} reads"
             step = f"Give --dialect {first}."
-            raise InputError("unknown-dialect", f"{detail} {one_of(read)}", step)
+            raise InputError(
+                "unknown-dialect", f"{detail} {one_of(each.split()[0] for each in read)}", step
+            )
         detail = f"dialect {name!r} is not known; expected one of {', '.join(DIALECTS)}"
         detail += did_you_mean(name, DIALECTS)
         raise InputError("unknown-dialect", detail)
