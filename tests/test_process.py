@@ -115,7 +115,7 @@ fp4convert.__main__.main()
 def test_a_signal_that_does_not_reach_the_main_thread_ends_its_wait(number):
     """As one does that comes just before the wait begins."""
     with subprocess.Popen(
-        [sys.executable, "-c", UNHEARD], stdout=PIPE, stderr=PIPE, text=True
+        [sys.executable, "-c", UNHEARD, "doctor"], stdout=PIPE, stderr=PIPE, text=True
     ) as process:
         assert process.stdout.readline() == "waiting\n"
         _end(process, number)
