@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy
 import pytest
 from checkpoints import run, write_llama
+from packaging.requirements import Requirement
 from paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -255,3 +256,12 @@ def test_kernels_compile_for_macos(tmp_path):
         name in code
         for name in (b"_quantize_nvfp4_bf16", b"_dequantize_mxfp4_fp32", b"_compare_nvfp4_fp16")
     )
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "test"])
+def test_no_extra_takes_a_cupy_that_misses_nvrtcs_wheel(extra):
+    """13.6 says that it failed to load libnvrtc where 14.0 finds the wheel beside it."""
+    wanted = map(Requirement, PROJECT["optional-dependencies"][extra])
+    (cupy,) = [each.specifier for each in wanted if each.name.startswith("cupy")]
+    assert "14.0.0" in cupy
+    assert "13.6.0" not in cupy
