@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections import Counter
@@ -14,9 +15,11 @@ from fakehub import TOKEN
 from fakehub_uploads import UploadHub
 from paths import ROOT
 from pushing import FastTime, Made, check_secrets, make
+from simt import KERNELS, compile_for_host
 from tiny_chains import TEXT, make_model
 from tiny_models import offline
 
+from fp4convert.numerics.backends import cubins
 from fp4convert.storage.hub.api import Patience
 
 
@@ -91,6 +94,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
     yield fake
     fake.close()
     assert {seen.token for seen in fake.seen if seen.where == "storage"} <= {None}
+
+
+@pytest.fixture(scope="session")
+def simt_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """Every .cu file for the host, as lazy_cuda.Machine takes them."""
+    folder = tmp_path_factory.mktemp("simt")
+    stems = [Path(source).stem for source in cubins.SOURCES]
+    return {stem: compile_for_host(KERNELS / f"{stem}.cu", folder) for stem in stems}
 
 
 @pytest.fixture(scope="module")

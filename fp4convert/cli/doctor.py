@@ -8,9 +8,9 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends import cubins, survey_sound
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.backends.gpus import Gpu, dotted, survey
+from fp4convert.numerics.backends.gpus import Gpu, dotted
 from fp4convert.process import processors
 
 # kernels that convert to or from E2M1 in hardware
@@ -23,7 +23,7 @@ def examine(folder: Path) -> dict[str, object]:
     folder   whose disk is looked at
     Returns  JSON; `problem` and `next` where no GPU can be used
     """
-    found = survey()
+    found = survey_sound()
     try:
         place: str | None = str(folder.resolve())
         free_nbytes: int | None = shutil.disk_usage(folder).free

@@ -28,7 +28,7 @@ from fp4convert.conversion.work import Work, prepare
 from fp4convert.execution import finish
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
-from fp4convert.numerics.backends.gpus import unused
+from fp4convert.numerics.backends import unused
 from fp4convert.planning.engines import engine_warnings, serve_lines
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source

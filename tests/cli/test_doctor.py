@@ -8,13 +8,14 @@ import pytest
 from checkpoints import run
 from lazy_cuda import Machine
 
-from fp4convert.numerics.backends import cubins, gpus
+from fp4convert.numerics.backends import cubins, gpus, self_check, unused
 
 
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine({}, count=2, capability=(12, 0))
     monkeypatch.setitem(sys.modules, "cupy", made.module())
+    monkeypatch.setattr(self_check, "check", lambda gpu: None)
     monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 1), made.count, ""))
     return made
 
@@ -98,10 +99,10 @@ def test_odd_places_are_told_and_not_stumbled_over(monkeypatch, tmp_path):
 
 
 def test_a_gpu_left_aside_by_auto_is_a_warning(machine, monkeypatch):
-    assert gpus.unused("auto") == []
+    assert unused("auto") == []
     machine.capability = (7, 5)
-    (warning,) = gpus.unused("auto")
+    (warning,) = unused("auto")
     assert "the CPU is used: compute capability 7.5 is too old" in warning
-    assert gpus.unused("cpu") == []
+    assert unused("cpu") == []
     monkeypatch.setattr(gpus, "ask_driver", lambda: (None, 0, "there is no NVIDIA driver"))
-    assert gpus.unused("auto") == []
+    assert unused("auto") == []

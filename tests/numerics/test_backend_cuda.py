@@ -28,11 +28,10 @@ from adversarial import (
 )
 from checkpoints import LAYER, bf16, llama_shards, run, write_checkpoint, write_llama, write_single
 from lazy_cuda import Machine
-from simt import KERNELS, compile_for_host
 
 from fp4convert.errors import DeviceError, InputError, NumericError
 from fp4convert.numerics import codec
-from fp4convert.numerics.backends import cubins, cuda, cuda_stream, gpus, open_backend
+from fp4convert.numerics.backends import cuda, cuda_stream, gpus, open_backend, self_check
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FORMATS, NVFP4
@@ -44,25 +43,17 @@ EVERY_RULE = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    folder, stems = (
-        tmp_path_factory.mktemp("simt"),
-        [Path(source).stem for source in cubins.SOURCES],
-    )
-    return {stem: compile_for_host(KERNELS / f"{stem}.cu", folder) for stem in stems}
-
-
-@pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
-def machine(libraries, cache, monkeypatch: pytest.MonkeyPatch) -> Machine:  # type: ignore[no-untyped-def]
+def machine(simt_libraries, cache, monkeypatch: pytest.MonkeyPatch) -> Machine:  # type: ignore[no-untyped-def]
     """One imaginary GPU, and panels so small that a matrix has many."""
-    made = Machine(libraries)
+    made = Machine(simt_libraries)
     monkeypatch.setitem(sys.modules, "cupy", made.module())
     monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
+    monkeypatch.setattr(self_check, "check", lambda gpu: None)  # test_self_check.py has it
     monkeypatch.setattr(cuda_stream, "GPU_PANEL_ELEMENTS", 2048)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return made
@@ -435,3 +426,27 @@ def test_a_shard_that_is_cut_off_meanwhile_ends_the_run(machine, tmp_path, monke
         "--json",
     )
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-changed")
+
+
+# --------------------------------------------------------------------------------------------------
+# kernels that do not load
+
+
+def test_a_cubin_that_the_driver_refuses_is_made_again(machine, cache):
+    """As long as its tables say, but damaged inside: only the driver sees that."""
+    values = gaussian("BF16", 33, 512)
+    expected = codec.quantize(values.astype(np.float32), NVFP4, "amax", 0.25)
+    open_backend("cuda").quantize(matrix(values, "BF16"), NVFP4, "amax", 0.25)
+    (path,) = (cache / "fp4convert").glob("quantize-*.cubin")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:900] + b"damage" + whole[906:])
+    machine.refuse_module = lambda cubin: b"damage" in cubin
+    found = open_backend("cuda").quantize(matrix(values, "BF16"), NVFP4, "amax", 0.25)
+    assert_same_bytes(found, expected, values, "made again")
+    assert path.read_bytes() == whole
+
+
+def test_a_driver_that_refuses_every_cubin_is_told(machine):
+    machine.refuse_module = lambda cubin: True
+    with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_IMAGE"):
+        open_backend("cuda").amax(matrix(gaussian("BF16", 4, 512), "BF16"))

@@ -56,6 +56,7 @@ class Machine:
         self.free_nbytes = 1 << 40
         self.allocations = 0
         self.refuse_allocation: Callable[[int], bool] = lambda number: False
+        self.refuse_module: Callable[[bytes], bool] = lambda cubin: False
         self.launches: list[tuple[int, str]] = []
         self.streams: list[Stream] = []
         self.held = weakref.WeakSet[Memory]()
@@ -202,14 +203,22 @@ class Pinned(np.ndarray):
 
 
 class RawModule:
-    """The kernels of one cubin; the file tells which source it was made of."""
+    """The kernels of one cubin; the file tells which source it was made of.
+
+    As in CuPy it is read when a kernel is asked for, not before.
+    """
 
     def __init__(self, machine: Machine, path: str) -> None:
-        assert Path(path).read_bytes()[:4] == b"\x7fELF"
-        self.machine, self.library = machine, machine.libraries[Path(path).name.partition("-")[0]]
+        self.machine, self.path = machine, Path(path)
         self.device = machine.device()
 
     def get_function(self, name: str) -> Callable[..., None]:
+        cubin = self.path.read_bytes()
+        assert cubin[:4] == b"\x7fELF"
+        if self.machine.refuse_module(cubin):
+            raise CUDADriverError("CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid")
+        library = self.machine.libraries[self.path.name.partition("-")[0]]
+
         def start(
             grid: tuple[int, ...],
             block: tuple[int, ...],
@@ -221,6 +230,6 @@ class RawModule:
             assert 0 < grid[0] < 1 << 31
             assert 0 < (*grid, 1)[1] < 1 << 16
             self.machine.launches.append((stream.device, name))
-            stream.start(lambda: launch(self.library, name, (*grid, 1)[:2], arguments, block[0]))
+            stream.start(lambda: launch(library, name, (*grid, 1)[:2], arguments, block[0]))
 
         return start

@@ -21,7 +21,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from fp4convert.errors import InputError, OutputError
+from fp4convert.errors import DeviceError, InputError, OutputError
 
 SOURCES = ("quantize.cu", "search.cu", "dequantize.cu", "gemv.cu", "compare.cu")
 HEADERS = ("fp4.h", "device.h", "codes.cuh")
@@ -117,7 +117,7 @@ def compile_cubin(
 ) -> tuple[bytes, str]:
     """Compile one .cu file; return an ELF file, and the compiler's log.
 
-    Raises RuntimeError with that log where it fails.
+    Raises DeviceError with the first error of that log where it fails.
     """
     from cupy_backends.cuda.libs import nvrtc
 
@@ -131,10 +131,11 @@ def compile_cubin(
     try:
         nvrtc.compileProgram(program, (*target.options, *extra_options))
         return nvrtc.getCUBIN(program) + b"\0", _log(program)  # CuPy cuts the last byte of the file
-    except nvrtc.NVRTCError:
-        raise RuntimeError(
-            f"{source.name} does not compile for {target.arch}:\n{_log(program)}"
-        ) from None
+    except nvrtc.NVRTCError as error:
+        lines = [line.strip() for line in _log(program).splitlines() if "error" in line]
+        version = ".".join(map(str, nvrtc_version()))
+        detail = f"NVRTC {version} does not compile {source.name} for {target.arch}"
+        raise DeviceError("no-kernel", f"{detail}: {[*lines, str(error)][0]}") from error
     finally:
         nvrtc.destroyProgram(program)
 
@@ -158,7 +159,7 @@ def cubin_path(source: Path, target: Target) -> Path:
     cubin, _ = compile_cubin(source, target)
     for folder in (cache_folder, _own_folder):
         with suppress(OSError):
-            _store(path := folder() / name, cubin)
+            store(path := folder() / name, cubin)
             return path
     detail = f"neither {cache_folder()} nor {tempfile.gettempdir()} takes a compiled kernel"
     raise OutputError(
@@ -204,13 +205,19 @@ def _is_whole(path: Path) -> bool:
     return len(cubin) >= end
 
 
-def _store(path: Path, cubin: bytes) -> None:
+def discard(path: Path) -> None:
+    """Take a binary out of the cache, so that it is compiled again."""
+    with suppress(OSError):
+        path.unlink()
+
+
+def store(path: Path, content: bytes) -> None:
     """Write a file whole or not at all; OSError where that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(cubin)
+            stream.write(content)
             stream.flush()
             os.fsync(handle)
         os.replace(part, path)

@@ -70,7 +70,7 @@ class Kernels:
         self.cupy = cupy
         self.gpu = gpu
         self._room_nbytes: int | None = None
-        self._modules: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     @property
@@ -87,12 +87,21 @@ class Kernels:
 
         arguments  addresses and integers, which CuPy passes as 64 bits each
         """
-        file = FILES[name.partition("_")[0]]
         with self._lock:
-            if file not in self._modules:
-                path = cubins.cubin_path(cubins.kernels_folder() / file, self.gpu.target)
-                self._modules[file] = self.cupy.RawModule(path=str(path))
-        self._modules[file].get_function(name)(grid, (THREADS,), arguments, stream=stream)
+            if name not in self._functions:
+                self._functions[name] = self._load(name)
+        self._functions[name](grid, (THREADS,), arguments, stream=stream)
+
+    def _load(self, name: str) -> Any:
+        """Load a kernel; a cubin that the driver refuses is made again, once."""
+        source = cubins.kernels_folder() / FILES[name.partition("_")[0]]
+        path = cubins.cubin_path(source, self.gpu.target)
+        try:
+            return self.cupy.RawModule(path=str(path)).get_function(name)
+        except self.cupy.cuda.driver.CUDADriverError:
+            cubins.discard(path)
+            path = cubins.cubin_path(source, self.gpu.target)
+            return self.cupy.RawModule(path=str(path)).get_function(name)
 
 
 @contextmanager

@@ -110,14 +110,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def unused(device: str) -> list[str]:
-    """Warn where --device auto leaves a GPU, or a broken driver, aside."""
-    found = survey() if device == "auto" else Survey()
-    if found.driver and found.problem and found.problem != NO_GPU:
-        return [f"the CPU is used: {found.problem}. {found.next_step}"]
-    return [f"{name} is not used: {reason}" for name, reason in found.refused]
-
-
 def dotted(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 

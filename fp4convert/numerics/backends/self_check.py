@@ -1,0 +1,342 @@
+"""Check the kernels of a GPU before its first work, against the CPU library.
+
+Adversarial values go through every entry point that commands launch, under every rule. What comes
+of it is kept beside the cubins: it is found out once for each compiled kernel, driver, GPU and
+version of this package. A GPU whose bytes differ is given no work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.errors import DeviceError
+from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.backends.cuda_stream import Kernels, Lane, as_device_error
+from fp4convert.numerics.backends.gpus import Gpu, Survey
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, decode_e4m3
+from fp4convert.numerics.formats import (
+    CODES,
+    E2M1_MAX,
+    E8M0_STORED_MAX,
+    FLOAT_TYPES,
+    FORMATS,
+    GLOBAL_RANGE,
+    IMPORTANCE,
+    MXFP4,
+    NVFP4,
+    ROW_SUMS,
+    Format,
+    Kind,
+    kernel_of,
+)
+from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
+
+SOURCES = ("quantize.cu", "search.cu", "compare.cu", "dequantize.cu")  # that commands launch
+DRIVER = Path("/proc/driver/nvidia/version")  # its build; absent under WSL
+COLUMNS = 544  # whole blocks, and a tail of everything that takes more
+MIDPOINTS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # of E2M1's neighbours
+TURNS = np.array([1.5, 1.75, 2.0])  # mantissas at which rules floor, even and ceil go up
+# Amaxes of the group: every midpoint a tie; none; beyond it many values saturate.
+GROUP_AMAXES = (GLOBAL_RANGE * 2.0**-8, float(np.float32(0.4371339)))
+STORED: dict[Kind, float] = {"multiplier": 2.0**-11 / 3, "divisor": 2.0**11 * 1.7}
+REACH = 2  # units in the last place around every tie
+
+Values = NDArray[np.generic]
+Doubles = NDArray[np.float64]
+
+
+def leave_out_unsound(found: Survey) -> Survey:
+    """Refuse the GPUs of a survey that do not pass the check.
+
+    They are in `refused` then, with the reason; where none is left that is the problem, too.
+    """
+    sound, refused = [], list(found.refused)
+    for gpu in found.gpus:
+        try:
+            check(gpu)
+            sound.append(gpu)
+        except DeviceError as error:
+            refused.append((f"cuda:{gpu.number}", error.message))
+    if sound or not found.gpus:
+        return replace(found, gpus=tuple(sound), refused=tuple(refused))
+    reason = refused[-1][1]
+    return replace(
+        found, gpus=(), refused=tuple(refused), problem=reason, next_step="Use --device cpu."
+    )
+
+
+def check(gpu: Gpu) -> None:
+    """Refuse a GPU whose kernels give other bytes than the CPU library.
+
+    Raises  DeviceError "device-differs", with kernel, block and bytes; others where kernels do not
+            compile or the GPU fails, which is not kept
+    """
+    paths = [cubins.cubin_path(cubins.kernels_folder() / name, gpu.target) for name in SOURCES]
+    verdict = _place_of_verdict(gpu, paths)
+    difference, next_step = None, f"Use --device cpu. To check again, delete {verdict}"
+    with suppress(OSError):
+        difference = verdict.read_text(encoding="utf-8")
+    if difference is None:
+        difference, next_step = find_difference(gpu), ""
+        with suppress(OSError):  # a cache that takes no more: the check is made again
+            cubins.store(verdict, difference.encode())
+        if difference:  # of a binary that was damaged in the cache the next one is another
+            for path in paths:
+                cubins.discard(path)
+    if difference:
+        detail = f"cuda:{gpu.number} ({gpu.name}) gives other bytes than the CPU: {difference}"
+        raise DeviceError("device-differs", detail, next_step)
+
+
+def _place_of_verdict(gpu: Gpu, paths: list[Path]) -> Path:
+    """Name the file of the verdict, empty where every byte is equal.
+
+    paths  of the cubins, beside which it lies
+    """
+    driver = b""
+    with suppress(OSError):
+        driver = DRIVER.read_bytes()
+    parts = (gpu.name.encode(), driver, version("fp4convert").encode())
+    key = hashlib.sha256()
+    for part in (*parts, *(path.read_bytes() for path in paths)):
+        key.update(hashlib.sha256(part).digest())
+    return paths[0].parent / f"check-{gpu.target.arch}-{key.hexdigest()[:16]}.txt"
+
+
+class Output(NamedTuple):
+    """Bytes of a kernel, and those of the CPU library.
+
+    what    a unit of them is called, and nbytes how long it is
+    """
+
+    kernel: str
+    what: str
+    nbytes: int
+    found: bytes
+    expected: bytes
+
+
+def find_difference(gpu: Gpu) -> str:
+    """Compare every entry point with the CPU library.
+
+    Returns  kernel, unit and both bytes of the first difference; "" where there is none
+    Raises   DeviceError where the GPU fails
+    """
+    kernels = Kernels(gpu)
+    with as_device_error(kernels):
+        lane = Lane(kernels)
+        try:
+            with lane.device:
+                return next(filter(None, map(_describe_difference, _outputs(lane))), "")
+        finally:
+            lane.finish()
+
+
+def _describe_difference(output: Output) -> str:
+    kernel, what, nbytes, *parts = output
+    found, expected = (np.frombuffer(part, np.uint8) for part in parts)
+    if found.size != expected.size:
+        return f"{kernel}: {found.size} bytes, expected {expected.size}"
+    differ = np.flatnonzero(found != expected)
+    if not differ.size:
+        return ""
+    first = int(differ[0])
+    return (
+        f"{kernel}: {what} {first // nbytes}: byte {found[first]:#04x},"
+        f" expected {expected[first]:#04x}"
+    )
+
+
+def _outputs(lane: Lane) -> Iterator[Output]:
+    for dtype in FLOAT_TYPES:
+        yield from _amaxes(lane, dtype)
+        for fmt in FORMATS.values():
+            for group_amax in GROUP_AMAXES if fmt.has_global_scale else (0.0,):
+                values = adversarial_values(dtype, fmt, group_amax)
+                for rule in fmt.scale_rules:
+                    yield from _quantized(lane, _matrix(values, dtype), fmt, rule, group_amax)
+            yield from _dequantized(lane, dtype, fmt)
+
+
+# ------------------------------------------------------------------------------------------------
+# what goes through the kernels
+
+
+def _amaxes(lane: Lane, dtype: str) -> Iterator[Output]:
+    """Measure values, and the same with one that is NaN or Inf."""
+    kernel = f"amax_{FLOAT_TYPES[dtype].word}"
+    plain = adversarial_values(dtype, NVFP4, GROUP_AMAXES[0])
+    for bad in (None, np.nan, -np.inf):
+        values = plain.copy()
+        if bad is not None:
+            values[-1, -1] = bad
+        x = _matrix(values, dtype)
+        lane.measure([InMemory(x)], keep=[])
+        # Which NaN it is nobody reads.
+        pair = [np.nan_to_num(np.float32(m), nan=-1.0) for m in (lane.amax(), Cpu().amax(x))]
+        yield Output(kernel, "value", 4, *(number.tobytes() for number in pair))
+
+
+def _quantized(
+    lane: Lane, x: Matrix, fmt: Format, rule: str, group_amax: float
+) -> Iterator[Output]:
+    """Quantize under a rule, and compare what comes of it with the values."""
+    word = FLOAT_TYPES[x.dtype].word
+    importance = _importance(x.shape[1]) if rule == IMPORTANCE else None
+    expected = Cpu().quantize(x, fmt, rule, group_amax, importance)
+    lost = Cpu().compare(x, expected)
+    packed, block_scales, sums, counts = b"", b"", b"", np.zeros(CODES, np.int64)
+    lane.give_amax(group_amax)
+    own = [] if importance is None else [importance]
+    for _, q in lane.quantize([InMemory(x)], fmt, rule, own):
+        packed, block_scales = packed + bytes(q.packed), block_scales + bytes(q.block_scales)
+        if q.compared:
+            sums += bytes(q.compared.rows)
+            counts += np.frombuffer(q.compared.counts, np.int64)
+    kernel = f"{kernel_of(fmt, rule)}_{word}, rule {rule}"
+    yield Output(kernel, "scale of block", 1, block_scales, bytes(expected.block_scales))
+    yield Output(kernel, "codes of block", fmt.block_size // 2, packed, bytes(expected.packed))
+    rows = f"compare_{fmt.name}_{word}, rule {rule}"
+    yield Output(rows, "sums of row", 8 * ROW_SUMS, sums, bytes(lost.rows))
+    yield Output("count_codes", "code", 8, counts.tobytes(), bytes(lost.counts))
+
+
+def _dequantized(lane: Lane, dtype: str, fmt: Format) -> Iterator[Output]:
+    """Read any codes under every finite scale within the dtype's range."""
+    kernel = f"dequantize_{fmt.name}_{FLOAT_TYPES[dtype].word}"
+    magnitudes = [*range(127)] if fmt is NVFP4 else [*range(E8M0_STORED_MAX + 1)]
+    if dtype == "F16" and fmt is MXFP4:
+        magnitudes = [*range(100, 140)]
+    signs = (0, 128) if fmt is NVFP4 else (0,)
+    scales = np.array([byte + sign for sign in signs for byte in magnitudes] * 2, np.uint8)
+    rows = -(-scales.size // (COLUMNS // fmt.block_size))
+    block_scales = np.resize(scales, rows * (COLUMNS // fmt.block_size))
+    packed = np.random.default_rng(1).integers(0, 256, rows * COLUMNS // 2).astype(np.uint8)
+    kinds: tuple[Kind, ...] = ("multiplier", "divisor") if fmt.has_global_scale else ("multiplier",)
+    for kind in kinds:
+        stored = float(np.float32(STORED[kind])) if fmt.has_global_scale else None
+        q = Quantized(fmt, (rows, COLUMNS), packed.data, block_scales.data, stored, kind)
+        found = b"".join(bytes(panel) for panel in lane.dequantize(q, dtype))
+        nbytes = fmt.block_size * FLOAT_TYPES[dtype].nbytes
+        expected = bytes(Cpu().dequantize(q, dtype))
+        yield Output(f"{kernel}, {kind}", "values of block", nbytes, found, expected)
+
+
+def _importance(columns: int) -> Float32s:
+    """Make second moments over many decades, some of them zero."""
+    rng = np.random.default_rng(2)
+    spread = np.exp(rng.normal(0, 5, columns)).astype(np.float32)
+    return np.where(rng.random(columns) < 0.1, np.float32(0), spread)
+
+
+def _matrix(values: Values, dtype: str) -> Matrix:
+    return Matrix(values.reshape(-1).view(np.uint8).data, dtype, values.shape)
+
+
+def adversarial_values(dtype: str, fmt: Format, group_amax: float) -> NDArray[np.generic]:
+    """Make finite values that a wrong kernel rounds wrongly.
+
+    Returns  (rows, COLUMNS); the same on every call
+    """
+    rng = np.random.default_rng(3)
+    if fmt.has_global_scale:
+        grid = decode_e4m3(np.arange(127, dtype=np.uint8)).astype(np.float64)
+        steps, turns = grid[1:], (grid[1:] + grid[:-1]) / 2
+        unit = group_amax / GLOBAL_RANGE
+        steps, tops = steps * unit, np.repeat(turns * (E2M1_MAX * unit), 2 * REACH + 1)
+    else:
+        steps = np.exp2(np.arange(E8M0_STORED_MAX + 1) - 127.0)
+        tops = np.outer(steps, TURNS).ravel()
+    parts = [
+        _around_midpoints(rng, dtype, fmt, steps),
+        _around_midpoints(rng, dtype, fmt, steps),
+        _around_tops(rng, dtype, fmt, tops),
+        _extremes(rng, dtype, 256, fmt.block_size),
+        _weights(rng, dtype, 256, fmt.block_size),
+    ]
+    values = np.concatenate([part.reshape(-1) for part in parts])
+    return np.resize(values, (-(-values.size // COLUMNS), COLUMNS))
+
+
+def _around_midpoints(
+    rng: np.random.Generator, dtype: str, fmt: Format, steps: Doubles
+) -> NDArray[np.generic]:
+    """Put values beside midpoints of E2M1, in blocks with these steps."""
+    shape = (steps.size, fmt.block_size)
+    magnitudes = rng.choice(MIDPOINTS, shape) * steps[:, None]
+    magnitudes[:, 0] = E2M1_MAX * steps
+    ulps = rng.integers(-REACH, REACH + 1, shape)
+    ulps[:, 0] = 0
+    return _nudged(magnitudes, ulps, rng.random(shape) < 0.5, dtype)
+
+
+def _around_tops(
+    rng: np.random.Generator, dtype: str, fmt: Format, tops: Doubles
+) -> NDArray[np.generic]:
+    """Make blocks whose largest value is beside a turn of the block scale."""
+    shape = (tops.size, fmt.block_size)
+    magnitudes = rng.random(shape) * 0.99 * tops[:, None]
+    ulps = np.zeros(shape, np.int64)
+    magnitudes[:, -1], ulps[:, -1] = tops, np.resize(np.arange(-REACH, REACH + 1), tops.size)
+    return _nudged(magnitudes, ulps, rng.random(shape) < 0.5, dtype)
+
+
+def _extremes(
+    rng: np.random.Generator, dtype: str, count: int, block_size: int
+) -> NDArray[np.generic]:
+    """Mix zeros of both signs, subnormals, ones and the largest values.
+
+    Some blocks hold zeros alone, some subnormals.
+    """
+    kind = FLOAT_DTYPES[dtype]
+    least = float(np.ones(1, f"u{kind.itemsize}").view(kind)[0])
+    largest = float(_largest(dtype)[0])
+    kinds = np.array([0.0, least, 3 * least, 90 * least, 1.0, largest / 3, largest])
+    chosen = rng.integers(0, len(kinds), (count, block_size))
+    chosen[::5] %= 1
+    chosen[1::5] %= 4
+    zeros = np.zeros(chosen.shape, np.int64)
+    return _nudged(kinds[chosen], zeros, rng.random(chosen.shape) < 0.5, dtype)
+
+
+def _weights(
+    rng: np.random.Generator, dtype: str, count: int, block_size: int
+) -> NDArray[np.generic]:
+    """Make ordinary weights in half of the blocks, any exponent in the others."""
+    magnitudes = np.abs(rng.normal(0, 0.02, (count, block_size)))
+    magnitudes[::2] *= np.exp2(rng.integers(-150, 135, (len(magnitudes[::2]), 1)))
+    zeros = np.zeros(magnitudes.shape, np.int64)
+    return _nudged(magnitudes, zeros, rng.random(magnitudes.shape) < 0.5, dtype)
+
+
+def _largest(dtype: str) -> NDArray[np.generic]:
+    """Return the largest finite value: one bit below infinity."""
+    kind = FLOAT_DTYPES[dtype]
+    infinity = np.array([np.inf], np.float32).astype(kind)
+    found: NDArray[np.generic] = (infinity.view(f"u{kind.itemsize}") - 1).view(kind)
+    return found
+
+
+def _nudged(
+    magnitudes: Doubles, ulps: NDArray[np.int64], is_negative: NDArray[np.bool_], dtype: str
+) -> NDArray[np.generic]:
+    """Round to the dtype, then move by units in the last place; all stays finite."""
+    kind = FLOAT_DTYPES[dtype]
+    unsigned = np.dtype(f"u{kind.itemsize}")
+    largest = _largest(dtype)
+    narrow = np.minimum(magnitudes, float(largest[0])).astype(np.float32).astype(kind)
+    last = int(largest.view(unsigned)[0])
+    bits = np.clip(narrow.view(unsigned).astype(np.int64) + ulps, 0, last)
+    signed = bits | is_negative.astype(np.int64) << (8 * kind.itemsize - 1)
+    found: NDArray[np.generic] = signed.astype(unsigned).view(kind)
+    return found

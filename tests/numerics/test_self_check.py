@@ -1,0 +1,223 @@
+"""A GPU is checked before its first work: right kernels pass, wrong ones are named.
+
+The kernels run on the host, as lazy_cuda.py has them; some are broken on purpose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from checkpoints import run, write_llama
+from lazy_cuda import Machine
+from simt import KERNELS, compile_for_host
+
+from fp4convert.errors import DeviceError
+from fp4convert.numerics.backends import cubins, gpus, open_backend, self_check, unused
+from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS
+
+COMPILE = cubins.compile_cubin
+WORDS = [kind.word for kind in FLOAT_TYPES.values()]
+ENTRIES = {
+    "count_codes",
+    *(f"amax_{word}" for word in WORDS),
+    *(
+        f"{kind}_{fmt}_{word}"
+        for kind, fmt, word in product(
+            ("quantize", "search", "weigh", "dequantize", "compare"), FORMATS, WORDS
+        )
+    ),
+}
+ELF = b"\x7fELF" + bytes(60)  # without any table
+EVERYWHERE = pytest.mark.slow
+# A wrong line, and the kernel whose bytes must tell: (file, what is there, what is put there).
+BROKEN = {
+    "a reciprocal without its correction": pytest.param(
+        *("codes.cuh", "__fmaf_rn(v, b.inverse, __fmul_rn(v, b.rest))", "__fmul_rn(v, b.inverse)"),
+        "quantize_nvfp4_bf16",
+    ),
+    "an E4M3 ulp": pytest.param(
+        *("fp4.h", "(bits + 0x7FFFFu + ((bits >> 20) & 1u))", "(bits + 0x80000u)"),
+        "quantize_nvfp4_bf16",
+        marks=EVERYWHERE,
+    ),
+    "a zero block's scale": pytest.param(
+        *("fp4.h", "return r == 0.0f ? 0x38u : scale;", "return scale;"),
+        "quantize_nvfp4_bf16",
+        marks=EVERYWHERE,
+    ),
+    "-0.0 keeps its sign": pytest.param(
+        *("device.h", "return fma2_bf16(w, 0x3F803F80u, 0);", "return w;"),
+        "quantize_nvfp4_bf16",
+        marks=EVERYWHERE,
+    ),
+    "ceil as floor": pytest.param(
+        *("fp4.h", "if (rule == FP4_CEIL) exponent", "if (rule < 0) exponent"),
+        "quantize_mxfp4_bf16",
+        marks=EVERYWHERE,
+    ),
+    "an amax that loses NaN": pytest.param(
+        *(
+            "device.h",
+            "return fp4_bits(T::low(T::max2(m, m >> 16)));",
+            "return fp4_bits(T::low(m));",
+        ),
+        "amax_bf16",
+        marks=EVERYWHERE,
+    ),
+    "a search that stops early": pytest.param(
+        *("search.cu", "> (least + slack) * DOUBT) break;", "> least * 0.5f) break;"),
+        "search_nvfp4_bf16",
+        marks=EVERYWHERE,
+    ),
+    "a step in the wrong order": pytest.param(
+        *(
+            "dequantize.cu",
+            "? block_scale / stored_global",
+            "? block_scale * (1.0f / stored_global)",
+        ),
+        "dequantize_nvfp4_fp32, divisor",
+    ),
+    "a code that is counted as another": pytest.param(
+        *("compare.cu", "low += code < 8u ? one : 0", "low += code < 7u ? one : 0"),
+        "count_codes",
+        marks=EVERYWHERE,
+    ),
+    "sums in another order": pytest.param(
+        *(
+            "compare.cu",
+            "total = total.with_lane(4).with_lane(2)",
+            "total = total.with_lane(2).with_lane(4)",
+        ),
+        "compare_nvfp4_bf16",
+        marks=EVERYWHERE,
+    ),
+}
+
+
+@pytest.fixture
+def machine(
+    simt_libraries: dict[str, ctypes.CDLL], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Machine:
+    """One imaginary GPU that was never used before, and a compiler that takes no time."""
+    made = Machine(dict(simt_libraries))
+    monkeypatch.setattr(cubins, "compile_cubin", lambda *_: (ELF, ""))
+    monkeypatch.setitem(sys.modules, "cupy", made.module())
+    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
+    monkeypatch.setattr(self_check, "DRIVER", tmp_path / "driver")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return made
+
+
+def break_kernels(machine: Machine, tmp_path: Path, file: str, before: str, after: str) -> None:
+    """Let the GPU run kernels with one wrong line."""
+    kernels = Path(shutil.copytree(KERNELS, tmp_path / "kernels"))
+    text = (kernels / file).read_text()
+    assert text.count(before) == 1
+    (kernels / file).write_text(text.replace(before, after))
+    stems = [Path(file).stem] if file.endswith(".cu") else ["quantize", "search"]
+    for stem in stems:
+        machine.libraries[stem] = compile_for_host(kernels / f"{stem}.cu", tmp_path)
+
+
+def test_right_kernels_pass_and_are_not_checked_twice(machine, tmp_path, monkeypatch):
+    assert open_backend("cuda").name == "cuda:0"
+    assert {name for _, name in machine.launches} == ENTRIES
+    count = len(machine.launches)
+    assert open_backend("auto").name == open_backend("cuda:0").name == "cuda:0"
+    assert unused("auto") == []
+    assert len(machine.launches) == count
+    monkeypatch.setattr(self_check, "find_difference", lambda gpu: "anew")
+    changes = {
+        "another driver": lambda: (tmp_path / "driver").write_text("NVRM version: 580.1"),
+        "another version": lambda: monkeypatch.setattr(self_check, "version", lambda name: "9.9"),
+        "another GPU": lambda: monkeypatch.setattr(
+            machine, "properties", lambda n: {**Machine.properties(machine, n), "name": b"Other"}
+        ),
+    }
+    for change in changes.values():
+        change()
+        with pytest.raises(DeviceError, match="anew"):
+            open_backend("cuda")
+
+
+@pytest.mark.parametrize(("file", "before", "after", "kernel"), BROKEN.values(), ids=BROKEN)
+def test_a_wrong_kernel_is_named(machine, tmp_path, file, before, after, kernel):
+    break_kernels(machine, tmp_path, file, before, after)
+    with pytest.raises(DeviceError) as caught:
+        open_backend("cuda")
+    assert caught.value.code == "device-differs"
+    assert "cuda:0 (Imaginary GPU) gives other bytes than the CPU: " in caught.value.message
+    assert kernel in caught.value.message
+    assert " byte 0x" in caught.value.message
+
+
+def test_auto_warns_and_takes_the_cpu(machine, tmp_path):
+    _, before, after, _ = BROKEN["a reciprocal without its correction"].values
+    break_kernels(machine, tmp_path, "codes.cuh", before, after)
+    source = write_llama(tmp_path / "source")
+    options = ("--format", "nvfp4", "--scale-rule", "amax", "--json")
+    outcomes = {
+        device: run("quantize", source, *options, "--device", device, "-o", tmp_path / device)
+        for device in ("auto", "cuda", "cpu")
+    }
+    assert (outcomes["auto"].code, outcomes["auto"].json["device"]) == (0, "cpu")
+    assert outcomes["auto"].json["digest"] == outcomes["cpu"].json["digest"]
+    assert "the CPU is used: cuda:0 (Imaginary GPU) gives other bytes" in outcomes["auto"].err
+    assert (outcomes["cuda"].code, outcomes["cuda"].json["error"]["code"]) == (2, "device-differs")
+    # It is known now, without a launch; and the next process compiles the kernels anew.
+    count = len(machine.launches)
+    with pytest.raises(DeviceError, match="codes of block") as caught:
+        open_backend("cuda")
+    assert len(machine.launches) == count
+    place = Path(caught.value.next_step.rpartition(" ")[2])
+    assert place.parent == cubins.cache_folder()
+    found = run("doctor", "--json").json
+    assert (found["device"], found["gpus_refused"][0]["device"]) == ("cpu", "cuda:0")
+    place.unlink()
+    machine.libraries.clear()
+    with pytest.raises(KeyError):  # it is checked again
+        open_backend("cuda")
+
+
+def test_a_difference_makes_the_next_process_compile_anew(machine, monkeypatch):
+    monkeypatch.setattr(self_check, "find_difference", lambda gpu: "a difference")
+    with pytest.raises(DeviceError, match="a difference"):
+        open_backend("cuda")
+    assert not list(cubins.cache_folder().glob("*.cubin"))
+    with pytest.raises(DeviceError, match="a difference"):
+        open_backend("cuda")
+    assert list(cubins.cache_folder().glob("*.cubin"))  # the same binaries: they stay
+
+
+def test_a_gpu_that_fails_meanwhile_is_left_aside_by_auto(machine, monkeypatch):
+    machine.is_lost = True
+    with pytest.raises(DeviceError, match="the GPU is lost") as caught:
+        open_backend("cuda")
+    assert caught.value.code == "device-failed"
+    assert open_backend("auto").name == "cpu"
+    assert "the GPU is lost" in unused("auto")[0]
+    assert not list(cubins.cache_folder().glob("check-*"))  # no verdict of that
+
+
+def test_a_compiler_that_fails_is_told(machine, monkeypatch):
+    from cupy_backends.cuda.libs import nvrtc
+
+    def fail(program: int, options: tuple[str, ...]) -> None:
+        raise nvrtc.NVRTCError(7)
+
+    log = "nvrtc: error: failed to open libnvrtc-builtins.so.12.9.\n  Make sure it is installed."
+    monkeypatch.setattr(cubins, "compile_cubin", COMPILE)
+    monkeypatch.setattr(nvrtc, "compileProgram", fail)
+    monkeypatch.setattr(nvrtc, "getProgramLog", lambda program: log)
+    with pytest.raises(
+        DeviceError, match=r"compile quantize\.cu for sm_90: nvrtc: error: failed"
+    ) as caught:
+        open_backend("cuda")
+    assert caught.value.code == "no-kernel"
+    assert open_backend("auto").name == "cpu"
+    assert "the CPU is used: NVRTC" in unused("auto")[0]
