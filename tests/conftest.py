@@ -25,10 +25,14 @@ from fp4convert.storage.hub.api import Patience
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `sweep(n)` every n-th case is in the gate; the others are slow."""
+    """Of a test marked `sweep(n)` every n-th case is in the gate; the others are slow.
+
+    Cases that are slow anyway are not counted.
+    """
     seen: Counter[str] = Counter()
     for item in items:
-        if mark := item.get_closest_marker("sweep"):
+        mark = item.get_closest_marker("sweep")
+        if mark and not item.get_closest_marker("slow"):
             test = item.nodeid.partition("[")[0]
             if seen[test] % mark.args[0]:
                 item.add_marker(pytest.mark.slow)

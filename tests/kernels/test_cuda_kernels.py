@@ -28,6 +28,7 @@ from adversarial import (
     wide_range,
 )
 from cpu_levels import EVERY_DTYPE, EVERY_RULE
+from ptx import BUILDS
 from simt import KERNELS, MARGIN, POISON, SimtKernels, aligned, guarded, is_intact, survives, walled
 
 from fp4convert.numerics import codec
@@ -59,9 +60,10 @@ LENGTHS = (
 )
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "cvt"])
+@pytest.fixture(scope="module", params=BUILDS)
 def simt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimtKernels:
-    return SimtKernels(tmp_path_factory.mktemp("simt"), has_cvt=request.param)
+    build, has_cvt = request.param
+    return SimtKernels(tmp_path_factory.mktemp("simt"), KERNELS, has_cvt, build)
 
 
 def test_the_margins_tell() -> None:
@@ -75,7 +77,7 @@ def test_the_margins_tell() -> None:
         assert not is_intact(buffer)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "cvt"])
+@pytest.fixture(scope="module", params=BUILDS)
 def fast_alone(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> SimtKernels:
@@ -88,7 +90,8 @@ def fast_alone(
     )
     assert count == 1
     (kernels / "codes.cuh").write_text(text)
-    return SimtKernels(tmp_path_factory.mktemp("simt"), kernels, has_cvt=request.param)
+    build, has_cvt = request.param
+    return SimtKernels(tmp_path_factory.mktemp("simt"), kernels, has_cvt, build)
 
 
 @pytest.mark.sweep(60)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from adversarial import generator
 from numpy.typing import NDArray
-from simt import KERNELS, aligned, compile_for_host, guarded, is_intact, launch, survives, walled
+from ptx import BUILDS
+from simt import KERNELS, aligned, guarded, is_intact, launch, survives, walled
 
 from fp4convert.numerics import codec
 from fp4convert.numerics.codec import FLOAT_DTYPES
@@ -52,11 +53,12 @@ class Vectors:
         return replace(self, data=self.data[chosen], scales=self.scales[chosen])
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "cvt"])
+@pytest.fixture(scope="module", params=BUILDS)
 def library(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ctypes.CDLL:
-    return compile_for_host(KERNELS / "gemv.cu", tmp_path_factory.mktemp("gemv"), request.param)
+    build, has_cvt = request.param
+    return build(KERNELS / "gemv.cu", tmp_path_factory.mktemp("gemv"), has_cvt)
 
 
 def vectors_of(values: Float64s, word: str) -> Vectors:

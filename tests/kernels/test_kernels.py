@@ -35,6 +35,7 @@ from adversarial import (
     rounded,
 )
 from cpu_levels import EVERY_DTYPE, EVERY_RULE, every_level
+from ptx import SOURCE_OR_PTX, ptx_kernels
 from simt import SimtKernels
 
 from fp4convert.numerics import codec
@@ -50,10 +51,12 @@ UNWEIGHTED = [
 Backends = dict[str, Cpu | SimtKernels]
 
 
-@pytest.fixture(scope="module")
-def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
+@pytest.fixture(scope="module", params=SOURCE_OR_PTX)
+def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Backends:
     """The C kernels by level; the CUDA kernels with and without the instructions for E2M1."""
     folder = tmp_path_factory.mktemp("kernels")
+    if request.param:
+        return {**ptx_kernels(folder)}
     levels = {f"level {level}": cpu for level, cpu in every_level(folder).items()}
     return {**levels, "simt": SimtKernels(folder), "simt, cvt": SimtKernels(folder, has_cvt=True)}
 

@@ -28,6 +28,7 @@ from adversarial import (
 from cpu_levels import every_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ptx import SOURCE_OR_PTX, ptx_kernels
 from scale_search import (
     E4M3,
     GRID,
@@ -73,9 +74,11 @@ class Case(NamedTuple):
     importance: Float32s
 
 
-@pytest.fixture(scope="module")
-def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
+@pytest.fixture(scope="module", params=SOURCE_OR_PTX)
+def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Backends:
     folder = tmp_path_factory.mktemp("kernels")
+    if request.param:
+        return {**ptx_kernels(folder)}
     return {
         **{f"level {level}": cpu for level, cpu in every_level(folder).items()},
         "simt": SimtKernels(folder),

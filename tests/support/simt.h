@@ -5,13 +5,10 @@
  * What the hardware is free to choose is chosen here at its worst (reciprocal); a lane that misses an exchange ends the process.
  */
 #pragma once
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
+
+#include "warps.h"
 
 #define fp4_fma(a, b, c) std::fma(a, b, c)
 #include "fp4.h"
@@ -20,9 +17,6 @@
 #define MEMBER inline
 #define KERNEL(blocks) extern "C" __attribute__((visibility("default"))) void
 #define OPAQUE(word) (void)(word)
-
-struct Dim { unsigned x, y; };
-static Dim blockIdx, threadIdx;
 
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
@@ -71,86 +65,7 @@ static inline float reciprocal(float v) {
 template <class T> static inline void atomicAdd(T *place, T value) { *place += value; }
 template <class T> static inline void atomicMax(T *place, T value) { *place = max(*place, value); }
 
-/* --------------------------------------------------------------------------------------------------------------- warps */
-
-namespace simt {
-enum { LANES = 32, STACK_NBYTES = 1 << 17 };
-typedef void (*Kernel)(long, long, long, long, long, long, long, long, long, long, long);
-enum State { READY, WAITING, DONE };
-struct Lane { jmp_buf at; ucontext_t context; State state; unsigned exchanges; };
-static Lane lanes[LANES];
-static char stacks[LANES][STACK_NBYTES];
-static jmp_buf scheduler;
-static ucontext_t start;
-static Kernel kernel;
-static long arguments[11];
-static unsigned long long slots[2][LANES]; /* two, so that a lane may write its next value before the others have read this one */
-static int current;
-
-static void body() {
-    for (;;) {
-        const long *a = arguments;
-        kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
-        lanes[current].state = DONE;
-        if (!_setjmp(lanes[current].at)) _longjmp(scheduler, 1);
-    }
-}
-
-/* Publishes a lane's value, and returns when all 32 lanes have published theirs. */
-static unsigned long long *meet(unsigned long long value) {
-    Lane &me = lanes[current];
-    unsigned long long *slot = slots[me.exchanges++ & 1];
-    slot[current] = value;
-    me.state = WAITING;
-    if (!_setjmp(me.at)) _longjmp(scheduler, 1);
-    return slot;
-}
-
-static void resume(int lane, unsigned warp) {
-    current = lane;
-    threadIdx.x = warp * LANES + lane;
-    if (!_setjmp(scheduler)) _longjmp(lanes[lane].at, 1);
-}
-
-static void run_warp(unsigned warp) {
-    for (int i = 0; i < LANES; i++) lanes[i].state = READY, lanes[i].exchanges = 0;
-    for (int done = 0; done < LANES;) {
-        done = 0;
-        for (int i = 0; i < LANES; i++) {
-            resume(i, warp);
-            done += lanes[i].state == DONE;
-        }
-        if (done % LANES) std::fprintf(stderr, "%d of 32 lanes missed an exchange\n", done), std::abort();
-    }
-}
-
-static void create_lanes() {
-    static bool is_done = false;
-    if (is_done) return;
-    for (int i = 0; i < LANES; i++) {
-        getcontext(&lanes[i].context);
-        lanes[i].context.uc_stack.ss_sp = stacks[i];
-        lanes[i].context.uc_stack.ss_size = STACK_NBYTES;
-        makecontext(&lanes[i].context, [] {
-            if (!_setjmp(lanes[current].at)) swapcontext(&lanes[current].context, &start);
-            body();
-        }, 0);
-        current = i;
-        swapcontext(&start, &lanes[i].context);
-    }
-    is_done = true;
-}
-}
-
-/* Runs a kernel; its arguments are 64-bit words, of which it takes as many as it has. Not for two threads at once. */
-extern "C" __attribute__((visibility("default"))) void simt_launch(simt::Kernel kernel, long grid_x, long grid_y, long threads, const long *arguments) {
-    simt::create_lanes();
-    simt::kernel = kernel;
-    std::memcpy(simt::arguments, arguments, sizeof simt::arguments);
-    for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
-        for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++)
-            for (unsigned warp = 0; warp < threads / simt::LANES; warp++) simt::run_warp(warp);
-}
+/* ----------------------------------------------------------------------------------------------------------- exchanges */
 
 static inline int __any_sync(unsigned, bool claim) {
     unsigned long long *slot = simt::meet(claim), found = 0;

@@ -134,12 +134,17 @@ class SimtKernels:
 
     name = "simt"
 
-    def __init__(self, folder: Path, kernels: Path = KERNELS, has_cvt: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kernels: Path = KERNELS,
+        has_cvt: bool = False,
+        build: Callable[[Path, Path, bool], ctypes.CDLL] = compile_for_host,
+    ) -> None:
         stems = {"amax": "quantize", "quantize": "quantize", "search": "search", "weigh": "search"}
         stems |= {"dequantize": "dequantize", "compare": "compare", "count": "compare"}
         made = {
-            stem: compile_for_host(kernels / f"{stem}.cu", folder, has_cvt)
-            for stem in set(stems.values())
+            stem: build(kernels / f"{stem}.cu", folder, has_cvt) for stem in set(stems.values())
         }
         self._libraries = {kind: made[stem] for kind, stem in stems.items()}
 
