@@ -4,14 +4,13 @@ No GPU is used: NVRTC compiles and cuobjdump disassembles anywhere.
 """
 
 import re
-import subprocess
 from collections import Counter
 from dataclasses import dataclass
-from importlib import metadata
+from functools import cached_property
 from itertools import product
-from pathlib import Path
 
 import pytest
+from sass import Listing, disassemble, fast_instructions
 
 from fp4convert.errors import DeviceError, InputError
 from fp4convert.numerics.backends import cubins
@@ -56,6 +55,20 @@ RECIPROCAL, INVERSION = (
     {"FADD.FTZ": 1},
 )  # the routine, and every place that may call it
 REMAINDER = {"F2I.FTZ.U32.TRUNC.NTZ": 1}
+# Instructions that almost every thread issues for an element, at most: what they were. An H200 has
+# about 20 issue slots for an element of bf16 at the rate of its memory.
+BUDGETS = {
+    "sm_80": {"amax_bf16": 3.0, "quantize_nvfp4_bf16": 16.3, "quantize_mxfp4_bf16": 15.1},
+    "sm_90": {
+        **{"amax_bf16": 2.8, "quantize_nvfp4_bf16": 16.3, "quantize_mxfp4_bf16": 15.0},
+        **{"quantize_nvfp4_fp32": 21.7, "dequantize_nvfp4_bf16": 12.7},
+    },
+    "sm_100a": {"amax_bf16": 2.6, "quantize_nvfp4_bf16": 9.8, "quantize_mxfp4_bf16": 7.6},
+    "sm_120a": {
+        **{"amax_bf16": 2.8, "quantize_nvfp4_bf16": 9.8, "quantize_mxfp4_bf16": 7.5},
+        **{"quantize_nvfp4_fp32": 13.7, "dequantize_nvfp4_bf16": 12.1},
+    },
+}
 NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # x + 0.0 or x * 1 + 0.0, of two 16-bit elements or of one float32; adding -RZ would be -0.0 and
 # change nothing
@@ -65,7 +78,7 @@ PLUS_ZERO = {
     "fp16": r"(HFMA2(\.MMA)? R\d+, R\d+, 1, 1, RZ|HADD2 R\d+, R\d+, RZ)(\.H0_H0)?",
     "fp32": r"FADD R\d+, (RZ, R\d+|R\d+, RZ)",
 }
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z][^;]*?) *;", re.MULTILINE)
+PREDICATE = re.compile(r"^@!?U?P\w+ +")
 RESOURCES = re.compile(
     r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes "
     r"spill loads.*?Used (\d+) registers",
@@ -82,14 +95,19 @@ class Kernel:
     """One entry point of one target.
 
     memory  bytes of stack, stored by spills, loaded by spills
-    code    instructions without predicates, such as "LDG.E.128 R36, desc[UR6][R6.64]"
+    listing  (address, instruction)
     """
 
     name: str
     source: str
     registers: int
     memory: tuple[int, ...]
-    code: tuple[str, ...]
+    listing: Listing
+
+    @cached_property
+    def code(self) -> tuple[str, ...]:
+        """Instructions without predicates, such as "LDG.E.128 R36, desc[UR6][R6.64]"."""
+        return tuple(PREDICATE.sub("", line) for _, line in self.listing)
 
     @property
     def kind(self) -> str:
@@ -122,23 +140,6 @@ class Built:
         return [kernel for kernel in self.kernels if kernel.kind in kinds]
 
 
-def disassemble(path: Path) -> dict[str, tuple[str, ...]]:
-    """The instructions of each entry point; cuobjdump finds nvdisasm, which does the work, beside
-    itself.
-    """
-    (tool,) = [
-        file for file in metadata.files("nvidia-cuda-cuobjdump") or () if file.name == "cuobjdump"
-    ]
-    text = subprocess.run(
-        [tool.locate(), "-sass", path], check=True, capture_output=True, text=True
-    ).stdout
-    parts = re.split(r"Function : (\w+)", text)[1:]
-    return {
-        name: tuple(INSTRUCTION.findall(body))
-        for name, body in zip(parts[::2], parts[1::2], strict=True)
-    }
-
-
 GATE = (
     (8, 0),
     (12, 0),
@@ -158,14 +159,14 @@ def built(request, tmp_path_factory) -> Built:
         path = cubins.kernels_folder() / source
         cubin, log = cubins.compile_cubin(path, target, ("--ptxas-options=-v",))
         (folder / source).write_bytes(cubin)
-        code = disassemble(folder / source)
+        listings = disassemble(folder / source)
         resources = {
             name: [int(number) for number in rest] for name, *rest in RESOURCES.findall(log)
         }
-        assert code.keys() == resources.keys()
+        assert listings.keys() == resources.keys()
         kernels += [
-            Kernel(name, source, resources[name][3], tuple(resources[name][:3]), code[name])
-            for name in code
+            Kernel(name, source, resources[name][3], tuple(resources[name][:3]), listing)
+            for name, listing in listings.items()
         ]
     arch = ARCHS[request.param]
     return Built(arch, arch.endswith("a"), tuple(kernels))
@@ -277,6 +278,35 @@ def test_dequantize_writes_by_wide_stores_alone(built):
         assert all(re.match(r"STG\.E\.(128|ENL2\.256)", opcode) for opcode in stores), kernel.name
         ways = 2 if "nvfp4" in kernel.name else 1  # a stored multiplier and a stored divisor
         assert kernel.wide_nbytes("STG") == ways * ELEMENTS * NBYTES[kernel.dtype], kernel.name
+
+
+def test_no_kernel_takes_more_instructions_than_it_did(built):
+    budgets = BUDGETS.get(built.arch, {})
+    found = {
+        kernel.name: round(fast_instructions(kernel.listing) / ELEMENTS, 1)
+        for kernel in built.kernels
+        if kernel.name in budgets
+    }
+    assert {name: count for name, count in found.items() if count > budgets[name]} == {}
+    assert found.keys() == budgets.keys()
+
+
+def test_the_fast_way_leaves_out_loops_and_calls_and_takes_the_longer_branch():
+    lines = [
+        "S2R R0, SR_TID.X",
+        "@P0 BRA 0x50",
+        "IADD3 R1, R1, 0x1, RZ",  # rolled up
+        "@P1 BRA 0x20",
+        "EXIT",
+        "@!P2 BRA 0x90",
+        "FMUL R2, R2, R3",
+        "FMUL R2, R2, R3",
+        "EXIT",
+        "CALL.REL.NOINC 0xb0",  # of a routine
+        "EXIT",
+        "RET.REL.NODEC R4",
+    ]
+    assert fast_instructions([(16 * number, line) for number, line in enumerate(lines)]) == 6
 
 
 def flushing(kernel: Kernel) -> Counter[str]:
