@@ -32,6 +32,9 @@ from harness.measure import SUPPORT
 sys.path.append(str(SUPPORT))
 import adversarial
 
+DEQUANTIZED_SHAPE = (1024, 1024)  # of M elements
+GEMV_SHAPE = (1049, 1088)  # tails everywhere
+
 
 def compare(
     device: Device, rung: Rung, check: Callable[[Rung], None], success: str = "bytes equal"
@@ -109,7 +112,7 @@ def compare_quantizers(device: Device, dtype: str, fmt: Format, rule: str) -> No
 
 def compare_dequantizers(device: Device, dtype: str, fmt: Format) -> None:
     """Every code with every finite block scale within the dtype's range, at random."""
-    rng, cpu, shape = np.random.default_rng(1), Cpu(), (1024, 1024)
+    rng, cpu, shape = np.random.default_rng(1), Cpu(), DEQUANTIZED_SHAPE
     low, high = (0, 127) if fmt is NVFP4 else (100, 140) if dtype == "F16" else (0, 253)
     packed = rng.integers(0, 256, M // 2).astype(np.uint8)
     block_scales = rng.integers(low, high, M // fmt.block_size).astype(np.uint8)
@@ -169,7 +172,7 @@ def product_and_reach(q: Quantized, x: Values) -> tuple[Values, Values]:
 
 
 def compare_gemv(device: Device, fmt: Format, kind: str, vectors: int) -> None:
-    rows, columns = 1049, 1088  # tails everywhere
+    rows, columns = GEMV_SHAPE
     weights = np.random.default_rng(2).standard_normal((rows, columns)).astype(np.float32)
     q = codec.quantize(weights, fmt, fmt.default_rule)
     parts, x = vectors_of(kind, vectors, columns)

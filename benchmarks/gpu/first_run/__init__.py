@@ -1,0 +1,1 @@
+"""The first minutes on a GPU machine that is lent, without a network."""

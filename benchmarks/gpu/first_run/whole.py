@@ -1,0 +1,130 @@
+"""Convert a whole checkpoint in memory, on the CPU and on the GPU; note seconds and digests.
+
+    python benchmarks/gpu/first_run/whole.py OUT.jsonl [--gigabytes N] [--folder /dev/shm]
+
+A line of OUT for each run, as it ends. Digests of one rule must be equal on both devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+HIDDEN, WIDE, KEYS = 4096, 14336, 1024
+SHAPES = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KEYS, HIDDEN),
+    "self_attn.v_proj": (KEYS, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (WIDE, HIDDEN),
+    "mlp.up_proj": (WIDE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, WIDE),
+}
+LAYER_NBYTES = sum(2 * rows * columns for rows, columns in SHAPES.values())
+LAYERS_PER_SHARD = 8
+RULES = {"nvfp4": ("amax", "mse", "four-over-six"), "mxfp4": ("even", "mse")}
+RUNS = (("cpu", 0), ("cuda", 0), ("cuda", 1))  # device, --workers
+
+
+def write_checkpoint(
+    folder: Path, layers: int, shapes: dict[str, tuple[int, int]] = SHAPES
+) -> None:
+    """Write a Llama of random bf16 weights, alike from layer to layer but shifted."""
+    folder.mkdir(parents=True)
+    largest = max(rows * columns for rows, columns in shapes.values())
+    wide = np.random.default_rng(0).standard_normal(largest, np.float32) * np.float32(0.02)
+    noise = (wide.view(np.uint32) >> 16).astype(np.uint16)
+    weight_map, shards = {}, -(-layers // LAYERS_PER_SHARD)
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        here = range(shard * LAYERS_PER_SHARD, min(layers, (shard + 1) * LAYERS_PER_SHARD))
+        header, at = {}, 0
+        for layer in here:
+            for name, shape in shapes.items():
+                tensor, end = f"model.layers.{layer}.{name}.weight", at + 2 * shape[0] * shape[1]
+                header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+                weight_map[tensor], at = file, end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for number, (rows, columns) in enumerate(list(shapes.values()) * len(here)):
+                stream.write(np.roll(noise[: rows * columns], 977 * number).tobytes())
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+    }
+    config |= {"num_hidden_layers": layers, "vocab_size": 128, "num_attention_heads": 32}
+    config |= {"hidden_size": HIDDEN, "intermediate_size": WIDE, "num_key_value_heads": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def convert(
+    source: Path, output: Path, fmt: str, rule: str, run: tuple[str, int]
+) -> dict[str, object]:
+    """Quantize once; a row with seconds, CPU-seconds and the digest, or why there is none."""
+    device, workers = run
+    shutil.rmtree(output, ignore_errors=True)
+    command = [sys.executable, "-P", "-m", "fp4convert", "quantize", str(source), "--format", fmt]
+    command += ["--scale-rule", rule, "--device", device, "--output", str(output), "--json"]
+    command += ["--workers", str(workers)] if workers else []
+    begun, before = time.monotonic(), os.times()
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    after = os.times()
+    used = after.children_user - before.children_user
+    used += after.children_system - before.children_system
+    seconds = {"seconds": round(time.monotonic() - begun, 2), "cpu_seconds": round(used, 2)}
+    row = {"format": fmt, "rule": rule, "device": device, "workers": workers, **seconds}
+    if done.returncode:
+        return {**row, "rc": done.returncode, "problem": (done.stdout + done.stderr)[-300:]}
+    return {**row, "rc": 0, "digest": json.loads(done.stdout)["digest"]}
+
+
+def rows(source: Path, output: Path) -> Iterator[dict[str, object]]:
+    yield {"warms up": convert(source, output, "nvfp4", "amax", ("cuda", 0))}
+    for fmt, rules in RULES.items():
+        for rule in rules:
+            for run in RUNS:
+                yield convert(source, output, fmt, rule, run)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Convert a checkpoint on the CPU and on the GPU.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=20)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    options = parser.parse_args(arguments)
+    source, output = options.folder / "whole-source", options.folder / "whole-output"
+    shutil.rmtree(source, ignore_errors=True)
+    layers = max(1, round(options.gigabytes * 1e9 / LAYER_NBYTES))
+    write_checkpoint(source, layers)
+    digests: dict[tuple[object, object], set[object]] = {}
+    with options.out.open("a", encoding="utf-8") as stream:
+        for row in rows(source, output):
+            text = json.dumps({"gigabytes": layers * LAYER_NBYTES / 1e9, **row})
+            print(text, flush=True)
+            print(text, file=stream, flush=True)
+            if "format" in row:
+                found = digests.setdefault((row["format"], row["rule"]), set())
+                found.add(row.get("digest"))
+    shutil.rmtree(source)
+    shutil.rmtree(output, ignore_errors=True)
+    differ = [key for key, found in digests.items() if len(found) != 1 or None in found]
+    print(f"digests differ or are missing: {differ}" if differ else "every digest is equal")
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

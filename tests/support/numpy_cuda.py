@@ -1,0 +1,137 @@
+"""A stand-in for the part of CuPy that benchmarks/gpu uses: arrays of NumPy, everything at once.
+
+Kernels are those of the .cu files, run by simt.py; a clock goes on, which measures nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import cupy as real_cupy
+import numpy as np
+from lazy_cuda import CUDADriverError, CUDARuntimeError, OutOfMemoryError
+from simt import guarded, is_intact, launch
+
+Build = Callable[[str, bool], ctypes.CDLL]
+
+
+class Pointer:
+    """The address of an array, and what can be done there."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values, self.ptr = values, values.ctypes.data
+
+    def memset_async(self, value: int, nbytes: int, stream: object = None) -> None:
+        self.values[:nbytes] = value
+
+    def copy_from_device_async(self, source: Pointer, nbytes: int, stream: object = None) -> None:
+        assert nbytes == self.values.nbytes == source.values.nbytes
+        self.values[:] = source.values
+
+
+class Array:
+    """Bytes on the device."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.data, self.nbytes, self.size = Pointer(values), values.nbytes, values.size
+
+    def __getitem__(self, part: slice) -> Array:
+        return Array(self.data.values[part])
+
+    def set(self, values: np.ndarray) -> None:
+        assert (values.dtype, values.size) == (np.uint8, self.size)
+        self.data.values[:] = values
+
+    def get(self) -> np.ndarray:
+        return self.data.values.copy()
+
+
+class Event:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.seconds
+
+
+class Device:
+    def __init__(self, number: int) -> None:
+        self.mem_info = (1 << 37, 1 << 37)
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Gpu:
+    """One GPU, as the module that `import cupy` gives.
+
+    build  (stem of a .cu file, whether with E2M1 instructions) -> its kernels for the host
+    """
+
+    def __init__(self, build: Build, capability: tuple[int, int]) -> None:
+        self.build, self.capability = build, capability
+        self.launched: set[str] = set()
+        self.arrays: list[np.ndarray] = []
+
+    def properties(self, number: int) -> dict[str, Any]:
+        major, minor = self.capability
+        sizes = {"totalGlobalMem": 1 << 37, "l2CacheSize": 1 << 12}
+        return {"name": b"NumPy GPU", "major": major, "minor": minor, **sizes}
+
+    def empty(self, nbytes: int, dtype: object) -> Array:
+        self.arrays.append(guarded(nbytes))
+        return Array(self.arrays[-1])
+
+    def module(self) -> ModuleType:
+        cupy = ModuleType("cupy")
+        cupy.__version__ = "0.0"
+        cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
+        cupy._environment = real_cupy._environment  # NVRTC, which is the real one, asks it
+        cupy.empty = self.empty
+        cupy.RawModule = lambda path: SimpleNamespace(
+            get_function=lambda name: self._function(Path(path).name, name)
+        )
+        cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
+        cupy.cuda = SimpleNamespace(
+            Event=Event,
+            Device=Device,
+            get_elapsed_time=lambda start, stop: 1e3 * (stop.seconds - start.seconds) + 1e-6,
+            driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+            runtime=SimpleNamespace(
+                getDeviceProperties=self.properties, CUDARuntimeError=CUDARuntimeError
+            ),
+        )
+        return cupy
+
+    def _function(self, file: str, name: str) -> Callable[..., None]:
+        stem, arch, *_ = file.split("-")
+        library = self.build(stem, "cvt" in file or arch.endswith("a"))
+
+        def start(
+            grid: Sequence[int],
+            block: Sequence[int],
+            arguments: Sequence[int],
+            stream: object = None,
+        ) -> None:
+            assert all(type(argument) is int for argument in arguments)
+            self.launched.add(name)
+            launch(library, name, (grid[0], grid[1] if len(grid) > 1 else 1), arguments, block[0])
+
+        return start
+
+    def check_margins(self) -> None:
+        """Nothing was written beside an array."""
+        assert all(map(is_intact, self.arrays))
