@@ -8,9 +8,10 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.numerics.backends import cubins, survey_sound
+from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.gpus import Gpu, dotted
+from fp4convert.numerics.backends.self_check import survey_sound
 from fp4convert.process import processors
 
 # kernels that convert to or from E2M1 in hardware

@@ -28,7 +28,6 @@ from fp4convert.conversion.work import Work, prepare
 from fp4convert.execution import finish
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
-from fp4convert.numerics.backends import unused
 from fp4convert.planning.engines import engine_warnings, serve_lines
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
@@ -170,6 +169,8 @@ def merge(options: MergeOptions) -> dict[str, Any]:
 
 def _warn(options: WorkOptions, warnings: Iterable[str], settings: Settings) -> None:
     """Warn of doubts, and tell which part this process does."""
+    from fp4convert.numerics.backends.self_check import unused  # late: it loads all backends
+
     (options.warn or as_warnings)([*warnings, *unused(settings.device)])
     if settings.share:
         settings.tell(describe(settings.share))

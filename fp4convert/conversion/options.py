@@ -253,7 +253,7 @@ class DeviceOptions(WorkOptions):
     device: Annotated[
         str,
         Option(
-            "auto takes all GPUs, else the CPU. The bytes are the same.",
+            "auto takes GPUs that pass a check of their bytes, else the CPU.",
             panel=DEVICE,
             value=DEVICES,
         ),

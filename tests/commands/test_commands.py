@@ -344,7 +344,8 @@ def test_progress_is_told(source, tmp_path):
 @pytest.mark.parametrize("name", ["quantize", "dequantize"])
 def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_path, monkeypatch):
     """As a person would see them: nothing in them acts on a terminal."""
-    monkeypatch.setattr("fp4convert.commands.convert.unused", lambda device: ["a doubt \x1b[31m"])
+    place = "fp4convert.numerics.backends.self_check.unused"
+    monkeypatch.setattr(place, lambda device: ["a doubt \x1b[31m"])
     fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q", warn=lambda lines: None)
     call = getattr(fp4convert, name)
     words = (

@@ -1,8 +1,8 @@
-"""Check the kernels of a GPU before its first work, against the CPU library.
+"""Check the kernels of a GPU before its first work.
 
-Adversarial values go through every entry point that commands launch, under every rule. What comes
-of it is kept beside the cubins: it is found out once for each compiled kernel, driver, GPU and
-version of this package. A GPU whose bytes differ is given no work.
+Adversarial values go through every entry point that commands launch, under every rule, and through
+the CPU library. What comes of it is kept beside the cubins: it is found out once for each compiled
+kernel, driver, GPU and version of this package. A GPU whose bytes differ is given no work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4convert.errors import DeviceError
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.cuda_stream import Kernels, Lane, as_device_error
-from fp4convert.numerics.backends.gpus import Gpu, Survey
+from fp4convert.numerics.backends.gpus import NO_GPU, Gpu, Survey, survey
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, decode_e4m3
 from fp4convert.numerics.formats import (
     CODES,
@@ -55,11 +55,13 @@ Values = NDArray[np.generic]
 Doubles = NDArray[np.float64]
 
 
-def leave_out_unsound(found: Survey) -> Survey:
-    """Refuse the GPUs of a survey that do not pass the check.
+def survey_sound() -> Survey:
+    """Find the usable GPUs that pass the check, or why there is none.
 
-    They are in `refused` then, with the reason; where none is left that is the problem, too.
+    The others are in `refused`, with the reason; where none is left that is the problem, too. The
+    first time on a machine the kernels are compiled for it, some seconds.
     """
+    found = survey()
     sound, refused = [], list(found.refused)
     for gpu in found.gpus:
         try:
@@ -73,6 +75,14 @@ def leave_out_unsound(found: Survey) -> Survey:
     return replace(
         found, gpus=(), refused=tuple(refused), problem=reason, next_step="Use --device cpu."
     )
+
+
+def unused(device: str) -> list[str]:
+    """Warn where --device auto leaves a GPU, or a broken driver, aside."""
+    found = survey_sound() if device == "auto" else Survey()
+    if found.driver and found.problem and found.problem != NO_GPU:
+        return [f"the CPU is used: {found.problem}. {found.next_step}"]
+    return [f"{name} is not used: {reason}" for name, reason in found.refused]
 
 
 def check(gpu: Gpu) -> None:
@@ -330,7 +340,10 @@ def _largest(dtype: str) -> NDArray[np.generic]:
 def _nudged(
     magnitudes: Doubles, ulps: NDArray[np.int64], is_negative: NDArray[np.bool_], dtype: str
 ) -> NDArray[np.generic]:
-    """Round to the dtype, then move by units in the last place; all stays finite."""
+    """Round to the dtype, then move by units in the last place.
+
+    What would be infinite stays the largest finite value.
+    """
     kind = FLOAT_DTYPES[dtype]
     unsigned = np.dtype(f"u{kind.itemsize}")
     largest = _largest(dtype)
