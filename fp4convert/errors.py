@@ -14,6 +14,7 @@ report/catalogue.toml says what each code means and what to do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,18 @@ from typing import Any, Literal
 CORRUPT = "source-corrupt"  # of bytes with another hash than was said; whoever reads tries again
 NEAR, MOST_NEAR = 0.7, 8  # how alike a slip and its word are, of 1; words that are named
 CATALOGUE = Path(__file__).with_name("report") / "catalogue.toml"
+
+
+# Before @ of an address, in its query, or a token of the Hub by itself.
+_SECRETS = re.compile(
+    r"(?<=//)[^/\s@]+(?=@)|(?<![\w/.])[^\s/:@'\"]+:[^\s/@'\"]+(?=@[\w.-]+/)"
+    r"|(?<=[?&]token=)[^&\s]+|\bhf_[A-Za-z0-9]{16,}\b"
+)
+
+
+def hide_secrets(text: str) -> str:
+    """Replace what may be a password or a token in an address by ***."""
+    return _SECRETS.sub("***", text)
 
 
 @cache
@@ -57,11 +70,12 @@ class Fp4Error(Exception):
         next_step: str = "",
         tensor: str | None = None,
     ) -> None:
-        self.lines = (message,) if isinstance(message, str) else message
+        lines = (message,) if isinstance(message, str) else message
+        self.lines = tuple(map(hide_secrets, lines))
         self.message = "\n".join(self.lines)
         super().__init__(self.message)
         self.code = code
-        self._known_step = next_step
+        self._known_step = hide_secrets(next_step)
         self.tensor = tensor
 
     @property
@@ -150,7 +164,6 @@ def install_line(extra: str) -> str:
     the packages of the extra: no package index is trusted to have this one.
     """
     import json
-    import re
     import shlex
     from importlib.metadata import PackageNotFoundError, distribution
     from urllib.parse import urlsplit

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
+from errno import ENOSPC
 from inspect import getdoc
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ import typer
 from fp4convert.cli.commands import COMMANDS
 from fp4convert.cli.help import WIDEST
 from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
-from fp4convert.errors import Fp4Error, InputError, Interrupted
+from fp4convert.errors import Fp4Error, InputError, Interrupted, OutputError
 from fp4convert.process import Stopped, sturdy_streams, uncovered
 
 ABOUT = """Quantize safetensors checkpoints to NVFP4 or MXFP4 for inference engines.
@@ -94,6 +95,7 @@ def main() -> None:
         try:
             # The bare command is bad usage, whose answer is the help: on stderr, as uv and ruff do.
             is_bare = not given and not _is_completing()
+            _refuse_empty(given)
             with uncovered(), redirect_stdout(sys.stderr) if is_bare else nullcontext():
                 code = make_app(called)(args=arguments, standalone_mode=False)
             sys.exit(InputError.exit_code if is_bare else code)
@@ -103,10 +105,14 @@ def main() -> None:
             command = shlex.join(["fp4convert", *_without_token(arguments)])
             failure = Interrupted(command, stopped.exit_code, stopped.kept)
         except Exception as error:
-            # What click refuses has a message; anything else is our bug.
-            if not hasattr(error, "format_message"):
+            # What click refuses has a message, a full disk takes no help; else it is our bug.
+            if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
+                detail = f"standard output cannot be written: {error.strerror}"
+                failure = OutputError("cannot-print", detail)
+            elif not hasattr(error, "format_message"):
                 raise
-            failure = _bad_usage(error, arguments, " ".join(["fp4convert", *called[:1]]))
+            else:
+                failure = _bad_usage(error, arguments, " ".join(["fp4convert", *called[:1]]))
         from fp4convert.cli.screen import Screen
 
         Screen(is_json="--json" in sys.argv).fail(failure)
@@ -123,6 +129,20 @@ def _as_options(words: list[str]) -> list[str]:
         case ["version"]:
             return ["--version"]
     return words
+
+
+def _refuse_empty(words: list[str]) -> None:
+    """Raise InputError for an empty word, as of a variable that is not set.
+
+    An empty token is none.
+    """
+    for before, word in zip(["", *words], words, strict=False):
+        option, equals, value = word.partition("=")
+        named = before if not word else option if equals and not value else None
+        if named is not None and named != "--token" and (not word or word.startswith("--")):
+            what = named if named.startswith("-") else "an argument"
+            next_step = "Give it a value; look for a variable of the shell that is not set."
+            raise InputError("usage", f"{what} is empty", next_step)
 
 
 def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:

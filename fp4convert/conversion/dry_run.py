@@ -28,6 +28,7 @@ from fp4convert.numerics.formats import IMPORTANCE, format_named
 from fp4convert.numerics.matrices import PANEL_ELEMENTS, Matrix, RowReader
 from fp4convert.planning.method_needs import RTN, reopened
 from fp4convert.planning.steps import Plan, Step, bits_per_weight_of
+from fp4convert.process import processors
 from fp4convert.progress import size_text
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import WEIGHT
@@ -122,6 +123,7 @@ def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads:
             done, count = done + rows * columns, min(2 * count, LARGEST)
         return done
 
+    threads = min(threads, processors())  # more of them are no faster
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, [0.0] * threads))  # what is loaded, compiled or reserved once
         begun = time.perf_counter()

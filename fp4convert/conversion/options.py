@@ -39,6 +39,7 @@ ACTIVATION_BITS = ("16", "4")
 VIAS = CACHES = ("fp8",)
 FILE_ENDINGS = (".gguf", ".safetensors")
 DEVICES = "[auto|cpu|cuda|cuda:N]"  # as --help shows them
+LONGEST_NAME = 255  # bytes of a file's name on any disk
 MOST_MEMORY = 1e6  # GB; inf, too, means no limit
 
 
@@ -79,11 +80,22 @@ def as_folder(output: Reference, source: Reference) -> Path:
 def take_references(options: "AccessOptions") -> None:
     """Read ~ and addresses of the Hub in what the options name.
 
-    Raises  InputError for an address with a revision or a folder that others contradict
+    Raises  InputError for an address with a revision or a folder that others contradict, for an
+            empty name, and for one that is too long
     """
     for each in declared_in(type(options)):
         given = getattr(options, each.name)
-        if each.type not in (Reference, Reference | None) or not isinstance(given, str):
+        if each.type not in (Reference, Reference | None) and each.name != "subfolder":
+            continue
+        if given is None:
+            continue
+        given, flag = os.fspath(given), f"--{each.name.replace('_', '-')}"
+        if not given:
+            raise InputError("usage", f"{flag} is empty", "Give a name, or leave it out.")
+        if max(len(os.fsencode(part)) for part in given.split("/")) > LONGEST_NAME:
+            detail = f"{given[:60]}... has a name of more than {LONGEST_NAME} bytes"
+            raise InputError("usage", f"{detail}, which no disk has", f"Look at {flag}.")
+        if each.name == "subfolder" or not isinstance(getattr(options, each.name), str):
             continue
         if not given.startswith(("~", "http")) and not given.endswith("/"):
             continue  # what it is already: nearly always

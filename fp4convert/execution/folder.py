@@ -384,17 +384,13 @@ def _check_header(path: Path, shard: Shard) -> None:
 
 def _describe_difference(old: Manifest, new: Manifest) -> str:
     """Tell which of source, format and dialect two plans differ in."""
-    differs = []
-    for key, value in new.identity.items():
-        before = old.identity.get(key)
-        if before != value:
-            is_named = key != "source"  # which is a hash
-            differs.append(
-                f"its {key} is {before or 'none'}, not {value or 'none'}"
-                if is_named
-                else "another source"
-            )
-    return " and ".join(differs)
+    differs = [
+        f"its {key} is {old.identity.get(key) or 'none'}, not {value or 'none'}"
+        for key, value in new.identity.items()
+        if key != "source" and old.identity.get(key) != value
+    ]
+    # The hash of a pipeline's source covers what its components become.
+    return " and ".join(differs) or "another source"
 
 
 def _read_blocks(

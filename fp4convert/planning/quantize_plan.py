@@ -350,12 +350,12 @@ def refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) 
             continue
         if dialect.TRAITS.container == "gguf":
             detail = (
-                f"{shard.file}: dialect gguf needs llama.cpp's names, order of rows and keys;"
-                " expected a GGUF file"
+                f"{shard.file}: --dialect gguf needs a GGUF file as its source, with llama.cpp's"
+                " names and metadata; expected one"
             )
             next_step = (
-                "Make a bf16 GGUF of the model first; quantize it, or give it: transcode --template"
-                " FILE.gguf."
+                "Make it with llama.cpp's script: python convert_hf_to_gguf.py MODEL --outtype bf16"
+                " --outfile model-bf16.gguf, and quantize that."
             )
         else:
             detail = (

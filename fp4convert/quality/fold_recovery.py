@@ -132,7 +132,7 @@ def check_vector(artifact: Artifact, linear: Linear, source: Source) -> Finding 
     """Check that a divided norm or bias is the source's under its factors."""
     kept, ref = artifact.tensors.get(linear.name), linear.refs[0]
     if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
-        detail = "the source has it, the artifact has it not, or otherwise"
+        detail = "missing from the artifact, or there with another dtype or shape"
         return Finding("error", "kept-missing", ref.name, detail)
     expected = as_floats(linear.coding.weights(linear, source).rows(0, 1))[0]
     own = read_vector(kept, artifact.source)

@@ -249,7 +249,7 @@ class SourcePairs:
             return check_vector(artifact, self.originals.vectors[ref.name], source)
         kept = artifact.tensors.get(ref.name)
         if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
-            detail = "the source has it, the artifact has it not, or otherwise"
+            detail = "missing from the artifact, or there with another dtype or shape"
             return Finding("error", "kept-missing", ref.name, detail)
         for part in split_bytes(ref):
             if artifact.source.read_range(kept, *part) != source.read_range(ref, *part):

@@ -98,8 +98,8 @@ def match_source(
     }
     best = _choose(medians, declared)
     if medians[best] >= DIFFERENT_RESIDUAL:
-        detail = f"read in no known way they are the weights of {source.name}"
-        detail += f": {100 * medians[best]:.0f} % of their power is missing"
+        detail = f"these are not the weights of {source.name}: no layout, nibble order or global"
+        detail += f" scale makes them match ({100 * medians[best]:.0f} % of the signal is missing)"
         return None, [Finding("error", "source-differs", None, detail)]
     findings = [*_check_reading(artifact, None, best, declared)]
     # Each module by itself: is it read as the others are, and does it fit then?

@@ -183,6 +183,8 @@ def choose_shards(
         if count < expected:
             detail = f"{stem}*{WEIGHTS}: {count} shards, whose names say that there are {expected}"
             next_step = "Download the whole checkpoint again."
+            if PLAN_FILE.partition("/")[0] in names:
+                next_step = "fp4convert has not finished this folder: run its command again."
             raise InputError("missing-shard", f"{detail}; there is no index either", next_step)
     return shards
 
