@@ -132,17 +132,16 @@ def _as_options(words: list[str]) -> list[str]:
 
 
 def _refuse_empty(words: list[str]) -> None:
-    """Raise InputError for an empty word, as of a variable that is not set.
+    """Raise InputError for an empty value, as of a variable that is not set.
 
     An empty token is none.
     """
     for before, word in zip(["", *words], words, strict=False):
         option, equals, value = word.partition("=")
-        named = before if not word else option if equals and not value else None
-        if named is not None and named != "--token" and (not word or word.startswith("--")):
-            what = named if named.startswith("-") else "an argument"
+        named = before if not word else option if equals and not value else ""
+        if named.startswith("-") and named != "--token":
             next_step = "Give it a value; look for a variable of the shell that is not set."
-            raise InputError("usage", f"{what} is empty", next_step)
+            raise InputError("usage", f"{named} is empty", next_step)
 
 
 def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:

@@ -90,9 +90,10 @@ def take_references(options: "AccessOptions") -> None:
         if given is None:
             continue
         given, flag = os.fspath(given), f"--{each.name.replace('_', '-')}"
-        if not given:
+        if not given and not each.option.is_argument:
             raise InputError("usage", f"{flag} is empty", "Give a name, or leave it out.")
-        if max(len(os.fsencode(part)) for part in given.split("/")) > LONGEST_NAME:
+        longest = max(len(os.fsencode(part)) for part in given.split("/"))
+        if longest > LONGEST_NAME and each.name != "output":  # which whoever makes it tells
             detail = f"{given[:60]}... has a name of more than {LONGEST_NAME} bytes"
             raise InputError("usage", f"{detail}, which no disk has", f"Look at {flag}.")
         if each.name == "subfolder" or not isinstance(getattr(options, each.name), str):

@@ -14,7 +14,6 @@ LONG = "x" * 300
 @pytest.mark.parametrize(
     "words",
     [
-        ("quantize", ""),
         ("quantize", "M", "--format", "nvfp4", "-o", ""),
         ("verify", "M", "--source", ""),
         ("inspect", "M", "--source="),

@@ -28,7 +28,7 @@ COMMAND = Path(sys.executable).with_name("fp4convert")
 OTHERS = {  # options of pip, docker, git and engines
     *("--no-deps", "--index-url", "--upgrade", "--build-arg", "--gpus", "--rm", "--user"),
     *("--merge", "--kv-cache-dtype", "--model", "--model-path", "--prompt"),
-    *("--outfile", "--outtype"),
+    *("--outfile", "--outtype", "--local-dir"),
 }
 
 
