@@ -24,6 +24,8 @@ from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted, OutputError
 from fp4convert.process import Stopped, sturdy_streams, uncovered
 
+# Options that would mean nothing without a word; others refuse an empty one themselves.
+NOT_EMPTY = ("--source", "--output", "-o", "--revision", "--subfolder", "--report", "--sarif")
 ABOUT = """Quantize safetensors checkpoints to NVFP4 or MXFP4 for inference engines.
 
 Example: fp4convert quantize Qwen/Qwen3-8B --format nvfp4
@@ -134,12 +136,12 @@ def _as_options(words: list[str]) -> list[str]:
 def _refuse_empty(words: list[str]) -> None:
     """Raise InputError for an empty value, as of a variable that is not set.
 
-    An empty token is none.
+    Of the options that would then mean nothing.
     """
     for before, word in zip(["", *words], words, strict=False):
         option, equals, value = word.partition("=")
         named = before if not word else option if equals and not value else ""
-        if named.startswith("-") and named != "--token":
+        if named in NOT_EMPTY:
             next_step = "Give it a value; look for a variable of the shell that is not set."
             raise InputError("usage", f"{named} is empty", next_step)
 

@@ -123,7 +123,7 @@ def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads:
             done, count = done + rows * columns, min(2 * count, LARGEST)
         return done
 
-    threads = min(threads, processors())  # more of them are no faster
+    threads = min(threads, 4 * processors())  # more of them are no faster
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, [0.0] * threads))  # what is loaded, compiled or reserved once
         begun = time.perf_counter()

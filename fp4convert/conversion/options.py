@@ -95,10 +95,9 @@ def take_references(options: "AccessOptions") -> None:
         longest = max(len(os.fsencode(part)) for part in given.split("/"))
         if longest > LONGEST_NAME and each.name != "output":  # which whoever makes it tells
             detail = f"{given[:60]}... has a name of more than {LONGEST_NAME} bytes"
-            code, step = (
-                ("no-source", "") if each.option.is_argument else ("usage", f"Look at {flag}.")
-            )
-            raise InputError(code, f"{detail}, which no disk has", step)
+            if each.option.is_argument:
+                raise InputError("no-source", f"{detail}, which no disk has")
+            raise InputError("usage", f"{detail}, which no disk has", f"Look at {flag}.")
         if each.name == "subfolder" or not isinstance(getattr(options, each.name), str):
             continue
         if not given.startswith(("~", "http")) and not given.endswith("/"):
