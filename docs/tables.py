@@ -347,16 +347,24 @@ def families() -> str:
     return "\n".join([head, *(f'{kind} = "{kinds[kind]}"' for kind in sorted(kinds)), ""])
 
 
-def main(arguments: list[str]) -> int:
-    """Print the files that differ, or write them; return the exit code."""
-    made = {page: filled(page.read_text(encoding="utf-8")) for page in sorted(DOCS.glob("*.md"))}
-    made[FAMILIES] = families()
-    stale = [page for page, text in made.items() if page.read_text(encoding="utf-8") != text]
+def write_stale(made: dict[Path, str], arguments: list[str]) -> int:
+    """Print the pages that differ, or write them; return the exit code."""
+    stale = [
+        page
+        for page, text in made.items()
+        if not page.exists() or page.read_text(encoding="utf-8") != text
+    ]
     for page in stale:
         print(page.name)
         if "--write" in arguments:
             page.write_text(made[page], encoding="utf-8")
     return int(bool(stale) and "--write" not in arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Make the tables of every page, and the index of recipes."""
+    made = {page: filled(page.read_text(encoding="utf-8")) for page in sorted(DOCS.glob("*.md"))}
+    return write_stale(made | {FAMILIES: families()}, arguments)
 
 
 if __name__ == "__main__":

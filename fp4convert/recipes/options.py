@@ -171,8 +171,11 @@ class RecipeOptions:
     def __post_init__(self) -> None:
         # An iterator could be read only once; a list could change.
         self.include, self.exclude = as_globs(self.include), as_globs(self.exclude)
-        take_words(self)
-        if beside := getattr(super(), "__post_init__", None):
+        # Beside options of another class, that one takes the words of all.
+        beside = getattr(super(), "__post_init__", None)
+        if beside is None:
+            take_words(self)
+        else:
             beside()
 
 
