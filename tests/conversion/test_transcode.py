@@ -442,6 +442,13 @@ def test_what_cannot_be_said_is_refused(options, code, source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_advice_names_only_options_of_the_command(source, tmp_path):
+    quantize(source, tmp_path / "artifact", CT)
+    words = ("--dialect", CT, "--format", "fp8")
+    refused = run("transcode", tmp_path / "artifact", "-o", tmp_path / "out", *words)
+    assert (refused.code, "--target-size" in refused.err) == (2, False), refused.err
+
+
 def test_a_dialect_is_asked_for(source, tmp_path):
     quantize(source, tmp_path / "artifact", CT)
     assert run("transcode", tmp_path / "artifact", "-o", tmp_path / "out").code == 2
