@@ -56,7 +56,7 @@ def _share_tensors(value: Any, known: SharedTensors) -> Any:
         return {key: _share_tensors(item, known) for key, item in value.items()}
     if isinstance(value, PLAIN):
         return value
-    detail = f"layers hand on {type(value).__name__} to each other beside hidden states"
+    detail = f"layers pass {type(value).__name__} to each other besides hidden states"
     raise InputError("calibration-model", f"{detail}; expected layers that stand alone", NEXT)
 
 

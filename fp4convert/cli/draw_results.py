@@ -65,10 +65,10 @@ def draw_result(screen: Screen, result: Document) -> None:
 
 def _draw_carried(screen: Screen, carried: Document) -> None:
     """Draw what a transcoded artifact keeps of the other, and what not."""
-    how = "keep every value in another format" if "blocks" in carried else "are carried bit for bit"
+    how = "keep every value in the new format" if "blocks" in carried else "are copied bit for bit"
     screen.line(f"  {carried['bit_for_bit']} of {carried['modules']} modules {how}")
     for key, what in (
-        ("rounded", "a scale stored as its reciprocal is off by one bit on the way back"),
+        ("rounded", "one scale changes in its last bit when its reciprocal is stored"),
         ("lossy", "blocks too small for E4M3 were rounded"),
     ):
         if names := carried.get(key):

@@ -149,9 +149,11 @@ class PipelineConversion:
     def check(self, settings: Settings) -> None:
         if settings.share is not None:  # nobody could end all parts of all conversions
             part = f"part {settings.share.index} of {settings.share.count}"
-            detail = f"{part}: a pipeline is several conversions, not dealt out so"
-            one = "Deal out one at a time: --subfolder transformer"
-            next_step = f"{one}; or let processes join (--join), or --num-shards 1."
+            detail = (
+                f"{part}: a pipeline is several conversions, which --shard-index does not split"
+            )
+            one = "Split one component at a time: --subfolder transformer"
+            next_step = f"{one}; or use --join, or --num-shards 1."
             raise InputError("share", detail, next_step)
         next(iter(self.conversions.values())).check(settings)
 

@@ -286,7 +286,7 @@ def test_scales_that_do_not_come_back_are_named(before, after, tmp_path):
         "rounded": ["l.1.o_proj", "l.2.o_proj"],
     }
     said = run("transcode", artifact, "-o", tmp_path / "again", "--dialect", after)
-    assert "2 of 4 modules are carried bit for bit" in said.out
+    assert "2 of 4 modules are copied bit for bit" in said.out
     assert "2 are not" in said.out
 
 

@@ -100,9 +100,9 @@ def test_expert_stacks_that_stay_are_warned_of(tmp_path):
     }
     command = ("quantize", write_single(tmp_path / "m", stack), "--format", "nvfp4", "--dry-run")
     refused = run(*command)
-    assert (refused.code, "no recipe tells how this model does" in refused.err) == (2, True)
+    assert (refused.code, "no recipe says how this model does" in refused.err) == (2, True)
     assert (
-        "1 stacks of expert matrices stay as they are"
+        "1 stacks of expert matrices are not quantized"
         in run(*command, "--exclude", "*experts*").err
     )
 

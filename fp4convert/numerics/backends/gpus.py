@@ -132,7 +132,7 @@ def ask_driver() -> tuple[Version | None, int, str]:
             or library.cuDeviceGetCount(ctypes.byref(count))
         )
     except AttributeError:
-        return None, 0, "libcuda.so.1 is no NVIDIA driver: it lacks cuInit"
+        return None, 0, "libcuda.so.1 is not an NVIDIA driver: it lacks cuInit"
     version = (number.value // 1000, number.value % 1000 // 10)
     if code and code != NO_DEVICE:
         return version, 0, f"the NVIDIA driver refuses to start (CUDA error {code})"

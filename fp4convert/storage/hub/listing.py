@@ -117,7 +117,9 @@ def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
         except (no_reply, OSError) as error:
             reason = plain_words(error)
         except NO_LIST:
-            reason = "its reply is no list of files; does a proxy or a login page answer instead?"
+            reason = (
+                "its reply is not a list of files; does a proxy or a login page answer instead?"
+            )
         failures += 1
         host = host_of(constants.ENDPOINT)
         if not retry.wait(failures, f"{host}: {reason}", seconds):
