@@ -80,7 +80,7 @@ def test_what_the_place_knows_stands_alone():
     )
     assert (
         errors.InputError("no-source", "x").next_step
-        == "Look for a typing error in the path or the name."
+        == "Check the path or the name for a typing error."
     )  # its first
     assert errors.InputError("no-such-code", "x").next_step == ""
 
