@@ -103,8 +103,9 @@ class Routing:
             next_step = f"Keep a multiple of {self.groups}: --keep {' or '.join(near)}."
             raise InputError("prune-groups", detail, next_step)
         if self.keep < least:
-            stay = self.keep // self.groups
-            detail = f"--keep {self.keep}: each of {self.groups} groups would keep {stay} experts"
+            each_keeps = self.keep // self.groups
+            detail = f"--keep {self.keep}: each of {self.groups} groups would keep {each_keeps}"
+            detail = f"{detail} of its experts"
             detail = f"{detail}; a token may use {self.chosen_groups} groups"
             detail = f"{detail}, and it is sent to {self.chosen}; expected at least {least} in all"
             raise InputError("prune-groups", detail, f"Keep more: --keep {least}.")

@@ -269,7 +269,7 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "healthy, as far as records and scales tell; verify --source compares the values",
     ]
     with_source = run("inspect", tmp_path / "out", "--source", source).out.splitlines()
-    assert with_source[-1] == "healthy, and a sample of its values is that of source"
+    assert with_source[-1] == "healthy; a sample of its values matches source"
 
 
 def test_a_drawn_artifact_tells_only_what_is_its_own(tmp_path):
