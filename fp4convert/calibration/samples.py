@@ -163,7 +163,7 @@ def _open_tokenizer(folder: Path) -> Any:
         why = "no tokenizer"
         if any(not path.name.endswith("config.json") for path in folder.iterdir()):
             why = f"no tokenizer that transformers can use: {reason_of(error)}"
-        next_step = "Put the tokenizer's files beside the weights, or: --self-generate 32."
+        next_step = "Put the tokenizer's files next to the weights, or: --self-generate 32."
         raise InputError("no-tokenizer", f"the source has {why}", next_step) from None
     if not len(found):
         detail = "the source has no tokenizer: its vocabulary is empty"

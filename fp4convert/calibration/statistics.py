@@ -492,9 +492,11 @@ def _read_parts(path: Path, sums: Mapping[str, str]) -> list[TensorRef]:
     tensors = [ref for file in sorted(sums) for ref in header_of(path.parent / file)[1]]
     other = [file for file, sha256 in sums.items() if hash_file(path.parent / file) != sha256]
     if other or not sums:
-        detail = f"{path} is an index that names no parts; expected files that lie beside it"
+        detail = f"{path} is an index that names no parts; expected files in its folder"
         if other:
-            detail = f"{path} is an index, and {other[0]} beside it belongs to another calibration"
+            detail = (
+                f"{path} is an index, and {other[0]} in its folder belongs to another calibration"
+            )
             detail += ": its sha256 differs"
         next_step = "Keep the index and its parts in one folder, or calibrate again."
         raise InputError("calibration-file", detail, next_step)

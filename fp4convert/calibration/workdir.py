@@ -289,7 +289,7 @@ def _begin_state(state: Path, purpose: str, tell: Callable[[str], None]) -> None
         tell(f"going on with what {state} holds")
         return
     if was is not None:
-        tell(f"{state} is of another source or other options: started anew")
+        tell(f"{state} is of another source or other options: started again")
     for path in state.iterdir():
         if path.name != LOCK_FILE:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -81,7 +81,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
         screen.line(f"{'':<25}and {more} more patterns: --json")
     draw_findings(screen, artifact["findings"])
-    good = "healthy, as far as records and scales tell; verify --source compares the values"
+    good = "healthy by its records and scales; verify --source compares the values"
     if source := artifact.get("source"):
         good = f"healthy; a sample of its values matches {source}"
     draw_verdict(screen, artifact["healthy"], good, "not healthy")

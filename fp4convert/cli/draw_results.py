@@ -129,7 +129,7 @@ def draw_examination(screen: Screen, found: Document) -> None:
     driver = "none"
     if found["driver"]:
         driver = f"NVIDIA, runs CUDA {found['driver']}, shows {found['gpus_shown']} GPU(s)"
-    kept = "not writable: compiled anew by each run"
+    kept = "not writable: each run compiles again"
     if cache["writable"]:
         kept = f"{cache['files']} files, {size_text(cache['bytes'])}"
     free = "the folder is gone"

@@ -73,7 +73,7 @@ class PipelineConversion:
         lines = [f"{name}: {line}" for name, lines in warnings.items() for line in lines]
         if not left_out:
             return lines
-        beside = f"{len(left_out)} files of weights beside {PIPELINE} are no part of the pipeline"
+        beside = f"{len(left_out)} weight files next to {PIPELINE} are not part of the pipeline"
         return [f"{beside} and are left out, the first {left_out[0]!r}", *lines]
 
     def names(self) -> list[str]:

@@ -125,8 +125,8 @@ def measured_scales(calibration: Calibration) -> InputScales:
         amax = calibration.amax(fed.module)
         if amax == 0:
             detail = (
-                f"{calibration.path}: {fed.module} was given nothing but zeros, or no token at"
-                " all; a scale needs a largest input"
+                f"{calibration.path}: {fed.module} received only zeros, or no token;"
+                " a scale needs a largest input"
             )
             next_step = (
                 f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one"

@@ -55,7 +55,7 @@ MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
 KEPT_DTYPE = "BF16"  # of what was packed and stays
 NO_CONFIG = (
     "the source has no config.json, or an empty one; the one written holds only the quantization"
-    " alone"
+    " record"
 )
 
 

@@ -207,7 +207,7 @@ def _check_reading(
 ) -> Iterator[Finding]:
     """Check that a module, or all of them, is read as expected."""
     if found.layout != expected.layout:
-        detail = f"compared with the source, block scales lie {found.layout}, not {expected.layout}"
+        detail = f"compared with the source, block scales are {found.layout}, not {expected.layout}"
         yield Finding("error", "scale-layout", module, detail)
     if found.is_swapped != expected.is_swapped:
         how = "swapped" if found.is_swapped else "as declared, and those of others are swapped"

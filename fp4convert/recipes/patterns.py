@@ -152,7 +152,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(fnmatch.translate(pattern))
     if _ENDLESS.search(pattern):
         detail = (
-            f"{pattern!r} repeats what is repeated inside, which can take for ever; "
+            f"{pattern!r} repeats what is repeated inside, which can take forever; "
             "expected a simpler expression"
         )
         raise InputError("bad-pattern", detail)

@@ -252,7 +252,7 @@ def _stamp(path: Path) -> str:
 
 def _unreadable(place: object, error: OSError) -> InputError:
     detail = f"{place} cannot be read: {error.strerror}"
-    return InputError("unreadable", detail, "See that this user may read it.")
+    return InputError("unreadable", detail, "Check that this user may read it.")
 
 
 def _regular(folder: Path, name: str) -> Path:

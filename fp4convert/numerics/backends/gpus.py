@@ -80,7 +80,7 @@ def survey() -> Survey:
             driver,
             count,
             problem=f"CuPy or its NVRTC does not load: {_first_line(error)}",
-            next_step=f"Install them anew: {install}",
+            next_step=f"Install them again: {install}",
         )
     if nvrtc[0] > driver[0]:
         detail = f"NVRTC {dotted(nvrtc)} is newer than the driver, which runs CUDA {dotted(driver)}"

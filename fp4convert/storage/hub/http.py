@@ -41,7 +41,7 @@ MOST_IDLE = 1 << 10  # connections to one host that are kept: more than anybody 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 LOGGERS = ("urllib3.connection", "urllib3.connectionpool")  # which log addresses
 AGAIN = (
-    "See that this host can be reached from here (proxy, HF_ENDPOINT);"
+    "Check that this host can be reached from here (proxy, HF_ENDPOINT);"
     " the same command goes on with what is finished."
 )
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")

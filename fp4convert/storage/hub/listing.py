@@ -146,7 +146,9 @@ def _refusal(repo: str, access: Access, status: int, code: str | None) -> Fp4Err
 
 def _bad_listing(repo: str, found: str) -> SourceError:
     detail = f"{repo}: the Hub lists {found}"
-    return SourceError("bad-listing", detail, "See that HF_ENDPOINT is a Hub; run it again later.")
+    return SourceError(
+        "bad-listing", detail, "Check that HF_ENDPOINT is a Hub; run it again later."
+    )
 
 
 def _list_cache(repo: str, access: Access) -> Listing:
