@@ -305,7 +305,7 @@ def _warn(
         detail = f"{detail} experts to keep; the model computes the same, but cannot be used for"
         yield f"{detail} speculative decoding with them"
     if uneven := [str(ranks) for ranks in RANKS if routing.keep % ranks]:
-        detail = f"{routing.keep} experts cannot be dealt out evenly among {' or '.join(uneven)}"
+        detail = f"{routing.keep} experts cannot be divided evenly among {' or '.join(uneven)}"
         yield f"{detail} ranks of expert parallelism"
     few = {name: calibration.experts(name).tokens < FEW_TOKENS for name in kept}
     if layers := [name for name, those in few.items() if those.any()]:
