@@ -347,9 +347,7 @@ def test_warnings(source, tmp_path):
     )
     assert few.code == 0
     assert "2 experts in 1 layers got fewer than 100 tokens, 1 of them kept" in few.err
-    assert (
-        "6 experts cannot be divided evenly among 4 or 8 ranks of expert parallelism" in few.err
-    )
+    assert "6 experts cannot be divided evenly among 4 or 8 ranks of expert parallelism" in few.err
     assert "multi-token-prediction layers are left out" in few.err
     plain = write_checkpoint(
         tmp_path / "plain" / "source", deepseek_shards(is_ahead=False), DEEPSEEK
