@@ -26,7 +26,7 @@ from fp4convert.cli.draw_quality import draw_block
 from fp4convert.errors import read_catalogue
 from fp4convert.numerics.formats import FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
-from fp4convert.recipes.options import declared_in, help_with_words, is_required
+from fp4convert.recipes.options import help_with_words, is_required
 from fp4convert.recipes.toml_files import FAMILIES, known_file, known_names
 
 DOCS = Path(__file__).parent
@@ -242,20 +242,21 @@ def options() -> Iterator[str]:
     from fp4convert.cli.commands import COMMANDS
 
     for name, command in COMMANDS.items():
-        kind = command.options
         yield f"### {name}"
         yield ""
-        yield inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+        text = inspect.cleandoc(command.options.__doc__ or "")
+        yield text.partition("\n\n")[0].replace("\n", " ")
         rows: list[tuple[object, ...]] = []
-        for each in declared_in(kind):
+        for each in command.declared():
             flags = each.option.flags or (f"--{each.name.replace('_', '-')}",)
             spelled = each.name.upper() if each.option.is_argument else ", ".join(flags)
             default = "required" if is_required(each) else each.default
             told = "" if default in (None, False, ()) else default
-            shown = f"`{spelled}`" + (" (Python alone)" if each.name in command.hidden else "")
-            rows.append((shown, told, help_with_words(each.option).replace("|", "\\|")))
+            hidden = " (Python only)" if each.name in command.hidden else ""
+            row = (f"`{spelled}`{hidden}", told, help_with_words(each.option).replace("|", "\\|"))
+            rows.append(row)
         yield ""
-        yield from table(("option", "default", "meaning"), rows) if rows else ()
+        yield from table(("option", "default", "meaning"), rows)
         yield ""
 
 

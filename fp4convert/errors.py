@@ -152,7 +152,7 @@ class Interrupted(Fp4Error):  # noqa: N818 - not a failure
 
     def __init__(self, command: str, exit_code: int, kept: str | None) -> None:
         verb = "Continue" if kept else "Begin again"
-        message = f"interrupted: {kept or 'nothing of this command stays'}"
+        message = f"interrupted: {kept or 'this command keeps nothing'}"
         super().__init__("interrupted", message, f"{verb} with: {command}")
         self.exit_code = exit_code
 

@@ -39,7 +39,7 @@ class Stopped(BaseException):
         super().__init__()
         self.number = number
         self.exit_code = 128 + number
-        self.kept: str | None = "finished shards stay"
+        self.kept: str | None = "finished shards are kept"
 
 
 @contextmanager

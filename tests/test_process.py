@@ -83,7 +83,7 @@ def test_a_command_that_waits_ends_soon(command, where, kind, number, repositori
         else f"Begin again with: fp4convert {command[0]}"
     )
     assert told in err
-    assert ("finished shards stay" in err) == (command is QUANTIZE)
+    assert ("finished shards are kept" in err) == (command is QUANTIZE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -56,8 +56,10 @@ def _share_tensors(value: Any, known: SharedTensors) -> Any:
         return {key: _share_tensors(item, known) for key, item in value.items()}
     if isinstance(value, PLAIN):
         return value
-    detail = f"layers hand on {type(value).__name__} to each other beside hidden states"
-    raise InputError("calibration-model", f"{detail}; expected layers that stand alone", NEXT)
+    detail = f"layers pass {type(value).__name__} to each other besides hidden states"
+    raise InputError(
+        "calibration-model", f"{detail}; expected layers that need only hidden states", NEXT
+    )
 
 
 @contextmanager
@@ -129,7 +131,7 @@ def begin(
         is_handed = any(id(item) in handed_ids for item in named)
         if number != len(calls) or is_handed or hidden.shape[:2] != ids.shape:
             detail = f"{kind} does not run its layers one after the other"
-            raise InputError("calibration-model", f"{detail} on hidden states alone", NEXT)
+            raise InputError("calibration-model", f"{detail} on hidden states only", NEXT)
         kept.append(hidden)
         calls.append((_share_tensors(args, known), _share_tensors(kwargs, known)))
         if len(calls) == len(skeleton.layers):

@@ -332,7 +332,7 @@ def _decode_stack(name: str, parts: list[Linear], source: Source, recipe: Recipe
     """Decode packed experts to the stack that an unquantized checkpoint has."""
     rule = recipe.stack_rule(name)
     if rule is None:
-        detail = f"{name}: no recipe tells how this stack of experts lies unquantized"
+        detail = f"{name}: no recipe says how this stack of experts is stored unquantized"
         raise InputError("calibration-model", detail, NEXT, name)
     by_module = {linear.module: linear for linear in parts}
     made = []

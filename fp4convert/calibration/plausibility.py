@@ -47,13 +47,13 @@ def contradiction(said: InputStatistics) -> tuple[str, str] | None:
     largest = said.largest.astype(np.float64)
     highest = float(largest.max(initial=0))
     if said.amax is not None and abs(said.amax - highest) > SLACK * highest:
-        why = f"is {said.amax:.4g} beside an input_channel_amax of up to {highest:.4g}"
+        why = f"is {said.amax:.4g}, but input_channel_amax reaches {highest:.4g}"
         return "input_amax", why
     if said.tokens == 0 and highest:
-        return "tokens", f"is 0 beside inputs of up to {highest:.4g}"
+        return "tokens", f"is 0, but inputs reach {highest:.4g}"
     # What is left of the largest in the mean when all others are 0.
     share = 1 / said.tokens if said.tokens else 0.0
-    least = f"which the largest there has left of it after {said.tokens} tokens"
+    least = f"the mean of the largest value there over {said.tokens} tokens"
     found = None
     if said.magnitudes is not None:
         low, high = (largest * share, least), (largest, "input_channel_amax there")
@@ -76,9 +76,9 @@ def contradiction(said: InputStatistics) -> tuple[str, str] | None:
     if not is_bad.any():
         return None
     column = int(np.argmax(is_bad))
-    what = "input_sq_mean there" if column < len(squares) else "what padding is"
+    what = "input_sq_mean there" if column < len(squares) else "as in padding"
     why = f"has {diagonal[column]:.4g} in its diagonal at column {column}"
-    return "input_gram", f"{why}, beside {expected[column]:.4g}, {what}"
+    return "input_gram", f"{why}, expected {expected[column]:.4g}, {what}"
 
 
 def _find_outside(
@@ -114,7 +114,7 @@ def not_a_gram(blocks: Float32s) -> str | None:
             is_other = np.abs(rows - across) > limit * SLACK + slack
             for is_bad, why in (
                 (is_large, "more than its diagonal allows"),
-                (is_other, "and another value across the diagonal"),
+                (is_other, "and a different value across the diagonal"),
             ):
                 if is_bad.any():
                     row, column = map(int, np.unravel_index(int(np.argmax(is_bad)), is_bad.shape))

@@ -165,7 +165,7 @@ def _copy_texts(source: Source, folder: Path) -> None:
     """Copy config.json and the tokenizer's files; no code is among them."""
     if not source.checkpoint.config:
         detail = f"{source.name} has no config.json"
-        detail += ", without which nobody knows how the model computes"
+        detail += "; expected one, which says how the model computes"
         next_step = "Give the folder or repository of the whole model."
         raise InputError("calibration-model", detail, next_step)
     with write_errors_at(folder):
@@ -192,8 +192,8 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
         nbytes = sum(map(skeleton.nbytes, skeleton.layers))
         if nbytes > run.held_nbytes:
             words = f"the weights take {size_text(nbytes)}, more than --hold"
-            words += ": they are read again for every token that is written"
-            words += "; --sequence-length N tells how many, --text FILE needs none of this"
+            words += ": they are read again for every generated token"
+            words += "; --sequence-length N sets how many, --text FILE generates none"
             run.tell(words)
         run.phases.begin("write", count * (length - 1), tokens_text)
         samples = write_samples(run.feed, skeleton, run.held_nbytes, run.phases.report)

@@ -51,7 +51,7 @@ class Feed:
         """Raise InputError unless one of them is given, and can be."""
         given = (bool(self.text), self.dataset is not None, self.self_generate is not None)
         if given.count(True) != 1:
-            detail = "calibrate is fed by one of --text FILE, --dataset FILE and --self-generate N"
+            detail = "calibrate takes text from --text FILE, --dataset FILE or --self-generate N"
             next_step = "With no data at hand: --self-generate 32."
             raise InputError("no-text", f"{detail}; expected one of them", next_step)
         for option, value, least in (
@@ -64,8 +64,8 @@ class Feed:
                 raise InputError("bad-number", detail, f"Give {option} {least}, or more.")
         for path in (*self.text, *([self.dataset] if self.dataset else [])):
             if not path.is_file():
-                found = "is no file" if path.exists() else "no such file"
-                detail = f"{path}: {found}; expected text to calibrate with"
+                found = "is not a file" if path.exists() else "no such file"
+                detail = f"{path}: {found}; expected calibration text"
                 raise InputError("no-text", detail, "Look for a typing error.")
 
     def words(self) -> str:
@@ -146,7 +146,7 @@ def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
         tokens = [whole[number * length : (number + 1) * length] for number in range(count)]
     tokens = [ids[:length] for ids in tokens if len(ids) >= SHORTEST]
     if not tokens:
-        detail = "the text to calibrate with makes no sample of two tokens; expected prose or code"
+        detail = "the calibration text has no sample of two tokens; expected prose or code"
         raise InputError("no-text", detail, "Add more.")
     if len(tokens) > feed.samples:  # evenly over all of them
         tokens = [tokens[number * len(tokens) // feed.samples] for number in range(feed.samples)]
@@ -163,7 +163,7 @@ def _open_tokenizer(folder: Path) -> Any:
         why = "no tokenizer"
         if any(not path.name.endswith("config.json") for path in folder.iterdir()):
             why = f"no tokenizer that transformers can use: {reason_of(error)}"
-        next_step = "Put the tokenizer's files beside the weights, or: --self-generate 32."
+        next_step = "Put the tokenizer's files next to the weights, or: --self-generate 32."
         raise InputError("no-tokenizer", f"the source has {why}", next_step) from None
     if not len(found):
         detail = "the source has no tokenizer: its vocabulary is empty"
@@ -198,7 +198,7 @@ def _read_texts(
             try:
                 text = str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
             except Exception as error:  # templates raise what they like
-                detail = f"{where} cannot be written by the tokenizer's chat template"
+                detail = f"{where} does not fit the tokenizer's chat template"
                 detail += f": {reason_of(error)}"
                 raise InputError("bad-dataset", detail, "Give records with 'text'.") from None
         else:
@@ -224,7 +224,7 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 except ValueError as error:
                     raise ValueError(f"line {number}: {error}") from None
                 if record is not None and not isinstance(record, dict):
-                    raise ValueError(f"line {number} is no object")
+                    raise ValueError(f"line {number} is not an object")
                 if record is not None:
                     yield record
         except (ValueError, RecursionError) as error:
@@ -246,7 +246,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
-        detail = f"{path} is no parquet file: {error}"
+        detail = f"{path} is not a parquet file: {error}"
         raise InputError("bad-dataset", detail, "Give jsonl or parquet.") from None
 
 
@@ -256,7 +256,7 @@ def own_shape(feed: Feed, skeleton: Skeleton) -> tuple[int, int]:
     Raises InputError where it writes no text
     """
     if not skeleton.model.can_generate():
-        detail = f"{type(skeleton.model).__name__} writes no text, so it cannot be fed with its own"
+        detail = f"{type(skeleton.model).__name__} generates no text for --self-generate"
         raise InputError("no-text", detail, "Give --text FILE.")
     length = sequence_length(skeleton, feed.sequence_length, OWN_LENGTH)
     return int(feed.self_generate or 1), length

@@ -58,7 +58,7 @@ from fp4convert.storage.source import Source
 
 FORMAT, VERSION = "fp4convert-calibration", "2"
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
-ANEW = "Copy it anew from where it was made, or calibrate again."  # nobody downloads such files
+ANEW = "Copy it again from where it was made, or calibrate again."  # nobody downloads such files
 NOTES = ("source", "fingerprint", "weights", "samples", "tokens", "gram", "text")
 NAMED_MODULES = 3  # in a warning that many could stand in
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
@@ -130,13 +130,13 @@ class Calibrated:
         for modules, what in (
             (
                 self.unrouted,
-                "of experts that too few tokens were routed to; they were given tokens of the"
-                " whole layer instead; more text helps",
+                "of experts that received too few tokens; their statistics are of all tokens of"
+                " the layer; more text helps",
             ),
             (
                 self.opaque,
-                "experts without statistics and saliency, since transformers computes them in a"
-                " way that cannot be looked into; prune does not take this file",
+                "experts without statistics and saliency: transformers computes them in a"
+                " way that calibrate cannot observe; prune does not take this file",
             ),
             (passed_by, "without statistics, since no text goes through them"),
         ):
@@ -253,7 +253,7 @@ class Calibration:
         blocks = self._read(ref).astype(np.float32) * factor
         self._check_values(ref, blocks, is_gram=True)
         if why := not_a_gram(blocks):
-            raise self.refusal(ref, f"{why}: it is no mean of x x^T")
+            raise self.refusal(ref, f"{why}: it is not a mean of x x^T")
         return Gram(blocks, self.find(module, "input_channel_amax").shape[0])
 
     def gram_diagonal(self, module: str) -> Float32s:
@@ -299,7 +299,7 @@ class Calibration:
         elif statistic == "input_sq_mean" and self.gram_kind == "none":
             next_step = "Calibrate again with --gram diag."
         detail = f"{self.path} has no {statistic} of {module}"
-        detail += "; expected it of every linear layer, mixture and attention asked for"
+        detail += "; expected it for every linear layer, MoE layer and attention that is used"
         raise InputError("calibration-missing", detail, next_step, module)
 
     def refusal(self, ref: TensorRef, why: str) -> InputError:
@@ -492,9 +492,11 @@ def _read_parts(path: Path, sums: Mapping[str, str]) -> list[TensorRef]:
     tensors = [ref for file in sorted(sums) for ref in header_of(path.parent / file)[1]]
     other = [file for file, sha256 in sums.items() if hash_file(path.parent / file) != sha256]
     if other or not sums:
-        detail = f"{path} is an index that names no parts; expected files that lie beside it"
+        detail = f"{path} is an index that names no parts; expected files in its folder"
         if other:
-            detail = f"{path} is an index, and {other[0]} beside it belongs to another calibration"
+            detail = (
+                f"{path} is an index, and {other[0]} in its folder belongs to another calibration"
+            )
             detail += ": its sha256 differs"
         next_step = "Keep the index and its parts in one folder, or calibrate again."
         raise InputError("calibration-file", detail, next_step)

@@ -176,7 +176,7 @@ class Needs:
     def words(self) -> str:
         """Tell a person what is needed."""
         file, hidden = size_text(self.statistics_nbytes), size_text(self.hidden_nbytes)
-        text = f"statistics take up to {file}, hidden states {hidden} beside them until the end"
+        text = f"statistics take up to {file}, temporary hidden states {hidden}"
         if self.gram_nbytes:
             text += f", Gram matrices of a layer {size_text(self.gram_nbytes)} of memory"
         return text
@@ -196,7 +196,7 @@ class Needs:
         more = times * self.statistics_nbytes + self.hidden_nbytes - there
         free = disk.f_bavail * disk.f_frsize
         if more > free:
-            detail = f"{output} needs up to {more:,} bytes with what lies beside it until the end"
+            detail = f"{output} needs up to {more:,} bytes of disk, temporary files included"
             next_step = "Free some space, or choose another disk: -o FILE"
             next_step += f"; {LESS}." if self.gram_nbytes else "."
             raise OutputError("disk-full", f"{detail}, its disk has {free:,} free", next_step)
@@ -289,7 +289,7 @@ def _begin_state(state: Path, purpose: str, tell: Callable[[str], None]) -> None
         tell(f"going on with what {state} holds")
         return
     if was is not None:
-        tell(f"{state} is of another source or other options: started anew")
+        tell(f"{state} is of another source or other options: started again")
     for path in state.iterdir():
         if path.name != LOCK_FILE:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -304,7 +304,9 @@ def interruptible(output: Path) -> Iterator[None]:
     except Stopped as stopped:
         state = state_of(output)
         is_begun = any(state.glob("part-*.json"))
-        stopped.kept = f"finished layers stay in {state}" if is_begun else "no layer was finished"
+        stopped.kept = (
+            f"finished layers are kept in {state}" if is_begun else "no layer was finished"
+        )
         raise
 
 

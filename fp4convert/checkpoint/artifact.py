@@ -386,5 +386,5 @@ def _compare_records(
         ]
         if differing:
             detail = f"on {len(differing)} modules, the first {differing[0]!r}: {RECORD} and"
-            detail = f"{detail} config.json say different forms of them"
+            detail = f"{detail} config.json give them different formats"
             yield Finding("error", "records-disagree", differing[0], detail)

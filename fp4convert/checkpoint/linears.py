@@ -176,6 +176,6 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"config.json: the checkpoint is already quantized, by {method!r}"
         detail = f"{foreign}; {detail}" if foreign else detail
-        detail = f"{detail}; no tensor is stored as fp4convert knows it"
-        remedy = "If these are, remove quantization_config from config.json."
+        detail = f"{detail}; no tensor is stored in a way that fp4convert reads"
+        remedy = "If these are the original weights, remove quantization_config from config.json."
         raise InputError("already-quantized", detail, f"{next_step} {remedy}")

@@ -198,7 +198,7 @@ def form_finder(groups: Iterable[tuple[T, Sequence[str]]]) -> Callable[[str], T 
 def idle_scales(
     modules: Mapping[str, Packed], cache_scales: Collection[str], has_inputs: bool
 ) -> list[str]:
-    """List scales beside four-bit modules that mean nothing for the artifact.
+    """List scales of four-bit modules that mean nothing for the artifact.
 
     Only some modules have such input scales.
 

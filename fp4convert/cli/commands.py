@@ -47,7 +47,7 @@ class ExplainOptions:
 
 @dataclass(eq=False, repr=False)
 class DoctorOptions:
-    """Tell what this machine offers: GPUs, compiler, disk.
+    """Show what this machine offers: GPUs, compiler, disk.
 
     Example: fp4convert doctor
     """

@@ -79,11 +79,11 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     for entry in artifact["patterns"][:MOST_PATTERNS]:
         screen.line(f"{entry['modules']:>9}  {entry['form']:<12}  {entry['pattern']}")
     if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
-        screen.line(f"{'':<25}and {more} patterns more: --json")
+        screen.line(f"{'':<25}and {more} more patterns: --json")
     draw_findings(screen, artifact["findings"])
-    good = "healthy, as far as records and scales tell; verify --source compares the values"
+    good = "healthy by its records and scales; verify --source compares the values"
     if source := artifact.get("source"):
-        good = f"healthy, and a sample of its values is that of {source}"
+        good = f"healthy; a sample of its values matches {source}"
     draw_verdict(screen, artifact["healthy"], good, "not healthy")
 
 
@@ -164,7 +164,7 @@ def draw_comparison(screen: Screen, found: Document) -> None:
         findings = found[side]["findings"]
         draw_findings(screen, ({**one, "detail": f"{side}: {one['detail']}"} for one in findings))
     if not found["passed"]:
-        why = "what findings name is judged by nobody" if is_judged else "no verdict"
+        why = "modules with findings were not compared" if is_judged else "no verdict"
         draw_verdict(screen, False, "", f"failed: {why}")
 
 

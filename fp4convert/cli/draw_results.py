@@ -65,10 +65,10 @@ def draw_result(screen: Screen, result: Document) -> None:
 
 def _draw_carried(screen: Screen, carried: Document) -> None:
     """Draw what a transcoded artifact keeps of the other, and what not."""
-    how = "keep every value in another format" if "blocks" in carried else "are carried bit for bit"
+    how = "keep every value in the new format" if "blocks" in carried else "are copied bit for bit"
     screen.line(f"  {carried['bit_for_bit']} of {carried['modules']} modules {how}")
     for key, what in (
-        ("rounded", "a scale stored as its reciprocal is off by one bit on the way back"),
+        ("rounded", "one scale changes in its last bit when its reciprocal is stored"),
         ("lossy", "blocks too small for E4M3 were rounded"),
     ):
         if names := carried.get(key):
@@ -129,7 +129,7 @@ def draw_examination(screen: Screen, found: Document) -> None:
     driver = "none"
     if found["driver"]:
         driver = f"NVIDIA, runs CUDA {found['driver']}, shows {found['gpus_shown']} GPU(s)"
-    kept = "not writable: compiled anew by each run"
+    kept = "not writable: each run compiles again"
     if cache["writable"]:
         kept = f"{cache['files']} files, {size_text(cache['bytes'])}"
     free = "the folder is gone"

@@ -80,15 +80,18 @@ class Command(Generic[Options]):
     preview: Callable[[Options], Shown] | None = None
     hidden: frozenset[str] = frozenset()
 
+    def declared(self) -> list[Declared]:
+        """Return all options: its own, then those of every command."""
+        shared = [*([DRY_RUN] if self.preview else []), JSON, QUIET, VERBOSE]
+        return [*declared_in(self.options), *shared]
+
     def for_typer(self) -> Callable[..., None]:
         """Return a function whose parameters typer reads."""
 
         def called(**words: Any) -> None:
             self._run(words)
 
-        declared = [each for each in declared_in(self.options) if each.name not in self.hidden]
-        declared += [DRY_RUN] if self.preview else []
-        declared += [JSON, QUIET, VERBOSE]
+        declared = [each for each in self.declared() if each.name not in self.hidden]
         made: Any = called
         made.__signature__ = Signature([parameter_of(each) for each in declared])
         made.__annotations__ = {}

@@ -157,7 +157,7 @@ def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, pr
 
 @public(MergeOptions)
 def merge(options: MergeOptions) -> dict[str, Any]:
-    """End a conversion whose parts are done: the command `merge`.
+    """Finish a conversion whose parts are done: the command `merge`.
 
     Every shard is checked, scale groups are compared, the records are written.  Shards that no
     seal proves untouched are read again (docs/resume.md).

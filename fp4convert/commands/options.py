@@ -108,7 +108,7 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
 
 @dataclass(eq=False, repr=False)
 class InspectOptions(AccessOptions):
-    """Tell what an artifact is, and whether it is healthy.
+    """Show what an artifact is, and whether it is healthy.
 
     Headers, records and scales are read. Exit code 6 when something is wrong.
 
@@ -177,7 +177,7 @@ class VerifyOptions(AccessOptions):
 
 @dataclass(eq=False, repr=False)
 class CompareOptions(AccessOptions):
-    """Tell which of two artifacts is better, and by how much.
+    """Show which of two artifacts is better, and by how much.
 
     Both are measured against one source, tensor by tensor. Exit code 6 when one of them is not of
     that source.
@@ -208,7 +208,7 @@ class CompareOptions(AccessOptions):
 
 @dataclass(eq=False, repr=False)
 class AnalyzeOptions(RecipeOptions, AccessOptions):
-    """Tell what each format would lose, before converting.
+    """Measure what each format would lose, before converting.
 
     Which format, which rule and which modules: what every kind of module loses in each form. Writes
     nothing.
@@ -302,9 +302,9 @@ class CalibrateOptions(AccessOptions):
 
 @dataclass(eq=False, repr=False)
 class MergeOptions:
-    """End a conversion whose parts are done.
+    """Finish a conversion whose parts are done.
 
-    Checks every shard (reading what no seal proves untouched: docs/resume.md), compares scale
+    Checks every shard (reading what no seal proves unchanged: docs/resume.md), compares scale
     groups, and writes the index and the records.
 
     Example: fp4convert merge ./Llama-3.1-8B-NVFP4

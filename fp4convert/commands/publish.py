@@ -28,7 +28,7 @@ def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bo
             nothing whole is made to show; OutputError for a page that cannot be written
     """
     if options.private and options.push_to_hub is None:
-        detail = "--private says how --push-to-hub pushes, which is not given"
+        detail = "--private needs --push-to-hub, which is not given"
         raise InputError("repo-name", detail, "Name it: --push-to-hub ORG/NAME.")
     if options.report is None:
         return

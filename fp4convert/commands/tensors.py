@@ -70,7 +70,7 @@ def quantize_tensor(
     if importance is not None and rule != IMPORTANCE:
         raise InputError(
             "scale-rule",
-            f"importance is given, and scale rule {rule} weighs nothing",
+            f"importance is given, and scale rule {rule} does not use it",
             "Leave it out.",
         )
     rows, columns = weights.shape

@@ -73,7 +73,7 @@ class PipelineConversion:
         lines = [f"{name}: {line}" for name, lines in warnings.items() for line in lines]
         if not left_out:
             return lines
-        beside = f"{len(left_out)} files of weights beside {PIPELINE} are no part of the pipeline"
+        beside = f"{len(left_out)} weight files next to {PIPELINE} are not part of the pipeline"
         return [f"{beside} and are left out, the first {left_out[0]!r}", *lines]
 
     def names(self) -> list[str]:
@@ -149,9 +149,11 @@ class PipelineConversion:
     def check(self, settings: Settings) -> None:
         if settings.share is not None:  # nobody could end all parts of all conversions
             part = f"part {settings.share.index} of {settings.share.count}"
-            detail = f"{part}: a pipeline is several conversions, not dealt out so"
-            one = "Deal out one at a time: --subfolder transformer"
-            next_step = f"{one}; or let processes join (--join), or --num-shards 1."
+            detail = (
+                f"{part}: a pipeline is several conversions, which --shard-index does not split"
+            )
+            one = "Split one component at a time: --subfolder transformer"
+            next_step = f"{one}; or use --join, or --num-shards 1."
             raise InputError("share", detail, next_step)
         next(iter(self.conversions.values())).check(settings)
 

@@ -320,7 +320,7 @@ def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
         sizes = f"{size_text(before)} become {size_text(after)}"
         warning = f"the result is larger than the source: {sizes}"
         if (added := _added_nbytes(sized)) > 0:
-            because = f"packed weights that stay, written as bf16, add {size_text(added)}"
+            because = f"packed weights that are kept add, as bf16, {size_text(added)}"
             warning = f"{warning}; {because}: see --keep-packed"
         found.append(warning)
     if plan.target.method != RTN:

@@ -81,10 +81,12 @@ class Routing:
             raise InputError("prune-keep", detail, "Choose a number in that range.")
         if self.keep < self.chosen:
             detail = f"--keep {self.keep}: a token is sent to {self.chosen} experts"
-            detail = f"{detail}, so that as many have to stay"
+            detail = f"{detail}, so at least that many are needed"
             raise InputError("prune-keep", detail, f"Keep more: --keep {self.chosen}.")
         if self.experts % self.groups:
-            detail = f"{self.experts} experts are no {self.groups} equal groups (n_group)"
+            detail = (
+                f"{self.experts} experts do not divide into {self.groups} equal groups (n_group)"
+            )
             next_step = "Download config.json again, or correct its n_group."
             raise InputError("prune-groups", f"config.json: {detail}", next_step)
         each = 1
@@ -97,12 +99,13 @@ class Routing:
                 str(count) for count in (down, down + self.groups) if least <= count < self.experts
             ] or [str(least)]
             detail = f"--keep {self.keep}: the router chooses among {self.groups} groups"
-            detail = f"{detail}, which have to stay equal"
+            detail = f"{detail}, which need equal numbers of experts"
             next_step = f"Keep a multiple of {self.groups}: --keep {' or '.join(near)}."
             raise InputError("prune-groups", detail, next_step)
         if self.keep < least:
-            stay = self.keep // self.groups
-            detail = f"--keep {self.keep}: of each of {self.groups} groups {stay} would stay"
+            each_keeps = self.keep // self.groups
+            detail = f"--keep {self.keep}: each of {self.groups} groups would keep {each_keeps}"
+            detail = f"{detail} of its experts"
             detail = f"{detail}; a token may use {self.chosen_groups} groups"
             detail = f"{detail}, and it is sent to {self.chosen}; expected at least {least} in all"
             raise InputError("prune-groups", detail, f"Keep more: --keep {least}.")
@@ -223,11 +226,11 @@ def check_mixture(mixture: Mixture, rule: ExpertsRule, experts: int) -> None:
         # Numbers of experts, or by tokens.
         if experts in ref.shape or not ref.dtype.startswith(("F", "BF")):
             detail = f"{ref.file}: {ref.name} ({ref.dtype} {list(ref.shape)})"
-            detail = f"{detail} seems to go by experts, and no recipe says how"
+            detail = f"{detail} seems to have a part for each expert, and no recipe says how"
             raise InputError("prune-family", detail, WRITE_RULES, ref.name)
     if not mixture.rows:
         names = ", ".join((*rule.rows, *rule.columns))
-        detail = f"{mixture.name} has experts and no router of the names {names}"
+        detail = f"{mixture.name} has experts and no router with one of the names {names}"
         next_step = "Write its names: --recipe FILE.toml with [[experts]]; see docs/recipes.md."
         raise InputError("prune-family", detail, next_step)
 

@@ -74,9 +74,9 @@ class Goal:
         else:
             asked = f"--target-bits {self.bits:g}"
             least, most = f"{math.ceil(low * 1e6) / 1e6:.6f}", f"{high:g} bits per weight"
-        reach = "all of it four-bit takes the lower, and nothing of it the upper"
+        reach = "the least is all modules in four bits, the most is none"
         detail = f"{asked}; expected from {least} to below {most}: {reach}"
-        next_step = "Choose another; or give other modules to it: --include, --exclude."
+        next_step = "Choose one in that range, or change the modules: --include, --exclude."
         raise InputError("target-range", detail, next_step)
 
 
@@ -94,7 +94,7 @@ def goal_of(gigabytes: float | None, bits: float | None) -> Goal | None:
     ):
         if value is not None and not 0 < value < math.inf:
             detail = f"{option} {value:g}; expected a positive number of {unit}"
-            next_step = "Give any such number: what is out of reach is told with the range."
+            next_step = "Give one; where it cannot be reached, the error shows the range."
             raise InputError("target-range", detail, next_step)
     if gigabytes is not None:
         return Goal(nbytes=int(gigabytes * GIGA))
@@ -145,7 +145,7 @@ def fit(
     fitting = _Fitting.of(source, recipe, linears, scalars)
     calibration = scalars.calibration
     if not fitting.parts:
-        detail = "no module becomes four-bit, so that there is nothing to choose"
+        detail = "no module becomes four-bit, so there is nothing to choose"
         raise InputError("no-linears", detail, NAME_SOME)
     fitting.check(goal)
     if calibration:
@@ -176,9 +176,7 @@ def fit(
         " then all of it to convert"
     ]
     if not may_write:
-        words.append(
-            "a dry run with a target measures, and keeps nothing: the run itself measures again"
-        )
+        words.append("a dry run with a target keeps no measurements: the run itself measures again")
     return fitting.best(goal, losses, tuple(words))
 
 

@@ -96,8 +96,8 @@ def take_references(options: "AccessOptions") -> None:
         if longest > LONGEST_NAME and each.name != "output":  # which whoever makes it tells
             detail = f"{given[:60]}... has a name of more than {LONGEST_NAME} bytes"
             if each.option.is_argument:
-                raise InputError("no-source", f"{detail}, which no disk has")
-            raise InputError("usage", f"{detail}, which no disk has", f"Look at {flag}.")
+                raise InputError("no-source", f"{detail}, more than disks allow")
+            raise InputError("usage", f"{detail}, more than disks allow", f"Check {flag}.")
         if each.name == "subfolder" or not isinstance(getattr(options, each.name), str):
             continue
         if not given.startswith(("~", "http")) and not given.endswith("/"):

@@ -108,9 +108,9 @@ def prepare_prune(
     if seen and not any(calibration.has(one.name, "expert_saliency") for one in seen):
         first, family = seen[0].name, checkpoint.config.get("model_type")
         detail = f"{calibration.path} has no expert_saliency of {first}, nor of any other layer"
-        unseen = f"fp4convert calibrate does not see into the experts of {family} models"
-        next_step = "docs/pruning.md lists those that it does, and what a file of your own has"
-        next_step = f"{next_step} to hold."
+        unseen = f"fp4convert calibrate cannot observe the experts of {family} models"
+        next_step = "docs/pruning.md lists the models that it can, and what your own file must"
+        next_step = f"{next_step} hold."
         raise InputError("calibration-missing", f"{detail}: {unseen}", next_step, first)
     for mixture in seen:
         check_mixture(mixture, rule, routing.experts)
@@ -193,13 +193,13 @@ def _refuse_artifact(source: Source) -> None:
         detail = f"{source.name} is a GGUF file; expected safetensors"
         raise InputError("prune-source", detail)
     if source.has_file(RECORD):
-        detail = f"{source.name} is an artifact of fp4convert, whose records hold every file"
-        detail = f"{detail} as it is; expected its source"
-        raise InputError("prune-source", detail, "Prune that, and quantize the result.")
+        detail = f"{source.name} is an artifact of fp4convert, whose records name every file"
+        detail = f"{detail} with its hash; expected its source"
+        raise InputError("prune-source", detail, "Prune its source, and quantize the result.")
     records = {key: checkpoint.config[key] for key in _QUANTIZATION if key in checkpoint.config}
     if found := _ONE_EXPERT.search(json.dumps(records)):
-        detail = "config.json: the record of quantization names single experts"
-        detail = f"{detail} ({found[0]}...), which get other numbers"
+        detail = "config.json: the quantization record names single experts"
+        detail = f"{detail} ({found[0]}...), which pruning renumbers"
         next_step = "Prune the original weights, and quantize the result."
         raise InputError("prune-source", detail, next_step)
 
@@ -241,7 +241,7 @@ def _make_tasks(
                 drafts.append(changed[ref.name])
             else:
                 spec = TensorSpec(ref.name, ref.dtype, ref.shape)
-                drafts.append(Step("copy", "no part of experts", (ref,), (spec,)))
+                drafts.append(Step("copy", "not part of an expert", (ref,), (spec,)))
         # A shard of which nothing is left is none.
         if staying := [draft for draft in drafts if draft]:
             tasks.append(writing.task(shard, staying))
@@ -259,7 +259,7 @@ def _drafts(
             yield ref.name, None
             continue
         spec = TensorSpec(mixture.renamed(place[expert], rest), ref.dtype, ref.shape)
-        reason = "an expert that stays, numbered anew"
+        reason = "a kept expert, renumbered"
         yield ref.name, Step("prune", reason, (ref,), (spec,), ref.shape)
     tables = [
         *(
@@ -271,7 +271,7 @@ def _drafts(
     for ref, shape, kept_parts in tables:
         spec = TensorSpec(ref.name, ref.dtype, shape)
         parts = kept_parts(ref, kept, experts)
-        yield ref.name, Step("prune", "the experts that stay", parts, (spec,), shape)
+        yield ref.name, Step("prune", "the kept experts", parts, (spec,), shape)
 
 
 def _recount(
@@ -300,17 +300,17 @@ def _warn(
 ) -> Iterator[str]:
     """Warn of layers left out, uneven ranks, and experts judged by little."""
     if gone:
-        detail = f"{len(gone)} tensors of layers that predict further tokens are left out"
+        detail = f"{len(gone)} tensors of multi-token-prediction layers are left out"
         detail = f"{detail}, the first {min(gone)!r}: the calibration does not say which of their"
-        detail = f"{detail} experts to keep; the model computes the same, and cannot speculate"
-        yield f"{detail} with them"
+        detail = f"{detail} experts to keep; the model computes the same, but cannot be used for"
+        yield f"{detail} speculative decoding with them"
     if uneven := [str(ranks) for ranks in RANKS if routing.keep % ranks]:
-        detail = f"{routing.keep} experts cannot be dealt out evenly among {' or '.join(uneven)}"
+        detail = f"{routing.keep} experts cannot be divided evenly among {' or '.join(uneven)}"
         yield f"{detail} ranks of expert parallelism"
     few = {name: calibration.experts(name).tokens < FEW_TOKENS for name in kept}
     if layers := [name for name, those in few.items() if those.any()]:
         count = sum(int(those.sum()) for those in few.values())
         stay = sum(int(few[name][list(kept[name])].sum()) for name in layers)
         detail = f"{count} experts in {len(layers)} layers got fewer than {FEW_TOKENS} tokens"
-        detail = f"{detail}, {stay} of which stay, first in {layers[0]}"
-        yield f"{detail}: their saliency is little more than chance; calibrate with more text"
+        detail = f"{detail}, {stay} of them kept, first in {layers[0]}"
+        yield f"{detail}: their saliency is unreliable; calibrate with more text"

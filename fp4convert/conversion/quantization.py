@@ -7,6 +7,7 @@ which a Quantizer carries out.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from fp4convert.execution.plan_file import Manifest
 from fp4convert.execution.quantizer import Quantizer
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import IMPORTANCE, METHODS, format_named
+from fp4convert.numerics.formats import FORMATS, IMPORTANCE, METHODS, format_named
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
 from fp4convert.planning.engines import engine_warnings
 from fp4convert.planning.fold_plan import Merged, merge_folds
@@ -55,6 +56,9 @@ from fp4convert.recipes.options import one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.source import Source, uncollected
+
+# How names of formats begin that other tools make.
+OTHER_FORMATS = re.compile(r"(mx)?fp[68]|u?int\d|w\d+a\d+|nf4|i?q\d|awq|gptq")
 
 
 def prepare_quantize(
@@ -110,6 +114,13 @@ def _recipe_for(
     source: Source, options: QuantizeOptions, calibration: Calibration | None
 ) -> Recipe:
     """Build the recipe; InputError for what no format, dialect or recipe has."""
+    if OTHER_FORMATS.match(options.format.lower()):
+        raise InputError(
+            "unknown-format",
+            f"format {options.format!r} is not known; expected {one_of(FORMATS)}",
+            "fp4convert makes four-bit floats; it adds FP8 modules only to reach a size"
+            " (--target-size, --target-bits) or where a recipe file asks for them.",
+        )
     fmt = format_named(options.format)
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")

@@ -96,7 +96,7 @@ def quantize_together(
     raise DeviceError(
         "workers-lost",
         f"every worker on {address} is lost",
-        "Run the same command again: what is finished stays.",
+        "Run the same command again: what is finished is kept.",
     )
 
 
@@ -251,14 +251,14 @@ def _connected(address: str) -> Iterator[ModuleType]:
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise InputError(
-            "no-ray", f"no Ray cluster answers at {address}: {reason}", "Look for it: ray status."
+            "no-ray", f"no Ray cluster answers at {address}: {reason}", "Check it: ray status."
         ) from None
     try:
         if not _nodes(ray):
             raise InputError(
                 "no-ray",
-                f"the Ray cluster at {address} has no node with a processor to spare",
-                "Look: ray status.",
+                f"the Ray cluster at {address} has no node with a free CPU",
+                "Check it: ray status.",
             )
         yield ray
     finally:

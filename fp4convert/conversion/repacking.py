@@ -90,7 +90,7 @@ def prepare_transcode(
     made = format_named(options.format or artifact.format.name)
     is_same = made is artifact.format
     if not is_same and artifact.format.has_global_scale:
-        why = "its block scales are no powers of two"
+        why = "its block scales are not powers of two"
         detail = f"{artifact.format.name} cannot be carried into {made.name}: {why}"
         raise InputError("not-lossless", detail)
     recorded = str(artifact.record.get("scale_rule"))
@@ -115,7 +115,7 @@ def prepare_transcode(
     if spelling.TRAITS.container != "gguf":
         raise InputError(
             "template",
-            f"--template means nothing for dialect {options.dialect}; it is for gguf",
+            f"--template is not for dialect {options.dialect}, only for gguf",
             "Leave it out.",
         )
     _check_unit_scales(artifact, donor)
@@ -135,7 +135,7 @@ def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
         return
     for module in artifact.modules:
         if artifact.decode(module).global_scale not in (None, 1.0):
-            passed = "which llama.cpp passes over for models of this architecture"
+            passed = "which llama.cpp ignores for models of this architecture"
             detail = f"{module} has a global scale other than 1, {passed}"
             next_step = (
                 "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."

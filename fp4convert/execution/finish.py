@@ -202,15 +202,13 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
             raise OutputError("unfinished", f"{detail}, the first {missing[0]}", next_step)
         if harmed := find_harmed(folder, phases):
             files = [file for task in harmed for file in task.files]
-            detail = f"{root}: {len(files)} files are not what was written, or others beside them"
-            next_step = "Run the command that wrote it again: it does them anew."
+            detail = f"{root}: {len(files)} files differ from what was written, or were added"
+            next_step = "Run the command that wrote it again: it writes them again."
             raise OutputError("damaged", f"{detail}, the first {files[0]}", next_step)
         for group, tasks in find_disputes(folder).items():
             shards = " and ".join(file for task in tasks for file in task.files)
-            detail = (
-                f"{root}: scale group {group} has another global scale in one shard than in another"
-            )
-            next_step = "Run the command that wrote them again: it does them anew."
+            detail = f"{root}: scale group {group} has different global scales in different shards"
+            next_step = "Run the command that wrote them again: it writes them again."
             raise OutputError("scale-group", f"{detail}: {shards}", next_step)
         ending = write_ending(folder)
     return {

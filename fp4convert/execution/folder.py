@@ -178,7 +178,7 @@ class OutputFolder:
             f"{self.temps} was removed by another process, which saw no sign of life of this one, "
             "or by hand"
         )
-        next_step = "Run the same command again: what is finished stays."
+        next_step = "Run the same command again: what is finished is kept."
         return OutputError("given-up", detail, next_step)
 
     def write_shards(

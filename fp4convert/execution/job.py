@@ -310,7 +310,7 @@ class _Run:
         others.sort(key=lambda error: split_numbers(str(error.tensor)))
         if len(others) > 1:
             first, rest = others[0], f"{len(others) - 1} more, the last {others[-1].tensor}"
-            message = f"{first.message}; so it is with {rest}"
+            message = f"{first.message}; the same for {rest}"
             others = [NumericError(first.code, message, first.next_step, first.tensor)]
         return summarize([*excludable, *others])
 
@@ -334,7 +334,9 @@ class _Run:
             disputes = find_disputes(self._folder)
             for group in disputes.keys() & self._disputed:
                 shards = " and ".join(file for task in disputes[group] for file in task.files)
-                detail = f"scale group {group} has another largest magnitude each time it is read"
+                detail = (
+                    f"scale group {group} has a different largest magnitude each time it is read"
+                )
                 next_step = "Run the same command again; or read the source from somewhere else."
                 raise SourceError(CORRUPT, f"{detail}, for {shards}", next_step)
             self._disputed |= disputes.keys()
@@ -377,7 +379,7 @@ def refuse_inside(source: Source, output: Path) -> None:
     """Raise InputError for an output folder in the source's own."""
     if source.holds(output):
         detail = f"{output} lies inside the source; expected a folder outside it"
-        detail += ", so that the source stays as it is"
+        detail += ", so that the source is not changed"
         raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
 
 

@@ -56,9 +56,9 @@ def choose_share(
         return find_share(index, count, environment)
     if (index, count) != (None, None):
         detail = (
-            "--join and --ray take tasks as they come, --shard-index and --num-shards deal them"
+            "--join and --ray hand out tasks during the run, --shard-index and --num-shards before"
         )
-        raise InputError("share", f"{detail} out; expected one way")
+        raise InputError("share", f"{detail} it; expected one way")
     return None
 
 

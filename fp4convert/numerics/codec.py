@@ -190,7 +190,7 @@ def quantize(
     return Quantized(fmt, (x.shape[0], x.shape[1]), packed.ravel().data, block_scales.data, stored)
 
 
-LEAVE = "Mend the matrix, or leave it as it is."
+LEAVE = "Correct the matrix, or do not quantize it."
 
 
 def not_finite() -> NumericError:
@@ -228,7 +228,7 @@ def check_importance(rule: str, importance: Float32s | None) -> None:
             "Give --calibration FILE, or importance=.",
         )
     if rule != IMPORTANCE and importance is not None:
-        raise ValueError(f"importance for scale rule {rule}, which weighs nothing")
+        raise ValueError(f"importance for scale rule {rule}, which does not use it")
 
 
 def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:

@@ -18,7 +18,7 @@ def cpu_library() -> ctypes.CDLL:
     found = [item for item in files("fp4convert").iterdir() if item.name.startswith("libcpu.")]
     if not found:
         raise RuntimeError(
-            "the CPU library is not installed beside the package; reinstall fp4convert"
+            "the CPU library is not installed with the package; reinstall fp4convert"
         )
     return ctypes.CDLL(str(found[0]))
 

@@ -6,7 +6,6 @@ OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as M
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -71,8 +70,6 @@ FP8 = Format("fp8", 0, "fp32", ("amax",), "amax", has_global_scale=False, elemen
 INT4 = Format("int4", 0, "bf16", ("amax",), "amax", has_global_scale=False, element_dtype="int4")
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}  # of a whole artifact
 MODULE_FORMATS = {**FORMATS, FP8.name: FP8}  # that a module can become
-# How the names of formats begin that others make and fp4convert does not.
-OTHER_FORMATS = re.compile(r"(mx)?fp[68]|u?int\d|w\d+a\d+|nf4|i?q\d|awq|gptq")
 STORED_FORMATS = {**MODULE_FORMATS, INT4.name: INT4}  # that a module can be found in
 
 
@@ -102,10 +99,6 @@ def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
     if name in known:
         return known[name]
     detail = f"format {name!r} is not known; expected one of {', '.join(known)}"
-    if known is FORMATS and OTHER_FORMATS.match(name.lower()):
-        step = "fp4convert makes four-bit floats. It mixes FP8 modules in to reach a size"
-        step += " (--target-size, --target-bits), or where a recipe file asks for them."
-        raise InputError("unknown-format", detail, step)
     detail += did_you_mean(name, known)
     raise InputError("unknown-format", detail, "Choose one of these.")
 

@@ -125,8 +125,8 @@ def measured_scales(calibration: Calibration) -> InputScales:
         amax = calibration.amax(fed.module)
         if amax == 0:
             detail = (
-                f"{calibration.path}: {fed.module} was given nothing but zeros, or no token at"
-                " all; a scale needs a largest input"
+                f"{calibration.path}: {fed.module} received only zeros, or no token;"
+                " a scale needs a largest input"
             )
             next_step = (
                 f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one"
@@ -153,7 +153,7 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
             of another model
     """
     if not form.has_input_scale:
-        detail = f"{OPTION} means nothing for {form.format.name}"
+        detail = f"{OPTION} is not for {form.format.name}"
         raise InputError(
             "bad-input-scale",
             (
@@ -206,7 +206,9 @@ def _open(reference: str) -> Artifact:
     try:
         artifact = open_artifact(reference)
     except InputError as error:
-        what = "that artifact cannot be used" if is_path else "that is no number, and no artifact"
+        what = (
+            "the artifact cannot be used" if is_path else "it is neither a number nor an artifact"
+        )
         raise InputError(
             error.code,
             f"{OPTION} {reference}: {what}: {error.message}",
@@ -216,12 +218,12 @@ def _open(reference: str) -> Artifact:
     if folds_recorded(artifact.record):
         detail = (
             f"{OPTION} {reference}: it was made by --method {artifact.record.get('method')}, so"
-            " its scales fit inputs that norms"
+            " its scales are for inputs that its norms"
         )
         next_step = "Give an artifact without folds, or the calibration file that it was made with."
         raise InputError(
             "input-scale-folded",
-            f"{detail} had divided by factors of its own; expected plain ones",
+            f"{detail} divide by its own factors; expected scales without folds",
             next_step,
         )
     return artifact
@@ -305,7 +307,7 @@ def find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibratio
     )
     return [
         (
-            f"{detail}, where an input of {amax:g} was seen; what is larger is cut off, which"
-            " costs most quality"
+            f"{detail}, where an input of {amax:g} was seen; larger inputs are clipped, which"
+            " costs the most quality"
         )
     ]

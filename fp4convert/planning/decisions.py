@@ -163,15 +163,14 @@ class _Judge:
             return Verdict(linear, "dequantize", f"{reason}; {word} becomes bf16")
         form = linear.coding.form_kept(linear, self.recipe.target)
         if form is None or (unfit := self.dialect.unfit(linear.module, linear.shape, form)):
-            detail = (
-                f"{linear.name} stays, and dialect {self.recipe.target.dialect} cannot hold {word}"
-            )
+            detail = f"{linear.name} is kept, and dialect {self.recipe.target.dialect} cannot hold"
+            detail += f" {word}"
             next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
             raise InputError(
                 "dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name
             )
         action = "transcode" if form.format.is_fp4 else "copy"
-        return Verdict(linear, action, f"{reason}; it stays {word}", form, stays=True)
+        return Verdict(linear, action, f"{reason}; kept as {word}", form, stays=True)
 
     def _carried(self, linear: Linear, fmt: Format) -> str:
         """Say why its blocks are taken over; "" where they are not."""
@@ -182,7 +181,11 @@ class _Judge:
             return ""  # the values must fit a global scale of 1
         if coding.format is fmt:
             return f"{coding.word} already: the same codes and scales"
-        return "mxfp4, whose blocks nvfp4 can say" if (coding.format, fmt) == (MXFP4, NVFP4) else ""
+        return (
+            "mxfp4, whose blocks nvfp4 represents exactly"
+            if (coding.format, fmt) == (MXFP4, NVFP4)
+            else ""
+        )
 
 
 def _origin(linear: Linear) -> str:
@@ -200,7 +203,7 @@ def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
         return
     detail = (
         f"{stack.file}: {stack.name} {list(stack.shape)} stacks matrices of experts, and no"
-        " recipe tells how this model does"
+        " recipe says how they are stored"
     )
     expected = (
         "expected --stack-order out_in or in_out, and where a matrix holds gate and up"
@@ -232,7 +235,7 @@ def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
         words = dict.fromkeys(form.word for form in members.values() if form)
         differences = []
         if staying:
-            verb = "stay" if len(staying) > 1 else "stays"
+            verb = "are kept" if len(staying) > 1 else "is kept"
             differences.append(f"{' and '.join(staying)} {verb}")
         if missing:
             verb = "are" if len(missing) > 1 else "is"
@@ -259,6 +262,6 @@ def skipped_experts(verdicts: Mapping[str, Verdict]) -> list[str]:
     return [
         f"{len(skipped)} matrices of experts cannot be quantized and others are, the first"
         f" {module!r} ({verdict.reason}): engines"
-        " that take the experts of a layer together load them wrong; to keep all of them:"
+        " that load the experts of a layer together load them wrong; to keep all of them:"
         " --exclude '*.experts.*'"
     ]

@@ -109,8 +109,8 @@ def find_stacks(
     stacks = [_whole(_put_together(name, rule, found)) for (name, rule), found in members.items()]
     _check_counts(members)
     notes = [
-        f"experts stay apart: the record's rule for stacks {', '.join(rule.tensors)} does not"
-        " tell the name of the tensor that"
+        f"experts are not stacked again: the record's rule for stacks {', '.join(rule.tensors)}"
+        " does not give the name of the tensor that"
         f" {module} was a part of"
         for rule, module in nameless.items()
     ]

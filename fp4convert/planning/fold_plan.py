@@ -101,20 +101,20 @@ def _unfit(fold: Fold, verdicts: Mapping[str, Verdict], recipe: Recipe) -> str:
     verdicts  what becomes of its tensors
     """
     if fold.kind == "heads" and recipe.target.kv_cache:
-        return "the scales of the cache are those of the values as they were"
+        return "the KV cache scales were measured before folding"
     for linear in (*fold.readers, *([fold.maker] if fold.maker else ())):
         verdict = verdicts[linear.module]
         if verdict.action == "transcode" or verdict.stays:
             return f"{linear.module} keeps its codes"
         if not verdict.is_made and linear.stack:
-            return f"{linear.module} stays in a stack with others"
+            return f"{linear.module} is kept in a stack with others"
     for linear in fold.readers:
         verdict = verdicts[linear.module]
         if verdict.is_made and linear.idle and not _is_rounded(verdict):
             return f"{linear.module} has a scale of its inputs"
         if fold.kind == "norm_plus_one" and not verdict.is_made:
             return (
-                f"{linear.module} stays, and 1 + weight of a norm cannot be divided without"
+                f"{linear.module} is kept, and 1 + weight of a norm cannot be divided without"
                 " rounding"
             )
     return ""

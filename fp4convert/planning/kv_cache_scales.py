@@ -77,10 +77,7 @@ def plan_cache(
     homes = _find_attentions(linears, recipe)
     if calibration and not any(calibration.has(home, "k_amax") for home in homes):
         first = next(iter(homes))
-        detail = (
-            f"{calibration.path} says nothing of any cache of keys and values; expected"
-            f" {first}.k_amax"
-        )
+        detail = f"{calibration.path} has no statistics of a KV cache; expected {first}.k_amax"
         next_step = "Calibrate again, or leave --kv-cache out."
         raise InputError("calibration-missing", detail, next_step, first)
     own_scales = {ref.name: ref for ref in linears.idle}
@@ -107,10 +104,10 @@ def plan_cache(
     notes = []
     if assumed:
         measure = "--calibration FILE measures them (fp4convert calibrate)"
-        how = "no calibration says theirs" if calibration else measure
+        how = "no calibration gives them" if calibration else measure
         notes.append(
             f"scales of an FP8 cache are 1 for {len(assumed)} of {len(homes)} attentions, the first"
-            f" {assumed[0]}: right for keys and values up to {E4M3_MAX:g}, larger ones are cut off;"
+            f" {assumed[0]}: right for keys and values up to {E4M3_MAX:g}, larger ones are clipped;"
             f" {how}"
         )
     if large:
@@ -137,8 +134,8 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
     for parent, own in leaves.items():
         if latent := next((leaf for leaf in LATENT if leaf in own), None):
             detail = (
-                f"{parent}.{latent}: keys and values are cached as one vector (MLA), which no"
-                " k_scale and v_scale are for"
+                f"{parent}.{latent}: keys and values are cached as one vector (MLA), which has"
+                " no k_scale and v_scale"
             )
             next_step = (
                 "Leave --kv-cache out, and ask the engine for it: --kv-cache-dtype fp8 in vLLM"
@@ -174,7 +171,7 @@ def _measured_scales(calibration: Calibration, attention: str) -> tuple[float, .
     amaxes = calibration.cache_amax(attention)
     if 0 in amaxes:
         detail = (
-            f"the calibration saw nothing but zeros in the cache of {attention}; a scale needs a"
+            f"the calibration saw only zeros in the cache of {attention}; a scale needs a"
             " largest key and value"
         )
         next_step = "Calibrate with more text, or leave --kv-cache out."

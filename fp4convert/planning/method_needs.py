@@ -54,8 +54,8 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     )
     if file is None and asking:
         detail = (
-            f"{asking} needs statistics of what linear layers are given; expected --calibration"
-            " FILE with it"
+            f"{asking} needs statistics of the inputs of linear layers; expected --calibration"
+            " FILE with them"
         )
         raise InputError("no-calibration", detail, FILE_NEEDED)
     return None if file is None else open_calibration(file)
@@ -138,8 +138,8 @@ def _untouched(plan: Plan) -> Iterator[str]:
     if not takes_statistics(plan.target):
         if all(step.scalar is None for step in plan.steps):
             yield (
-                "--calibration changes no weight: --method rtn takes statistics with"
-                " --scale-rule importance alone"
+                "--calibration has no effect: --method rtn uses statistics only with"
+                " --scale-rule importance"
             )
         return
     reached = {step.module for step in rounded(plan)}
@@ -150,7 +150,7 @@ def _untouched(plan: Plan) -> Iterator[str]:
             else f"--method {plan.target.method}"
         )
         yield (
-            f"{how} changes nothing for {len(others)} modules that are taken over or have eight"
+            f"{how} changes nothing for {len(others)} modules that are carried over or have eight"
             f" bits, the first {others[0]!r}"
         )
 

@@ -54,8 +54,8 @@ GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
 KEPT_DTYPE = "BF16"  # of what was packed and stays
 NO_CONFIG = (
-    "the source has no config.json, or an empty one; the one written holds the quantization record"
-    " alone"
+    "the source has no config.json, or an empty one; the one written holds only the quantization"
+    " record"
 )
 
 
@@ -280,7 +280,7 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
 
 def _fold(linear: Linear, ref: TensorRef, reason: str = "") -> Step:
     """Make the step of a tensor that keeps its dtype, under folds."""
-    text = "folded: divided by what its readers are multiplied with"
+    text = "folded: divided by the factors of the layers that read it"
     return Step(
         "fold",
         f"{reason}; folded" if reason else text,
@@ -337,8 +337,8 @@ def _refuse_lookalikes(
     """
     if others := sorted(set(dialect.find(outputs)) - set(chosen)):
         detail = (
-            f"{others[0]} stays, and its tensors have the names and types of four-bit ones in this"
-            " dialect"
+            f"{others[0]} is kept, and its tensors have the names and types of four-bit ones in"
+            " this dialect"
         )
         raise InputError("name-collision", detail, "Choose another --dialect.", others[0])
 
@@ -360,7 +360,7 @@ def refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) 
         else:
             detail = (
                 f"{shard.file}: a GGUF file has llama.cpp's names and order of rows, which dialect"
-                f" {name} knows nothing of"
+                f" {name} does not read"
             )
             next_step = "Use --dialect gguf, or start from the model's safetensors."
         raise InputError("dialect-container", detail, next_step)
@@ -404,7 +404,7 @@ def _note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[
     ]
     if experts:
         yield (
-            f"{len(experts)} stacks of expert matrices stay as they are, the first {experts[0]!r}"
+            f"{len(experts)} stacks of expert matrices are not quantized, the first {experts[0]!r}"
         )
 
 
@@ -418,8 +418,8 @@ def _note_left_behind(linears: Linears, cache: Cache) -> Iterator[str]:
     ]
     caches = [ref.name for ref in linears.idle if ref.name not in cache.own]
     for names, what in (
-        (idle, "scales of activations"),
-        (caches, "scales of a cache of keys and values"),
+        (idle, "activation scales"),
+        (caches, "KV cache scales"),
     ):
         if names:
             yield (
@@ -451,6 +451,6 @@ def _note_unchanged(
             )
     if not made:
         yield (
-            f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that"
+            f"no tensor becomes {recipe.format.name}: every one is kept, for the reasons that"
             " --dry-run lists"
         )

@@ -60,7 +60,7 @@ def plan_dequantize(
     ]:
         warnings.append(
             f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices"
-            " in them stayed in another dtype"
+            " in them were kept in another dtype"
         )
     typed = [
         ref.name
@@ -68,7 +68,9 @@ def plan_dequantize(
         if ref.dtype not in DTYPE_BITS and ref.name not in consumed
     ]
     if typed:
-        warnings.append(f"{len(typed)} tensors stay in GGUF's own types, the first {typed[0]!r}")
+        warnings.append(
+            f"{len(typed)} tensors are kept in GGUF's own types, the first {typed[0]!r}"
+        )
     return Plan(target, tasks, Ignored((), ()), (*notes_on(checkpoint), *warnings))
 
 

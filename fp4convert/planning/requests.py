@@ -67,7 +67,7 @@ def refuse_unmatched(unmatched: Sequence[Mapping[str, str]]) -> None:
         for words, hint in zip(found, hints, strict=True)
     )
     better = [hint.rpartition(" (")[0] for hint in hints if hint]
-    next_step = f"Say {'; '.join(better)}." if better else ""
+    next_step = f"Use {'; '.join(better)}." if better else ""
     raise InputError("unmatched-pattern", lines, next_step)
 
 

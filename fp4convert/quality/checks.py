@@ -84,7 +84,7 @@ def judge(
 
         layout, differing = match_source(artifact, source, sampled, phases)
     if layout is None and detected and detected != artifact.scale_layout:
-        detail = f"block scales are declared {artifact.scale_layout} and lie {detected}"
+        detail = f"block scales are declared {artifact.scale_layout} and are {detected}"
         detail += "; engines would compute garbage"
         findings.append(Finding("error", "scale-layout", None, detail))
     if source is None:
@@ -181,7 +181,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     with_global = [form for form in artifact.forms if form.format.has_global_scale]
     has_inputs = all(form.has_input_scale for form in with_global)
     if idle := idle_scales(artifact.modules, artifact.cache_scales(artifact.spelling), has_inputs):
-        detail = f"{len(idle)} scales beside four-bit modules, the first {idle[0]}: {UNSAID}"
+        detail = f"{len(idle)} scales of four-bit modules, the first {idle[0]}: {UNSAID}"
         yield Finding("note", "scales-idle", None, f"{detail}; transcode leaves them out")
 
 

@@ -140,7 +140,7 @@ def check_vector(artifact: Artifact, linear: Linear, source: Source) -> Finding 
         is_same = (own == expected) | (np.abs(own - expected) <= UNSEEN * np.abs(expected))
     if is_same.all():
         return None
-    detail = f"{np.count_nonzero(~is_same)} of its values are the source's under no factor"
+    detail = f"{np.count_nonzero(~is_same)} of its values match the source under no factor"
     detail += ", or under another than its readers have"
     return Finding("error", "fold-differs", ref.name, detail)
 
@@ -166,6 +166,6 @@ def check_columns(
             signal += np.square(x, dtype=np.float64).sum(axis=0)
     odd = ~(noise <= EXCESS * least + UNSEEN * signal)
     if count := int(np.count_nonzero(odd)):
-        detail = f"{count} of {odd.size} columns are not those of the source"
-        detail += " under the factors that norms and rows tell"
+        detail = f"{count} of {odd.size} columns do not match the source"
+        detail += " under the factors found in norms and rows"
         yield Finding("error", "fold-differs", ours.module, detail)

@@ -303,7 +303,7 @@ def _check_cache(artifact: Artifact) -> Iterator[Finding]:
         ending = next(ending for ending in endings if name.endswith(f".{ending}"))
         found[name.removesuffix(f".{ending}")].append(name)
         if stored_float(artifact.source, artifact.tensors[name]) is None:
-            detail = "as the scale of a cache it is no positive number"
+            detail = "as the scale of a KV cache it is not a positive number"
             yield Finding("error", "cache-scale", name, detail)
     for attention, names in found.items():
         if len(names) != len(endings):
@@ -311,6 +311,6 @@ def _check_cache(artifact: Artifact) -> Iterator[Finding]:
             detail += ": engines take 1 for that"
             yield Finding("warning", "cache-scale-missing", attention, detail)
     if artifact.forms[0].kv_cache and not found:
-        detail = "the record asks for an FP8 cache of keys and values"
+        detail = "the record asks for an FP8 KV cache"
         detail += ", and there are no scales of it: engines take 1"
         yield Finding("note", "cache-scale-missing", None, detail)

@@ -68,7 +68,7 @@ class Distance:
             detail = "its values or the source's are not finite"
             return Finding("error", "not-measurable", name, detail)
         if self.sums.noise > DIFFERENT * self.sums.signal:
-            detail = "its values are not those of the source, in no sense of four bits"
+            detail = "its values do not match the source in any four-bit form"
             return Finding("error", "source-differs", name, detail)
         return None
 

@@ -99,7 +99,9 @@ def match_source(
     best = _choose(medians, declared)
     if medians[best] >= DIFFERENT_RESIDUAL:
         detail = f"these are not the weights of {source.name}: no layout, nibble order or global"
-        detail += f" scale makes them match ({100 * medians[best]:.0f} % of the signal is missing)"
+        detail += (
+            f" scale makes them match ({100 * medians[best]:.0f} % of the signal is unexplained)"
+        )
         return None, [Finding("error", "source-differs", None, detail)]
     findings = [*_check_reading(artifact, None, best, declared)]
     # Each module by itself: is it read as the others are, and does it fit then?
@@ -108,8 +110,8 @@ def match_source(
         findings += _check_reading(artifact, module, own, best)
         fit = found[own]
         if fit.residual >= DIFFERENT_RESIDUAL or (fit.residual >= RESIDUAL_LIMIT and fit.is_off):
-            detail = f"it is not what the source holds: {100 * fit.residual:.0f} %"
-            detail += " of the weights' power is missing"
+            detail = f"it does not match the source: {100 * fit.residual:.0f} %"
+            detail += " of the weights' power is unexplained"
             findings.append(Finding("error", "source-differs", module, detail))
         elif fit.is_off:
             detail = f"its values are the source's only after multiplication by {fit.factor:.4g}"
@@ -205,10 +207,10 @@ def _check_reading(
 ) -> Iterator[Finding]:
     """Check that a module, or all of them, is read as expected."""
     if found.layout != expected.layout:
-        detail = f"by the source block scales lie {found.layout}, not {expected.layout}"
+        detail = f"compared with the source, block scales are {found.layout}, not {expected.layout}"
         yield Finding("error", "scale-layout", module, detail)
     if found.is_swapped != expected.is_swapped:
         how = "swapped" if found.is_swapped else "as declared, and those of others are swapped"
         detail = f"codes are declared {artifact.spelling.TRAITS.nibble_order}"
-        detail += f"; by the source their nibbles are {how}"
+        detail += f"; compared with the source, their nibbles are {how}"
         yield Finding("error", "nibble-order", module, detail)

@@ -92,15 +92,15 @@ class Gate:
             raise InputError("no-source", detail, "Add --source SOURCE.")
         for option, value in self.given.items():
             if not math.isfinite(value):
-                detail = f"{option} {value} asks nothing; expected a finite number"
+                detail = f"{option} {value} is no limit; expected a finite number"
                 next_step = f"Give a finite number, or leave {option} out."
                 raise InputError("bad-gate", detail, next_step)
             if option != "--min-sqnr" and value < 0:
-                detail = f"{option} {value:g}: no error is negative; expected 0 or more"
+                detail = f"{option} {value:g}: an error is never negative; expected 0 or more"
                 raise InputError("bad-gate", detail, "Give 0 or more.")
             if option == OUTPUT_GATE and value > 1:
                 detail = f"{option} {value:g} is {100 * value:g} %"
-                detail += "; expected a part of 1, from 0 to 1"
+                detail += "; expected a fraction from 0 to 1"
                 raise InputError("bad-gate", detail, f"For {value:g} %: {option} {value / 100:g}")
 
 

@@ -152,7 +152,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(fnmatch.translate(pattern))
     if _ENDLESS.search(pattern):
         detail = (
-            f"{pattern!r} repeats what is repeated inside, which can take for ever; "
+            f"{pattern!r} repeats what is repeated inside, which can take forever; "
             "expected a simpler expression"
         )
         raise InputError("bad-pattern", detail)
@@ -161,7 +161,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             return re.compile(pattern.removeprefix("re:"))
     except re.error as error:
-        raise InputError("bad-pattern", f"{pattern!r} is no regular expression: {error}") from None
+        raise InputError(
+            "bad-pattern", f"{pattern!r} is not a regular expression: {error}"
+        ) from None
 
 
 def expand_all(patterns: Iterable[str], config: Mapping[str, object]) -> tuple[str, ...]:
@@ -218,7 +220,7 @@ def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
     is_whole = "".join("".join(term) for term in terms) == text
     if not terms or not is_whole or any(not sign for sign, _, _ in terms[1:]):
         detail = (
-            f"{pattern!r}: {text!r} is no layer number; "
+            f"{pattern!r}: {text!r} is not a layer number; "
             "expected an integer, a key of config.json, or a sum such as key+1"
         )
         raise InputError("bad-pattern", detail)

@@ -242,7 +242,7 @@ class Recipe:
             if len(fitting) != 1:
                 detail = (
                     f"{tensor} is {list(shape)}, and {rule.inputs_key} is {rule.inputs}, "
-                    "which does not tell inputs from outputs"
+                    "which does not show which axis is inputs"
                 )
                 next_step = f"Say --stack-order {' or '.join(STACK_ORDERS)}."
                 raise InputError("stack-order", detail, next_step, tensor)

@@ -177,7 +177,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError("recipe-file", f"{name}: no TOML that can be read: {error}") from None
+        raise InputError("recipe-file", f"{name}: not valid TOML: {error}") from None
     if is_users and (taken := [key for key in ("model_types", "class_names") if key in table]):
         detail = (
             f"{name}: {taken[0]} is for fp4convert's own files; "
@@ -339,7 +339,9 @@ def _check_table(table: object, keys: _Keys, where: str) -> dict[str, Any]:
     Raises  InputError for another key, a wrong value, or one that is lacking
     """
     if not isinstance(table, dict):
-        raise InputError("recipe-file", f"{where} is no table; expected the keys {', '.join(keys)}")
+        raise InputError(
+            "recipe-file", f"{where} is not a table; expected the keys {', '.join(keys)}"
+        )
     if unknown := [key for key in table if key not in keys]:
         raise InputError(
             "recipe-file",
@@ -352,7 +354,7 @@ def _check_table(table: object, keys: _Keys, where: str) -> dict[str, Any]:
             detail = f"{where}: {key} is {value!r}; expected {expected}"
             raise InputError("recipe-file", detail)
         if value is None:
-            raise InputError("recipe-file", f"{where}: {key} is lacking; expected {expected}")
+            raise InputError("recipe-file", f"{where}: {key} is missing; expected {expected}")
         found[key] = tuple(value) if isinstance(value, list) else value
     return found
 

@@ -190,7 +190,9 @@ def _facts(artifact: Artifact, source: Source | None, described: Document) -> di
 def _evidence(artifact: Artifact, verified: Verified | None, how: str | None) -> str:
     """Say in a sentence who measured the losses."""
     if how == MEASURED:
-        return "Measured by verify: every value of every quantized tensor beside the source's."
+        return (
+            "Measured by verify: every value of every quantized tensor compared with the source's."
+        )
     if how == RECORDED:
         is_counted = (
             verified and not artifact.source.is_streamed

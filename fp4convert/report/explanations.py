@@ -34,7 +34,7 @@ def explain(code: str) -> dict[str, object]:
         near = f"; like it: {', '.join(dict.fromkeys(known))}" if known else ""
         raise InputError(
             "unknown-code",
-            f"{code!r} is the code of no finding and no error, and no subject{near}",
+            f"{code!r} is not the code of a finding or an error, nor a subject{near}",
             "See: fp4convert explain.",
         )
     return {"code": code, "finding": findings.get(code), "error": errors.get(code)}

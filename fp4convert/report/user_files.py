@@ -39,7 +39,7 @@ def check_apart(asked: Mapping[Paper, Path | None], folder: Path | None) -> None
         if folder is not None and place.is_relative_to(_without_links(folder)):
             detail = (
                 f"{kind.option} {path} lies in the artifact's folder, {folder}; expected a file "
-                "outside it, for verify holds the folder to its record"
+                "outside it, because verify checks the folder against its record"
             )
             raise InputError("file-in-artifact", detail, f"Give {kind.example}.")
         if place in taken:
@@ -70,7 +70,7 @@ def check_place(path: Path, kind: Paper) -> None:
     if path.is_dir():
         detail = "it is a folder"
     elif not folder.is_dir():
-        detail = f"{folder} is no folder"
+        detail = f"{folder} is not a folder"
     elif not os.access(folder, os.W_OK):
         detail = f"{folder} cannot be written to"
     if detail:
@@ -85,8 +85,8 @@ def check_place(path: Path, kind: Paper) -> None:
                 is_earlier = stream.read(len(opening)) == opening
         if not is_earlier:
             detail = (
-                f"{kind.option} {path} is there already, and is none that an earlier run wrote; "
-                "nothing else is written over"
+                f"{kind.option} {path} is there already, and no earlier run wrote it; "
+                "it is not overwritten"
             )
             next_step = f"Choose another: {kind.option} {kind.example}."
             raise OutputError("output-exists", detail, next_step)

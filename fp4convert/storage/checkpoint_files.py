@@ -93,7 +93,7 @@ def read_index(text: bytes, index: str = INDEXES[0]) -> dict[str, str]:
         if not isinstance(file, str):
             detail = f"{index}: weight_map gives {file!r} for {tensor!r}; expected a file name"
             raise InputError("index", detail)
-        found = f"{index}: {tensor!r} is said to lie in {file!r}"
+        found = f"{index}: {tensor!r} is listed in {file!r}"
         if len(PurePosixPath(file).parts) != 1 or file in (".", "..") or "\0" in file:
             detail = f"{found}, outside the folder; expected a name in it"
             raise InputError("index-outside", detail)
@@ -204,7 +204,7 @@ def no_weights(where: object, names: Iterable[str], next_step: str = "") -> Inpu
     if PIPELINE in names:
         return InputError(
             "no-weights",
-            f"{where}: {PIPELINE} names no {CONVERTED}, and there is no safetensors file beside it",
+            f"{where}: {PIPELINE} names no {CONVERTED}, and next to it is no safetensors file",
             "Name the folder of the checkpoint: --subfolder unet, for example.",
         )
     expected = "expected model.safetensors or shards with an index"

@@ -55,7 +55,7 @@ def write_error(path: Path, error: OSError, needed_nbytes: int | None = None) ->
     need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
     message = f"{path}: cannot be written{need}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        next_step = "Make room and run the same command again: what is finished stays."
+        next_step = "Make room and run the same command again: what is finished is kept."
         return OutputError("disk-full", message, next_step)
     return OutputError("cannot-write", message)
 

@@ -34,7 +34,7 @@ from fp4convert.storage.safetensors import Header, TensorRef, read_header
 from fp4convert.storage.source import CACHED, Checkpoint, name_of, read_whole
 
 SCALAR_NBYTES = 8
-AGAIN = "Run the command again once it stays as it is."
+AGAIN = "Run the command again once nothing writes to it."
 
 
 class LocalSource:
@@ -123,8 +123,10 @@ class LocalSource:
     def check_unchanged(self, shard: str) -> None:
         path = self._folder / shard
         if not path.exists() or _stamp(path) != self.checkpoint.stamps[shard]:
-            detail = f"{shard} changed while it was read; expected one that stays as it is"
-            raise SourceError("source-changed", detail, "Run the command again once it does.")
+            detail = f"{shard} changed while it was read; expected one that does not change"
+            raise SourceError(
+                "source-changed", detail, "Run the command again once nothing writes to it."
+            )
 
     @contextmanager
     def stream(self, file: str) -> Iterator[None]:
@@ -226,8 +228,8 @@ class LocalSource:
                 name for name in folders if not name.startswith(".") and name not in left_out
             )
             for link in (name for name in folders if os.path.islink(os.path.join(folder, name))):
-                detail = f"{link} is a link to a folder; expected a folder, or files"
-                raise InputError("folder-link", detail, "Copy what it leads to.")
+                detail = f"{link} is a link to a folder; expected a real folder"
+                raise InputError("folder-link", detail, "Copy the folder that it points to.")
             names = sorted(name for name in files if not name.startswith("."))
             found += [os.path.relpath(os.path.join(folder, name), self._folder) for name in names]
         for error in errors:
@@ -250,7 +252,7 @@ def _stamp(path: Path) -> str:
 
 def _unreadable(place: object, error: OSError) -> InputError:
     detail = f"{place} cannot be read: {error.strerror}"
-    return InputError("unreadable", detail, "See that this user may read it.")
+    return InputError("unreadable", detail, "Check that this user may read it.")
 
 
 def _regular(folder: Path, name: str) -> Path:

@@ -110,7 +110,7 @@ def _open(reference: str, access: Access, may_be_empty: bool = False) -> Source:
         raise InputError(
             "no-source",
             detail,
-            "Look for a typing error in the path; see that this user may read it.",
+            "Look for a typing error in the path; check that this user may read it.",
         ) from None
     if is_there and reference:  # the path of no words is that of the current folder
         from fp4convert.storage.local import LocalSource

@@ -450,7 +450,7 @@ def _counts(value: object) -> tuple[int, ...] | None:
 
 def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
     if not isinstance(entry, dict) or not entry.keys() >= {*KEYS}:
-        raise _bad(file, "header", f"header entry {name!r} lacks dtype, shape or data_offsets")
+        raise _bad(file, "header", f"header entry {name!r} has no dtype, shape or data_offsets")
     if any(depth_of(entry[key]) > DEPTH_LIMIT for key in entry.keys() - {*KEYS}):
         raise _bad(file, "header", f"header entry {name!r} is nested too deep")
     dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])

@@ -207,7 +207,7 @@ def test_a_layer_with_a_matrix_that_no_row_names_is_left_alone(shape, tmp_path):
     assert names == {name.replace("layers.0", "layers.1") for name in ALL}
     assert "4 folds are not used" in notes
     assert (
-        "the recipe does not know model.layers.0.self_attn.adapter, which may read it, too" in notes
+        "the recipe does not list model.layers.0.self_attn.adapter, which may read it too" in notes
     )
     assert "modules have no fold and are rounded as they are" in notes
 
@@ -352,7 +352,7 @@ def test_two_rows_for_one_place_are_none(tmp_path):
     (tmp_path / "mine.toml").write_text('base = "llama"\n' + row)
     names, notes = names_and_notes(tmp_path, TENSORS, LLAMA, recipe=str(tmp_path / "mine.toml"))
     assert names == ALL - {"model.layers.0.mlp.up_proj"}
-    assert "two rules speak of it" in notes
+    assert "two rules name it" in notes
 
 
 def test_a_row_whose_readers_are_of_no_expert_is_refused(tmp_path):

@@ -150,7 +150,7 @@ def test_a_stop_says_what_stays(tmp_path, llama, words):
         _, said = process.communicate()
     if process.returncode != 0:  # it was faster
         assert process.returncode == 143
-        assert f"error[interrupted]: interrupted: finished layers stay in {state}\n" in said
+        assert f"error[interrupted]: interrupted: finished layers are kept in {state}\n" in said
         assert f"next: Continue with: fp4convert {' '.join(map(str, arguments))}" in said
         assert "shards" not in said
     assert run(*arguments).code == 0

@@ -63,8 +63,8 @@ def test_sums_in_float32_are_possible_at_any_size(size):
 @pytest.mark.parametrize(
     ("kind", "words", "changes"),
     [
-        ("input_amax", "is 3 beside an input_channel_amax of up to 4", {"amax": 3.0}),
-        ("tokens", "is 0 beside inputs of up to 4", {"tokens": 0}),
+        ("input_amax", "is 3, but input_channel_amax reaches 4", {"amax": 3.0}),
+        ("tokens", "is 0, but inputs reach 4", {"tokens": 0}),
         ("input_abs_mean", "is 4.5 in column 1, above 4", {"magnitudes": [1.5, 4.5, 0]}),
         ("input_abs_mean", "is 0.5 in column 0, below 0.75", {"magnitudes": [0.5, 2, 0]}),
         ("input_sq_mean", "is 17 in column 1, above 16", {"squares": [3, 17, 0]}),
@@ -75,15 +75,15 @@ def test_sums_in_float32_are_possible_at_any_size(size):
             "is 5 in column 1, below 6.25, the square of input_abs_mean",
             {"magnitudes": [1, 2.5, 0], "squares": [3, 5, 0]},
         ),
-        ("input_gram", "has 0 in its diagonal at column 0, beside 3", {"diagonal": [0, 0, 0, 0]}),
+        ("input_gram", "has 0 in its diagonal at column 0, expected 3", {"diagonal": [0, 0, 0, 0]}),
         (
             "input_gram",
-            "has 5.5 in its diagonal at column 1, beside 6",
+            "has 5.5 in its diagonal at column 1, expected 6",
             {"diagonal": [3, 5.5, 0, 0]},
         ),
         (
             "input_gram",
-            "has 1 in its diagonal at column 3, beside 0, what padding is",
+            "has 1 in its diagonal at column 3, expected 0, as in padding",
             {"diagonal": [3, 6, 0, 1]},
         ),
     ],
@@ -104,7 +104,7 @@ def test_a_gram_matrix_and_what_is_none():
     blocks[0], blocks[1, 0, 0] = X[:, :2].T @ X[:, :2] / 4, 0.25
     assert not_a_gram(blocks) is None
     for place, value, words in (
-        ((0, 1, 0), 2.0, "and another value across the diagonal"),
+        ((0, 1, 0), 2.0, "and a different value across the diagonal"),
         ((0, 0, 1), -5.0, "more than its diagonal allows"),
         ((1, 0, 1), 0.1, "more than its diagonal allows"),
     ):

@@ -137,7 +137,7 @@ def test_other_options_start_anew(tmp_path, llama, words, monkeypatch):
     monkeypatch.setattr(calibration_run, "join_parts", joined)
     outcome = calibrate(llama, output, "--text", words, "--gram", "block:16")
     assert outcome.code == 0
-    assert "started anew" in outcome.err
+    assert "started again" in outcome.err
     assert open_calibration(output).gram("lm_head").blocks.shape == (4, 16, 16)
 
 

@@ -113,8 +113,13 @@ INT4 = int_record(4)
             {f"{O_PROJ}.weight": weight()},
             recorded({"quant_method": "awq"}),
             "already-quantized",
-            ["a checkpoint of AWQ", "by 'awq'", "no tensor is stored as fp4convert knows it"],
-            f"{ORIGINAL} If these are, remove quantization_config from config.json.",
+            [
+                "a checkpoint of AWQ",
+                "by 'awq'",
+                "no tensor is stored in a way that fp4convert reads",
+            ],
+            f"{ORIGINAL} If these are the original weights, remove quantization_config from"
+            " config.json.",
         ),
         (
             {f"{O_PROJ}.weight": weight(), f"{O_PROJ}.pre_quant_scale": ones(64)},

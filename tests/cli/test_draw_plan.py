@@ -190,7 +190,7 @@ def test_a_shared_scale_hides_no_reason(capsys):
     reasons = (
         "a linear layer",
         "a linear layer, from int4 32",
-        "mxfp4, whose blocks nvfp4 can say",
+        "mxfp4, whose blocks nvfp4 represents exactly",
     )
     lines = draw(
         capsys,
@@ -203,7 +203,7 @@ def test_a_shared_scale_hides_no_reason(capsys):
     assert [line.split("kB")[-1].strip() for line in lines if "one scale" in line] == [
         "one scale: {gate,up}_proj",
         "from int4 32; one scale: {gate,up}_proj",
-        "mxfp4, whose blocks nvfp4 can say; one scale: {gate,up}_proj",
+        "mxfp4, whose blocks nvfp4 represents exactly; one scale: {gate,up}_proj",
     ]
 
 

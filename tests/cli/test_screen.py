@@ -266,10 +266,10 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "(model.layers.0.self_attn.k_proj.weight)",
         "        3  nvfp4         model.layers.0.mlp.{gate,up,down}_proj",
         "        4  nvfp4         model.layers.0.self_attn.{q,k,v,o}_proj",
-        "healthy, as far as records and scales tell; verify --source compares the values",
+        "healthy by its records and scales; verify --source compares the values",
     ]
     with_source = run("inspect", tmp_path / "out", "--source", source).out.splitlines()
-    assert with_source[-1] == "healthy, and a sample of its values is that of source"
+    assert with_source[-1] == "healthy; a sample of its values matches source"
 
 
 def test_a_drawn_artifact_tells_only_what_is_its_own(tmp_path):

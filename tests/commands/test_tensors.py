@@ -197,7 +197,7 @@ REFUSED = [
     (X, {"format": "int4"}, "unknown-format", "int4"),
     (X, {"scale_rule": "even"}, "unknown-scale-rule", "even"),
     (X, {"scale_rule": "importance"}, "no-importance", "second moments"),
-    (X, {"importance": X[0]}, "scale-rule", "mse weighs nothing"),
+    (X, {"importance": X[0]}, "scale-rule", "mse does not use it"),
     (X, {"scale_rule": "importance", "importance": X[0, :16]}, "importance-shape", r"\(64,\)"),
     (X, {"global_amax": 0.5}, "global-amax", "at least 1"),
     (X, {"global_amax": -1}, "global-amax", "at least 1"),

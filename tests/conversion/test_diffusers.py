@@ -192,7 +192,7 @@ def test_weights_beside_model_index_json_are_left_out_and_told(wan, tmp_path):
     outcome = run("quantize", wan, "--format", "nvfp4", "-o", tmp_path / "q")
     assert outcome.code == 0
     assert (
-        "warning: 1 files of weights beside model_index.json are no part of the pipeline"
+        "warning: 1 weight files next to model_index.json are not part of the pipeline"
         in outcome.err
     )
     assert not (tmp_path / "q" / "wan-one-file.safetensors").exists()

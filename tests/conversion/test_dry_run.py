@@ -351,7 +351,7 @@ def test_a_result_larger_than_its_source_is_told(tmp_path):
     document = describe_plan(source, unpacked_plan(source), Settings("cpu"))
     assert document["warnings"][-1] == (
         "the result is larger than the source: 6.14 kB become 12.3 kB;"
-        " packed weights that stay, written as bf16, add 6.14 kB: see --keep-packed"
+        " packed weights that are kept add, as bf16, 6.14 kB: see --keep-packed"
     )
 
 
@@ -378,7 +378,9 @@ def test_a_group_that_lacks_a_member_is_in_the_document(tmp_path):
         {f"{LAYER}.mlp.gate_proj.weight": weight(), f"{LAYER}.mlp.up_proj.weight": weight()},
     )
     warnings = forecast(source, "nvfp4", "--exclude", "*up_proj")["warnings"]
-    assert any("1 scale group gate_proj/up_proj: up_proj stays" in warning for warning in warnings)
+    assert any(
+        "1 scale group gate_proj/up_proj: up_proj is kept" in warning for warning in warnings
+    )
 
 
 def test_warnings_of_a_dry_run_come_after_the_plan_and_are_those_of_the_document(tmp_path):

@@ -83,18 +83,22 @@ def test_what_config_json_says_of_routing(config, expected):
         ({"num_experts": 8, "num_experts_per_tok": 2}, 8, ("--keep 8", "8 experts")),
         ({"num_experts": 8, "num_experts_per_tok": 2}, 1, ("sent to 2 experts", "--keep 2")),
         (GROUPS, 5, ("2 groups", "--keep 4 or 6")),
-        (GROUPS, 2, ("of each of 2 groups 1 would stay", "--keep 4")),
+        (GROUPS, 2, ("each of 2 groups would keep 1 of its experts", "--keep 4")),
         (
             {**GROUPS, "n_routed_experts": 16, "num_experts_per_tok": 4},
             6,
-            ("of each of 2 groups 3 would stay", "sent to 4", "--keep 8"),
+            ("each of 2 groups would keep 3 of its experts", "sent to 4", "--keep 8"),
         ),
         (
             {**GROUPS, "n_routed_experts": 16, "num_experts_per_tok": 4},
             5,
-            ("have to stay equal", "multiple of 2: --keep 8"),
+            ("need equal numbers of experts", "multiple of 2: --keep 8"),
         ),
-        ({**GROUPS, "n_group": 3}, 6, ("8 experts are no 3 equal groups", "correct its n_group")),
+        (
+            {**GROUPS, "n_group": 3},
+            6,
+            ("8 experts do not divide into 3 equal groups", "correct its n_group"),
+        ),
         (
             {"num_experts": 8, "n_routed_experts": 16, "num_experts_per_tok": 2},
             4,

@@ -234,7 +234,7 @@ def test_from_a_hub_the_source_is_read_twice_and_the_plan_says_so(hub, source, t
     sizes = {file: (source / file).stat().st_size for file in (FIRST, SECOND)}
     document = planned("org/model", tmp_path / "out", "--target-bits", 6)
     assert any("reads the source twice from the Hub" in line for line in document["warnings"])
-    assert any("keeps nothing" in line for line in document["warnings"])
+    assert any("keeps no measurements" in line for line in document["warnings"])
     assert not (tmp_path / "out").exists()
     hub.seen.clear()
     quantize("org/model", tmp_path / "out", "--target-bits", 6)

@@ -346,11 +346,9 @@ def test_warnings(source, tmp_path):
         6,
     )
     assert few.code == 0
-    assert "2 experts in 1 layers got fewer than 100 tokens, 1 of which stay" in few.err
-    assert (
-        "6 experts cannot be dealt out evenly among 4 or 8 ranks of expert parallelism" in few.err
-    )
-    assert "layers that predict further tokens are left out" in few.err
+    assert "2 experts in 1 layers got fewer than 100 tokens, 1 of them kept" in few.err
+    assert "6 experts cannot be divided evenly among 4 or 8 ranks of expert parallelism" in few.err
+    assert "multi-token-prediction layers are left out" in few.err
     plain = write_checkpoint(
         tmp_path / "plain" / "source", deepseek_shards(is_ahead=False), DEEPSEEK
     )
@@ -375,7 +373,7 @@ NAN = statistics(saliency=[float("nan"), *SALIENCY[1:]])
         (statistics(), 8, "expected a number from 1 to 7"),
         (statistics(), 0, "expected a number from 1 to 7"),
         (statistics(), 5, "2 groups"),
-        (statistics(), 2, "of each of 2 groups 1 would stay"),
+        (statistics(), 2, "each of 2 groups would keep 1 of its experts"),
     ],
     ids=str,
 )

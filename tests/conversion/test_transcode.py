@@ -286,7 +286,7 @@ def test_scales_that_do_not_come_back_are_named(before, after, tmp_path):
         "rounded": ["l.1.o_proj", "l.2.o_proj"],
     }
     said = run("transcode", artifact, "-o", tmp_path / "again", "--dialect", after)
-    assert "2 of 4 modules are carried bit for bit" in said.out
+    assert "2 of 4 modules are copied bit for bit" in said.out
     assert "2 are not" in said.out
 
 
@@ -440,6 +440,13 @@ def test_what_cannot_be_said_is_refused(options, code, source, tmp_path):
     refused = run("transcode", tmp_path / "artifact", "-o", tmp_path / "out", "--json", *options)
     assert (refused.code, refused.json["error"]["code"]) == (2, code)
     assert not (tmp_path / "out").exists()
+
+
+def test_advice_names_only_options_of_the_command(source, tmp_path):
+    quantize(source, tmp_path / "artifact", CT)
+    words = ("--dialect", CT, "--format", "fp8")
+    refused = run("transcode", tmp_path / "artifact", "-o", tmp_path / "out", *words)
+    assert (refused.code, "--target-size" in refused.err) == (2, False), refused.err
 
 
 def test_a_dialect_is_asked_for(source, tmp_path):

@@ -134,7 +134,7 @@ def test_a_process_that_wakes_up_after_it_was_given_up_changes_nothing(
     error = finish(sleeper, 5)["error"]
     assert (error["code"], error["next"]) == (
         "given-up",
-        "Run the same command again: what is finished stays.",
+        "Run the same command again: what is finished is kept.",
     )
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 

@@ -515,7 +515,7 @@ def test_gram_matrices_that_are_none_end_the_run_without_a_record(source, tmp_pa
     error = outcome.json["error"]
     assert (error["code"], error["tensor"]) == ("calibration-gram", DOWN)
     assert f"matrix of {DOWN} is not positive definite" in error["message"]
-    assert error["message"].endswith(f"; so it is with 1 more, the last {GATE}")
+    assert error["message"].endswith(f"; the same for 1 more, the last {GATE}")
     assert "\n" not in error["message"]
     assert "Calibrate again" in error["next"]
     assert not (out / "quantization_config.json").exists()

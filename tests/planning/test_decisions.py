@@ -133,7 +133,7 @@ def test_fp8_is_quantized_or_becomes_bf16_or_stays(tmp_path):
         None,
     )
     packed = verdict_on(folder, target, PACKED_STAYS)
-    assert (packed.action, packed.reason) == ("copy", "excluded by '*down*'; it stays fp8 8x16")
+    assert (packed.action, packed.reason) == ("copy", "excluded by '*down*'; kept as fp8 8x16")
     assert (packed.form.format.name, packed.form.granularity, packed.stays) == (
         "fp8",
         (8, 16),
@@ -176,13 +176,13 @@ def test_experts_that_are_quantized_in_part_are_told(tmp_path):
             {f"{DOWN}.weight": ("F8_E5M2", (16, 32), b"\x3c" * 512)},
             LLAMA,
             CT,
-            f"{DOWN}.weight stays, and dialect {CT} cannot hold fp8",
+            f"{DOWN}.weight is kept, and dialect {CT} cannot hold fp8",
         ),
         (
             fp8(),
             FP8,
             "modelopt",
-            f"{DOWN}.weight stays, and dialect modelopt cannot hold fp8 8x16 (",
+            f"{DOWN}.weight is kept, and dialect modelopt cannot hold fp8 8x16 (",
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_what_no_form_of_the_dialect_holds_cannot_stay_packed(
     [
         ("nvfp4", "nvfp4", CT, "transcode", "nvfp4 already: the same codes and scales"),
         ("mxfp4", "mxfp4", CT, "transcode", "mxfp4 already: the same codes and scales"),
-        ("mxfp4", "nvfp4", CT, "transcode", "mxfp4, whose blocks nvfp4 can say"),
+        ("mxfp4", "nvfp4", CT, "transcode", "mxfp4, whose blocks nvfp4 represents exactly"),
         ("nvfp4", "mxfp4", CT, "quantize", "a linear layer, from nvfp4"),
         (
             "nvfp4",
@@ -304,7 +304,7 @@ def test_a_stack_that_nobody_tells_of_is_refused_unless_it_stays(tmp_path):
         assert option in error.message
     assert "--exclude '*experts*'" in error.next_step
     with pytest.raises(
-        InputError, match="no recipe tells"
+        InputError, match="no recipe says"
     ):  # how gate and up stand in it is still not told
         verdicts_on(folder, target, RecipeOptions(stack_order="out_in"))
     assert verdicts_on(folder, target, RecipeOptions(exclude=("*experts*",))) == {}
@@ -326,9 +326,7 @@ def test_formats_that_the_dialect_cannot_hold_together_are_refused(tmp_path):
         f"{ATTENTION}.o_proj": "fp8",
         DOWN: "nvfp4",
     }
-    with pytest.raises(
-        InputError, match="which dialect mlx cannot hold beside each other"
-    ) as caught:
+    with pytest.raises(InputError, match="which dialect mlx cannot hold together") as caught:
         verdicts_on(folder, Target("nvfp4", "mlx"), choice)
     assert (caught.value.code, caught.value.next_step.startswith("Choose another --dialect")) == (
         "dialect-mixed",
@@ -354,13 +352,15 @@ def test_groups_that_are_uneven_are_told_of(tmp_path):
     end = "; engines that fuse them need all of them in one format, or none"
     first, second = (f"first in 'model.layers.{layer}.self_attn'{end}" for layer in (0, 1))
     assert told(RecipeOptions(exclude=("*.1.self_attn.v_proj",))) == [
-        f"1 scale group q_proj/k_proj/v_proj: v_proj stays, {second}"
+        f"1 scale group q_proj/k_proj/v_proj: v_proj is kept, {second}"
     ]
     assert told(RecipeOptions(exclude=("*v_proj",))) == [
-        f"2 scale groups q_proj/k_proj/v_proj: v_proj stays, {first}"
+        f"2 scale groups q_proj/k_proj/v_proj: v_proj is kept, {first}"
     ]
     stay = RecipeOptions(exclude=("*v_proj", "*k_proj"))
-    assert told(stay) == [f"2 scale groups q_proj/k_proj/v_proj: k_proj and v_proj stay, {first}"]
+    assert told(stay) == [
+        f"2 scale groups q_proj/k_proj/v_proj: k_proj and v_proj are kept, {first}"
+    ]
     write_single(
         folder, {name: tensor for name, tensor in tensors.items() if "1.self_attn.k" not in name}
     )

@@ -366,7 +366,7 @@ def test_a_rule_that_does_not_tell_the_stack_is_told_of(
     edit_record(tmp_path / "a", **change)
     outcome = run("dequantize", tmp_path / "a", "-o", tmp_path / "r")
     assert outcome.code == 0, outcome.err
-    assert "experts stay apart" in outcome.err
+    assert "experts are not stacked again" in outcome.err
     assert f"{EXPERTS}.0.gate_proj.weight" in read_folder(tmp_path / "r")
 
 

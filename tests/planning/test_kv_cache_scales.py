@@ -306,7 +306,7 @@ def test_scales_of_the_source_stay(theirs, dialect, tmp_path):
     left = run(
         "quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", tmp_path / "left"
     )
-    assert "2 scales of a cache of keys and values of the source are left out" in left.err
+    assert "2 KV cache scales of the source are left out" in left.err
     assert run("verify", tmp_path / "left", "--source", source).code == 0
 
 
@@ -393,7 +393,7 @@ def test_a_calibration_that_says_nothing_of_a_cache_is_refused(source, tmp_path)
         tmp_path / "out",
     )
     assert "are 1 for 1 of 2 attentions, the first model.layers.1.self_attn" in done.err
-    assert "no calibration says theirs" in done.err
+    assert "no calibration gives them" in done.err
     assert sorted(floats(tmp_path / "out").values()) == [
         np.float32(4.48) / np.float32(448),
         np.float32(44.8) / np.float32(448),

@@ -57,7 +57,7 @@ def test_transcode_carries_the_method_on(source, calibration, tmp_path):
 
 def test_a_file_that_changes_no_weight_is_a_warning(source, calibration, tmp_path):
     plan = quantize(source, tmp_path / "out", "--calibration", calibration, "--dry-run")
-    assert any("--calibration changes no weight" in warning for warning in plan["warnings"])
+    assert any("--calibration has no effect" in warning for warning in plan["warnings"])
 
 
 def test_a_run_is_not_continued_with_other_statistics(source, calibration, tmp_path):

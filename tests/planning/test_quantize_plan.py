@@ -192,7 +192,7 @@ def test_members_that_stay_are_told_once_for_their_kind(tmp_path):
         for text in plan_of(folder, exclude=["*.q_proj", "*.v_proj"]).warnings
         if "group" in text
     ] == [
-        "3 scale groups q_proj/k_proj/v_proj: q_proj and v_proj stay, first in 'layers.0.x'; "
+        "3 scale groups q_proj/k_proj/v_proj: q_proj and v_proj are kept, first in 'layers.0.x'; "
         f"{fused}"
     ]
     (warning,) = (
@@ -200,7 +200,7 @@ def test_members_that_stay_are_told_once_for_their_kind(tmp_path):
     )
     assert (
         warning
-        == f"1 scale group q_proj/k_proj/v_proj: q_proj stays, first in 'layers.1.x'; {fused}"
+        == f"1 scale group q_proj/k_proj/v_proj: q_proj is kept, first in 'layers.1.x'; {fused}"
     )
 
 
@@ -236,7 +236,7 @@ def test_excluding_one_member_leaves_the_others_together(tmp_path):
     k, v = f"{ATTENTION}.k_proj.weight", f"{ATTENTION}.v_proj.weight"
     assert {ref.name for ref in step_of(plan, k).amax_of} == {k, v}
     assert step_of(plan, f"{ATTENTION}.q_proj.weight").reason == "excluded by '*.q_proj'"
-    assert any("q_proj stays" in warning for warning in plan.warnings)
+    assert any("q_proj is kept" in warning for warning in plan.warnings)
 
 
 def test_ignored_are_all_kept_matrices_and_an_absent_head(tmp_path):

@@ -32,7 +32,7 @@ def test_a_pattern_without_a_match_is_answered_with_one_that_has_some(given, mea
     assert error["code"] == "unmatched-pattern"
     assert error["message"].startswith(f"--exclude {given!r} matches no module")
     assert error["message"].endswith(f"did you mean {meant}?")
-    assert error["next"] == f"Say {meant.rpartition(' (')[0]}."
+    assert error["next"] == f"Use {meant.rpartition(' (')[0]}."
 
 
 def test_every_pattern_without_a_match_is_named(tmp_path):

@@ -167,7 +167,7 @@ def test_what_stays_and_is_not_the_sources_is_told_and_judged_by_nobody(source, 
     assert (row["b"]["nmse"], row["b"]["output_error"], row["better"]) == (None, None, None)
     told = run("compare", nvfp4, part, "--source", source)
     assert told.code == 6
-    assert told.out.splitlines()[-1] == "failed: what findings name is judged by nobody"
+    assert told.out.splitlines()[-1] == "failed: modules with findings were not compared"
     assert f"error kept-differs: {DOWN}.weight: b: " in told.out
 
 

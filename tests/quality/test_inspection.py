@@ -165,7 +165,7 @@ def test_layers_are_folded_and_many_patterns_cut(tmp_path):
     words = {f"{chr(97 + n % 26)}x{n}.y{n}_w": scales() for n in range(60)}
     told = run("inspect", write_ct(tmp_path / "b", words)).out.splitlines()
     assert sum(line.split()[1:2] == ["nvfp4"] for line in told) == 24
-    assert "and 36 patterns more: --json" in {line.strip() for line in told}
+    assert "and 36 more patterns: --json" in {line.strip() for line in told}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 """
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ from checkpoints import hidden_characters, run
 from paths import ROOT
 
 from fp4convert import errors
+from fp4convert.checkpoint.artifact import CLEAR_ENOUGH
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.report.explanations import explanations
 
@@ -145,3 +147,9 @@ def test_what_is_no_code_is_refused_with_what_is_like_it():
     assert (refused.code, refused.json["error"]["code"]) == (2, "unknown-code")
     assert "scale-layout" in refused.json["error"]["message"]
     assert not hidden_characters(refused.err)
+
+
+def test_no_remedy_is_a_command_that_refuses_the_artifact():
+    for code, row in explanations("findings").items():
+        if row["levels"] == ["error"] and code not in CLEAR_ENOUGH:
+            assert not re.search("transcode|dequantize", str(row["remedy"])), code

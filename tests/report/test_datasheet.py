@@ -185,7 +185,7 @@ def test_findings_come_with_what_to_do(source, artifact):
     assert (shown["verdict"]["is_good"], shown["verdict"]["words"][:6]) == (False, "failed")
     found = {finding["code"]: finding for finding in shown["findings"]}
     assert found["global-scale"]["tensor"] == DOWN
-    assert found["global-scale"]["remedy"] == "Convert it again."
+    assert found["global-scale"]["remedy"] == "Convert again."
     assert "infinite or NaN" in found["global-scale"]["meaning"]
     assert all(finding["remedy"] and finding["meaning"] for finding in found.values())
 

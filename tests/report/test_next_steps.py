@@ -80,7 +80,7 @@ def test_what_the_place_knows_stands_alone():
     )
     assert (
         errors.InputError("no-source", "x").next_step
-        == "Look for a typing error in the path or the name."
+        == "Check the path or the name for a typing error."
     )  # its first
     assert errors.InputError("no-such-code", "x").next_step == ""
 
@@ -236,7 +236,7 @@ def test_rare_errors_of_other_commands(tmp_path):
 def test_from_python_a_next_step_does_not_speak_of_options():
     with pytest.raises(fp4convert.Fp4Error) as caught:
         fp4convert.quantize_tensor(np.full((1, 16), np.nan, np.float32), format="nvfp4")
-    assert caught.value.next_step == "Mend the matrix, or leave it as it is."
+    assert caught.value.next_step == "Correct the matrix, or do not quantize it."
     with pytest.raises(fp4convert.Fp4Error) as caught:
         fp4convert.quantize_tensor([[1.0]], format="nvfp4")
     assert caught.value.next_step == "Make an array of them: numpy.asarray(x, numpy.float32)."

@@ -182,8 +182,8 @@ def test_rules_say_what_the_page_says(damaged, tmp_path):
     rules = {rule["id"]: rule for rule in read(tmp_path / "found.sarif")["tool"]["driver"]["rules"]}
     assert rules["scale-not-finite"] == {
         "id": "scale-not-finite",
-        "shortDescription": {"text": "A block scale is NaN: its values are NaN."},
-        "help": {"text": "Convert it again."},
+        "shortDescription": {"text": "A block scale is NaN, so its values are NaN."},
+        "help": {"text": "Convert again."},
         "defaultConfiguration": {"level": "error"},
     }
     assert rules.keys() >= {"hash-mismatch", "file-unrecorded"}

@@ -28,6 +28,17 @@ def test_the_index_of_recipes_names_what_they_name() -> None:
     assert families() == FAMILIES.read_text(encoding="utf-8")
 
 
+def test_tables_of_options_have_what_help_has() -> None:
+    text = (DOCS / "options.md").read_text(encoding="utf-8")
+    sections = dict(part.split("\n", 1) for part in text.split("\n### ")[1:])
+    for page in sorted((ROOT / "tests" / "golden" / "help").glob("*.txt")):
+        if page.stem in sections:
+            rows = re.findall(r"^  (?:-\w, )?(--[a-z-]+)", page.read_text("utf-8"), re.MULTILINE)
+            assert "--json" in rows
+            lacking = {flag for flag in rows if f"`{flag}" not in sections[page.stem]}
+            assert (page.stem, lacking) == (page.stem, {"--help"})
+
+
 def test_every_table_is_used_once() -> None:
     used = [found[1] for page in PAGES for found in MADE.finditer(page.read_text(encoding="utf-8"))]
     assert sorted(used) == sorted(PARTS)

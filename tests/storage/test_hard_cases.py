@@ -100,9 +100,9 @@ def test_expert_stacks_that_stay_are_warned_of(tmp_path):
     }
     command = ("quantize", write_single(tmp_path / "m", stack), "--format", "nvfp4", "--dry-run")
     refused = run(*command)
-    assert (refused.code, "no recipe tells how this model does" in refused.err) == (2, True)
+    assert (refused.code, "no recipe says how they are stored" in refused.err) == (2, True)
     assert (
-        "1 stacks of expert matrices stay as they are"
+        "1 stacks of expert matrices are not quantized"
         in run(*command, "--exclude", "*experts*").err
     )
 
@@ -124,7 +124,7 @@ def test_missing_members_of_a_group_are_told_as_they_are(tmp_path):
         told = run(
             "quantize", mixed, "--format", "nvfp4", "--dry-run", "--exclude", f"*.{kept}"
         ).err
-        assert f"{kept} stays, first in '{LAYER}.{parent}'" in told
+        assert f"{kept} is kept, first in '{LAYER}.{parent}'" in told
 
 
 def test_a_null_quantization_config_is_none(tmp_path):

@@ -337,7 +337,7 @@ VALUES = (
     ),
     refused(
         "tensor_3d_experts",
-        "no recipe tells",
+        "no recipe says",
         stored(**{_EXPERTS: ("BF16", (4, 32, 64), bf16(4, 32, 64))}),
     ),
     Case(

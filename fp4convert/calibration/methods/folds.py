@@ -126,7 +126,7 @@ def find_folds(
                 refused.append(Refusal(name, fold))
     for name, own in folds.items():
         if len(own) > 1:
-            refused.append(Refusal(name, "two rules speak of it"))
+            refused.append(Refusal(name, "two rules name it"))
     names = {refusal.name for refusal in refused}
     return [own[0] for name, own in folds.items() if name not in names], refused
 
@@ -157,7 +157,7 @@ def folds_used(uses: Iterable[FoldUse], checkpoint: Checkpoint, linears: Linears
                     found.append(replace(fold, repeats=use.repeats, width=use.width))
                     continue
                 why = f"{use.repeats} heads of {use.width} do not fit"
-            detail = f"the record tells of a fold into {name}"
+            detail = f"the record lists a fold into {name}"
             detail += f", which {checkpoint.repo or 'the source'} does not have: {why}"
             next_step = "Give the weights that it was made from: --source SOURCE."
             raise InputError("source-differs", detail, next_step)
@@ -276,7 +276,7 @@ class _PlaceFinder:
                 return f"{place} is not there"
         for layer, strangers in self._strange.items():
             if name.startswith(f"{layer}."):
-                return f"the recipe does not know {strangers[0]}, which may read it, too"
+                return f"the recipe does not list {strangers[0]}, which may read it too"
         fold = self.fold(rule, name, places)
         if isinstance(fold, str):
             return fold
@@ -305,7 +305,7 @@ class _PlaceFinder:
         if not modules:
             return "it has no readers"
         if unreadable := [module for module in modules if module not in self._linears]:
-            return f"{unreadable[0]} is no matrix that is read here"
+            return f"{unreadable[0]} is not a matrix that fp4convert reads"
         readers = tuple(self._linears[module] for module in modules)
         weight = self._tensors.get(name + WEIGHT) if rule.kind.startswith("norm") else None
         maker = None if weight else self._linears.get(name)

@@ -180,7 +180,7 @@ def torch_device(name: str) -> str:
 
     device = name.partition(",")[0]
     if device != "cpu" and not torch.cuda.is_available():
-        detail = f"--method gptq calculates on {device} by torch"
+        detail = f"--method gptq runs in torch on {device}"
         detail += f", and torch {torch.__version__} sees no GPU"
         raise DeviceError("no-device", detail, "Install torch with CUDA, or: --device cpu.")
     return device
@@ -200,7 +200,7 @@ def explained(what: str, module: str) -> Iterator[None]:
         detail = f"{what} {error.message}; expected the mean of x x^T over tokens"
         raise NumericError(error.code, detail, "Calibrate again, with more text.", module) from None
     except torch.cuda.OutOfMemoryError as error:
-        detail = f"{what} does not fit the memory of the GPU beside what is there"
+        detail = f"{what} does not fit into the GPU's free memory"
         detail += f": {str(error).splitlines()[0][:200]}"
         next_step = "Use --workers 1, --device cpu, or calibrate with --gram block:128."
         raise DeviceError("device-memory", detail, next_step) from None

@@ -292,7 +292,7 @@ def stems_of_scales(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) 
 def doubt_stacks(stacks: Sequence[TensorRef]) -> Iterator[Finding]:
     """Yield a doubt for stacks of experts in a dialect that reads none."""
     if stacks:
-        detail = f"{len(stacks)} stacks of experts are not looked into"
+        detail = f"{len(stacks)} stacks of experts are not checked"
         yield Finding("warning", "stack-unread", None, f"{detail}, the first {stacks[0].name}")
 
 

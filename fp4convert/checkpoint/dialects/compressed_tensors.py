@@ -289,7 +289,7 @@ def judge(clues: Clues) -> Iterator[Finding]:
         detail = 'quantization_status is not "compressed": transformers would take the packed codes'
         yield Finding("error", "record-status", None, f"{detail} for weights")
     if record.get("transform_config"):
-        detail = "weights are rotated (transform_config), which nothing but its engine undoes"
+        detail = "weights are rotated (transform_config), which only its engine can undo"
         yield Finding("error", "record-transform", None, detail)
     names = tuple(fmt.name for fmt in TRAITS.writes)
     for scheme in schemes_of(record):

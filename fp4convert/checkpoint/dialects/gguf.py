@@ -136,5 +136,5 @@ def judge(clues: Clues) -> Iterator[Finding]:
     refs = [ref for ref in clues.tensors.values() if ref.dtype in _TYPES]
     yield from doubt_stacks([ref for ref in refs if len(ref.shape) > 2])
     if len({ref.dtype for ref in refs}) > 1:
-        detail = "the file holds MXFP4 and NVFP4; only what is NVFP4 is looked into"
+        detail = "the file holds MXFP4 and NVFP4; only its NVFP4 weights are checked"
         yield Finding("warning", "formats-mixed", None, detail)

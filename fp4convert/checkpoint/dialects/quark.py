@@ -138,7 +138,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 def judge(clues: Clues) -> Iterator[Finding]:
     if "rotation" in str(clues.record.get("algo_config")):
-        detail = "weights are rotated (algo_config), which nothing but its engine undoes"
+        detail = "weights are rotated (algo_config), which only its engine can undo"
         yield Finding("error", "record-transform", None, detail)
 
 

@@ -272,7 +272,7 @@ def encode_scalar(value: float, is_inverse: bool = False) -> memoryview:
     Raises  InputError for a reciprocal that is no positive normal float32
     """
     if is_inverse and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
-        found = f"a scale is {value:g}, whose reciprocal is no float32"
+        found = f"a scale is {value:g}, whose reciprocal is not a float32"
         detail = f"{found}; expected a positive number that has one"
         next_step = "Dequantize the artifact, and quantize the result."
         raise InputError("scale-without-inverse", detail, next_step)

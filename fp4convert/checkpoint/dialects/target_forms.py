@@ -26,17 +26,17 @@ def dialect_to_write(target: Target) -> Dialect:
         detail = f"dialect {name} cannot hold {form.format.name}; it holds {able}"
         raise InputError("dialect-format", detail)
     if target.scale_layout is not None and target.scale_layout not in traits.layouts:
-        detail = f"dialect {name} cannot hold block scales that lie {target.scale_layout!r}"
+        detail = f"dialect {name} cannot hold block scales in layout {target.scale_layout!r}"
         detail = f"{detail}; it holds {', '.join(traits.layouts)}"
         other = "" if name == "plain" else ", or --dialect plain, which holds them all"
         raise InputError("dialect-layout", detail, f"Choose another --scale-layout{other}.")
     if form.activations == ACTIVATIONS_FP4 and form.format not in traits.activations:
-        detail = f"dialect {name} cannot say that activations of {form.format.name} are four-bit"
+        detail = f"dialect {name} cannot record four-bit activations of {form.format.name}"
         next_step = "Choose another --dialect, or --activations 16."
         raise InputError("dialect-activations", detail, next_step)
     if target.kv_cache and not (target.kv_cache == "fp8" and traits.cache_scales):
-        detail = f"an {target.kv_cache} cache of keys and values is asked for"
-        detail = f"{detail}, which dialect {name} cannot say"
+        detail = f"an {target.kv_cache} KV cache was asked for"
+        detail = f"{detail}, which dialect {name} cannot record"
         next_step = "Choose another --dialect: compressed-tensors or modelopt."
         raise InputError("dialect-cache", detail, next_step)
     return dialect
@@ -82,8 +82,6 @@ def check_forms(target: Target, forms: Iterable[Form]) -> None:
         if any(each.format not in mixes for each in seen):
             words = " and ".join(sorted({each.word for each in seen}))
             able = " and ".join(fmt.name for fmt in mixes) or "one format in an artifact"
-            detail = (
-                f"modules are to be {words}, which dialect {name} cannot hold beside each other"
-            )
+            detail = f"modules would become {words}, which dialect {name} cannot hold together"
             next_step = "Choose another --dialect, or one format for all modules."
             raise InputError("dialect-mixed", f"{detail}; it holds {able}", next_step)

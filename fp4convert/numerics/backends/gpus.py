@@ -80,7 +80,7 @@ def survey() -> Survey:
             driver,
             count,
             problem=f"CuPy or its NVRTC does not load: {_first_line(error)}",
-            next_step=f"Install them anew: {install}",
+            next_step=f"Install them again: {install}",
         )
     if nvrtc[0] > driver[0]:
         detail = f"NVRTC {dotted(nvrtc)} is newer than the driver, which runs CUDA {dotted(driver)}"
@@ -132,7 +132,7 @@ def ask_driver() -> tuple[Version | None, int, str]:
             or library.cuDeviceGetCount(ctypes.byref(count))
         )
     except AttributeError:
-        return None, 0, "libcuda.so.1 is no NVIDIA driver: it lacks cuInit"
+        return None, 0, "libcuda.so.1 is not an NVIDIA driver: it lacks cuInit"
     version = (number.value // 1000, number.value % 1000 // 10)
     if code and code != NO_DEVICE:
         return version, 0, f"the NVIDIA driver refuses to start (CUDA error {code})"

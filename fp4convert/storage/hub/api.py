@@ -43,7 +43,7 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (http.client.HTTPException, "it does not speak HTTP"),
     (UnicodeError, "no host can have that name (DNS)"),
 )
-AGAIN = "Run the same command again: what is uploaded stays."
+AGAIN = "Run the same command again: what is uploaded is kept."
 # The head is not the parent that a commit names: somebody else's, or our own whose reply was lost.
 CHANGED = 412
 ANSWER_FACTOR = 6  # a commit of many files takes the Hub longer than a piece of a file
@@ -218,7 +218,7 @@ class Asker:
                 page = f"{constants.ENDPOINT}/{self._repo}"
                 raise no_access(self._repo, page, status, code) from None
             if status in (401, 403) or code == "RepoNotFound":
-                expected = "expected one that may write there"
+                expected = "expected a token with write access"
                 detail = f"{self._repo}: {trouble} with this token (HTTP {status}); {expected}"
                 next_step = "hf auth login, or set HF_TOKEN; or name a repository of your own."
                 raise AccessError("no-write", detail, next_step) from None
@@ -254,7 +254,7 @@ def no_access(name: str, url: str, status: int, code: str | None) -> AccessError
     if code == "GatedRepo":
         return AccessError(
             "gated",
-            f"{name}: the repository is gated, and this token or nobody was granted access"
+            f"{name}: the repository is gated, and this token, if any, has no access to it"
             f" (HTTP {status})",
             f"Accept the licence at {page}, then: hf auth login, or set HF_TOKEN.",
         )

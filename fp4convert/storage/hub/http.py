@@ -41,7 +41,7 @@ MOST_IDLE = 1 << 10  # connections to one host that are kept: more than anybody 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 LOGGERS = ("urllib3.connection", "urllib3.connectionpool")  # which log addresses
 AGAIN = (
-    "See that this host can be reached from here (proxy, HF_ENDPOINT);"
+    "Check that this host can be reached from here (proxy, HF_ENDPOINT);"
     " the same command goes on with what is finished."
 )
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
@@ -291,7 +291,7 @@ def _judge_resolved(file: RemoteFile, reply: BaseHTTPResponse) -> None:
 def _changed(file: RemoteFile, found: str) -> SourceError:
     detail = f"{file.name} changed while it was read: {found}"
     return SourceError(
-        "source-changed", detail, "Run the same command again: what is finished stays."
+        "source-changed", detail, "Run the same command again: what is finished is kept."
     )
 
 
@@ -310,7 +310,7 @@ def _follow(place: str, location: str) -> str:
         if not is_address or parts.port == 0:
             raise ValueError(target)
     except ValueError:
-        raise AgainError("a redirect to what is no address") from None
+        raise AgainError("a redirect to something that is not an address") from None
     if parts.scheme != "https" and urlsplit(place).scheme == "https":
         raise AgainError(f"a redirect from https to {parts.scheme}")
     return target

@@ -117,7 +117,9 @@ def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
         except (no_reply, OSError) as error:
             reason = plain_words(error)
         except NO_LIST:
-            reason = "its reply is no list of files; does a proxy or a login page answer instead?"
+            reason = (
+                "its reply is not a list of files; does a proxy or a login page answer instead?"
+            )
         failures += 1
         host = host_of(constants.ENDPOINT)
         if not retry.wait(failures, f"{host}: {reason}", seconds):
@@ -144,7 +146,9 @@ def _refusal(repo: str, access: Access, status: int, code: str | None) -> Fp4Err
 
 def _bad_listing(repo: str, found: str) -> SourceError:
     detail = f"{repo}: the Hub lists {found}"
-    return SourceError("bad-listing", detail, "See that HF_ENDPOINT is a Hub; run it again later.")
+    return SourceError(
+        "bad-listing", detail, "Check that HF_ENDPOINT is a Hub; run it again later."
+    )
 
 
 def _list_cache(repo: str, access: Access) -> Listing:

@@ -120,10 +120,10 @@ class Pusher:
         try:
             validate_repo_id(self.repo if "/" in self.repo else "")
         except ValueError:
-            detail = f"--push-to-hub {self.repo}: no name of a repository; expected ORG/NAME"
+            detail = f"--push-to-hub {self.repo}: not a name of a repository; expected ORG/NAME"
             raise InputError("repo-name", detail) from None
         if constants.HF_HUB_OFFLINE:
-            detail = "HF_HUB_OFFLINE is set, which --push-to-hub cannot obey"
+            detail = "HF_HUB_OFFLINE is set, and --push-to-hub needs the network"
             raise InputError("offline", detail, "Unset one of them.")
         for name in names:
             _check_name(name)

@@ -291,7 +291,7 @@ def test_no_message_holds_the_password_of_an_address(hub, folder, monkeypatch):
     "location", ["https://зеркало/f", "https://[::/f", "https://host:port/f", "https://host/a b"]
 )
 def test_a_redirect_to_no_address_is_tried_again_and_told(location):
-    with pytest.raises(AgainError, match="no address"):
+    with pytest.raises(AgainError, match="not an address"):
         _follow("https://hub.example/m/resolve/c/f", location)
 
 

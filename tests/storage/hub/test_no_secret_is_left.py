@@ -37,8 +37,8 @@ def files(out: Path) -> list[Path]:
 
 
 def check_aftermath(out: Path, expected: str, hub) -> None:
-    """Neither files on their way nor claims nor secrets; finished shards stay, and a re-run ends
-    like a clean one.
+    """Neither files on their way nor claims nor secrets; finished shards are kept, and a re-run
+    ends like a clean one.
     """
     for path in files(out):
         check_secrets(path.read_bytes().decode("latin-1"))

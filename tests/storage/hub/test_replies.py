@@ -9,7 +9,7 @@ from fakehub_uploads import _UploadHub
 from hub_cases import NVFP4, ask
 
 TOO_MANY = "9" * 5000  # digits, of which Python makes no number
-NO_LIST = "its reply is no list of files"
+NO_LIST = "its reply is not a list of files"
 SECOND_SUPERSCRIPT = "\xb2"  # a digit to Python, and no number
 
 
