@@ -157,6 +157,47 @@ class Interrupted(Fp4Error):  # noqa: N818 - not a failure
         self.exit_code = exit_code
 
 
+def shell_line(*words: object) -> str:
+    """Write words as a line that a shell reads as these words.
+
+    It goes at the end of a text, and no full stop after it. A path that begins with a dash gets
+    ./ before it. What cannot be shown is written as bash, zsh and ksh read it: $'\\033'.
+    """
+    return " ".join(map(_quote, words))
+
+
+def _quote(word: object) -> str:
+    """Quote one word for a shell."""
+    from shlex import quote
+    from unicodedata import category
+
+    text = str(word)
+    if isinstance(word, Path) and text.startswith("-"):
+        text = f"./{text}"
+    hidden = {c for c in text if not c.isprintable() and category(c) != "Zs"}
+    if hidden:
+        inner = "".join(
+            "".join(f"\\{byte:03o}" for byte in _utf8(c))
+            if c in hidden
+            else f"\\{c}"
+            if c in "\\'"
+            else c
+            for c in text
+        )
+        return f"$'{inner}'"
+    # A full stop at its end would be taken for the sentence's.
+    is_bare = text.endswith(".") and text.rpartition("/")[2] not in (".", "..")
+    return f"'{text}'" if is_bare and quote(text) == text else quote(text)
+
+
+def _utf8(character: str) -> bytes:
+    """Return the bytes of a character, also of a file's name in no UTF-8."""
+    try:
+        return character.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return character.encode("utf-8", "surrogatepass")
+
+
 def install_line(extra: str) -> str:
     """Return the line to type that installs an extra of pyproject.toml.
 
@@ -164,7 +205,6 @@ def install_line(extra: str) -> str:
     the packages of the extra: no package index is trusted to have this one.
     """
     import json
-    import shlex
     from importlib.metadata import PackageNotFoundError, distribution
     from urllib.parse import urlsplit
     from urllib.request import url2pathname
@@ -180,12 +220,10 @@ def install_line(extra: str) -> str:
     place = Path(url2pathname(url.path))
     if url.scheme == "file" and place.exists():
         how += " -e" if origin.get("dir_info", {}).get("editable") else ""
-        return f"{how} {shlex.quote(f'{place}[{extra}]')}"
+        return f"{how} {shell_line(f'{place}[{extra}]')}"
     of_extra = re.compile(rf"""extra == ['"]{extra}['"]""")
-    packages = [
-        shlex.quote(one.partition(";")[0].strip()) for one in wanted if of_extra.search(one)
-    ]
-    return " ".join([how, *(packages or [shlex.quote(f".[{extra}]")])])
+    packages = [one.partition(";")[0].strip() for one in wanted if of_extra.search(one)]
+    return f"{how} {shell_line(*(packages or [f'.[{extra}]']))}"
 
 
 def describe_missing(needing: str, extra: str) -> tuple[str, str]:

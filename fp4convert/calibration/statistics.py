@@ -51,6 +51,7 @@ from fp4convert.calibration.plausibility import InputStatistics, contradiction, 
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import Float32s
+from fp4convert.recipes.patterns import exclude_option
 from fp4convert.storage.disk import hash_file
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, read_header
@@ -295,7 +296,7 @@ class Calibration:
         next_step = AGAIN
         if statistic.startswith("input_") and not self.has(module):
             next_step = "Calibrate again with text that reaches it"
-            next_step += f", or quantize without it: --exclude '{module}'."
+            next_step += f", or quantize without it: {exclude_option(module)}"
         elif statistic == "input_sq_mean" and self.gram_kind == "none":
             next_step = "Calibrate again with --gram diag."
         detail = f"{self.path} has no {statistic} of {module}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 from fp4convert.storage.checkpoint_files import NUMBERED, find_index, read_index
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import open_source
@@ -77,4 +77,4 @@ def _refuse_one_shard(source: Source, reference: str) -> None:
             where = f"shard {files.index(path.name) + 1} of {count}"
     if count > 1:
         detail = f"{reference} is {where}; expected the whole model"
-        raise InputError("one-shard", detail, f"Give the folder: {folder}.")
+        raise InputError("one-shard", detail, f"Give the folder: {shell_line(folder)}")

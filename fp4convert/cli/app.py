@@ -8,7 +8,6 @@ unreachable or changed, 4 no access to it, 5 output side, 6 findings, 130 and 14
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -21,7 +20,7 @@ import typer
 from fp4convert.cli.commands import COMMANDS
 from fp4convert.cli.help import WIDEST
 from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
-from fp4convert.errors import Fp4Error, InputError, Interrupted, OutputError
+from fp4convert.errors import Fp4Error, InputError, Interrupted, OutputError, shell_line
 from fp4convert.process import Stopped, sturdy_streams, uncovered
 
 # Options that would mean nothing without a word; others refuse an empty one themselves.
@@ -104,7 +103,7 @@ def main() -> None:
         except Fp4Error as error:
             failure = error
         except Stopped as stopped:
-            command = shlex.join(["fp4convert", *_without_token(arguments)])
+            command = shell_line("fp4convert", *_without_token(arguments))
             failure = Interrupted(command, stopped.exit_code, stopped.kept)
         except Exception as error:
             # What click refuses has a message, a full disk takes no help; else it is our bug.

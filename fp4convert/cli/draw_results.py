@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 from fp4convert.cli.screen import Screen
 from fp4convert.progress import duration_text, size_text
 from fp4convert.report.text import Document, fidelity_text
@@ -44,7 +42,7 @@ def draw_result(screen: Screen, result: Document) -> None:
     if share:
         part = f"part {share['index']} of {share['of']}, shards written: {share['shards']}"
         screen.line(f"  {part}. When every part is done:")
-        screen.line(f"  fp4convert merge {shlex.quote(str(result['output']))}")
+        screen.line(f"  {result['next'][0]}")
     else:
         screen.line(f"  digest {result['digest']}")
     # components of a pipeline, the Hub, another artifact

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-from fp4convert.errors import NEAR
+from fp4convert.errors import NEAR, shell_line
 
 OPTIONS = {  # ours: theirs
     "--exclude": (
@@ -98,7 +98,7 @@ def answer_command(word: str, known: Iterable[str]) -> str:
         if word.lower() in theirs.split():
             return f"fp4convert calls it {ours}."
     if "/" in word or os.path.exists(word):
-        return f"To convert it: fp4convert quantize {word} --format nvfp4."
+        return f"To convert it: {shell_line('fp4convert', 'quantize', word, '--format', 'nvfp4')}"
     near = get_close_matches(word.lower(), list(known), 1, NEAR)
     return f"Did you mean {near[0]}?" if near else ""
 

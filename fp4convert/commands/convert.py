@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from fp4convert.conversion.options import (
 )
 from fp4convert.conversion.ray_workers import import_ray
 from fp4convert.conversion.work import Work, prepare
+from fp4convert.errors import shell_line
 from fp4convert.execution import finish
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
@@ -116,7 +116,7 @@ def transcode(options: TranscodeOptions) -> Result:
     warnings = [*plan.warnings, *engine_warnings(plan, checkpoint)]
     _warn(options, warnings, settings)
     result = repacking.transcode(artifact, plan, output, settings, donor)
-    steps = [shlex.join(("fp4convert", "verify", str(output)))]
+    steps = [shell_line("fp4convert", "verify", output)]
     steps += serve_lines(plan, checkpoint, str(output))
     return replace(result, warnings=warnings, next=steps)
 

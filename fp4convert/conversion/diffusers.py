@@ -7,8 +7,6 @@ model_index.json: without that file nothing takes the folder for a pipeline.
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import manifest_of
-from fp4convert.errors import Fp4Error, InputError, NumericError
+from fp4convert.errors import Fp4Error, InputError, NumericError, shell_line
 from fp4convert.execution.folder import OutputFolder, missing_nbytes
 from fp4convert.execution.job import Job, carry_out, opened
 from fp4convert.execution.plan_file import (
@@ -229,11 +227,9 @@ class PipelineConversion:
         return results
 
     def next_steps(self, settings: Settings) -> list[str]:
-        source, output = os.fspath(self.options.source), str(self.options.folder)
-        return [
-            shlex.join(("fp4convert", "verify", output, "--subfolder", name, "--source", source))
-            for name in self.conversions
-        ]
+        verify = ("fp4convert", "verify", self.options.folder)
+        source = ("--source", self.options.source)
+        return [shell_line(*verify, "--subfolder", name, *source) for name in self.conversions]
 
     def ended_files(self) -> dict[str, str]:
         own = {name: conversion.ended_files() for name, conversion in self.conversions.items()}

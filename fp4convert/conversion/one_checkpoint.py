@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fp4convert.conversion.dry_run import describe_plan
@@ -12,6 +11,7 @@ from fp4convert.conversion.mixed_precision import Fit
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import begin_quantize, manifest_of, quantize
 from fp4convert.conversion.ray_workers import check_cluster, quantize_together
+from fp4convert.errors import shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import read_ended
 from fp4convert.execution.settings import Result, Settings
@@ -70,16 +70,15 @@ class Conversion:
         return quantize_together(self.options, formats, (self.source, self.plan), settings)
 
     def next_steps(self, settings: Settings) -> list[str]:
-        output = str(self.options.folder)
+        output = self.options.folder
         if settings.share:
-            return [shlex.join(("fp4convert", "merge", output))]
-        source = os.fspath(self.options.source)
-        words = ["fp4convert", "verify", output]
+            return [shell_line("fp4convert", "merge", output)]
+        words: list[object] = ["fp4convert", "verify", output]
         if not self.options.subfolder:
-            words += ["--source", source]
+            words += ["--source", self.options.source]
         elif not self.source.is_streamed:
-            words += ["--source", os.path.join(source, self.options.subfolder)]
-        return [shlex.join(words), *serve_lines(self.plan, self.source.checkpoint, output)]
+            words += ["--source", Path(self.options.source, self.options.subfolder)]
+        return [shell_line(*words), *serve_lines(self.plan, self.source.checkpoint, str(output))]
 
     def ended_files(self) -> dict[str, str]:
         return read_ended(self.options.folder)[1]

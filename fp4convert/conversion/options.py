@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS
-from fp4convert.errors import InputError, did_you_mean
+from fp4convert.errors import InputError, did_you_mean, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, METHODS
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.progress import Phases
@@ -73,7 +73,7 @@ def as_folder(output: Reference, source: Reference) -> Path:
     raise InputError(
         "output-name",
         f"{detail}; expected a folder's name",
-        f"Leave the ending out: -o {path.with_suffix('')}.",
+        f"Leave the ending out: {shell_line('-o', path.with_suffix(''))}",
     )
 
 
@@ -110,7 +110,9 @@ def take_references(options: "AccessOptions") -> None:
             found, known = getattr(place, name), getattr(options, name)
             if found and not each.option.is_argument:
                 detail = f"{given} names the {name} {found}, which --{each.name} does not take"
-                raise InputError("usage", detail, f"Name the repository: {place.reference}.")
+                raise InputError(
+                    "usage", detail, f"Name the repository: {shell_line(place.reference)}"
+                )
             if found and known not in (None, found):
                 detail = f"{given} names the {name} {found}, and {known} is given"
                 raise InputError("usage", f"{detail}; expected one of them", f"Leave --{name} out.")

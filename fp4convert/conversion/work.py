@@ -12,7 +12,7 @@ from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.requests import refuse_empty, refuse_unmatched
@@ -106,7 +106,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         raise InputError(
             "target-pipeline",
             f"{detail}; expected one, for a size that is asked for",
-            f"Name one: --subfolder {next(iter(components))}.",
+            f"Name one: {shell_line('--subfolder', next(iter(components)))}",
         )
     conversions = {}
     for name, component in components.items():

@@ -6,8 +6,6 @@ not grow with the tensor.
 
 from __future__ import annotations
 
-import glob
-import shlex
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -31,6 +29,7 @@ from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, check_largest, fi
 from fp4convert.numerics.matrices import Matrix, row_panels
 from fp4convert.planning.steps import Action, Step
 from fp4convert.process import processors
+from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
 
@@ -180,10 +179,5 @@ def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
     found = find_not_finite_values(linear.coding.weights(linear, source))
     if not found:
         return None
-    # A pattern for the shell that fits this module alone, whatever its name holds.
-    pattern = glob.escape(linear.module)
-    if pattern.startswith("re:"):
-        pattern = f"[r]{pattern[1:]}"
     detail = f"{linear.home.file}: {linear.name} has {found}; weights must be finite"
-    next_step = f"--exclude {shlex.quote(pattern)}"
-    return NumericError("not-finite", detail, next_step, linear.name)
+    return NumericError("not-finite", detail, exclude_option(linear.module), linear.name)

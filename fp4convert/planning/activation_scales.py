@@ -30,6 +30,7 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E4M3_MAX, GLOBAL_RANGE, Format
+from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import ScaleGroup
 from fp4convert.storage.source import Source, read_each
 
@@ -129,8 +130,8 @@ def measured_scales(calibration: Calibration) -> InputScales:
                 " a scale needs a largest input"
             )
             next_step = (
-                f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one"
-                f" scale for all: {OPTION} 1."
+                f"Calibrate with more text, give one scale for all ({OPTION} 1), or leave it out:"
+                f" {exclude_option(fed.module)}"
             )
             raise InputError("input-scale-zero", detail, next_step, fed.module)
         return amax / range_of(fed.form.format)

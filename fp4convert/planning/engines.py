@@ -9,12 +9,12 @@ activations.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
+from fp4convert.errors import shell_line
 from fp4convert.planning.steps import Plan
 from fp4convert.storage.source import Checkpoint
 
@@ -100,14 +100,14 @@ def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
     if not folder.startswith((os.sep, os.pardir)):
         folder = os.path.join(os.curdir, folder)
     files = plan.shards
-    place = shlex.quote(os.path.join(folder, files[0].file)) if len(files) == 1 else ""
+    place = shell_line(os.path.join(folder, files[0].file)) if len(files) == 1 else ""
     found, made = [], _blocks_in(plan)
     for engine in known_engines():
         line = engine.get("serve", {}).get(plan.target.dialect, "")
         if not line or any(_traps(engine, made, plan, checkpoint)):
             continue
         if "{file}" in line and place:
-            found.append(line.format(file=place, name=shlex.quote(os.path.basename(folder))))
+            found.append(line.format(file=place, name=shell_line(os.path.basename(folder))))
         elif "{file}" not in line and is_text:
-            found.append(line.format(output=shlex.quote(folder)))
+            found.append(line.format(output=shell_line(folder)))
     return found

@@ -20,6 +20,7 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, describe_missing, did_you_mean
 from fp4convert.numerics.formats import IMPORTANCE, METHODS
 from fp4convert.planning.steps import Plan, Step
+from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 
 RTN, GPTQ = "rtn", "gptq"
@@ -112,7 +113,7 @@ def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
             raise InputError(
                 "calibration-missing",
                 detail,
-                f"Calibrate again, or leave it out: --exclude '{module}'.",
+                f"Calibrate again, or leave it out: {exclude_option(module)}",
                 module,
             )
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):

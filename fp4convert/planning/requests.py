@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 from fp4convert.planning.steps import Plan, Step, module_of
 from fp4convert.recipes.patterns import compiled, matches
 from fp4convert.recipes.recipe import Recipe
@@ -67,7 +67,7 @@ def refuse_unmatched(unmatched: Sequence[Mapping[str, str]]) -> None:
         for words, hint in zip(found, hints, strict=True)
     )
     better = [hint.rpartition(" (")[0] for hint in hints if hint]
-    next_step = f"Use {'; '.join(better)}." if better else ""
+    next_step = f"Use {' '.join(better)}" if better else ""
     raise InputError("unmatched-pattern", lines, next_step)
 
 
@@ -78,11 +78,11 @@ def _suggest(option: str, pattern: str, modules: Collection[str]) -> str:
         likely = (next(_better(part, modules, is_itself=True), "") for part in parts)
         better = [one for one in likely if one]
         count = sum(any(matches(one, module) for one in better) for module in modules)
-        text = " ".join(f"{option} {one!r}" for one in better)
+        text = " ".join(shell_line(option, one) for one in better)
         return f"{text} ({_modules(count)})" if count else ""
     for one in _better(pattern, modules):
         count = sum(matches(one, module) for module in modules)
-        return f"{option} {one!r} ({_modules(count)})"
+        return f"{shell_line(option, one)} ({_modules(count)})"
     return ""
 
 

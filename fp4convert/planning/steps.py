@@ -20,6 +20,7 @@ from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
+from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldUse, StackRule
 from fp4convert.storage.safetensors import Header, TensorRef, TensorSpec, total_nbytes
@@ -310,7 +311,7 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
                     raise InputError(
                         "name-collision",
                         detail,
-                        f"Leave one out: --exclude {step.module!r}.",
+                        f"Leave one out: {exclude_option(step.module)}",
                         ref.name,
                     )
                 found[ref.name] = ref

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ from fp4convert.quality.losses import (
     ways,
 )
 from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.storage.source import Source, read_each
 
@@ -181,7 +181,7 @@ def _measure(
             found = list(losses_of(x, Inputs.of(calibration, linear.module), wanted[kind]))
         except NumericError as error:
             detail = f"{linear.name}: {error.message}"
-            next_step = f"Leave it out: --exclude {shlex.quote(linear.module)}."
+            next_step = f"Leave it out: {exclude_option(linear.module)}"
             raise NumericError(error.code, detail, next_step, linear.name) from None
         report(linear.name, sample.nbytes)
         return found

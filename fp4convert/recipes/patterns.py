@@ -8,12 +8,13 @@ mostly by strings.
 from __future__ import annotations
 
 import fnmatch
+import glob
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 
 SHAPES = 1 << 12  # of names that are remembered
 MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
@@ -40,6 +41,13 @@ _TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
 def matches(pattern: str, module: str) -> bool:
     """Tell whether a glob fits a name, or a "re:" expression its beginning."""
     return compiled(pattern).match(module) is not None
+
+
+def exclude_option(*modules: str) -> str:
+    """Write the options, for a shell, that exclude these modules alone."""
+    patterns = [glob.escape(module) for module in modules]
+    exact = [f"[r]{each[1:]}" if each.startswith("re:") else each for each in patterns]
+    return " ".join(shell_line("--exclude", pattern) for pattern in exact)
 
 
 def matches_any(patterns: tuple[str, ...], module: str) -> bool:

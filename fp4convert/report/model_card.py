@@ -8,7 +8,6 @@ card is no part of the artifact's digest.
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fp4convert.errors import shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.steps import Plan
@@ -170,20 +170,7 @@ def _command(source: Source, options: Mapping[str, object]) -> str:
                 words.append(f"./{Path(one).name}")
             elif one is not True:
                 words.append(str(one))
-    return " ".join(map(_quote, words))
-
-
-def _quote(word: str) -> str:
-    """Quote a word for a shell, on one line.
-
-    bash reads $'...' where the word is not printable.
-    """
-    if word.isprintable():
-        return shlex.quote(word)
-    inner = "".join(
-        f"\\U{ord(c):08x}" if not c.isprintable() else f"\\{c}" if c in "\\'" else c for c in word
-    )
-    return f"$'{inner}'"
+    return shell_line(*words)
 
 
 def _fence(language: str, text: str) -> str:

@@ -6,9 +6,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header
 
@@ -159,7 +159,9 @@ def choose_shards(
         found = sorted(name for name in names if name.endswith(GGUF))
         if len(found) > 1:
             detail = f"{where}: {len(found)} GGUF files, the first {found[0]}; expected one"
-            next_step = f"Choose one: {where}/{found[0]}."
+            next_step = "Download one by itself: hf download, and give that file."
+            if isinstance(where, Path):
+                next_step = f"Choose one: {shell_line(where / found[0])}"
             raise InputError("gguf", f"{detail}, each is a model of its own", next_step)
     single = next((single for single in SINGLES if single in found), None)
     if weight_map is not None:

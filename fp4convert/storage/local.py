@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
-from fp4convert.errors import InputError, SourceError
+from fp4convert.errors import InputError, SourceError, shell_line
 from fp4convert.storage.checkpoint_files import (
     CONFIG,
     GGUF,
@@ -155,7 +155,7 @@ class LocalSource:
         except OSError as error:
             raise _unreadable(self._folder, error) from None
         if self._single and not self._single.endswith((WEIGHTS, GGUF)):
-            step = f"Give the folder: {self._folder}."
+            step = f"Give the folder: {shell_line(self._folder)}"
             raise no_weights(self._folder / self._single, names, step)
 
         # A pipeline: its components are checkpoints, and what lies beside them travels.
@@ -194,11 +194,11 @@ class LocalSource:
     def _step_to_weights(self, names: Collection[str]) -> str:
         """Tell what to give instead of a folder without weights; "" for any."""
         if not names:
-            return f"It is empty: hf download ORG/NAME --local-dir {self._folder}."
+            return f"It is empty: hf download ORG/NAME {shell_line('--local-dir', self._folder)}"
         snapshots = self._folder / "snapshots"
         if snapshots.is_dir() and CACHED.fullmatch(self._folder.resolve().name):
             newest = max(snapshots.iterdir(), key=lambda place: place.stat().st_mtime, default="")
-            return f"It is a folder of the Hub's cache; give a snapshot in it: {newest}."
+            return f"It is a folder of the Hub's cache; give a snapshot in it: {shell_line(newest)}"
         return ""
 
     def _stamps_of(self, *files: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 from fp4convert.storage.source import Access, Source, stopping, subfolder_of
 
 REPOSITORY = r"[A-Za-z0-9_-][\w.-]*/[\w.-]+"  # organisation/name
@@ -98,7 +98,7 @@ def _pipeline(reference: str, source: Source) -> InputError:
     names = source.checkpoint.components
     found = f"{reference} is a Diffusers pipeline, whose {' and '.join(names)} is a checkpoint"
     detail = f"{found} by itself; expected one checkpoint"
-    return InputError("pipeline", detail, f"Name the folder: --subfolder {names[0]}.")
+    return InputError("pipeline", detail, f"Name the folder: {shell_line('--subfolder', names[0])}")
 
 
 def _open(reference: str, access: Access, may_be_empty: bool = False) -> Source:

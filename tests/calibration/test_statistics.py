@@ -120,7 +120,7 @@ def test_a_calibration_of_this_checkpoint_passes(tmp_path, source):
 def test_what_is_missing_is_answered_by_its_kind(tmp_path, source):
     again = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
     unreached = (
-        f"Calibrate again with text that reaches it, or quantize without it: --exclude '{DOWN}'."
+        f"Calibrate again with text that reaches it, or quantize without it: --exclude {DOWN}"
     )
     tensors = statistics_of(Q, X)
     del tensors[f"{Q}.input_sq_mean"]

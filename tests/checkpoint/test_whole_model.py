@@ -46,7 +46,7 @@ def test_a_numbered_shard_is_refused_and_inspect_takes_it(tmp_path):
     error = error_of(source / FIRST, tmp_path)
     assert error["code"] == "one-shard"
     assert f"{FIRST} is shard 1 of 2" in error["message"]
-    assert error["next"] == f"Give the folder: {source}."
+    assert error["next"] == f"Give the folder: {source}"
     made = tmp_path / "made"
     assert run("quantize", source, "--format", "nvfp4", "-o", made).code == 0
     assert run("inspect", made / FIRST, "--json").json["format"] == "nvfp4"

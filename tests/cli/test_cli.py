@@ -163,7 +163,7 @@ def test_a_page_fits_the_terminal(command, width, monkeypatch):
         (("inspect", "M", "--bits", "4"), "See: fp4convert inspect --help."),
         (("quantize", "M", "--frobnicate"), "See: fp4convert quantize --help."),
         (("convert", "M"), "fp4convert calls it quantize."),
-        (("./M", "--format", "nvfp4"), "To convert it: fp4convert quantize ./M --format nvfp4."),
+        (("./M", "--format", "nvfp4"), "To convert it: fp4convert quantize ./M --format nvfp4"),
         (("inspekt", "M"), "Did you mean inspect?"),
         (("frobnicate",), "See: fp4convert --help."),
     ],

@@ -66,4 +66,4 @@ def test_a_place_without_weights_says_which_to_give(tmp_path):
     source = write_llama(tmp_path / "m")
     shutil.copy(source / "config.json", tmp_path / "config.json")
     config = run("quantize", source / "config.json", "--format", "nvfp4", "--json").json["error"]
-    assert (config["code"], config["next"]) == ("no-weights", f"Give the folder: {source}.")
+    assert (config["code"], config["next"]) == ("no-weights", f"Give the folder: {source}")

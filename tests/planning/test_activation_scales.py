@@ -344,7 +344,7 @@ def test_a_calibration_that_does_not_fit_is_refused(source, tmp_path):
     file = calibrate(source, tmp_path / "zero.safetensors", {**AMAX, ALONE[0]: 0.0})
     error = refused(source, tmp_path / "out", "--input-scale", file)
     assert (error["code"], error["tensor"]) == ("input-scale-zero", ALONE[0])
-    assert f"--exclude '{ALONE[0]}'" in error["next"]
+    assert f"--exclude {ALONE[0]}" in error["next"]
     file = calibrate(
         source, tmp_path / "part.safetensors", {module: AMAX[module] for module in GROUPS[0]}
     )

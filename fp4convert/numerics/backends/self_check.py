@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.errors import DeviceError
+from fp4convert.errors import DeviceError, shell_line
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.cuda_stream import Kernels, Lane, as_device_error
@@ -93,7 +93,7 @@ def check(gpu: Gpu) -> None:
     """
     paths = [cubins.cubin_path(cubins.kernels_folder() / name, gpu.target) for name in SOURCES]
     verdict = _place_of_verdict(gpu, paths)
-    difference, next_step = None, f"Use --device cpu. To check again, delete {verdict}"
+    difference, next_step = None, f"Use --device cpu. To check again: {shell_line('rm', verdict)}"
     with suppress(OSError):
         difference = verdict.read_text(encoding="utf-8")
     if difference is None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from fp4convert.errors import Fp4Error, InputError, SourceError
+from fp4convert.errors import Fp4Error, InputError, SourceError, shell_line
 from fp4convert.storage.checkpoint_files import no_subfolder
 from fp4convert.storage.hub.api import (
     PASSING,
@@ -174,7 +174,9 @@ def _list_cache(repo: str, access: Access) -> Listing:
         if not BLOB.fullmatch(blob):
             where = f"{repo}: the Hub's cache holds {name} under no hash"
             raise SourceError(
-                "offline", f"{where}, so it cannot be checked", f"Give the folder itself: {root}."
+                "offline",
+                f"{where}, so it cannot be checked",
+                f"Give the folder itself: {shell_line(root)}",
             )
         files[name] = RemoteFile(name, "", path.stat().st_size, blob, root.name)
         cached[name] = path

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from fp4convert.errors import CORRUPT, InputError, SourceError
+from fp4convert.errors import CORRUPT, InputError, SourceError, shell_line
 from fp4convert.storage.checkpoint_files import (
     CONFIG,
     PIPELINE,
@@ -224,8 +224,8 @@ class HubSource:
             raise no_weights(where, names)
         if not shards[0].endswith(WEIGHTS):
             detail = f"{where} holds GGUF files; from the Hub, safetensors are read"
-            next_step = f"hf download {self._repo} {shards[0]} --local-dir FOLDER."
-            raise InputError("gguf", detail, f"Download it: {next_step}")
+            download = shell_line("hf", "download", self._repo, shards[0], "--local-dir", "FOLDER")
+            raise InputError("gguf", detail, f"Download it: {download}")
         headers = tuple(read_each(self, self._header, shards))
         homes = find_homes(headers)
         sidecars, left_out = sort_others(self._files, shards)

@@ -1,0 +1,135 @@
+"""Lines that messages suggest can be copied into a shell, whatever names hold."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import hidden_characters, run, weight, write_llama, write_single
+
+from fp4convert.errors import shell_line
+
+NAMES = [
+    "a b",
+    "em pty's",
+    'quo"te',
+    "back\\slash",
+    "$HOME `id` $(id) !!",
+    "*?[a]",
+    "~",
+    "#x",
+    "new\nline",
+    "bell\x07 \x1b[31m it's \\",
+    "\x01" + "23",  # digits behind what is written in digits
+    "bidi\u202e",
+    "no-break\u00a0space",
+    "\u6a21\u578b",
+    "bytes\udcff\udcfe",
+    "ends.",
+    "",
+    "-o",
+]
+
+
+def words_of(line: str) -> list[str]:
+    """The words that bash makes of a line."""
+    told = subprocess.run(
+        ["bash", "-c", f'printf "%s\\0" {line}'], check=True, capture_output=True, timeout=60
+    )
+    return [os.fsdecode(word) for word in told.stdout.split(b"\0")[:-1]]
+
+
+def test_a_shell_reads_the_words_that_were_meant():
+    line = shell_line("fp4convert", *NAMES)
+    assert words_of(line) == ["fp4convert", *NAMES]
+    assert hidden_characters(line) == []
+    assert "\n" not in line
+
+
+def test_plain_words_stay_plain():
+    assert shell_line("vllm", "serve", "./M-NVFP4", ".", "..", "a/..") == (
+        "vllm serve ./M-NVFP4 . .. a/.."
+    )
+
+
+def test_a_stop_belongs_to_the_name_or_is_not_there():
+    assert shell_line("M.") == "'M.'"
+
+
+def test_a_path_is_no_option():
+    assert shell_line(Path("-o"), Path("a"), "-o") == "./-o a -o"
+
+
+def next_of(outcome) -> str:
+    return outcome.err.splitlines()[-1].removeprefix(" next: ")
+
+
+@pytest.mark.parametrize("name", ["em pty's", "ends.", "-x", "es\x1bc", "two\nlines"])
+def test_an_empty_folder_names_itself_so_that_it_can_be_typed(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    outcome = run("inspect", f"./{name}")
+    assert outcome.code == 2
+    line = next_of(outcome).removeprefix("It is empty: ")
+    assert hidden_characters(outcome.err) == []
+    assert words_of(line)[:4] == ["hf", "download", "ORG/NAME", "--local-dir"]
+    assert (Path(words_of(line)[4])).resolve() == tmp_path / name
+
+
+@pytest.mark.parametrize("name", ["out it's.", "-o", "es\x1bc"])
+def test_next_steps_of_a_result_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write_llama(tmp_path / "so urce")
+    done = run("quantize", source, "--format", "nvfp4", "-o", f"./{name}", "--json")
+    words = words_of(done.json["next"][0])
+    assert words[:2] == ["fp4convert", "verify"]
+    assert not words[2].startswith("-")
+    assert run(*words[1:]).code == 0
+
+
+@pytest.mark.parametrize(
+    "module", ["[/foo]", "a b's", "es\x1bc\u202e", "re:x", "-x", "st*r", "line\nbreak", "ends."]
+)
+def test_what_excludes_an_unsound_matrix_excludes_it(module, tmp_path):
+    unsound = ("F32", (32, 64), np.full((32, 64), np.nan, np.float32).tobytes())
+    source = write_single(
+        tmp_path / "source", {"model.o_proj.weight": weight(), f"{module}.weight": unsound}
+    )
+    asked = ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
+    refused = run(*asked)
+    assert refused.code == 2
+    assert hidden_characters(refused.err) == []
+    step = next_of(refused)
+    _, _, options = step.partition(" --exclude ")
+    assert run(*asked, *words_of(f"--exclude {options}")).code == 0
+
+
+def test_a_name_that_collides_is_excluded_as_it_is(tmp_path):
+    """What a shell's glob would not match: the brackets stand for themselves."""
+    from fp4convert.recipes.patterns import exclude_option, matches
+
+    for module in ("[/foo]", "re:a.*", "a?*", "[!x]", "it's"):
+        _, pattern = words_of(exclude_option(module))
+        assert matches(pattern, module)
+        assert not matches(pattern, "/")
+        assert not matches(pattern, "re:abc")
+
+
+def test_a_word_that_is_a_model_is_quoted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_llama(tmp_path / "my model")
+    line = next_of(run("my model")).removeprefix("To convert it: ")
+    assert words_of(line) == ["fp4convert", "quantize", "my model", "--format", "nvfp4"]
+
+
+@pytest.mark.parametrize("name", ["it's a.gguf", "-m.gguf"])
+def test_the_folder_that_a_file_s_name_becomes_is_quoted(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = run("quantize", write_llama(tmp_path / "M"), "--format", "nvfp4", "-o", name)
+    assert outcome.code == 2
+    words = words_of(next_of(outcome).removeprefix("Leave the ending out: "))
+    assert words[0] == "-o"
+    assert Path(words[1]).resolve() == tmp_path / name.removesuffix(".gguf")
