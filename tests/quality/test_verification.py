@@ -335,6 +335,45 @@ def test_wrong_codes_are_measured(source, artifact):
     assert ("sqnr-low", f"{DOWN}.weight") in errors_of(document)
 
 
+@pytest.mark.parametrize(
+    ("module", "tensor"), [("", None), (DOWN, DOWN)], ids=["everywhere", "in one"]
+)
+def test_swapped_nibbles_are_one_error(module, tensor, source, artifact):
+    """Beside the hash of the file: what follows from them is no error of its own."""
+    folder = artifact()
+    for shard in sorted(folder.glob("*.safetensors")):
+        for name, (_, _, data) in read_shard(shard).items():
+            if name.endswith(".weight_packed") and name.startswith(module):
+                rewrite(folder, shard.name, name, bytes(b >> 4 | (b & 15) << 4 for b in data))
+    document = verify(folder, "--source", source)
+    found = errors_of(document)
+    assert {each for each in found if each[0] != "hash-mismatch"} == {("nibble-order", tensor)}
+    worst = min(entry["sqnr_db"] for entry in document["tensors"])
+    assert worst < 0, "the numbers tell it all the same"
+
+
+def test_a_gate_holds_where_nibbles_are_swapped(source, artifact):
+    folder = artifact()
+    name = f"{DOWN}.weight_packed"
+    data = bytes(b >> 4 | (b & 15) << 4 for b in read_shard(folder / SECOND)[name][2])
+    rewrite(folder, SECOND, name, data)
+    found = errors_of(verify(folder, "--source", source, "--min-sqnr", 5))
+    assert ("sqnr-low", f"{DOWN}.weight") in found
+
+
+def test_other_damage_is_told_beside_swapped_nibbles(source, artifact):
+    """One module is swapped, another is negated: each has its own error."""
+    folder = artifact()
+    down, query = f"{DOWN}.weight_packed", f"{ATTENTION}.q_proj.weight_packed"
+    swapped = bytes(b >> 4 | (b & 15) << 4 for b in read_shard(folder / SECOND)[down][2])
+    rewrite(folder, SECOND, down, swapped)
+    rewrite(folder, FIRST, query, bytes(b ^ 0x88 for b in read_shard(folder / FIRST)[query][2]))
+    found = errors_of(verify(folder, "--source", source))
+    assert ("nibble-order", DOWN) in found
+    assert ("source-differs", f"{ATTENTION}.q_proj.weight") in found
+    assert ("source-differs", f"{DOWN}.weight") not in found
+
+
 def test_config_without_its_record_is_found(artifact):
     folder = artifact()
     config = json.loads((folder / "config.json").read_text())
