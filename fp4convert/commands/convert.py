@@ -26,6 +26,7 @@ from fp4convert.conversion.ray_workers import import_ray
 from fp4convert.conversion.work import Work, prepare
 from fp4convert.errors import shell_line
 from fp4convert.execution import finish
+from fp4convert.execution.job import check_output
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
 from fp4convert.planning.engines import engine_warnings, serve_lines
@@ -60,6 +61,11 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
     Writes nothing; raises as `quantize` does.
     """
     work, settings = _plan(options, is_dry=True)
+    if options.push_to_hub is not None:
+        publish.make_pusher(work, settings)
+    if options.ray is None:  # a dry run asks no cluster
+        work.check(settings)
+    work.check_output(settings)
     return work.describe(settings)
 
 
@@ -71,7 +77,7 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
     if options.private or options.report is not None:
         publish.check_destinations(options, settings.share, is_dry)
-    if options.ray is not None and not is_dry:
+    if options.ray is not None:
         import_ray()
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
@@ -142,6 +148,7 @@ def preview_prune(options: PruneOptions) -> dict[str, Any]:
     """
     settings = options.settings("cpu")
     source, pruned = _plan_pruning(options, settings)
+    check_output(pruning.pruning_job(source, pruned), Path(options.output), settings)
     _warn(options, (), settings)
     return pruning.describe_pruning(source, pruned, settings)
 

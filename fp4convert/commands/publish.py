@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.conversion.options import QuantizeOptions
@@ -19,6 +19,9 @@ from fp4convert.execution.share import Share
 from fp4convert.report.user_files import check_apart
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.open import open_source
+
+if TYPE_CHECKING:  # what only a push loads
+    from fp4convert.storage.hub.upload import Pusher
 
 
 def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bool) -> None:
@@ -72,12 +75,14 @@ def carry_out(work: Work, settings: Settings) -> Result:
     return result
 
 
-def _publish(work: Work, settings: Settings) -> Result:
-    """Carry out the work and upload what it makes, in one commit."""
-    from fp4convert.report.model_card import CardRequest, make_card
+def make_pusher(work: Work, settings: Settings) -> Pusher:
+    """Return what uploads the result; nobody is asked yet.
+
+    Raises  InputError for a part, which cannot be pushed; what Pusher raises
+    """
     from fp4convert.storage.hub.upload import Pusher
 
-    options, repo, share = work.options, str(work.options.push_to_hub), settings.share
+    options, share = work.options, settings.share
     if share is not None:
         detail = f"part {share.index} of {share.count} cannot be pushed: one commit names all files"
         raise InputError(
@@ -86,7 +91,16 @@ def _publish(work: Work, settings: Settings) -> Result:
             "Merge the parts; then the same command with --num-shards 1 finds everything done,"
             " and pushes it.",
         )
-    pusher = Pusher(repo, options.private, options.known_token, settings.tell, work.names())
+    repo = str(options.push_to_hub)
+    return Pusher(repo, options.private, options.known_token, settings.tell, work.names())
+
+
+def _publish(work: Work, settings: Settings) -> Result:
+    """Carry out the work and upload what it makes, in one commit."""
+    from fp4convert.report.model_card import CardRequest, make_card
+
+    options, repo = work.options, str(work.options.push_to_hub)
+    pusher = make_pusher(work, settings)
     work.check(settings)
     work.begin(settings)
     try:

@@ -21,8 +21,9 @@ from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import manifest_of
 from fp4convert.errors import Fp4Error, InputError, NumericError, shell_line
-from fp4convert.execution.folder import OutputFolder, missing_nbytes
-from fp4convert.execution.job import Job, carry_out, opened
+from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.job import Job, carry_out, check_output, opened
+from fp4convert.execution.output_check import missing_nbytes
 from fp4convert.execution.plan_file import (
     digest_of,
     read_ended,
@@ -155,6 +156,14 @@ class PipelineConversion:
             raise InputError("share", detail, next_step)
         next(iter(self.conversions.values())).check(settings)
 
+    def check_output(self, settings: Settings) -> None:
+        self._refuse_links()
+        check_output(self._copying(), self.options.folder, settings)
+        for name, conversion in self.conversions.items():
+            with named_component(name):
+                if not (conversion.options.folder / PLAN_FILE).exists():
+                    conversion.check_output(settings)
+
     def begin(self, settings: Settings) -> OutputFolder:
         with self._begun(settings) as folder:
             return folder
@@ -162,7 +171,7 @@ class PipelineConversion:
     @contextmanager
     def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
         """Begin every folder with its plan in it, the pipeline's first."""
-        refuse_linked_folders(self.options.folder, (f"{name}/any" for name in self.conversions))
+        self._refuse_links()
         with opened(self._copying(), self.options.folder, settings) as folder:
             for name, conversion in self.conversions.items():
                 with named_component(name), write_errors_at(self.options.folder):
@@ -171,6 +180,10 @@ class PipelineConversion:
                         # Done again after it was whole: nothing loads it meanwhile.
                         self._end.unlink(missing_ok=True)
             yield folder
+
+    def _refuse_links(self) -> None:
+        """Raise OutputError where the folder of a component is a link."""
+        refuse_linked_folders(self.options.folder, (f"{name}/any" for name in self.conversions))
 
     @property
     def _end(self) -> Path:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.mixed_precision import Fit
 from fp4convert.conversion.options import QuantizeOptions
@@ -13,6 +14,7 @@ from fp4convert.conversion.quantization import begin_quantize, manifest_of, quan
 from fp4convert.conversion.ray_workers import check_cluster, quantize_together
 from fp4convert.errors import shell_line
 from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.job import check_output
 from fp4convert.execution.plan_file import read_ended
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
@@ -59,6 +61,9 @@ class Conversion:
             open_backend(settings.device)
         else:
             check_cluster(self.options.ray)
+
+    def check_output(self, settings: Settings) -> None:
+        check_output(artifact_job(self.source, self.plan), self.options.folder, settings)
 
     def begin(self, settings: Settings) -> OutputFolder:
         return begin_quantize(self.source, self.plan, self.options.folder, settings)

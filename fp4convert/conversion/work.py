@@ -61,6 +61,9 @@ class Work(Protocol):
     def check(self, settings: Settings) -> None:
         """Refuse a device, a cluster or a part that cannot be."""
 
+    def check_output(self, settings: Settings) -> None:
+        """Raise what `begin` raises of the output folder; change nothing."""
+
     def begin(self, settings: Settings) -> OutputFolder:
         """Return the output folder with the plan in it.
 

@@ -28,16 +28,20 @@ from typing import BinaryIO
 
 from fp4convert.errors import OutputError
 from fp4convert.execution.leases import Leases
+from fp4convert.execution.output_check import (
+    check_output,
+    check_space,
+    find_forgotten,
+    refuse_all_links,
+)
 from fp4convert.execution.plan_file import (
+    DONE,
     PLAN,
     STATE,
     Done,
     Manifest,
     TaskFiles,
     read_manifest,
-    refuse_foreign,
-    refuse_linked_folders,
-    refuse_links,
 )
 from fp4convert.execution.settings import OnNamed, Settings
 from fp4convert.numerics.error_sums import Account
@@ -53,7 +57,6 @@ from fp4convert.storage.disk import (
 )
 from fp4convert.storage.safetensors import ShardWriter, difference_from_package
 
-DONE = "done"  # the folder of records
 PLANNING = "plan"  # the claim of whoever writes plan.json
 READ_NBYTES = 1 << 20
 
@@ -327,7 +330,7 @@ class OutputFolder:
             if old is not None and old.plan_id != self.manifest.plan_id:
                 self._replace(old, settings)
             self.sweep()
-            _check_space(self.root, self.manifest, more_nbytes)
+            check_space(self.root, self.manifest, more_nbytes)
             if old is None or old.plan_id != self.manifest.plan_id:
                 self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
 
@@ -346,30 +349,10 @@ class OutputFolder:
 
     def _replace(self, old: Manifest, settings: Settings) -> None:
         """Remove what another plan left in the folder, or refuse."""
-        discard = "" if settings.is_joining else ", or discard its files with --force"
-        next_step = f"Choose another folder with -o{discard}."
-        traits = self.manifest.traits
-        changed = [words for words in traits if old.traits.get(words) != traits[words]]
-        differs = f"{' and '.join(changed) or 'its files'} changed"
         if others := self.leases.wait_for_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
             raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
-        if old.identity != self.manifest.identity and (
-            settings.is_joining or not settings.is_forced
-        ):
-            detail = f"{self.root} holds another plan: {_describe_difference(old, self.manifest)}"
-            raise OutputError("other-plan", detail, next_step)
-        if settings.is_joining:
-            detail = f"{self.root} holds another plan: {differs}"
-            detail += "; a worker that joins never replaces one"
-            next_step = "Give every worker the same source and options."
-            raise OutputError("other-plan", detail, next_step)
-        if (self.root / old.last).exists() and not settings.is_forced:
-            detail = f"{self.root} holds a finished result, and since then {differs}"
-            raise OutputError("other-plan", detail, next_step)
-        forgotten = old.files if settings.is_forced else set(old.files) - set(self.manifest.files)
-        refuse_linked_folders(self.root, forgotten)
-        for file in (old.last, *sorted(forgotten)):
+        for file in (old.last, *find_forgotten(self.root, old, self.manifest, settings)):
             with write_errors_at(self.root / file):
                 (self.root / file).unlink(missing_ok=True)
 
@@ -380,17 +363,6 @@ def _check_header(path: Path, shard: Shard) -> None:
         difference = difference_from_package(path, shard.outputs)
     if difference:
         raise RuntimeError(f"{shard.file} {difference}")
-
-
-def _describe_difference(old: Manifest, new: Manifest) -> str:
-    """Tell which of source, format and dialect two plans differ in."""
-    differs = [
-        f"its {key} is {old.identity.get(key) or 'none'}, not {value or 'none'}"
-        for key, value in new.identity.items()
-        if key != "source" and old.identity.get(key) != value
-    ]
-    # The hash of a pipeline's source covers what its components become.
-    return " and ".join(differs) or "another source"
 
 
 def _read_blocks(
@@ -414,14 +386,8 @@ def open_output(
             disk has too little room (finished shards counted as there)
     """
     with write_errors_at(root):
-        is_there, is_ours = root.exists(), (root / PLAN_FILE).exists()
-        if is_there and not root.is_dir():
-            detail = f"{root} is a file; expected a folder to write to"
-            raise OutputError("foreign-output", detail, "Choose another: -o FOLDER.")
-        if is_there and not is_ours:
-            refuse_foreign(root, settings.is_forced)
-        if not is_ours:
-            _check_space(root, manifest, more_nbytes)
+        if not (root / PLAN_FILE).exists():
+            check_output(root, manifest, settings, more_nbytes)
     with entered(root, manifest) as folder:
         folder.begin(settings, more_nbytes)
         yield folder
@@ -430,8 +396,7 @@ def open_output(
 @contextmanager
 def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     """Enter a folder of ours, among those that work in it."""
-    refuse_links(root, "claims", "tmp", DONE)
-    refuse_linked_folders(root, manifest.files)
+    refuse_all_links(root, manifest)
     leases = Leases(root / STATE / "claims", work=manifest.plan_id)
     folder = OutputFolder(root, manifest, leases)
     try:  # whatever stops the process from here on, its leases are given back
@@ -448,26 +413,3 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     finally:
         shutil.rmtree(folder.temps, ignore_errors=True)
         leases.__exit__(None, None, None)
-
-
-def missing_nbytes(root: Path, manifest: Manifest) -> int:
-    """Count the bytes of a plan that are still to be written.
-
-    All of them where its folder is not there.
-    """
-    written = [root / file for file in manifest.files]
-    for folder, _, files in os.walk(root / STATE / "tmp"):
-        written += [Path(folder, file) for file in files]
-    return manifest.nbytes - sum(nbytes_there(path) or 0 for path in written)
-
-
-def _check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
-    """Raise OutputError where the disk has too little room."""
-    existing = next(place for place in (root, *root.absolute().parents) if place.exists())
-    needed = missing_nbytes(root, manifest) + more_nbytes
-    disk = os.statvfs(existing)
-    free = disk.f_bavail * disk.f_frsize
-    if needed > free:
-        detail = f"{root} needs {needed:,} bytes, its disk has {free:,} free"
-        next_step = "Free some space, or choose another disk: -o FOLDER."
-        raise OutputError("disk-full", detail, next_step)

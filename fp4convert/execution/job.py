@@ -20,6 +20,7 @@ from pathlib import Path
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.checkpoint.record import MIXED
 from fp4convert.errors import CORRUPT, InputError, NumericError, OutputError, SourceError
+from fp4convert.execution import output_check
 from fp4convert.execution.finish import (
     ENDING,
     Ending,
@@ -28,13 +29,9 @@ from fp4convert.execution.finish import (
     find_harmed,
     write_ending,
 )
-from fp4convert.execution.folder import (
-    OutputFolder,
-    TaskWriter,
-    missing_nbytes,
-    open_output,
-)
+from fp4convert.execution.folder import OutputFolder, TaskWriter, open_output
 from fp4convert.execution.leases import do_together
+from fp4convert.execution.output_check import missing_nbytes
 from fp4convert.execution.plan_file import Manifest, TaskFiles, nbytes_written, read_ended
 from fp4convert.execution.settings import Result, Settings, UnsoundShardError, summarize
 from fp4convert.execution.workers import Worker, fill_shard, read_again_if_damaged
@@ -366,13 +363,30 @@ def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager
 
     Raises  what carry_out does at first
     """
+    more_nbytes = _check_places(job, output)
+    return open_output(output, job.manifest(), settings, more_nbytes)
+
+
+def check_output(job: Job, output: Path, settings: Settings) -> None:
+    """Refuse an output folder as `opened` does, and change nothing.
+
+    Raises  InputError and OutputError, as carry_out does at first
+    """
+    more_nbytes = _check_places(job, output)
+    output_check.check_output(output, job.manifest(), settings, more_nbytes)
+
+
+def _check_places(job: Job, output: Path) -> int:
+    """Check that the result has room beside the source's files.
+
+    Returns  bytes that the parts write to the same disk
+    """
     for file in job.sidecars:
         if file.partition("/")[0] in {RECORD, *job.texts}:
             detail = f"{file}: the source has a folder where the result has a file; expected none"
             raise InputError("file-name", detail, "Rename it.")
     refuse_inside(job.source, output)
-    more_nbytes = sum(missing_nbytes(output / folder, part) for folder, part in job.parts.items())
-    return open_output(output, job.manifest(), settings, more_nbytes)
+    return sum(missing_nbytes(output / folder, part) for folder, part in job.parts.items())
 
 
 def refuse_inside(source: Source, output: Path) -> None:

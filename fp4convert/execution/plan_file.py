@@ -18,6 +18,7 @@ from fp4convert.storage.disk import Mark
 
 STATE, PLAN = PLAN_FILE.split("/")
 ENDED = "ended.json"
+DONE = "done"  # the folder of records
 
 
 class TaskFiles(NamedTuple):

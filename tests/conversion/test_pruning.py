@@ -504,3 +504,12 @@ def test_what_seems_to_go_by_experts_and_no_recipe_knows(entry, tmp_path):
     }
     source = write_single(tmp_path / "source", tensors, DEEPSEEK)
     refused(source, tmp_path, f"{MOE}.{name}", calibrated(source))
+
+
+def test_a_dry_run_refuses_the_output_that_the_run_would(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    options = ("-o", tmp_path / "out", "--calibration", calibrated(source), "--keep", 4, "--json")
+    dry, real = run("prune", source, *options, "--dry-run"), run("prune", source, *options)
+    assert (dry.code, dry.json) == (real.code, real.json)
+    assert dry.json["error"]["code"] == "foreign-output"

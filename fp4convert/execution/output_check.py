@@ -1,0 +1,132 @@
+"""Judge a folder before it is written to; nothing in it is changed.
+
+It may be a file, somebody else's, another plan's, behind a link, or on a disk without room.  A dry
+run asks, and so does the run itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from fp4convert.errors import OutputError
+from fp4convert.execution.plan_file import (
+    DONE,
+    STATE,
+    Manifest,
+    read_manifest,
+    refuse_foreign,
+    refuse_linked_folders,
+    refuse_links,
+)
+from fp4convert.execution.settings import Settings
+from fp4convert.storage.checkpoint_files import PLAN_FILE
+from fp4convert.storage.disk import nbytes_there, write_errors_at
+
+
+def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes: int) -> None:
+    """Refuse a folder as open_output does, and change nothing.
+
+    What other processes do there counts for nothing: they may be gone when the work begins.
+
+    more_nbytes  as OutputFolder.begin has them
+    Raises       OutputError
+    """
+    refuse_taken(root, settings)
+    freed = 0
+    if (root / PLAN_FILE).exists():
+        refuse_all_links(root, manifest)
+        old = read_manifest(root)
+        if old is not None and old.plan_id != manifest.plan_id:
+            forgotten = find_forgotten(root, old, manifest, settings)
+            gone = set(forgotten) - set(manifest.files)
+            freed = sum(nbytes_there(root / file) or 0 for file in gone)
+    with write_errors_at(root):
+        place = _nearest(root)
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        check_space(root, manifest, more_nbytes - freed)
+
+
+def refuse_taken(root: Path, settings: Settings) -> None:
+    """Raise OutputError for a file, and for a folder of somebody else."""
+    with write_errors_at(root):
+        is_there, is_ours = root.exists(), (root / PLAN_FILE).exists()
+        if is_there and not root.is_dir():
+            detail = f"{root} is a file; expected a folder to write to"
+            raise OutputError("foreign-output", detail, "Choose another: -o FOLDER.")
+        if is_there and not is_ours:
+            refuse_foreign(root, settings.is_forced)
+
+
+def refuse_all_links(root: Path, manifest: Manifest) -> None:
+    """Raise OutputError where a folder that is written to is a link."""
+    refuse_links(root, "claims", "tmp", DONE)
+    refuse_linked_folders(root, manifest.files)
+
+
+def _nearest(root: Path) -> Path:
+    """Return the folder that is there, of an output or above it."""
+    return next(place for place in (root, *root.absolute().parents) if os.path.lexists(place))
+
+
+def find_forgotten(root: Path, old: Manifest, manifest: Manifest, settings: Settings) -> list[str]:
+    """List the files of another plan that go when this one takes its folder.
+
+    Raises  OutputError where it may not
+    """
+    discard = "" if settings.is_joining else ", or discard its files with --force"
+    next_step = f"Choose another folder with -o{discard}."
+    traits = manifest.traits
+    changed = [words for words in traits if old.traits.get(words) != traits[words]]
+    differs = f"{' and '.join(changed) or 'its files'} changed"
+    if old.identity != manifest.identity and (settings.is_joining or not settings.is_forced):
+        detail = f"{root} holds another plan: {_describe_difference(old, manifest)}"
+        raise OutputError("other-plan", detail, next_step)
+    if settings.is_joining:
+        detail = f"{root} holds another plan: {differs}"
+        detail += "; a worker that joins never replaces one"
+        next_step = "Give every worker the same source and options."
+        raise OutputError("other-plan", detail, next_step)
+    if (root / old.last).exists() and not settings.is_forced:
+        detail = f"{root} holds a finished result, and since then {differs}"
+        raise OutputError("other-plan", detail, next_step)
+    forgotten = old.files if settings.is_forced else set(old.files) - set(manifest.files)
+    refuse_linked_folders(root, forgotten)
+    return sorted(forgotten)
+
+
+def _describe_difference(old: Manifest, new: Manifest) -> str:
+    """Tell which of source, format and dialect two plans differ in."""
+    differs = [
+        f"its {key} is {old.identity.get(key) or 'none'}, not {value or 'none'}"
+        for key, value in new.identity.items()
+        if key != "source" and old.identity.get(key) != value
+    ]
+    # The hash of a pipeline's source covers what its components become.
+    return " and ".join(differs) or "another source"
+
+
+def missing_nbytes(root: Path, manifest: Manifest) -> int:
+    """Count the bytes of a plan that are still to be written.
+
+    All of them where its folder is not there.
+    """
+    written = [root / file for file in manifest.files]
+    for folder, _, files in os.walk(root / STATE / "tmp"):
+        written += [Path(folder, file) for file in files]
+    return manifest.nbytes - sum(nbytes_there(path) or 0 for path in written)
+
+
+def check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
+    """Raise OutputError where the disk has too little room."""
+    needed = missing_nbytes(root, manifest) + more_nbytes
+    disk = os.statvfs(_nearest(root))
+    free = disk.f_bavail * disk.f_frsize
+    if needed > free:
+        detail = f"{root} needs {needed:,} bytes, its disk has {free:,} free"
+        next_step = "Free some space, or choose another disk: -o FOLDER."
+        raise OutputError("disk-full", detail, next_step)
