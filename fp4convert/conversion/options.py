@@ -438,16 +438,20 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         """Return where the artifact goes: the output, else ./NAME-FORMAT.
 
         Beside the source where this is the current folder, or one above it.
-        Raises  InputError as as_folder does
+        Raises  InputError as as_folder does, and where it would lie in the Hub's cache
         """
-        from fp4convert.storage.source import name_of
+        from fp4convert.storage.source import find_cached, name_of
 
         source = os.fspath(self.source)
         if self.output:
             return as_folder(self.output, source)
         name, place = f"{name_of(source)}-{self.format.upper()}", Path(source)
         if place.is_dir() and Path.cwd().is_relative_to(place.resolve()):
-            return Path(os.path.relpath(place.resolve().parent / name))
+            name = os.path.relpath(place.resolve().parent / name)
+        if cached := find_cached(Path(name)):
+            detail = f"{name} would lie in the Hub's cache, in {cached}; expected a place outside"
+            step = f"Name one: {shell_line('-o', Path.home() / Path(name).name)}"
+            raise InputError("output-in-source", detail, step)
         return Path(name)
 
     def that_make_bytes(self) -> dict[str, object]:

@@ -252,6 +252,22 @@ def name_of(reference: str) -> str:
         return path.name
 
 
+def find_cached(place: Path) -> Path | None:
+    """Find the repository of the Hub's cache that a place lies in, if any."""
+    try:
+        parents = place.resolve().parents
+        return next(
+            (
+                each
+                for each in parents
+                if CACHED.fullmatch(each.name) and (each / "snapshots").is_dir()
+            ),
+            None,
+        )
+    except (OSError, RuntimeError):  # no path at all, or a current folder that is gone
+        return None
+
+
 def commit_begun(output: Path | None, repo: str) -> str | None:
     """Return the commit that an output was begun from, if any.
 

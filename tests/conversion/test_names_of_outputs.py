@@ -30,7 +30,7 @@ def test_the_file_in_the_folder_is_named(tmp_path):
     asked = ("quantize", source, "--format", "mxfp4", "--dialect", "gguf")
     error = run(*asked, "-o", tmp_path / "g.gguf", "--json").json["error"]
     assert error["message"].endswith("with llama-bf16.gguf in it; expected a folder's name")
-    assert error["next"] == f"Leave the ending out: -o {tmp_path / 'g'}."
+    assert error["next"] == f"Leave the ending out: -o {tmp_path / 'g'}"
     assert run(*asked, "-o", tmp_path / "g").code == 0
     assert (tmp_path / "g" / "llama-bf16.gguf").is_file()
 
@@ -43,7 +43,24 @@ def test_a_snapshot_is_named_after_its_model(tmp_path, monkeypatch):
     assert planned.json["output"] == "My-1.5B-NVFP4"
     refused = run("quantize", snapshot.parents[1], "--format", "nvfp4", "--json").json["error"]
     assert refused["code"] == "no-weights"
-    assert refused["next"].endswith(f"give a snapshot in it: {snapshot}.")
+    assert refused["next"].endswith(f"give a snapshot in it: {snapshot}")
+
+
+@pytest.mark.parametrize(("inside", "source"), [(".", "."), ("..", COMMIT), ("sub", "..")])
+def test_nothing_is_written_into_the_cache(inside, source, tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--org--My-1.5B" / "snapshots" / COMMIT
+    write_single(snapshot, {f"{LAYER}.o_proj.weight": weight()})
+    (snapshot / "sub").mkdir()
+    monkeypatch.chdir(snapshot / inside)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    for dry in ((), ("--dry-run",)):
+        error = run("quantize", source, "--format", "nvfp4", "--json", *dry).json["error"]
+        assert (error["exit"], error["code"]) == (2, "output-in-source")
+        assert error["next"] == f"Name one: -o {tmp_path / 'home' / 'My-1.5B-NVFP4'}"
+    assert os.listdir(snapshot.parent) == [COMMIT]
+    words = error["next"].removeprefix("Name one: ").split()
+    assert run("quantize", source, "--format", "nvfp4", *words).code == 0
 
 
 @pytest.mark.parametrize("inside", [".", "sub"])
