@@ -56,7 +56,13 @@ def draw_result(screen: Screen, result: Document) -> None:
         screen.line(f"  pushed: {pushed}")
     if carried := result.get("carried"):
         _draw_carried(screen, carried)
-    if not share and not screen.is_quiet:
+    if not share:
+        _draw_next(screen, result)
+
+
+def _draw_next(screen: Screen, result: Document) -> None:
+    """Draw the commands that a person may run now."""
+    if not screen.is_quiet:
         for number, step in enumerate(result.get("next", ())):
             screen.line(step, "bold", "      " if number else "next: ")
 
@@ -85,6 +91,7 @@ def draw_merged(screen: Screen, merged: Document) -> None:
     if fidelity := merged.get("fidelity"):
         screen.line(f"  {fidelity_text(fidelity)}")
     screen.line(f"  digest {merged['digest']}")
+    _draw_next(screen, merged)
 
 
 def draw_recipes(screen: Screen, found: Document) -> None:

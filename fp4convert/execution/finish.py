@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4convert.checkpoint.error_report import merge_accounts, report_text
-from fp4convert.errors import InputError, OutputError
+from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.execution.folder import OutputFolder, entered
 from fp4convert.execution.plan_file import (
     ENDED,
@@ -211,6 +211,9 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
             next_step = "Run the command that wrote them again: it writes them again."
             raise OutputError("scale-group", f"{detail}: {shards}", next_step)
         ending = write_ending(folder)
+    # What an artifact was made from is known by its name on the Hub alone.
+    source = ("--source", manifest.origin["repo"]) if manifest.origin.get("repo") else ()
+    steps = [shell_line("fp4convert", "verify", root, *source)] if manifest.record else []
     return {
         "output": str(root),
         "format": manifest.identity.get("format"),
@@ -220,4 +223,5 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
         "seconds": round(time.monotonic() - started, 3),
         "digest": ending.digest,
         **({"fidelity": ending.fidelity} if ending.fidelity else {}),
+        **({"next": steps} if steps else {}),
     }

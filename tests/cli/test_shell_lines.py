@@ -133,3 +133,20 @@ def test_the_folder_that_a_file_s_name_becomes_is_quoted(name, tmp_path, monkeyp
     words = words_of(next_of(outcome).removeprefix("Leave the ending out: "))
     assert words[0] == "-o"
     assert Path(words[1]).resolve() == tmp_path / name.removesuffix(".gguf")
+
+
+def test_merge_ends_with_the_next_step(tmp_path):
+    source, out = write_llama(tmp_path / "source"), tmp_path / "it's out"
+    for index in range(2):
+        part = ("--shard-index", index, "--num-shards", 2)
+        told = run("quantize", source, "--format", "nvfp4", "-o", out, *part).out.splitlines()
+    assert words_of(told[-1].strip()) == ["fp4convert", "merge", str(out)]
+    merged = run("merge", out)
+    last = merged.out.splitlines()[-1]
+    assert last.startswith("next: ")
+    words = words_of(last.removeprefix("next: "))
+    assert words == ["fp4convert", "verify", str(out)]
+    assert run(*words[1:]).code == 0
+    again = run("merge", out, "--json").json
+    assert again["next"] == [last.removeprefix("next: ")]
+    assert "next: " not in run("merge", out, "-q").out
