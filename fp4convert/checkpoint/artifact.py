@@ -24,7 +24,7 @@ from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, 
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.formats import Format
 from fp4convert.numerics.matrices import Blocks, Span
-from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD
+from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNFINISHED
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import TensorRef
@@ -184,6 +184,8 @@ class Artifact:
                 where = f"{finding.tensor}: " if finding.tensor else ""
                 detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
                 next_step = "See: fp4convert inspect."
+                if finding.code == "unfinished":
+                    next_step = UNFINISHED
                 raise InputError("unsound-artifact", detail, next_step, finding.tensor)
 
     def _read(self, name: str) -> Span:
@@ -241,7 +243,7 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
     Returns  the source, and the artifact where some weights have four bits; raises as open_artifact
     """
     is_unfinished = _is_unfinished(reference, access)
-    source = open_source(reference, access, is_unfinished)
+    source = open_source(reference, access)
     clues = read_clues(source)
     is_other = bool(clues.record or clues.hf_quant_config) and not is_artifact(source, clues)
     return source, None if is_other else read_artifact(source, reference, is_unfinished)

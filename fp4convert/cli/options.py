@@ -56,7 +56,10 @@ PLAIN_TYPES = (str, int, float, bool)
 
 
 class Shown(NamedTuple):
-    """The document of a command, and how it is drawn for a person."""
+    """The document of a command, and how it is drawn for a person.
+
+    A document that holds an error ends the command with it.
+    """
 
     document: Document
     draw: Callable[[Screen, Document], None]
@@ -116,6 +119,9 @@ class Command(Generic[Options]):
         screen.show(shown.document, shown.draw)
         screen.warn(shown.document.get("warnings", ()))
         screen.end()
+        if error := shown.document.get("error"):
+            screen.print_error(error["code"], [error["message"]], error["next"])
+            raise typer.Exit(error["exit"])
         if not shown.is_well:
             raise typer.Exit(FINDINGS)
 

@@ -205,11 +205,15 @@ class Screen:
                 print(json.dumps(error.as_json(), indent=2), flush=True)
             except OSError:
                 _forget_stdout()
-        for number, line in enumerate(error.lines):
-            label = f"error[{error.code}]: " if number == 0 else "       "
+        self.print_error(error.code, error.lines, error.next_step)
+
+    def print_error(self, code: str, lines: Iterable[str], next_step: str | None) -> None:
+        """Print an error on stderr, whatever stdout holds."""
+        for number, line in enumerate(lines):
+            label = f"error[{code}]: " if number == 0 else "       "
             self._print(sys.stderr, line, "bold red", label)
-        if error.next_step:
-            self._print(sys.stderr, error.next_step, "bold", " next: ")
+        if next_step:
+            self._print(sys.stderr, next_step, "bold", " next: ")
 
     @contextmanager
     def phases(self) -> Iterator[Phases]:

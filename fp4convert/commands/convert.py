@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fp4convert.conversion.options import (
 )
 from fp4convert.conversion.ray_workers import import_ray
 from fp4convert.conversion.work import Work, prepare
-from fp4convert.errors import shell_line
+from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution import finish
 from fp4convert.execution.job import check_output
 from fp4convert.execution.settings import Result, Settings
@@ -58,15 +58,15 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
 
     As `quantize --dry-run --json` does.
 
-    Writes nothing; raises as `quantize` does.
+    Writes nothing; raises as `quantize` does. Where the disk has too little room, the document
+    has the error of that under "error".
     """
     work, settings = _plan(options, is_dry=True)
     if options.push_to_hub is not None:
         publish.make_pusher(work, settings)
     if options.ray is None:  # a dry run asks no cluster
         work.check(settings)
-    work.check_output(settings)
-    return work.describe(settings)
+    return _preview(lambda: work.check_output(settings), lambda: work.describe(settings))
 
 
 def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
@@ -144,13 +144,32 @@ def prune(options: PruneOptions) -> Result:
 def preview_prune(options: PruneOptions) -> dict[str, Any]:
     """Plan what `prune` would do: `prune --dry-run --json`.
 
-    Writes nothing; raises as `prune` does.
+    Writes nothing; raises as `prune` does, and tells of too little room as preview_quantize.
     """
     settings = options.settings("cpu")
     source, pruned = _plan_pruning(options, settings)
-    check_output(pruning.pruning_job(source, pruned), Path(options.output), settings)
     _warn(options, (), settings)
-    return pruning.describe_pruning(source, pruned, settings)
+    job = pruning.pruning_job(source, pruned)
+    return _preview(
+        lambda: check_output(job, Path(options.output), settings),
+        lambda: pruning.describe_pruning(source, pruned, settings),
+    )
+
+
+def _preview(check: Callable[[], None], describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the document of a dry run, with what the run would refuse.
+
+    How much room is needed is what a plan tells, also to a disk that has too little.
+    Raises  what `check` raises of anything but the disk's room
+    """
+    refusal: dict[str, Any] = {}
+    try:
+        check()
+    except OutputError as error:
+        if error.code != "disk-full":
+            raise
+        refusal = error.as_json()
+    return {**describe(), **refusal}
 
 
 def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, pruning.Pruning]:

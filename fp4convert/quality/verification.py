@@ -204,9 +204,7 @@ def verify(
     # 4. The gates: for each tensor, and that there is a tensor to measure.
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     for error in tensors:
-        missed = _check_gates(error, found[error.name], gate)
-        doubt = as_meant[error.name].check(error.name) if error.name in as_meant else None
-        findings += missed or ([doubt] if doubt else [])
+        findings += _check_gates(error, found[error.name], gate) or _check_source(error, as_meant)
     findings += _check_measuring(found, gate)
     return Verified(
         tensors,
@@ -320,6 +318,12 @@ def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[Fin
                 detail += f", expected at most {100 * most:g} %"
                 missed.append(Finding("error", "output-error-high", error.name, detail))
     return missed
+
+
+def _check_source(error: TensorError, as_meant: Mapping[str, Distance]) -> list[Finding]:
+    """Check that a tensor is the source's, where it is read as it is meant."""
+    doubt = as_meant[error.name].check(error.name) if error.name in as_meant else None
+    return [doubt] if doubt else []
 
 
 def _recorded_hashes(artifact: Artifact) -> dict[str, str]:

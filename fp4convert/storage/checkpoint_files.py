@@ -33,6 +33,7 @@ WEIGHTS = ".safetensors"
 # Of a variant: model.safetensors.index.fp16.json.
 OTHER_INDEX = re.compile(r"[^/]*\.safetensors\.index\.\w+\.json")
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d{1,9})\.safetensors")
+UNFINISHED = "A conversion into this folder did not end: run its command again, which continues."
 MOST_NAMED = 20  # folders that a message names
 OTHER_WEIGHTS = frozenset(
     {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"}
@@ -186,7 +187,7 @@ def choose_shards(
             detail = f"{stem}*{WEIGHTS}: {count} shards, whose names say that there are {expected}"
             next_step = "Download the whole checkpoint again."
             if PLAN_FILE.partition("/")[0] in names:
-                next_step = "fp4convert has not finished this folder: run its command again."
+                next_step = UNFINISHED
             raise InputError("missing-shard", f"{detail}; there is no index either", next_step)
     return shards
 

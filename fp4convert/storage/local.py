@@ -16,6 +16,8 @@ from fp4convert.storage.checkpoint_files import (
     CONFIG,
     GGUF,
     PIPELINE,
+    PLAN_FILE,
+    UNFINISHED,
     WEIGHTS,
     check_index,
     choose_shards,
@@ -195,6 +197,8 @@ class LocalSource:
         """Tell what to give instead of a folder without weights; "" for any."""
         if not names:
             return f"It is empty: hf download ORG/NAME {shell_line('--local-dir', self._folder)}"
+        if (self._folder / PLAN_FILE).exists():
+            return UNFINISHED
         snapshots = self._folder / "snapshots"
         if snapshots.is_dir() and CACHED.fullmatch(self._folder.resolve().name):
             newest = max(snapshots.iterdir(), key=lambda place: place.stat().st_mtime, default="")

@@ -124,8 +124,18 @@ def test_a_disk_without_room_is_refused(tmp_path, monkeypatch):
         return os.statvfs_result(found)
 
     monkeypatch.setattr(output_check.os, "statvfs", full)
-    error = both_refuse(tmp_path, source, *NVFP4, "-o", tmp_path / "out")
-    assert (error["exit"], error["code"]) == (5, "disk-full")
+    words = ("quantize", source, *NVFP4, "-o", tmp_path / "out")
+    before = tree(tmp_path)
+    dry, seen = run(*words, "--dry-run", "--json"), run(*words, "--dry-run")
+    assert tree(tmp_path) == before
+    real = run(*words, "--json")
+    assert (dry.code, seen.code, real.code) == (5, 5, 5)
+    assert dry.json["error"] == real.json["error"]
+    assert dry.json["error"]["code"] == "disk-full"
+    # The plan is told all the same: how much room it needs, and why.
+    assert dry.json["output_bytes"] > 0
+    assert "quantize" in seen.out
+    assert "error[disk-full]" in seen.err
 
 
 def test_room_that_a_replaced_plan_gives_back_counts(tmp_path, monkeypatch):

@@ -84,3 +84,24 @@ def test_a_place_without_weights_says_which_to_give(tmp_path):
     shutil.copy(source / "config.json", tmp_path / "config.json")
     config = run("quantize", source / "config.json", "--format", "nvfp4", "--json").json["error"]
     assert (config["code"], config["next"]) == ("no-weights", f"Give the folder: {source}")
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_unfinished_output_says_what_continues(shards, tmp_path):
+    source, out = tmp_path / "m", tmp_path / "out"
+    write_llama(source) if shards == 2 else write_single(
+        source, {f"{LAYER}.o_proj.weight": weight()}
+    )
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    for path in [path for path in out.iterdir() if path.is_file()]:
+        path.unlink()
+    for words in (
+        ("quantize", out, "--format", "mxfp4", "-o", tmp_path / "x"),
+        ("dequantize", out, "-o", tmp_path / "x"),
+        ("transcode", out, "--dialect", "modelopt", "-o", tmp_path / "x"),
+        ("analyze", out),
+    ):
+        error = run(*words, "--json").json["error"]
+        assert error["exit"] == 2, words
+        assert "run its command again, which continues" in error["next"], words
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
