@@ -53,6 +53,7 @@ from fp4convert.calibration.workdir import (
     write_part,
 )
 from fp4convert.errors import DeviceError, InputError, OutputError, did_you_mean
+from fp4convert.numerics.backends import expected_device
 from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases, size_text, tokens_text
 from fp4convert.recipes.options import one_of
@@ -146,7 +147,7 @@ def find_device(name: str) -> torch.device:
     """Find the torch device of a name; an error where there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    detail = f"--device {name!r} is not known; expected auto, cpu, cuda or cuda:N"
+    detail = f"--device {name!r} is not known; expected {expected_device(name)}"
     try:
         device = torch.device(name)
         is_known = device.type in ("cpu", "cuda")

@@ -19,6 +19,13 @@ PAGE = re.compile(
 )  # of a repository on the Hub: its name, a revision, a folder
 
 
+ADDRESS = re.compile(
+    rf"(hf://|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)?({REPOSITORY})"
+    r"(?:@([\w.-]+))?(?:/([^?#]*))?(?:[?#].*)?"
+)  # of anything in it: what it begins with, the name, a revision, a path
+VIEWS = ("tree", "blob", "resolve", "raw")  # before the revision, in paths of pages
+
+
 class Place(NamedTuple):
     """What a person means by a reference."""
 
@@ -37,6 +44,22 @@ def read_reference(text: str) -> Place:
     bare = text.rstrip("/")
     is_repository = re.fullmatch(REPOSITORY, bare) and not os.path.exists(bare)
     return Place(bare if is_repository else text)
+
+
+def _suggest_repository(text: str) -> str:
+    """Tell how the repository is named that an address means; "" for others."""
+    found = ADDRESS.fullmatch(text)
+    if not found or not (found[1] or found[3]):
+        return ""
+    revision, parts = found[3], [part for part in (found[4] or "").split("/") if part]
+    if len(parts) > 1 and parts[0] in VIEWS:
+        revision, parts = parts[1], parts[2:]
+    if parts and "." in parts[-1]:  # one file: repositories are read whole
+        parts.pop()
+    words = [found[2]]
+    words += ["--revision", unquote(revision)] if revision else []
+    words += ["--subfolder", unquote("/".join(parts))] if parts else []
+    return f"Name the repository: {shell_line(*words)}"
 
 
 def open_source(reference: str, access: Access | None = None, may_be_empty: bool = False) -> Source:
@@ -119,7 +142,8 @@ def _open(reference: str, access: Access, may_be_empty: bool = False) -> Source:
     if not re.fullmatch(REPOSITORY, reference):
         name = reference or "the source without a name"
         expected = "expected a checkpoint on this disk, or organisation/name on the Hub"
-        raise InputError("no-source", f"{name}: no such file or folder; {expected}")
+        detail = f"{name}: no such file or folder; {expected}"
+        raise InputError("no-source", detail, _suggest_repository(reference))
     from fp4convert.storage.hub.source import HubSource
 
     return HubSource(reference, access)

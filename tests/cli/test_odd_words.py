@@ -75,3 +75,73 @@ def test_a_dry_run_measures_with_as_many_threads_as_help(tmp_path):
     source = write_llama(tmp_path / "M")
     words = ("--format", "nvfp4", "--dry-run", "--workers", 10**12)
     assert run("quantize", source, *words).code == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("CPU", "cpu"),
+        ("cpu:0", "cpu"),
+        ("gpu", "cuda"),
+        ("GPU", "cuda"),
+        ("Cuda", "cuda"),
+        ("GPU:1", "cuda:1"),
+        ("cuda0", "cuda:0"),
+        ("1", "cuda:1"),
+    ],
+)
+def test_a_device_that_is_nearly_one_gets_a_hint(given, meant, tmp_path):
+    source = write_llama(tmp_path / "M")
+    error = run(
+        "quantize", source, "--format", "nvfp4", "-o", tmp_path / "Q", "--device", given, "--json"
+    ).json["error"]
+    assert (error["exit"], error["code"]) == (2, "no-device")
+    assert error["message"].endswith(f"; did you mean {meant}?")
+    assert not (tmp_path / "Q").exists()
+
+
+@pytest.mark.parametrize("given", ["", "tpu", "mps", "cuda:0:1", "cuda,1", "auto "])
+def test_other_devices_get_none(given, tmp_path):
+    source = write_llama(tmp_path / "M")
+    told = run("quantize", source, "--format", "nvfp4", "--dry-run", "--device", given, "--json")
+    assert told.json["error"]["message"].endswith("expected auto, cpu, cuda or cuda:N")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("huggingface.co/a/b", "a/b"),
+        ("hf.co/a/b/", "a/b"),
+        ("hf://a/b", "a/b"),
+        ("hf://a/b@main/unet/x.safetensors", "a/b --revision main --subfolder unet"),
+        ("a/b@main", "a/b --revision main"),
+        ("a/b@v1.0", "a/b --revision v1.0"),
+        ("https://huggingface.co/a/b/blob/main/x.safetensors", "a/b --revision main"),
+        (
+            "https://huggingface.co/a/b/resolve/refs%2Fpr%2F1/deep/er/x.safetensors?download=true",
+            "a/b --revision refs/pr/1 --subfolder deep/er",
+        ),
+        ("huggingface.co/a/b/tree/it's me", '''a/b --revision 'it'"'"'s me\''''),
+    ],
+)
+def test_an_address_is_answered_with_the_repository(given, meant):
+    for command in (("quantize", given, "--format", "nvfp4"), ("inspect", given)):
+        error = run(*command, "--json").json["error"]
+        assert (error["exit"], error["code"]) == (2, "no-source")
+        assert error["next"] == f"Name the repository: {meant}"
+
+
+@pytest.mark.parametrize(
+    "given", ["./a/b", "a/b/c", "https://example.com/a/b", "hf://a", "https://huggingface.co/a"]
+)
+def test_what_is_no_address_of_a_repository_gets_no_hint(given):
+    error = run("inspect", given, "--json").json["error"]
+    assert error["code"] == "no-source"
+    assert "Name the repository" not in error["next"]
+
+
+def test_a_hint_holds_no_token():
+    secret = "hf_" + "S" * 30
+    for given in (f"a/b@{secret}", f"hf://a/b@{secret}/x", f"huggingface.co/a/b?token={secret}"):
+        outcome = run("inspect", given)
+        assert secret not in outcome.out + outcome.err

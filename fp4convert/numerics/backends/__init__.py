@@ -8,6 +8,16 @@ from fp4convert.errors import DeviceError, InputError
 from fp4convert.numerics.backends.base import Backend
 
 
+def expected_device(word: str) -> str:
+    """Tell what --device takes, and which of it a word for another means."""
+    meant = re.fullmatch(r"(cpu|cuda|gpu|nvidia)?[ :_-]*([0-9]{1,9})?", word.strip().lower())
+    near = ""
+    if meant and any(meant.groups()):
+        number = f":{int(meant[2])}" if meant[2] else ""
+        near = f"; did you mean {'cpu' if meant[1] == 'cpu' else f'cuda{number}'}?"
+    return f"auto, cpu, cuda or cuda:N{near}"
+
+
 def open_backend(device: str) -> Backend:
     """Open the backend for --device; never another one in its place.
 
@@ -23,7 +33,7 @@ def open_backend(device: str) -> Backend:
     if device != "auto" and (
         kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))
     ):
-        detail = f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N"
+        detail = f"device {device!r} is not known; expected {expected_device(device)}"
         next_step = "Choose one of these; fp4convert doctor lists the GPUs."
         raise InputError("no-device", detail, next_step)
     # late: --device cpu loads nothing that finds GPUs
