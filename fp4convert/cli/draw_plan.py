@@ -55,7 +55,7 @@ def draw_plan(screen: Screen, plan: Document) -> None:
         screen.row(("" if is_long else name, *cells), widths, style, RIGHT)
     screen.line("")
     for word, text in _sum_up(plan):
-        screen.line(f"{word:<9}{text}", "bold" if word == "total" else "")
+        screen.line(f"{word:<9}{text}", "bold" if word == "total" else "", hang=9)
 
 
 def _escape_name(name: str) -> str:

@@ -75,7 +75,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
         bits = draw_block(fmt, artifact["nibble_order"])
         rows |= dict(zip(("bits", "meaning", "elements"), bits, strict=True))
     for key, value in rows.items():
-        screen.line(f"{key:<16}{value}")
+        screen.line(f"{key:<16}{value}", hang=16)
     for entry in artifact["patterns"][:MOST_PATTERNS]:
         screen.line(f"{entry['modules']:>9}  {entry['form']:<12}  {entry['pattern']}")
     if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
@@ -238,12 +238,12 @@ def draw_code(screen: Screen, explained: Document) -> None:
     if finding:
         screen.line(f"{code}: a finding ({', '.join(finding['levels'])})", "bold")
         for key, name in (("means", "meaning"), ("seen", "seen"), ("what to do", "remedy")):
-            screen.line(f"  {key:<12}{finding[name]}")
+            screen.line(f"  {key:<12}{finding[name]}", hang=14)
     if failure:
         exits = ", ".join(map(str, failure["exits"]))
         screen.line(f"{code}: an error (exit code {exits})", "bold")
         for key, name in (("means", "meaning"), ("comes from", "origin"), ("what to do", "remedy")):
-            screen.line(f"  {key:<12}{failure[name]}")
+            screen.line(f"  {key:<12}{failure[name]}", hang=14)
 
 
 def number(value: float | None, form: str) -> str:
@@ -303,7 +303,7 @@ def _kind_row(kind: dict[str, Any], used: list[dict[str, Any]], weights: int) ->
 
 def draw_calibrated(screen: Screen, found: Document) -> None:
     """Draw what `calibrate` wrote."""
-    screen.line(found["output"], "bold")
+    screen.unwrapped(found["output"], "bold")
     seconds = duration_text(found["seconds"])
     screen.line(f"  {found['samples']} samples, {found['tokens']:,} tokens in {seconds}")
     experts = f", {found['experts']} experts" if found["experts"] else ""

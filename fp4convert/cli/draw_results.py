@@ -14,7 +14,7 @@ def draw_result(screen: Screen, result: Document) -> None:
     bits_per_weight  of the quantized tensors
     """
     # where it is, in which format
-    screen.line(result["output"], "bold")
+    screen.unwrapped(result["output"], "bold")
     named = {"": result["format"], "dialect ": result["dialect"], "rule ": result["scale_rule"]}
     if (method := result.get("method")) != "rtn":
         named["method "] = method
@@ -42,7 +42,7 @@ def draw_result(screen: Screen, result: Document) -> None:
     if share:
         part = f"part {share['index']} of {share['of']}, shards written: {share['shards']}"
         screen.line(f"  {part}. When every part is done:")
-        screen.line(f"  {result['next'][0]}")
+        screen.unwrapped(f"  {result['next'][0]}")
     else:
         screen.line(f"  digest {result['digest']}")
     # components of a pipeline, the Hub, another artifact
@@ -64,7 +64,7 @@ def _draw_next(screen: Screen, result: Document) -> None:
     """Draw the commands that a person may run now."""
     if not screen.is_quiet:
         for number, step in enumerate(result.get("next", ())):
-            screen.line(step, "bold", "      " if number else "next: ")
+            screen.unwrapped(step, "bold", "      " if number else "next: ")
 
 
 def _draw_carried(screen: Screen, carried: Document) -> None:
@@ -84,7 +84,7 @@ def _draw_carried(screen: Screen, carried: Document) -> None:
 
 def draw_merged(screen: Screen, merged: Document) -> None:
     """Draw what `merge` ended."""
-    screen.line(merged["output"], "bold")
+    screen.unwrapped(merged["output"], "bold")
     made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
     size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
     screen.line(f"  {merged['shards']} shards merged ({made}), {size}, in {seconds}")
@@ -153,11 +153,13 @@ def draw_examination(screen: Screen, found: Document) -> None:
         "disk": free,
     }
     for key, value in rows.items():
-        screen.line(f"{key:<16}{value}")
+        screen.line(f"{key:<16}{value}", hang=16)
     for gpu in found["gpus"]:
         capability = f"compute capability {gpu['compute_capability']}"
         memory = f"{gpu['memory_bytes'] / 1e9:,.1f} GB"
-        screen.line(f"{gpu['device']:<16}{gpu['name']}, {capability}, {memory}, {gpu['target']}")
+        screen.line(
+            f"{gpu['device']:<16}{gpu['name']}, {capability}, {memory}, {gpu['target']}", hang=16
+        )
         for how in ("hardware", "software"):
             if kernels := ", ".join(gpu[f"{how}_conversion"]):
                 screen.line(f"{'':<16}E2M1 conversion in {how}: {kernels}")

@@ -126,8 +126,29 @@ class Screen:
             detail = f"standard output cannot be written: {error.strerror}"
             raise OutputError("cannot-print", detail) from None
 
-    def line(self, text: object, style: str = "", label: str = "") -> None:
-        """Print a line on stdout; the style is that of a label before it."""
+    def line(self, text: object, style: str = "", label: str = "", hang: int = 0) -> None:
+        """Print a line on stdout; on a terminal it is wrapped at words.
+
+        style  of the label before it, or else of all of it
+        hang   column in which it goes on; 0 for two more than it begins in
+        """
+        first, *more = [shown := escape(text)]
+        if sys.stdout.isatty() and len(label) + len(shown) > self.width:
+            hang = hang or len(shown) - len(shown.lstrip()) + len(GAP)
+            first, *more = wrap(
+                label + shown,
+                self.width,
+                subsequent_indent=" " * hang,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            first = first.removeprefix(label if first.startswith(label) else label.rstrip())
+        self._print(sys.stdout, first, style, label)
+        for part in more:
+            self._print(sys.stdout, part, "" if label else style)
+
+    def unwrapped(self, text: str, style: str = "", label: str = "") -> None:
+        """Print what is copied, a path or a command, in one line."""
         self._print(sys.stdout, text, style, label)
 
     def _print(self, to: TextIO, text: object, style: str, label: str = "") -> None:

@@ -121,7 +121,7 @@ def test_other_devices_get_none(given, tmp_path):
             "https://huggingface.co/a/b/resolve/refs%2Fpr%2F1/deep/er/x.safetensors?download=true",
             "a/b --revision refs/pr/1 --subfolder deep/er",
         ),
-        ("huggingface.co/a/b/tree/it's me", '''a/b --revision 'it'"'"'s me\''''),
+        ("huggingface.co/a/b/tree/it's me", """a/b --revision 'it'"'"'s me\'"""),
     ],
 )
 def test_an_address_is_answered_with_the_repository(given, meant):

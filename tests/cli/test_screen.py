@@ -170,7 +170,7 @@ def test_a_drawn_merge_claims_no_reading(tmp_path):
         r"  2 shards merged \(nvfp4, compressed-tensors\), 49\.\d kB, in \S+ s", lines[1]
     )
     assert lines[2].startswith("  SQNR 21.")
-    assert lines[3:] == [f"  digest {digest}"]
+    assert lines[3:] == [f"  digest {digest}", f"next: fp4convert verify {out}"]
 
 
 SHOWN = """
@@ -186,9 +186,9 @@ with Screen().phases() as phases:
 """
 
 
-def shown_on_a_terminal(width, **environment):
-    """What the program prints on a terminal of that width,
-    with what drives the terminal taken out.
+def shown_on_a_terminal(width, *words, **environment):
+    """What the program, or the command of these words, prints on a terminal of that width, with
+    what drives the terminal taken out.
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
@@ -199,7 +199,9 @@ def shown_on_a_terminal(width, **environment):
     }
     streams = {"stdin": slave, "stdout": slave, "stderr": slave}
     with subprocess.Popen(
-        [sys.executable, "-c", SHOWN], **streams, env={**known, "TERM": "xterm", **environment}
+        [sys.executable, *(("-m", "fp4convert", *words) if words else ("-c", SHOWN))],
+        **streams,
+        env={**known, "TERM": "xterm", **environment},
     ):
         os.close(slave)
         printed = b""
@@ -223,6 +225,30 @@ def test_on_a_terminal_every_phase_has_a_row_that_fits(width, has_bar):
     tensors = [line for line in lines if line.startswith("model.layers.")]
     assert all(line.rstrip().endswith(".weight") for line in tensors)
     assert any(r"\x1b[31m" in line for line in tensors) or width == 40
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_on_a_terminal_results_are_wrapped_at_words(width, tmp_path):
+    """But for what is copied: paths and commands."""
+    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
+    for words in (
+        ("quantize", source, "--format", "nvfp4", "-o", out),
+        ("verify", out, "--source", source),
+        ("verify", out, "--source", source, "--min-sqnr", "99"),
+        ("inspect", out),
+        ("explain", "hash-mismatch"),
+        ("doctor",),
+    ):
+        lines = shown_on_a_terminal(width, *map(str, words), CI="1")
+        long = [line for line in lines if len(line) > width]
+        assert all(
+            line.startswith((str(tmp_path), "next: ", "      vllm", "disk "))
+            or " " not in line.strip()
+            for line in long
+        ), (words, long)
+        assert width > 50 or any(len(line) > width for line in run(*words).out.splitlines()), words
+    shown = shown_on_a_terminal(width, "inspect", str(out), CI="1")
+    assert " ".join(shown).split() == run("inspect", out).out.split(), "no word is lost"
 
 
 @pytest.mark.sweep(2)
