@@ -86,7 +86,7 @@ class Fp4Error(Exception):
         try:
             topics = read_catalogue()["errors"]
         except OSError:  # no file can be opened any more; the error itself still has to be told
-            return f"See what it means: fp4convert explain {self.code}."
+            return f"See what it means: fp4convert explain {self.code}"
         for topic in topics:
             if row := topic["codes"].get(self.code):
                 sentence = row["remedy"].replace("`", "").partition(". ")[0]

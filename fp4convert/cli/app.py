@@ -149,7 +149,7 @@ def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:
     """Return our error for what typer refuses: an option, a command, a value."""
     from fp4convert.cli.foreign_words import answer_command, answer_option
 
-    see = f"See: {helped} --help."
+    see = f"See: {helped} --help"
     name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if name and type(error).__name__ == "NoSuchOption" and context is not None:
         known = [flag for each in context.command.params for flag in each.opts]

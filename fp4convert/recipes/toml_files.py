@@ -383,7 +383,7 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
             near = did_you_mean(name, known_names())
             detail = f"recipe {str(path)!r} is not known; expected the name of one of the"
             detail += f" {len(known_names())} recipes, or the path of a TOML file{near}"
-            raise InputError("unknown-recipe", detail, "See: fp4convert recipes.")
+            raise InputError("unknown-recipe", detail, "See: fp4convert recipes")
         file, folder = parse(text, os.path.normpath(path), is_users=True), path.parent
     if file.name in above or len(above) > MOST_BASES:
         circle = " -> ".join((*above, file.name))

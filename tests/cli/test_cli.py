@@ -160,12 +160,12 @@ def test_a_page_fits_the_terminal(command, width, monkeypatch):
         (("quantize", "M", "--group-size", "16"), "The format decides it"),
         (("quantize", "M", "--exlude", "x"), "Did you mean --exclude?"),
         (("verify", "M", "--max_nmse", "1"), "Did you mean --max-nmse?"),
-        (("inspect", "M", "--bits", "4"), "See: fp4convert inspect --help."),
-        (("quantize", "M", "--frobnicate"), "See: fp4convert quantize --help."),
+        (("inspect", "M", "--bits", "4"), "See: fp4convert inspect --help"),
+        (("quantize", "M", "--frobnicate"), "See: fp4convert quantize --help"),
         (("convert", "M"), "fp4convert calls it quantize."),
         (("./M", "--format", "nvfp4"), "To convert it: fp4convert quantize ./M --format nvfp4"),
         (("inspekt", "M"), "Did you mean inspect?"),
-        (("frobnicate",), "See: fp4convert --help."),
+        (("frobnicate",), "See: fp4convert --help"),
     ],
 )
 def test_words_of_other_tools_are_answered_and_none_misleads(words, told):

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
+import pytest
 from checkpoints import hidden_characters, run
 from paths import ROOT
 
@@ -153,3 +154,34 @@ def test_no_remedy_is_a_command_that_refuses_the_artifact():
     for code, row in explanations("findings").items():
         if row["levels"] == ["error"] and code not in CLEAR_ENOUGH:
             assert not re.search("transcode|dequantize", str(row["remedy"])), code
+
+
+@pytest.mark.parametrize("word", ["e", "s", "a", "of", "the", "cale", "sca", "layout", "", " "])
+def test_letters_inside_of_words_list_nothing(word):
+    refused = run("explain", word, "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "unknown-code")
+
+
+@pytest.mark.parametrize(("word", "near"), [("sca", "scale-layout"), ("offlne", "offline")])
+def test_a_beginning_and_a_slip_are_answered_with_codes(word, near):
+    message = run("explain", word, "--json").json["error"]["message"]
+    assert "; did you mean " in message
+    assert near in message
+
+
+@pytest.mark.parametrize("word", ["global-scale", "sqnr", "no", "no-", "prune"])
+def test_the_words_that_codes_begin_with_list_them(word):
+    told = run("explain", word, "--json").json
+    if "code" in told:  # it is a code itself
+        assert told["code"] == word
+        return
+    listed = {one["code"] for one in (*told["findings"], *told["errors"])}
+    begun = {
+        code
+        for kind in ("findings", "errors")
+        for code in explanations(kind)
+        if code.startswith(f"{word.removesuffix('-')}-")
+    }
+    assert begun
+    assert begun <= listed
+    assert len(listed) < 40

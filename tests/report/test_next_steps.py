@@ -98,7 +98,7 @@ def test_an_error_is_told_where_no_file_can_be_opened():
     told = subprocess.run(
         [sys.executable, "-c", script], check=True, capture_output=True, text=True
     )
-    assert next_line(told.stderr) == "See what it means: fp4convert explain cannot-write."
+    assert next_line(told.stderr) == "See what it means: fp4convert explain cannot-write"
 
 
 def recipe(text: str):
