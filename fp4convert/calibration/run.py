@@ -53,7 +53,7 @@ from fp4convert.calibration.workdir import (
     write_part,
 )
 from fp4convert.errors import DeviceError, InputError, OutputError, did_you_mean
-from fp4convert.numerics.backends import expected_device
+from fp4convert.numerics.backends.base import expected_device
 from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases, size_text, tokens_text
 from fp4convert.recipes.options import one_of

@@ -21,7 +21,8 @@ from fp4convert.checkpoint.dialects.stacks import gather
 from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
 from fp4convert.checkpoint.modules import form_finder, read_modules
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
-from fp4convert.errors import Finding, InputError
+from fp4convert.checkpoint.whole_model import refuse_adapter
+from fp4convert.errors import Finding, InputError, shell_line
 from fp4convert.numerics.formats import Format
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNFINISHED
@@ -327,9 +328,11 @@ def _read_identity(
     if foreign:
         detail = f"{reference}: {foreign}; expected an artifact of {', '.join(DIALECTS)}"
         raise InputError("not-an-artifact", detail, start)
+    refuse_adapter(source)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}"
     detail = f"{detail}, no record or names of {', '.join(DIALECTS)}"
-    next_step = "Quantize it: fp4convert quantize SOURCE --format nvfp4."
+    quantize = shell_line("fp4convert", "quantize", reference, "--format", "nvfp4")
+    next_step = f"Quantize it: {quantize}"
     raise InputError("not-an-artifact", detail, next_step)
 
 

@@ -33,10 +33,10 @@ def refuse_no_model(source: Source, reference: str) -> None:
     reference  by which a person named the source
     """
     _refuse_one_shard(source, reference)
-    _refuse_adapter(source)
+    refuse_adapter(source)
 
 
-def _refuse_adapter(source: Source) -> None:
+def refuse_adapter(source: Source) -> None:
     """Raise InputError for an adapter, which no engine loads by itself.
 
     A model that has low-rank factors beside its weights is none.

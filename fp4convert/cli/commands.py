@@ -83,7 +83,8 @@ def _preview_quantize(options: QuantizeOptions) -> Shown:
     from fp4convert.cli import draw_plan
     from fp4convert.commands import convert
 
-    return Shown(convert.preview_quantize.run(options), draw_plan.draw_plan)
+    plan = convert.preview_quantize.run(options)
+    return Shown(plan, draw_plan.draw_plan, error=plan.get("error"))
 
 
 def _dequantize(options: DequantizeOptions) -> Shown:
@@ -111,7 +112,8 @@ def _preview_prune(options: PruneOptions) -> Shown:
     from fp4convert.cli import draw_plan
     from fp4convert.commands import convert
 
-    return Shown(convert.preview_prune.run(options), draw_plan.draw_plan)
+    plan = convert.preview_prune.run(options)
+    return Shown(plan, draw_plan.draw_plan, error=plan.get("error"))
 
 
 def _merge(options: MergeOptions) -> Shown:

@@ -6,10 +6,10 @@ import math
 from textwrap import wrap
 from typing import Any
 
-from fp4convert.cli.screen import MOST_ALIKE, Screen, draw_findings, draw_verdict
+from fp4convert.cli.screen import Screen, draw_findings, draw_verdict
 from fp4convert.numerics.formats import FORMATS, Format
 from fp4convert.progress import duration_text, size_text
-from fp4convert.report.text import Document, artifact_rows, badness, fidelity_text
+from fp4convert.report.text import Document, artifact_rows, badness, fidelity_text, most_lines
 
 CODE = "seem"  # E2M1, bit 3 first
 SCALES = {"fp8_e4m3": "-eeeemmm", "e8m0": "eeeeeeee"}  # of a scale that is positive
@@ -115,12 +115,17 @@ def draw_verification(screen: Screen, report: Document) -> None:
         screen.line(f"{len(tensors)} tensors: SQNR mean {mean} dB, lowest {low} dB; NMSE {nmse}")
         if has_outputs:
             mean, most = percent(summary["output_error_mean"]), percent(summary["output_error_max"])
-            screen.line(f"output error: mean {mean}, largest {most}; inputs: {report['inputs']}")
+            screen.line(f"output error: mean {mean}, largest {most}; {_inputs_text(report)}")
     if recorded := report["recorded"]:
         screen.line(f"recorded when it was quantized: {fidelity_text(recorded)}")
-    most_lines = 1 if report["verdict"] else MOST_ALIKE
-    draw_findings(screen, report["findings"], len(tensors), most_lines)
+    draw_findings(screen, report["findings"], len(tensors), most_lines(report["verdict"]))
     draw_verdict(screen, report["passed"], f"passed: {_checked_text(report['checked'])}", "failed")
+
+
+def _inputs_text(document: Document) -> str:
+    """Say for which inputs output errors are, and how to have real ones."""
+    better = "" if document["calibration"] else " (random; --calibration FILE for recorded ones)"
+    return f"inputs: {document['inputs']}{better}"
 
 
 def _checked_text(checked: Document) -> str:
@@ -159,7 +164,7 @@ def draw_comparison(screen: Screen, found: Document) -> None:
         mean = number(totals["difference_db_mean"], "+.2f")
         better = f"a is better on {totals['better_a']}, b on {totals['better_b']}"
         how = f"equal on {totals['equal']}, by output error; SQNR of b - a {mean} dB on average"
-        screen.line(f"{better}, {how}; inputs: {found['inputs']}", "bold")
+        screen.line(f"{better}, {how}; {_inputs_text(found)}", "bold")
     for side in "ab":
         findings = found[side]["findings"]
         draw_findings(screen, ({**one, "detail": f"{side}: {one['detail']}"} for one in findings))

@@ -58,12 +58,13 @@ PLAIN_TYPES = (str, int, float, bool)
 class Shown(NamedTuple):
     """The document of a command, and how it is drawn for a person.
 
-    A document that holds an error ends the command with it.
+    error  that the command ends with all the same, as JSON has it
     """
 
     document: Document
     draw: Callable[[Screen, Document], None]
     is_well: bool = True
+    error: Document | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Command(Generic[Options]):
         screen.show(shown.document, shown.draw)
         screen.warn(shown.document.get("warnings", ()))
         screen.end()
-        if error := shown.document.get("error"):
+        if error := shown.error:
             screen.print_error(error["code"], [error["message"]], error["next"])
             raise typer.Exit(error["exit"])
         if not shown.is_well:

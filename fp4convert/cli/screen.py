@@ -8,12 +8,9 @@ markup character reaches a terminal.
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -21,11 +18,9 @@ from itertools import islice, zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
 
-from fp4convert.checkpoint.module_names import join_names
 from fp4convert.errors import Fp4Error, InputError, OutputError
 from fp4convert.progress import Meter, Phases, duration_text, size_text
-from fp4convert.report.text import Document, escape, shorten
-from fp4convert.storage.safetensors import WEIGHT
+from fp4convert.report.text import MOST_ALIKE, Document, escape, fold_findings, shorten
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -33,9 +28,6 @@ if TYPE_CHECKING:
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
 BAR_WIDTH, SHORTEST_BAR = 40, 8
-MOST_ALIKE = 4  # lines of findings that are alike but for names and numbers
-_NUMBER = re.compile(r"\d[\d.,]*(e[+-]?\d+)?")
-_MEASURED = {"sqnr-low": -1, "nmse-high": 1, "output-error-high": 1}  # and where it is worse
 STATUS_WIDTH = len("999 GB of 999 GB (100 %), 999 MB/s, 59 min 59 s left")
 JSON_PIECES = 10_000  # words and signs of a document that are written together
 PIPE_WIDTH = 1000  # a pipe keeps rows whole
@@ -307,60 +299,14 @@ def draw_findings(
 ) -> None:
     """Draw a line for each finding, in the colour of its level.
 
-    Findings that say the same of several tensors share a line, under the pattern of their names.
-    Many that differ in numbers alone share one, too, with the worst of them.
-
-    of    so many tensors were measured, where that is known
-    most  lines of findings that are alike but for names and numbers
+    of, most  as fold_findings takes them
     """
-    alike: dict[tuple[str, str, str], list[Document]] = defaultdict(list)
-    for finding in findings:
-        said = _NUMBER.sub("#", finding["detail"])
-        alike[finding["level"], finding["code"], said].append(finding)
-    is_folded = False
-    for (level, code, _), held in alike.items():
-        lines = list(_finding_lines(held))
-        if len(lines) > most:
-            is_folded = True
-            lines = [_fold_findings(code, held, of)]
-        for line in lines:
-            screen.line(line, _COLOURS[level], f"{level} {code}: ")
-    if is_folded:
+    folded = fold_findings(findings, of, most)
+    for one in folded:
+        named = f"{one.lead}{one.tensor}: " if one.tensor else one.lead
+        screen.line(f"{named}{one.detail}", _COLOURS[one.level], f"{one.level} {one.code}: ")
+    if any(one.is_folded for one in folded):
         screen.line("--json lists every tensor", "dim")
-
-
-def _finding_lines(findings: Sequence[Document]) -> Iterator[str]:
-    """Return a line for all findings of one detail, by patterns of names."""
-    details: dict[str, list[str | None]] = defaultdict(list)
-    for finding in findings:
-        details[finding["detail"]].append(finding["tensor"])
-    for detail, tensors in details.items():
-        named = [
-            (tensor.removesuffix(WEIGHT), WEIGHT if tensor.endswith(WEIGHT) else "")
-            for tensor in tensors
-            if tensor
-        ]
-        if len(named) < len(tensors):
-            yield detail
-        for pattern, held in join_names(named):
-            count = f" ({len(held)} of them)" if len(held) > 1 else ""
-            yield f"{escape(pattern)}{named[held[0]][1]}{count}: {detail}"
-
-
-def _fold_findings(code: str, findings: Sequence[Document], of: int) -> str:
-    """Return how many there are, with the worst of them, or else the first."""
-    is_measured = code in _MEASURED
-    worst = max(findings, key=lambda one: _badness(code, one)) if is_measured else findings[0]
-    count = f"{len(findings)} of {of}" if is_measured and of else str(len(findings))
-    name = f" {escape(worst['tensor'])}:" if worst["tensor"] else ""
-    how = "the worst" if is_measured else "such as"
-    return f"{count} tensors, {how}{name} {worst['detail']}"
-
-
-def _badness(code: str, finding: Document) -> float:
-    """Return the first number of a finding's detail, larger where worse."""
-    found = re.search(r"-?inf|-?\d[\d.]*(e[+-]?\d+)?", finding["detail"])
-    return _MEASURED[code] * float(found[0]) if found else -math.inf
 
 
 def draw_verdict(screen: Screen, is_good: bool, good: str, bad: str) -> None:

@@ -37,7 +37,15 @@ from fp4convert.quality.verification import TensorError, Verified
 from fp4convert.report.explanations import explanations
 from fp4convert.report.histograms import count_values
 from fp4convert.report.model_map import find_places, reading_order
-from fp4convert.report.text import Document, artifact_rows, badness, escape
+from fp4convert.report.text import (
+    MOST_ALIKE,
+    Document,
+    artifact_rows,
+    badness,
+    escape,
+    fold_findings,
+    most_lines,
+)
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source
 
@@ -65,9 +73,11 @@ def make_datasheet(
     if verified:
         is_good, words = verified.passed, "passed" if verified.passed else "failed"
         findings = [asdict(finding) for finding in verified.findings]
+        how_many, most = len(verified.tensors), most_lines(verified.verdict)
     else:
         is_good, words = described["healthy"], "healthy" if described["healthy"] else "not healthy"
         findings = described["findings"]
+        how_many, most = 0, MOST_ALIKE
     # Count errors and warnings, behind a colon; nothing where there are none.
     levels = Counter(finding["level"] for finding in findings)
     counts = [
@@ -79,11 +89,10 @@ def make_datasheet(
         words += f": {', '.join(counts)}"
     known = explanations("findings")
     explained = []
-    for finding in findings:
-        row = known.get(finding["code"], {})
-        explained.append(
-            {**finding, "meaning": row.get("meaning", ""), "remedy": row.get("remedy", "")}
-        )
+    for finding in fold_findings(findings, how_many, most):
+        row = known.get(finding.code, {})
+        told = {key: row.get(key, "") for key in ("meaning", "remedy")}
+        explained.append({**finding._asdict(), **told})
     document = {
         "title": artifact.source.name,
         "verdict": {"is_good": is_good, "words": words},

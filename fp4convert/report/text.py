@@ -1,15 +1,39 @@
-"""Make text safe to print; say in words what an artifact is."""
+"""Make text safe to print; say in few words what an artifact is."""
 
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from fp4convert.checkpoint.module_names import join_names
+from fp4convert.storage.safetensors import WEIGHT
 
 Document = dict[str, Any]  # what --json prints
 # Control, format (bidi), surrogate, private, unassigned, separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 CELL_WIDTH = 100
+MOST_ALIKE = 4  # lines of findings that are alike but for names and numbers
+_NUMBER = re.compile(r"\d[\d.,]*(e[+-]?\d+)?")
+_MEASURED = {"sqnr-low": -1, "nmse-high": 1, "output-error-high": 1}  # and where it is worse
+
+
+class FoldedFinding(NamedTuple):
+    """One or several findings, in a line.
+
+    lead    words before the tensor
+    tensor  its name, or a pattern of names and how many they are; "" for none
+    """
+
+    level: str
+    code: str
+    lead: str
+    tensor: str
+    detail: str
+    is_folded: bool = False
 
 
 def escape(text: object) -> str:
@@ -116,3 +140,64 @@ def _form_text(form: Document) -> str:
         f"{form['modules']} modules, {form['bits_per_weight']:.3f} bits a weight, "
         f"activations of {form['activations']} bits"
     )
+
+
+def most_lines(verdict: str | None) -> int:
+    """Return how many lines alike findings have: few where a verdict says all."""
+    return 1 if verdict else MOST_ALIKE
+
+
+def fold_findings(
+    findings: Iterable[Document], of: int = 0, most: int = MOST_ALIKE
+) -> list[FoldedFinding]:
+    """Write findings in few lines, for people.
+
+    Those that say the same of several tensors share a line, under the pattern of their names. Many
+    that differ in numbers alone share one, too, with the worst of them.
+
+    of    so many tensors were measured, where that is known
+    most  lines of findings that are alike but for names and numbers
+    """
+    alike: dict[tuple[str, str, str], list[Document]] = defaultdict(list)
+    for finding in findings:
+        said = _NUMBER.sub("#", finding["detail"])
+        alike[finding["level"], finding["code"], said].append(finding)
+    lines: list[FoldedFinding] = []
+    for (level, code, _), held in alike.items():
+        own = [FoldedFinding(level, code, "", *line) for line in _share_lines(held)]
+        lines += own if len(own) <= most else [_fold_all(level, code, held, of)]
+    return lines
+
+
+def _share_lines(findings: Sequence[Document]) -> Iterator[tuple[str, str]]:
+    """Return names, by patterns, and what is said of them."""
+    details: dict[str, list[str | None]] = defaultdict(list)
+    for finding in findings:
+        details[finding["detail"]].append(finding["tensor"])
+    for detail, tensors in details.items():
+        named = [
+            (tensor.removesuffix(WEIGHT), WEIGHT if tensor.endswith(WEIGHT) else "")
+            for tensor in tensors
+            if tensor
+        ]
+        if len(named) < len(tensors):
+            yield "", detail
+        for pattern, held in join_names(named):
+            count = f" ({len(held)} of them)" if len(held) > 1 else ""
+            yield f"{pattern}{named[held[0]][1]}{count}", detail
+
+
+def _fold_all(level: str, code: str, findings: Sequence[Document], of: int) -> FoldedFinding:
+    """Tell how many there are, with the worst of them, or else the first."""
+    is_measured = code in _MEASURED
+    worst = max(findings, key=lambda one: _excess(code, one)) if is_measured else findings[0]
+    count = f"{len(findings)} of {of}" if is_measured and of else str(len(findings))
+    how = "the worst" if is_measured else "such as"
+    lead = f"{count} {'tensors' if worst['tensor'] else 'of them'}, {how} "
+    return FoldedFinding(level, code, lead, worst["tensor"] or "", worst["detail"], True)
+
+
+def _excess(code: str, finding: Document) -> float:
+    """Return the first number of a finding's detail, larger where worse."""
+    found = re.search(r"-?inf|-?\d[\d.]*(e[+-]?\d+)?", finding["detail"])
+    return _MEASURED[code] * float(found[0]) if found else -math.inf

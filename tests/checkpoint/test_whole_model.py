@@ -67,3 +67,16 @@ def test_a_shard_is_known_by_the_index_beside_it(tmp_path):
     )
     other = source / "other.safetensors"
     assert run("quantize", other, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_who_looks_at_an_adapter_is_not_told_to_quantize_it(command, tmp_path):
+    error = run(command, write_adapter(tmp_path / "lora"), "--json").json["error"]
+    assert (error["exit"], error["code"]) == (2, "adapter")
+    assert error["next"].startswith("Merge it into meta-llama/Llama-3.1-8B first")
+
+
+def test_who_looks_at_ordinary_weights_is_told_the_command(tmp_path):
+    error = run("inspect", write_llama(tmp_path / "a model"), "--json").json["error"]
+    model = tmp_path / "a model"
+    assert error["next"] == f"Quantize it: fp4convert quantize '{model}' --format nvfp4"

@@ -268,3 +268,12 @@ def test_bad_input_is_refused(source, nvfp4, mxfp4, tmp_path):
     file = calibrate(tmp_path / "c.safetensors", other)
     refused = run("compare", nvfp4, mxfp4, "--source", source, "--calibration", file, "--json")
     assert (refused.code, refused.json["error"]["code"]) == (2, "calibration-model")
+
+
+def test_random_inputs_are_told_with_the_option_for_recorded_ones(tmp_path):
+    source = write_llama(tmp_path / "m")
+    out = tmp_path / "q"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    hint = "inputs: gaussian (random; --calibration FILE for recorded ones)"
+    assert hint in run("compare", out, out, "--source", source).out
+    assert hint in run("verify", out, "--source", source, "--outputs").out

@@ -190,6 +190,21 @@ def test_findings_come_with_what_to_do(source, artifact):
     assert all(finding["remedy"] and finding["meaning"] for finding in found.values())
 
 
+def test_findings_that_are_alike_share_a_line_as_on_the_terminal(source, artifact):
+    """Seven tensors miss a gate: one line, with the worst, in both."""
+    opened, original = open_artifact(str(artifact)), open_source(str(source))
+    verified = verify(opened, original, Gate(min_sqnr_db=90))
+    assert len(verified.findings) == 7
+    (shown,) = make_datasheet(opened, original, verified)["findings"]
+    worst = min(verified.tensors, key=lambda one: one.sqnr_db)
+    assert (shown["lead"], shown["tensor"]) == ("7 of 7 tensors, the worst ", worst.name)
+    assert shown["detail"].startswith(f"SQNR {worst.sqnr_db:.3f} dB")
+    assert make_datasheet(opened, original, verified)["verdict"]["words"] == "failed: 7 errors"
+    printed = run("verify", artifact, "--source", source, "--min-sqnr", 90).out.splitlines()
+    line = f"{shown['level']} {shown['code']}: {shown['lead']}{shown['tensor']}: {shown['detail']}"
+    assert line in printed
+
+
 def test_what_is_not_finite_is_no_number_and_stands_first(source, artifact):
     rewrite(
         artifact, SHARD, f"{DOWN}.weight_global_scale", np.float32([0.0]).tobytes()

@@ -5,17 +5,7 @@ from __future__ import annotations
 import re
 
 from fp4convert.errors import DeviceError, InputError
-from fp4convert.numerics.backends.base import Backend
-
-
-def expected_device(word: str) -> str:
-    """Tell what --device takes, and which of it a word for another means."""
-    meant = re.fullmatch(r"(cpu|cuda|gpu|nvidia)?[ :_-]*([0-9]{1,9})?", word.strip().lower())
-    near = ""
-    if meant and any(meant.groups()):
-        number = f":{int(meant[2])}" if meant[2] else ""
-        near = f"; did you mean {'cpu' if meant[1] == 'cpu' else f'cuda{number}'}?"
-    return f"auto, cpu, cuda or cuda:N{near}"
+from fp4convert.numerics.backends.base import Backend, expected_device
 
 
 def open_backend(device: str) -> Backend:

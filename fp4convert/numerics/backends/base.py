@@ -6,6 +6,7 @@ A backend gives the bytes of codec.py, whichever it is.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,3 +81,13 @@ class Backend(Protocol):
 def memory_nbytes() -> int:
     """Count the bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def expected_device(word: str) -> str:
+    """Tell what --device takes, and which of it a word for another means."""
+    meant = re.fullmatch(r"(cpu|cuda|gpu|nvidia)?[ :_-]*([0-9]{1,9})?", word.strip().lower())
+    near = ""
+    if meant and any(meant.groups()):
+        number = f":{int(meant[2])}" if meant[2] else ""
+        near = f"; did you mean {'cpu' if meant[1] == 'cpu' else f'cuda{number}'}?"
+    return f"auto, cpu, cuda or cuda:N{near}"

@@ -370,7 +370,7 @@ function buildFindings() {
   $("found").append(...kinds.map((kind) => {
     const [{ level, code, meaning, remedy }] = kind;
     const named = (tensor) => (tensor ? [make("span", { className: "mono", textContent: tensor }), ": "] : []);
-    const told = kind.slice(0, ROWS).map(({ tensor, detail }) => make("li", {}, ...named(tensor), detail));
+    const told = kind.slice(0, ROWS).map(({ lead, tensor, detail }) => make("li", {}, lead, ...named(tensor), detail));
     if (kind.length > ROWS) told.push(make("li", { textContent: `and ${kind.length - ROWS} more` }));
     const head = make("div", {}, make("span", { className: `pill ${level}`, textContent: level }), make("span", { className: "code", textContent: code }));
     const parts = [head, make("p", { className: "why" }, ...coded(meaning)), make("ul", {}, ...told)];
