@@ -241,7 +241,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     word, known = word.lower(), list(known)
-    begun = [each for each in known if word and each.startswith(word)]
+    begun = [each for each in known if len(word) > 1 and each.startswith(word)]
     near = list(dict.fromkeys([*begun, *get_close_matches(word, known, MOST_NEAR, NEAR)]))
     return f"; did you mean {' or '.join(near[:MOST_NEAR])}?" if near else ""
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
 from errno import ENOSPC
 from inspect import getdoc
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -135,7 +136,7 @@ def _as_options(words: list[str]) -> list[str]:
 def _refuse_empty(words: list[str]) -> None:
     """Raise InputError for an empty value, as of a variable that is not set.
 
-    Of the options that would then mean nothing.
+    Of the options that would then mean nothing; and for an option in place of a value.
     """
     for before, word in zip(["", *words], words, strict=False):
         option, equals, value = word.partition("=")
@@ -143,6 +144,11 @@ def _refuse_empty(words: list[str]) -> None:
         if named in NOT_EMPTY:
             next_step = "Give it a value; look for a variable of the shell that is not set."
             raise InputError("usage", f"{named} is empty", next_step)
+        if before in NOT_EMPTY and word.startswith("--"):
+            next_step = (
+                f"Give it a value; a name that begins so is written {shell_line(Path(word))}"
+            )
+            raise InputError("usage", f"{before} has no value: {word} follows it", next_step)
 
 
 def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:

@@ -199,6 +199,8 @@ class LocalSource:
             return f"It is empty: hf download ORG/NAME {shell_line('--local-dir', self._folder)}"
         if (self._folder / PLAN_FILE).exists():
             return UNFINISHED
+        if not _folders_of(self._folder):
+            return "Give the folder that holds the weights."
         snapshots = self._folder / "snapshots"
         if snapshots.is_dir() and CACHED.fullmatch(self._folder.resolve().name):
             newest = max(snapshots.iterdir(), key=lambda place: place.stat().st_mtime, default="")

@@ -28,6 +28,31 @@ def test_an_empty_word_is_refused(words, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_option_is_no_value_of_another(tmp_path, monkeypatch):
+    """-o without a word would write into a folder of the name --dry-run."""
+    monkeypatch.chdir(tmp_path)
+    write_llama(tmp_path / "M")
+    outcome = run("quantize", "M", "--format", "nvfp4", "-o", "--dry-run")
+    assert outcome.code == 2
+    assert "-o has no value: --dry-run follows it" in outcome.err
+    assert outcome.err.endswith("is written ./--dry-run\n")
+    assert [each.name for each in tmp_path.iterdir()] == ["M"]
+    assert run("quantize", "M", "--format", "nvfp4", "-o", "./--dry-run").code == 0
+
+
+def test_one_letter_means_nothing():
+    assert "did you mean" not in run("recipes", "M").err
+
+
+def test_a_folder_of_other_files_is_not_told_of_folders_in_it(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    error = run("inspect", tmp_path, "--json").json["error"]
+    assert (error["code"], error["next"]) == (
+        "no-weights",
+        "Give the folder that holds the weights.",
+    )
+
+
 def test_an_empty_token_is_none(tmp_path):
     source = write_llama(tmp_path / "M")
     assert run("quantize", source, "--format", "nvfp4", "--token", "", "--dry-run").code == 0
