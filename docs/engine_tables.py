@@ -10,8 +10,8 @@ from fp4convert.recipes.engines import Condition, Engine, Row, known_engines
 FAILS = {"garbage": "computes garbage", "refuses": "does not load", "slow": "slow"}
 KERNELS = (  # no engine, and so no file
     "your own kernels",
-    "`fp4convert quantize ./Model --format nvfp4 --dialect plain`,"
-    " in [any scale layout](docs/bytes.md)",
+    "`fp4convert quantize ./Model --format nvfp4 --dialect plain`",
+    "[any scale layout](docs/bytes.md)",
     "layouts",
 )
 
@@ -24,15 +24,15 @@ def table(headings: tuple[str, ...], rows: list[tuple[object, ...]]) -> Iterator
 
 
 def serve() -> Iterator[str]:
-    """List what to type for every engine, the usual way first."""
+    """List what to type for every engine, and what that chooses."""
     rows: list[tuple[object, ...]] = []
     for engine in known_engines():
-        general = next(choice for choice in engine.choices if not choice.models)
-        for choice in (general, *(choice for choice in engine.choices if choice.models)):
-            name = ", ".join(filter(None, (engine.name, choice.only)))
-            command = ", ".join(filter(None, (f"`{choice.command}`", choice.note)))
-            rows.append((name, command, engine.tried))
-    yield from table(("engine", "type this", "tried"), [*rows, KERNELS])
+        usual = next(choice for choice in engine.choices if not choice.models)
+        words = f"fp4convert quantize {usual.source} --for {engine.key} {usual.options}".strip()
+        means = [f"`{usual.words}`", usual.note]
+        means += [f"{each.only} `{each.words}`" for each in engine.choices if each.models]
+        rows.append((engine.name, f"`{words}`", "; ".join(filter(None, means)), engine.tried))
+    yield from table(("engine", "type this", "which is", "tried"), [*rows, KERNELS])
 
 
 def engines() -> Iterator[str]:

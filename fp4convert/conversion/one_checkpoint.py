@@ -16,8 +16,9 @@ from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import read_ended
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.planning.engines import serve_lines
+from fp4convert.planning.engines import serve_line, serve_lines
 from fp4convert.planning.steps import Plan
+from fp4convert.recipes.engines import Verdict
 from fp4convert.storage.source import Source
 
 
@@ -25,13 +26,15 @@ from fp4convert.storage.source import Source
 class Conversion:
     """One checkpoint into one folder: a Work.
 
-    fitted  which formats were chosen for modules, where a size was asked for
+    fitted   which formats were chosen for modules, where a size was asked for
+    verdict  of the engine that was asked for, which loads it
     """
 
     options: QuantizeOptions
     source: Source
     plan: Plan
     fitted: Fit | None = None
+    verdict: Verdict | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -79,7 +82,11 @@ class Conversion:
             words += ["--source", source]
         elif not self.source.is_streamed:
             words += ["--source", os.path.join(source, self.options.subfolder)]
-        return [shlex.join(words), *serve_lines(self.plan, self.source.checkpoint, output)]
+        checkpoint = self.source.checkpoint
+        if self.verdict is None:
+            return [shlex.join(words), *serve_lines(self.plan, checkpoint, output)]
+        line = serve_line(self.verdict.engine, self.plan, checkpoint, output)
+        return [shlex.join(words), *([line] if line else [])]
 
     def ended_files(self) -> dict[str, str]:
         return read_ended(self.options.folder)[1]

@@ -19,6 +19,7 @@ from fp4convert.recipes.engines import (
     Contents,
     Engine,
     Part,
+    Verdict,
     judge_contents,
     known_engines,
     trap_text,
@@ -27,6 +28,11 @@ from fp4convert.recipes.engines import (
 from fp4convert.storage.source import Checkpoint
 
 CHAT = "ForCausalLM"  # ends the class names of models that engines serve
+HOW = {  # a row is known
+    "run": "this repository's tests run it",
+    "loaded": "its own loader took such artifacts; not run by this repository's tests",
+    "read": "read in its source or documentation; not run",
+}
 _DRAFT = re.compile(r"(^|\.)(mtp|nextn|mtp_layers)\.")  # in names of layers that draft tokens
 
 
@@ -67,6 +73,14 @@ def class_names(config: Mapping[str, object]) -> tuple[str, ...]:
 def engine_warnings(plan: Plan, checkpoint: Checkpoint) -> list[str]:
     """List what engines of the dialect are known to fail at, a line each."""
     return [trap_text(*trap) for trap in traps_of(contents_of(plan, checkpoint))]
+
+
+def verdict_text(verdict: Verdict, plan: Plan) -> str:
+    """Say what was chosen for an engine, and how that is known."""
+    target, row = plan.target, verdict.row
+    name = " ".join(filter(None, (verdict.engine.name, verdict.versions)))
+    made = f"{target.format} in dialect {target.dialect} with {target.activations}-bit activations"
+    return f"for {name}: {made} ({HOW[row.tried]})" if row else f"for {name}: {made}"
 
 
 def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:

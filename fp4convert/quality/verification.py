@@ -22,6 +22,7 @@ from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
+from fp4convert.quality.engines import check_engine
 from fp4convert.quality.source_compare import (
     Distance,
     Outputs,
@@ -31,6 +32,7 @@ from fp4convert.quality.source_compare import (
     pair_with_source,
     split_bytes,
 )
+from fp4convert.recipes.engines import Engine, Version
 from fp4convert.storage.checkpoint_files import RECORD, REPORT, UNDIGESTED
 from fp4convert.storage.disk import hash_stream
 from fp4convert.storage.source import Source, stopping
@@ -68,11 +70,15 @@ class TensorError:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What `passed` asks of every tensor; None asks nothing."""
+    """What `passed` asks of every tensor; None asks nothing.
+
+    engine  that is to load it
+    """
 
     min_sqnr_db: float | None = None
     max_nmse: float | None = None
     max_output_error: float | None = None
+    engine: tuple[Engine, Version | None] | None = None
 
     @property
     def given(self) -> dict[str, float]:
@@ -203,6 +209,8 @@ def verify(
     for error in tensors:
         findings += _check_gates(error, found[error.name], gate)
     findings += _check_measuring(found, gate)
+    # 5. The engine that is to load it.
+    findings += check_engine(artifact, findings, gate.engine) if gate.engine else []
     return Verified(
         tensors,
         _summarise(tensors, found),

@@ -232,17 +232,11 @@ class Choice:
 
     @property
     def words(self) -> str:
-        """Return the options that it stands for, without defaults."""
+        """Return the options that --for puts in its place, without defaults."""
         words = f"--format {self.format}"
         if self.dialect != "compressed-tensors":
             words += f" --dialect {self.dialect}"
-        if self.activations != 16:
-            words += f" --activations {self.activations}"
-        return " ".join(filter(None, (words, self.options)))
-
-    @property
-    def command(self) -> str:
-        return f"fp4convert quantize {self.source} {self.words}"
+        return f"{words} --activations {self.activations}" if self.activations != 16 else words
 
 
 @dataclass(frozen=True, slots=True)

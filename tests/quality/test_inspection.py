@@ -33,7 +33,8 @@ KEYS = (
         "global_scale",
         "nibble_order",
     ),
-    *("activations", "tensors", "patterns", "bits_per_weight", "share_read", "findings", "healthy"),
+    *("activations", "tensors", "patterns", "bits_per_weight", "share_read"),
+    *("engines", "findings", "healthy"),
 )
 OUT = "layers.0.o_proj"
 WEIGHTS = {"num_bits": 4, "type": "float"}

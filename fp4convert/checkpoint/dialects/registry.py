@@ -70,7 +70,7 @@ def dialect_named(name: str) -> Dialect:
             read = [dialect for dialect in DIALECTS if dialect in engine.dialects]
             detail = f"{name!r} is an engine; expected a dialect, of which {engine.name} reads"
             choice = next(choice for choice in engine.choices if not choice.models)
-            step = f"Give --dialect {choice.dialect}."
+            step = f"{engine.name} is an engine: --for {engine.key}, or --dialect {choice.dialect}."
             raise InputError("unknown-dialect", f"{detail} {one_of(read)}", step)
         detail = f"dialect {name!r} is not known; expected one of {', '.join(DIALECTS)}"
         detail += did_you_mean(name, DIALECTS)
