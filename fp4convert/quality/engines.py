@@ -1,4 +1,7 @@
-"""Judge an artifact, anyone's, by what engines are known to load (configs/engines)."""
+"""Judge an artifact, anyone's, by what engines are known to load.
+
+The rows are those of configs/engines.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Ve
 def check_engine(
     artifact: Artifact, findings: Sequence[Finding], asked: tuple[Engine, Version | None]
 ) -> list[Finding]:
-    """Find that the engine asked for does not load an artifact, or that nobody knows."""
+    """Find that the engine asked for does not load an artifact.
+
+    A warning where nobody knows.
+    """
     engine, version = asked
     verdict = _judge(engine, version, contents_of(artifact, findings), findings)
     if verdict.loads:

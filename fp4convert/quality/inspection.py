@@ -56,10 +56,6 @@ def inspect(
     }
     packed = artifact.packed
     words = [(module, each.form.word) for module, each in packed.items()]
-    if len(forms) == 1:
-        bits_per_weight = forms[0].get("bits_per_weight")
-    else:
-        bits_per_weight = _bits_per_weight(artifact, packed.values())
     cache = _describe_cache(artifact)
     recorded, _ = read_recorded(artifact)
     return {
@@ -78,7 +74,7 @@ def inspect(
             {"pattern": pattern, "modules": len(held), "form": words[held[0]][1]}
             for pattern, held in join_names(words)
         ],
-        "bits_per_weight": bits_per_weight,
+        "bits_per_weight": _bits_per_weight(artifact, packed.values()),
         "share_read": round(read / whole if whole else 0.0, 4),
         **({"fidelity": recorded.summary} if recorded else {}),
         "engines": engines,

@@ -204,12 +204,11 @@ def verify(
         findings += check_measured(recorded, found)
     if any(distance.check(name) for name, distance in found.items()):
         findings += judged.refuted  # the source does not fit, so it refutes nothing
-    # 4. The gates: for each tensor, and that there is a tensor to measure.
+    # 4. The gates: for each tensor, that there is one to measure, and the engine.
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     for error in tensors:
         findings += _check_gates(error, found[error.name], gate)
     findings += _check_measuring(found, gate)
-    # 5. The engine that is to load it.
     findings += check_engine(artifact, findings, gate.engine) if gate.engine else []
     return Verified(
         tensors,
