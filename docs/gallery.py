@@ -9,8 +9,6 @@ python docs/gallery.py --write    # replaces it
 
 from __future__ import annotations
 
-import re
-import shlex
 import sys
 import tempfile
 import tomllib
@@ -38,6 +36,9 @@ from true_shapes import (  # noqa: E402
 )
 
 import fp4convert  # noqa: E402
+from fp4convert.conversion.engine_choice import choose_options  # noqa: E402
+from fp4convert.conversion.options import QuantizeOptions  # noqa: E402
+from fp4convert.recipes.engines import Choice, known_engines  # noqa: E402
 from fp4convert.recipes.toml_files import FAMILIES as INDEX  # noqa: E402
 from fp4convert.recipes.toml_files import known_file  # noqa: E402
 
@@ -48,32 +49,17 @@ One section for each model family that the tests convert: the command for each e
 quantizes and what it keeps. Made by `make docs` from `configs/` and from the plans of tiny
 checkpoints with each family's true names; the tests make every plan again.
 
-- A command stands here when its plan can be made: the format and the dialect can hold this family.
-  Whether your version of the engine has the model is the engine's matter; how far each engine was
-  tried is in [Engines](engines.md). For MoE families the tests run transformers on what
-  `dequantize` writes.
+- A command stands here when its plan can be made, and `configs/engines` says that the engine loads
+  what it writes. Whether your version of the engine has the model is the engine's matter; how far
+  each engine was tried is in [Engines](engines.md).
 - `./Model` is a folder or `ORG/NAME`. For llama.cpp the source is a GGUF file, whatever the family:
   `fp4convert quantize model-bf16.gguf --format mxfp4 --dialect gguf`.
 - Counts are of the tiny checkpoints (mostly two layers). The plan of your model:
   `fp4convert quantize ./Model --format nvfp4 --dry-run`. All recipes: `fp4convert recipes`.
 """
-W4A4 = "--format nvfp4 --dialect modelopt --activations 4"
-LANGUAGE = {
-    "vLLM": "--format nvfp4",
-    "SGLang, TensorRT-LLM": W4A4,
-    "transformers": "--format nvfp4",
-    "MLX": "--format mxfp4 --dialect mlx",
-}
-DIFFUSION = {
-    "ComfyUI (its single file)": "--format nvfp4 --dialect comfy --recipe {recipe}",
-    "Diffusers (from_single_file)": W4A4,
-}
-OWN = {  # engines read these families in the dialect of their publisher
-    "gpt_oss": {"vLLM, transformers": "--format mxfp4 --dialect gpt-oss"},
-    "deepseek_v4": {"vLLM": "--format mxfp4 --dialect deepseek"},
-}
-EXPERTS = "--format mxfp4"  # transformers ignores the global scales of NVFP4 experts
-LOADS_IN_NO_TRANSFORMERS = ("llama4", "kimi_k2")  # its stacks; no class of that name
+LANGUAGE = ("vllm", "sglang", "tensorrt-llm", "transformers", "mlx")
+DIFFUSION = ("comfyui", "diffusers")
+NO_CLASS = ("kimi_k2",)  # transformers has none of that name
 PACKED = {"gpt_oss": "gpt_oss-mxfp4", "deepseek_v4": "deepseek_v4-fp4"}  # as they are published
 PUBLISHED = {
     "Llama-3.1-8B": ("llama", LLAMA_8B.tensors),
@@ -99,38 +85,38 @@ def section(family: Family) -> str:
     about = known_file(recipe).about
     lines = [f"## {family.name}", "", f"`{kind}`, recipe `{recipe}`: {about}", ""]
     lines += table(
-        ("engine", "command"), [(engine, f"`{command}`") for engine, command, _ in plans.values()]
+        ("engine", "command", "which is"),
+        [(engine, f"`{command}`", f"`{words}`") for engine, command, words, _ in plans.values()],
     )
-    (_, _, plan), *_ = plans.values()
+    (*_, plan), *_ = plans.values()
     lines += ["", *table(("modules", "count", "becomes", "why"), list(_rows(plan))), ""]
     return "\n".join([*lines, *_sizes(family.name)])
 
 
 def _plans(
     family: Family, source: Path, recipe: str
-) -> Iterator[tuple[str, tuple[str, str, dict[str, Any]]]]:
+) -> Iterator[tuple[str, tuple[str, str, str, dict[str, Any]]]]:
     """Make the plan of each engine's command; leave out those refused."""
     is_diffusion = not family.model and "_class_name" in family.config
-    for engine, known in (
-        OWN.get(family.name) or (DIFFUSION if is_diffusion else LANGUAGE)
-    ).items():
-        words = known.format(recipe=recipe)
-        if engine == "transformers":
-            if not family.model or family.name in LOADS_IN_NO_TRANSFORMERS:
-                continue
-            words = EXPERTS if any("experts" in line for line in family.quantized) else words
+    for engine in known_engines():
+        if engine.key not in (DIFFUSION if is_diffusion else LANGUAGE):
+            continue
+        if engine.key == "transformers" and (not family.model or family.name in NO_CLASS):
+            continue
         with suppress(fp4convert.InputError):
-            plan = fp4convert.preview_quantize(source, **_options(words), warn=lambda text: None)
-            name = "model.safetensors" if "comfy" in words else "./Model"
-            yield engine, (engine, f"fp4convert quantize {name} {words}", plan)
-
-
-def _options(words: str) -> dict[str, Any]:
-    """Turn the words of a command line into those of Python."""
-    pairs = re.findall(r"--(\S+) (\S+)", " ".join(shlex.split(words)))
-    return {
-        name.replace("-", "_"): int(value) if value.isdigit() else value for name, value in pairs
-    }
+            if engine.key == "comfyui":  # of whose single files there is none here
+                (choice,) = engine.choices
+                chosen = QuantizeOptions(source, format=choice.format, dialect=choice.dialect)
+            else:
+                chosen = choose_options(QuantizeOptions(source, engine=engine.key))
+            made = {"format": chosen.format, "dialect": chosen.dialect}
+            made |= {"activations": chosen.activations, "exclude": chosen.exclude}
+            plan = fp4convert.preview_quantize(source, **made, warn=lambda text: None)
+            words = Choice(str(chosen.dialect), str(chosen.format), chosen.activations or 16).words
+            named = f" --recipe {recipe}" if engine.key == "comfyui" else ""
+            name = "model.safetensors" if engine.key == "comfyui" else "./Model"
+            command = f"fp4convert quantize {name} --for {engine.key}{named}"
+            yield engine.key, (engine.name, command, words, plan)
 
 
 def _rows(plan: dict[str, Any]) -> Iterator[tuple[object, ...]]:

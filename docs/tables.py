@@ -1,4 +1,4 @@
-"""Make the parts of docs/*.md that come from the code itself: `make docs`.
+"""Make the parts of README.md and docs/*.md that come from the code: `make docs`.
 
 Such a part stands between `<!-- made: NAME -->` and `<!-- end -->`; the function of that name
 writes it.  After `<!-- measured: FILE, HEADING -->` stand the tables below that heading of
@@ -15,10 +15,12 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from engine_tables import engines, serve, table, traps_of
 
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
@@ -26,10 +28,12 @@ from fp4convert.cli.draw_quality import draw_block
 from fp4convert.errors import read_catalogue
 from fp4convert.numerics.formats import FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
+from fp4convert.recipes.engines import known_engines
 from fp4convert.recipes.options import help_with_words, is_required
 from fp4convert.recipes.toml_files import FAMILIES, known_file, known_names
 
 DOCS = Path(__file__).parent
+PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 MEASURED = re.compile(
     r"(?<=<!-- measured: )([\w.-]+), ([^\n]+?)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL
@@ -44,13 +48,6 @@ SHOWN_ROWS, SHOWN_BLOCKS = (0, 1, 2, 7, 8, 31, 32, 33, 127, 128), (0, 1, 2, 3, 4
 STEMS = {"gpt-oss": "model.layers.0.mlp.experts.down_proj", "deepseek": "layers.0.ffn.experts.0.w1"}
 STACKED = ("gpt-oss",)  # one matrix for all experts
 EXPERTS = 4
-
-
-def table(headings: tuple[str, ...], rows: list[tuple[object, ...]]) -> Iterator[str]:
-    """Write a table of markdown."""
-    yield f"| {' | '.join(headings)} |"
-    yield f"|{'---|' * len(headings)}"
-    yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def blocks() -> Iterator[str]:
@@ -288,8 +285,10 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
         *(blocks, formats, codes, scales, dialects, layouts, options, tree),
-        *(errors, findings),
+        *(errors, findings, engines, serve),
     )
+} | {
+    f"traps-{engine.key.replace('.', '')}": partial(traps_of, engine) for engine in known_engines()
 }
 
 
@@ -364,7 +363,7 @@ def write_stale(made: dict[Path, str], arguments: list[str]) -> int:
 
 def main(arguments: list[str]) -> int:
     """Make the tables of every page, and the index of recipes."""
-    made = {page: filled(page.read_text(encoding="utf-8")) for page in sorted(DOCS.glob("*.md"))}
+    made = {page: filled(page.read_text(encoding="utf-8")) for page in PAGES}
     return write_stale(made | {FAMILIES: families()}, arguments)
 
 

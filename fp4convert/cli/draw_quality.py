@@ -9,6 +9,7 @@ from typing import Any
 from fp4convert.cli.screen import Screen, draw_findings, draw_verdict
 from fp4convert.numerics.formats import FORMATS, Format
 from fp4convert.progress import duration_text, size_text
+from fp4convert.recipes.engines import known_engines
 from fp4convert.report.text import Document, artifact_rows, badness, fidelity_text, most_lines
 
 CODE = "seem"  # E2M1, bit 3 first
@@ -80,11 +81,26 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
         screen.line(f"{entry['modules']:>9}  {entry['form']:<12}  {entry['pattern']}")
     if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
         screen.line(f"{'':<25}and {more} more patterns: --json")
+    _draw_engines(screen, artifact)
     draw_findings(screen, artifact["findings"])
     good = "healthy by its records and scales; verify --source compares the values"
     if source := artifact.get("source"):
         good = f"healthy; a sample of its values matches {source}"
     draw_verdict(screen, artifact["healthy"], good, "not healthy")
+
+
+def _draw_engines(screen: Screen, artifact: Document) -> None:
+    """Draw which engines load it; of others those that read its dialect."""
+    if not artifact["healthy"]:
+        return
+    readers = {engine.key for engine in known_engines() if artifact["dialect"] in engine.dialects}
+    for verdict in artifact["engines"]:
+        name = f"{verdict['engine']:<13} {verdict['versions']:<10}"
+        if verdict["loads"]:
+            screen.line(f"{'loads in':<16}{name.rstrip()}")
+        elif verdict["engine"] in readers:
+            word = "unknown in" if verdict["loads"] is None else "not in"
+            screen.line(f"{word:<16}{name} {verdict['why']}", "yellow")
 
 
 def draw_verification(screen: Screen, report: Document) -> None:

@@ -26,7 +26,8 @@ OPTIONS = {  # ours: theirs
         "out out-dir output-dir output-path save-dir save-path export-path export-dir mlx-path"
         " outfile out-file dest destination to folder"
     ),
-    "--dialect": "engine backend runtime for export-format export-fmt target serve",
+    "--dialect": "export-format export-fmt target",
+    "--for": "engine backend runtime serve serve-with",
     "--method": "algorithm algo quant-method quant-algo modifier",
     "--calibration": (
         "calib calib-size calib-dataset calib-data calibration-dataset calibration-data dataset"

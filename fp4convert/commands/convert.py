@@ -14,6 +14,7 @@ from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands import publish
 from fp4convert.commands.options import MergeOptions, as_warnings, public
 from fp4convert.conversion import pruning, repacking
+from fp4convert.conversion.engine_choice import choose_options
 from fp4convert.conversion.options import (
     DequantizeOptions,
     PruneOptions,
@@ -29,7 +30,7 @@ from fp4convert.execution import finish
 from fp4convert.execution.job import check_output
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
-from fp4convert.planning.engines import engine_warnings, serve_lines
+from fp4convert.planning.engines import engine_warnings, serve_lines, verdict_text
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source
@@ -49,7 +50,8 @@ def quantize(options: QuantizeOptions) -> Result:
         result = work.carry_out(settings)
     else:
         result = publish.carry_out(work, settings)
-    return replace(result, warnings=work.warnings, next=work.next_steps(settings))
+    told = work.verdict.as_json() if work.verdict else None
+    return replace(result, warnings=work.warnings, next=work.next_steps(settings), engine=told)
 
 
 @public(QuantizeOptions)
@@ -66,7 +68,8 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
         publish.make_pusher(work, settings)
     if options.ray is None:  # a dry run asks no cluster
         work.check(settings)
-    return _preview(lambda: work.check_output(settings), lambda: work.describe(settings))
+    found = _preview(lambda: work.check_output(settings), lambda: work.describe(settings))
+    return {**found, "engine": work.verdict.as_json()} if work.verdict else found
 
 
 def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
@@ -75,12 +78,15 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     Those in the document of a dry run are not told twice.
     """
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
+    options = choose_options(options)
     if options.private or options.report is not None:
         publish.check_destinations(options, settings.share, is_dry)
     if options.ray is not None:
         import_ray()
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
+    if work.verdict:
+        settings.tell(verdict_text(work.verdict, work.plan))
     _warn(options, () if is_dry else work.warnings, settings)
     return work, settings
 

@@ -18,6 +18,7 @@ from fp4convert.conversion.options import (
     AccessOptions,
     ArtifactArgument,
     DeviceOptions,
+    EngineName,
     Force,
     Page,
     SourceArgument,
@@ -117,6 +118,7 @@ class InspectOptions(AccessOptions):
 
     artifact: ArtifactArgument
     _: KW_ONLY
+    engine: EngineName = None
     source: Annotated[
         Reference | None,
         Option("The original checkpoint: compare values with it, too.", parse=str),
@@ -138,6 +140,7 @@ class VerifyOptions(AccessOptions):
 
     artifact: ArtifactArgument
     _: KW_ONLY
+    engine: EngineName = None
     source: Annotated[
         Reference | None,
         Option(

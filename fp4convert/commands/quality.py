@@ -16,6 +16,7 @@ from fp4convert.commands.options import (
 )
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
+from fp4convert.recipes.engines import engine_asked
 from fp4convert.storage.open import open_original
 from fp4convert.storage.source import Source, subfolder_of, uncollected
 
@@ -43,9 +44,10 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
 
         check_apart({SARIF: sarif}, _folder_of(options))
         clear_sarif(sarif)
+    engine = None if options.engine is None else engine_asked(options.engine)
     phases = _begin(options)
     artifact = open_artifact(os.fspath(options.artifact), options.access())
-    description = inspection.inspect(artifact, _original(options), options.full, phases)
+    description = inspection.inspect(artifact, _original(options), options.full, phases, engine)
     if sarif:
         write_sarif(sarif, artifact, description["findings"])
     return description
@@ -76,11 +78,13 @@ def verify(options: VerifyOptions) -> Verified:
         clear_sarif(sarif)
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
+    engine = None if options.engine is None else engine_asked(options.engine)
     phases = _begin(options)
     artifact = open_artifact(os.fspath(options.artifact), options.access())
     original = _original(options)
     outputs = Outputs(known) if options.outputs or known else None
-    gate = verification.Gate(options.min_sqnr, options.max_nmse, options.max_output_error)
+    errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
+    gate = verification.Gate(*errors, engine)
     verified = verification.verify(artifact, original, gate, outputs, phases)
     if page:
         options.tell(save_page(page, artifact, original, verified))

@@ -18,8 +18,9 @@ from fp4convert.execution.job import check_output
 from fp4convert.execution.plan_file import read_ended
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.planning.engines import serve_lines
+from fp4convert.planning.engines import serve_line, serve_lines
 from fp4convert.planning.steps import Plan
+from fp4convert.recipes.engines import Verdict
 from fp4convert.storage.source import Source
 
 
@@ -27,13 +28,15 @@ from fp4convert.storage.source import Source
 class Conversion:
     """One checkpoint into one folder: a Work.
 
-    fitted  which formats were chosen for modules, where a size was asked for
+    fitted   which formats were chosen for modules, where a size was asked for
+    verdict  of the engine that was asked for, which loads it
     """
 
     options: QuantizeOptions
     source: Source
     plan: Plan
     fitted: Fit | None = None
+    verdict: Verdict | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -83,7 +86,11 @@ class Conversion:
             words += ["--source", self.options.source]
         elif not self.source.is_streamed:
             words += ["--source", Path(self.options.source, self.options.subfolder)]
-        return [shell_line(*words), *serve_lines(self.plan, self.source.checkpoint, str(output))]
+        checkpoint, folder = self.source.checkpoint, str(output)
+        if self.verdict is None:
+            return [shell_line(*words), *serve_lines(self.plan, checkpoint, folder)]
+        line = serve_line(self.verdict.engine, self.plan, checkpoint, folder)
+        return [shell_line(*words), *([line] if line else [])]
 
     def ended_files(self) -> dict[str, str]:
         return read_ended(self.options.folder)[1]

@@ -14,6 +14,7 @@ from fp4convert.errors import InputError, did_you_mean, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, METHODS
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.progress import Phases
+from fp4convert.recipes.engines import ENGINES
 from fp4convert.recipes.options import (
     DEVICE,
     HUB,
@@ -139,6 +140,16 @@ Dialect = Annotated[
         DIALECTS,
         panel=TARGET,
         value="<name>",
+    ),
+]
+EngineName = Annotated[
+    str | None,
+    Option(
+        f"Engine that is to load it, or ENGINE:VERSION. One of: {', '.join(ENGINES)}.",
+        ENGINES,
+        flags=("--for",),
+        panel=TARGET,
+        value="<engine>",
     ),
 ]
 Page = Annotated[
@@ -331,7 +342,11 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     source: SourceArgument
     _: KW_ONLY
-    format: Annotated[str, Option("Format of the quantized weights.", tuple(FORMATS), panel=TARGET)]
+    format: Annotated[
+        str | None,
+        Option("Format of the quantized weights. --for chooses it.", tuple(FORMATS), panel=TARGET),
+    ] = None
+    engine: EngineName = None
     output: Annotated[
         Reference | None,
         Option(
@@ -341,15 +356,23 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             panel=TARGET,
         ),
     ] = None
-    dialect: Dialect = DIALECTS[0]
-    activations: Annotated[
-        int,
+    dialect: Annotated[
+        str | None,
         Option(
-            "4 lets engines quantize activations too, for the FP4 tensor cores.",
+            f"Tensor names and config records that your engine reads. Default: {DIALECTS[0]}.",
+            DIALECTS,
+            panel=TARGET,
+            value="<name>",
+        ),
+    ] = None
+    activations: Annotated[
+        int | None,
+        Option(
+            "4 lets engines quantize activations too, for the FP4 tensor cores. Default: 16.",
             ACTIVATION_BITS,
             panel=TARGET,
         ),
-    ] = 16
+    ] = None
     kv_cache: Annotated[
         str | None,
         Option(
@@ -433,6 +456,15 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     ] = False
     report: Page = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine is None:  # else it decides what is left out: engine_choice.py
+            if self.format is None:
+                detail = f"Missing option --format [{'|'.join(FORMATS)}]"
+                raise InputError("usage", detail, "Give it, or your engine: --for vllm.")
+            self.dialect = DIALECTS[0] if self.dialect is None else self.dialect
+            self.activations = 16 if self.activations is None else self.activations
+
     @property
     def folder(self) -> Path:
         """Return where the artifact goes: the output, else ./NAME-FORMAT.
@@ -445,7 +477,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         source = os.fspath(self.source)
         if self.output:
             return as_folder(self.output, source)
-        name, place = f"{name_of(source)}-{self.format.upper()}", Path(source)
+        name, place = f"{name_of(source)}-{str(self.format).upper()}", Path(source)
         if place.is_dir() and Path.cwd().is_relative_to(place.resolve()):
             name = os.path.relpath(place.resolve().parent / name)
         if cached := find_cached(Path(name)):
@@ -460,7 +492,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         That is every one but how the work is done and where the result goes.
         """
         how = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
-        where = {"source", "output", "ray", "push_to_hub", "private", "report"}
+        where = {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
         names = [each.name for each in declared_in(QuantizeOptions)]
         values = {
             name: getattr(self, name)

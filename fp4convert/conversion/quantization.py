@@ -102,7 +102,7 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
         raise InputError("bad-activations", detail, "Leave it out for 16.")
     inputs = measured_scales(calibration) if calibration else UNIT_SCALE
     if options.input_scale is not None:
-        form = Form(recipe.format, options.activations)
+        form = Form(recipe.format, recipe.target.activations)
         inputs = choose_scales(source, form, options.input_scale)
     with uncollected():
         linears = find_linears(source, recipe)
@@ -114,14 +114,15 @@ def _recipe_for(
     source: Source, options: QuantizeOptions, calibration: Calibration | None
 ) -> Recipe:
     """Build the recipe; InputError for what no format, dialect or recipe has."""
-    if OTHER_FORMATS.match(options.format.lower()):
+    asked_format = str(options.format)
+    if OTHER_FORMATS.match(asked_format.lower()):
         raise InputError(
             "unknown-format",
-            f"format {options.format!r} is not known; expected {one_of(FORMATS)}",
+            f"format {asked_format!r} is not known; expected {one_of(FORMATS)}",
             "fp4convert makes four-bit floats; it adds FP8 modules only to reach a size"
             " (--target-size, --target-bits) or where a recipe file asks for them.",
         )
-    fmt = format_named(options.format)
+    fmt = format_named(asked_format)
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")
     asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache)
@@ -132,7 +133,7 @@ def _recipe_for(
     target = replace(
         asked,
         scale_rule=options.scale_rule or (IMPORTANCE if options.method == GPTQ else None),
-        activations=options.activations,
+        activations=options.activations or 16,
         has_unit_scale=fmt.has_global_scale and not reads_any,
         via=options.via,
         method=options.method,

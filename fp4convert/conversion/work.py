@@ -8,6 +8,7 @@ from typing import Protocol
 
 from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.diffusers import PipelineConversion, named_component
+from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
@@ -18,6 +19,7 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.requests import refuse_empty, refuse_unmatched
 from fp4convert.planning.steps import Plan
 from fp4convert.progress import Phases
+from fp4convert.recipes.engines import Verdict
 from fp4convert.storage.open import access_to, open_with_components
 from fp4convert.storage.source import Source, stopping
 
@@ -28,6 +30,7 @@ class Work(Protocol):
     options  what was asked for
     source   what it is made from, as a person names it
     plan     of all tensors
+    verdict  of the engine that was asked for, which loads it
     """
 
     @property
@@ -38,6 +41,9 @@ class Work(Protocol):
 
     @property
     def plan(self) -> Plan: ...
+
+    @property
+    def verdict(self) -> Verdict | None: ...
 
     @property
     def warnings(self) -> list[str]:
@@ -100,9 +106,10 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         formats = found.rules if found else ()
         plan = prepare_quantize(source, options, formats)
         with stopping(source):
+            verdict = check_plan(plan, source.checkpoint, options)
             refuse_unmatched([plan.unmatched])
             refuse_empty(source.name, [plan])
-        return Conversion(options, source, plan, found)
+        return Conversion(options, source, plan, found, verdict)
     if goal:
         source.stop()
         detail = f"{options.source} is a pipeline of several checkpoints"
@@ -118,7 +125,9 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
             options, subfolder=there.subfolder, revision=there.revision, output=output / name
         )
         with named_component(name):
-            conversions[name] = Conversion(own, component, prepare_quantize(component, own))
+            plan = prepare_quantize(component, own)
+            verdict = check_plan(plan, component.checkpoint, own)
+            conversions[name] = Conversion(own, component, plan, verdict=verdict)
     plans = [conversion.plan for conversion in conversions.values()]
     refuse_unmatched([plan.unmatched for plan in plans])
     refuse_empty(source.name, plans)

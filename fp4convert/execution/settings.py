@@ -74,6 +74,7 @@ class Result:
     experts          of a pruned model: how many a layer had and has, in how many layers
     warnings         what a person should know of it; None for a component, whose whole has them
     next             commands that a person may run now
+    engine           the one that was asked for, and which versions load it
     """
 
     output: str
@@ -97,6 +98,7 @@ class Result:
     experts: dict[str, int] | None = None
     warnings: list[str] | None = None
     next: list[str] | None = None
+    engine: dict[str, object] | None = None
 
     def __repr__(self) -> str:
         """Say in a line what was made, for the end of a notebook's cell."""
@@ -112,7 +114,7 @@ class Result:
         """Return the document; some keys stand only where they mean something."""
         rare = (
             *("carried", "share", "pushed", "components", "method", "fidelity", "experts"),
-            *("warnings", "next"),
+            *("warnings", "next", "engine"),
         )
         return {
             key: value

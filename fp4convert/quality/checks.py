@@ -22,7 +22,7 @@ from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
 from fp4convert.progress import Phases
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.scale_checks import check_scales
-from fp4convert.recipes.patterns import configs_in, sift
+from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.storage.safetensors import WEIGHT, difference_from_package
 from fp4convert.storage.source import Source
@@ -34,7 +34,11 @@ REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96
 SPREAD = 8  # modules apart are those whose layout is judged one after the other
 HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
 # Last names of modules that are linear layers in every model.
-LINEARS = HEADS | {"o_proj", "out_proj", "down_proj", "q_proj", "k_proj", "v_proj", "fc1", "fc2"}
+LINEARS = HEADS | {
+    *("o_proj", "out_proj", "down_proj", "q_proj", "k_proj", "v_proj", "fc1", "fc2"),
+    *("qkv", "qkv_proj", "gate_up_proj", "c_attn", "c_proj", "linear_fc1", "linear_fc2"),
+    *("q_a_proj", "q_b_proj", "kv_b_proj", "in_proj_qkv", "in_proj_qkvz", "in_proj_z"),
+}
 # Findings that a source refutes where its values fit.
 GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")
 
@@ -188,40 +192,52 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
 def _check_kept_names(artifact: Artifact) -> Iterator[Finding]:
     """Check that records ignore the linear layers that stay.
 
-    These are the ones whose last name others have that are quantized, and where records are for
-    every linear layer, those whose name is surely that of one.
+    These are the ones that a target names or fits; where records are for every linear layer, those
+    whose name is surely that of one; and those whose last name others have that are quantized.
     """
+    if any(finding.code == "ignore-pattern" for finding in artifact.findings):
+        return
     leaves = {module.rpartition(".")[2] for module in artifact.packed}
     recipe = model_recipe(artifact.source.checkpoint.config)
+    targets = _targets(artifact.clues)
     linears = frozenset[str]()
-    if _is_for_every_linear(artifact.clues):
+    if "Linear" in targets:
         linears = LINEARS | {member for members in recipe.groups for member in members}
         if any(one.get("tie_word_embeddings") for one in configs_in(artifact.clues.config)):
             linears -= HEADS
     is_ignored = artifact.spelling.ignores(artifact.clues)
-    if any(finding.code == "ignore-pattern" for finding in artifact.findings):
-        return
     for name, ref in artifact.tensors.items():
-        if name.endswith(WEIGHT) and len(ref.shape) == 2 and ref.dtype in FLOAT_TYPES:
-            module = name.removesuffix(WEIGHT)
-            leaf = module.rpartition(".")[2]
-            is_namesake = leaf in leaves and not leaf.isdigit()
-            if not (is_namesake or leaf in linears) or is_ignored(module):
-                continue
-            if is_namesake:
-                detail = "it is not quantized, other layers' are, and no record ignores it"
-            elif recipe.kind_of(module) in ("router", "embedding"):
-                continue
-            else:
-                detail = "it is not quantized, records are for every Linear, and none ignores it"
-            detail += ": engines would look for its scales"
-            yield Finding("error", "kept-not-ignored", module, detail)
+        if not (name.endswith(WEIGHT) and len(ref.shape) == 2 and ref.dtype in FLOAT_TYPES):
+            continue
+        module = name.removesuffix(WEIGHT)
+        leaf, kind = module.rpartition(".")[2], recipe.kind_of(module)
+        if is_ignored(module):
+            continue
+        if kind != "embedding" and (target := _target_of(module, targets)):
+            detail = f"it is not quantized, the record's target {target!r} is for it"
+            detail += ", and no list ignores it"
+        elif leaf in leaves and not leaf.isdigit():
+            detail = "it is not quantized, other layers' are, and no record ignores it"
+        elif leaf in linears and kind not in ("router", "embedding"):
+            detail = "it is not quantized, records are for every Linear, and none ignores it"
+        else:
+            continue
+        detail += ": engines would look for its scales"
+        yield Finding("error", "kept-not-ignored", module, detail)
 
 
-def _is_for_every_linear(clues: Clues) -> bool:
-    """Tell whether engines quantize every Linear that no list ignores."""
+def _target_of(module: str, targets: Sequence[str]) -> str | None:
+    """Find the target that names a module, or whose expression fits it."""
+    for target in targets:
+        if module == target or (target.startswith("re:") and matches(target, module)):
+            return target
+    return None
+
+
+def _targets(clues: Clues) -> list[str]:
+    """List what engines quantize: names, expressions after "re:", classes."""
     groups = clues.record.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        return bool(clues.record or clues.hf_quant_config)
+        return ["Linear"] if clues.record or clues.hf_quant_config else []
     found = (group.get("targets") for group in groups.values() if isinstance(group, dict))
-    return any("Linear" in strings(targets) for targets in found)
+    return [target for targets in found for target in strings(targets)]

@@ -16,18 +16,25 @@ from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge, scale_nbytes
+from fp4convert.quality.engines import check_engine, judge_by_engines
+from fp4convert.recipes.engines import Engine, Version
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source, stored_float
 
 
 def inspect(
-    artifact: Artifact, source: Source | None, is_full: bool, phases: Phases | None = None
+    artifact: Artifact,
+    source: Source | None,
+    is_full: bool,
+    phases: Phases | None = None,
+    engine: tuple[Engine, Version | None] | None = None,
 ) -> dict[str, Any]:
     """Make the document of `inspect --json`.
 
     source   the original weights, which decide what statistics cannot
     is_full  read every block scale, however many, and have a second reader open every shard
     phases   learns how far the reading is
+    engine   that is to load it, which is an error where it does not
 
     scale_layout: "declared" is what our record says (None where there is none), "detected" None
     where nothing decides.  Of a mixed artifact, "forms" says more; what its forms do not agree on
@@ -36,6 +43,8 @@ def inspect(
     chosen = choose_modules(artifact, is_full)
     judged = judge(artifact, source, chosen, chosen, phases or Phases())
     findings = [*judged.findings, *(check_headers(artifact) if is_full else ())]
+    engines = [verdict.as_json() for verdict in judge_by_engines(artifact, findings)]
+    findings += check_engine(artifact, findings, engine) if engine else []
     # The share of block scales that was read.
     nbytes = scale_nbytes(artifact)
     read, whole = sum(nbytes[module] for module in chosen), sum(nbytes.values())
@@ -47,10 +56,6 @@ def inspect(
     }
     packed = artifact.packed
     words = [(module, each.form.word) for module, each in packed.items()]
-    if len(forms) == 1:
-        bits_per_weight = forms[0].get("bits_per_weight")
-    else:
-        bits_per_weight = _bits_per_weight(artifact, packed.values())
     cache = _describe_cache(artifact)
     recorded, _ = read_recorded(artifact)
     return {
@@ -69,9 +74,10 @@ def inspect(
             {"pattern": pattern, "modules": len(held), "form": words[held[0]][1]}
             for pattern, held in join_names(words)
         ],
-        "bits_per_weight": bits_per_weight,
+        "bits_per_weight": _bits_per_weight(artifact, packed.values()),
         "share_read": round(read / whole if whole else 0.0, 4),
         **({"fidelity": recorded.summary} if recorded else {}),
+        "engines": engines,
         "findings": [asdict(finding) for finding in findings],
         "healthy": is_healthy(findings),
         **({"source": source.name} if source else {}),

@@ -22,6 +22,7 @@ from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
+from fp4convert.quality.engines import check_engine
 from fp4convert.quality.source_compare import (
     Distance,
     Outputs,
@@ -31,6 +32,7 @@ from fp4convert.quality.source_compare import (
     pair_with_source,
     split_bytes,
 )
+from fp4convert.recipes.engines import Engine, Version
 from fp4convert.storage.checkpoint_files import RECORD, REPORT, UNDIGESTED
 from fp4convert.storage.disk import hash_stream
 from fp4convert.storage.safetensors import WEIGHT
@@ -70,11 +72,15 @@ class TensorError:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What `passed` asks of every tensor; None asks nothing."""
+    """What `passed` asks of every tensor; None asks nothing.
+
+    engine  that is to load it
+    """
 
     min_sqnr_db: float | None = None
     max_nmse: float | None = None
     max_output_error: float | None = None
+    engine: tuple[Engine, Version | None] | None = None
 
     @property
     def given(self) -> dict[str, float]:
@@ -201,11 +207,12 @@ def verify(
         findings += check_measured(recorded, as_meant)
     if any(distance.check(name) for name, distance in found.items()):
         findings += judged.refuted  # the source does not fit, so it refutes nothing
-    # 4. The gates: for each tensor, and that there is a tensor to measure.
+    # 4. The gates: for each tensor, that there is one to measure, and the engine.
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     for error in tensors:
         findings += _check_gates(error, found[error.name], gate) or _check_source(error, as_meant)
     findings += _check_measuring(found, gate)
+    findings += check_engine(artifact, findings, gate.engine) if gate.engine else []
     return Verified(
         tensors,
         _summarise(tensors, found),

@@ -18,7 +18,9 @@ from typing import Any
 from fp4convert.errors import shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
+from fp4convert.planning.engines import contents_of, load_code
 from fp4convert.planning.steps import Plan
+from fp4convert.recipes.engines import Engine, Verdict, trap_text, traps_of, verdicts_on
 from fp4convert.report.text import spell
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.source import Source
@@ -30,16 +32,7 @@ CARD_LIMIT = 1 << 20  # bytes of the source's card
 KEPT_LINES = 40
 # Options that may name files of this machine: their names alone are told.
 PATHS = ("calibration", "input_scale", "recipe")
-CAUSAL = "ForCausalLM"
-TRANSFORMERS = {  # docs/engines.md says why
-    ("compressed-tensors", "nvfp4"),
-    ("compressed-tensors", "mxfp4"),
-    ("quark", "mxfp4"),
-}
-VLLM = TRANSFORMERS | {("modelopt", "nvfp4")}
-MLX = {("mlx", "nvfp4"), ("mlx", "mxfp4")}
 _PLAIN = re.compile(r"(?!.*www)[A-Za-z0-9 ,.:'()+-]*")
-_EXPERT = re.compile(r"\.experts\.\d")  # transformers ignores global scales there
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +92,10 @@ def _front_matter(plan: Plan, source: Source, known: Mapping[str, Any]) -> str:
     ours: dict[str, Any] = {}
     if checkpoint.repo:
         ours |= {"base_model": checkpoint.repo, "base_model_relation": "quantized"}
-    kind = (target.dialect, target.format)
-    if kind in TRANSFORMERS and checkpoint.config.get("architectures"):
+    loads = {each.engine.key for each in verdicts_on(contents_of(plan, checkpoint)) if each.loads}
+    if "transformers" in loads and checkpoint.config.get("architectures"):
         ours["library_name"] = "transformers"
-    elif kind in MLX:
+    elif "mlx" in loads:
         ours["library_name"] = "mlx"
     tags = ["fp4convert", target.format, str(target.dialect)]
     return str(ModelCardData(**known, **ours, tags=tags, ignore_metadata_errors=True).to_yaml())
@@ -180,33 +173,41 @@ def _fence(language: str, text: str) -> str:
 
 
 def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
-    """Yield a heading and an example for each engine known to load it."""
-    target, config = plan.target, source.checkpoint.config
-    kind = (str(target.dialect), target.format)
-    if source.checkpoint.components or "_class_name" in config:
-        return  # of Diffusers, which loads none of these folders: docs/diffusers.md
-    # transformers ignores the global scales of experts, and would compute garbage.
-    has_wrong_experts = format_named(target.format).has_global_scale and any(
-        map(_EXPERT.search, plan.quantized)
-    )
-    architectures = config.get("architectures")
-    if kind in TRANSFORMERS and architectures and not has_wrong_experts:
-        names = architectures if isinstance(architectures, list) else []
-        is_causal = any(str(name).endswith(CAUSAL) for name in names)
-        model = f"AutoModel{CAUSAL}" if is_causal else "AutoModel"
-        lines = (
-            f"from transformers import {model}\n\n"
-            f'model = {model}.from_pretrained("{repo}", dtype="auto")'
-        )
-        package = "compressed-tensors" if kind[0] == "compressed-tensors" else "amd-quark"
-        install = f"`pip install transformers {package}`"
-        yield f"## With transformers\n\n{install}\n\n{_fence('python', lines)}"
-    if kind in VLLM:
-        example = _fence("sh", f"vllm serve {repo}")
-        yield f"## With vLLM\n\nNot tried by fp4convert's own tests.\n\n{example}"
-    if kind in MLX:
-        example = _fence("sh", f"mlx_lm.generate --model {repo} --prompt Hello")
-        yield f"## With mlx-lm\n\n{example}"
+    """Yield how each engine loads it, and which are known to fail."""
+    config = source.checkpoint.config
+    if source.checkpoint.components:
+        return  # whose parts are artifacts, each of its own
+    contents = contents_of(plan, source.checkpoint)
+    for verdict in verdicts_on(contents):
+        is_model = bool(config.get("architectures")) or not verdict.engine.code
+        if verdict.loads and is_model:
+            yield from _with_engine(verdict, plan, config, repo)
+    if traps := [trap_text(*trap) for trap in traps_of(contents)]:
+        yield "## Known not to load it"
+        yield "\n".join(f"- {trap}." for trap in traps)
+
+
+def _with_engine(
+    verdict: Verdict, plan: Plan, config: Mapping[str, Any], repo: str
+) -> Iterator[str]:
+    """Yield a heading for an engine, what it takes, and what to type."""
+    engine, row = verdict.engine, verdict.row
+    yield f"## With {engine.name}"
+    known = {"run": "Run by", "loaded": "Not run by", "read": "Not run by"}
+    how = f"{known[row.tried if row else 'read']} fp4convert's own tests: {verdict.why}."
+    versions = f" Versions {code(verdict.versions)}." if verdict.versions else ""
+    yield f"{how}{versions}"
+    if engine.code:
+        yield _install(engine, str(plan.target.dialect))
+        yield _fence("python", "\n".join(load_code(engine, config, repo)))
+    elif "{output}" in engine.serve:
+        cache = f" {engine.cache}" if engine.cache and plan.target.kv_cache else ""
+        yield _fence("sh", engine.serve.format(output=repo) + cache)
+
+
+def _install(engine: Engine, dialect: str) -> str:
+    packages = " ".join(filter(None, (engine.name, engine.packages.get(dialect))))
+    return f"`pip install {packages}`"
 
 
 def _kept_lines(plan: Plan) -> Iterator[str]:

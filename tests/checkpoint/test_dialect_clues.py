@@ -198,6 +198,13 @@ def test_two_records_of_modelopt_must_agree(record, hf, codes):
     assert doubts(MO, clues(record, hf=hf)) == codes
 
 
+def test_a_record_of_four_bit_activations_that_lists_none_is_told():
+    weights_alone = {**MO_W4A4_RECORD, "config_groups": MO_RECORD["config_groups"]}
+    assert doubts(MO, clues(weights_alone)) == [("note", "activations-unsaid")]
+    assert doubts(MO, clues(MO_W4A4_RECORD)) == []
+    assert doubts(MO, clues(MO_RECORD)) == []
+
+
 @pytest.mark.parametrize(
     ("name", "record", "module", "is_ignored"),
     [

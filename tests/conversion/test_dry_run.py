@@ -13,7 +13,7 @@ from fp4convert.conversion.dry_run import Sized, describe_plan, find_doubts
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.execution.settings import Settings
-from fp4convert.planning.engines import known_engines
+from fp4convert.recipes.engines import known_engines
 from fp4convert.storage.open import open_source
 
 W4A4 = ("--dialect", "modelopt", "--activations", 4)
@@ -255,7 +255,7 @@ def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
 
 def warnings_of(tmp_path, shapes, format="nvfp4"):
     """All but those of engines."""
-    engines = tuple(engine["name"] for engine in known_engines())
+    engines = tuple(engine.name for engine in known_engines())
     names = {f"{LAYER}.{name}.weight": shape for name, shape in shapes.items()}
     source = write_holes(tmp_path / "m", "llama", iter(names.items()), shards=1)
     warnings = forecast(source, format)["warnings"]

@@ -1,21 +1,13 @@
 """What engines are known not to load is told in the plan, in the result and in JSON."""
 
 import json
-import tomllib
 
 import pytest
 from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
 from diffusion import WAN_CONFIG, wan_tensors, write_component, write_wan
 from gguf_donors import model, write_donor
-from paths import ROOT
 
-from fp4convert.checkpoint.dialects.registry import DIALECTS
-
-FILES = sorted((ROOT / "configs" / "engines").glob("*.toml"))
-KEYS = {
-    *("versions", "dialects", "formats", "models", "has_experts", "has_others"),
-    *("is_diffusers", "is_sharded", "activations", "says", "next"),
-}
+from fp4convert.recipes.engines import known_engines
 
 
 def write_model(folder, model_type, experts=False, others=True, shared=False):
@@ -32,7 +24,7 @@ def engines_warned_of(source, tmp_path, *options, fmt="nvfp4"):
     """The engines of warnings: in the dry run's document, in that of the run, and on stderr."""
     asked = ("quantize", source, "--format", fmt, "-o", tmp_path / "out", "--force", *options)
     planned, told = run(*asked, "--dry-run", "--json"), run(*asked, "--json")
-    names = [tomllib.loads(file.read_text())["name"] for file in FILES]
+    names = [engine.name for engine in known_engines()]
 
     def engines(warnings):
         lines = [line.rpartition(": ")[2] if ": " in line else line for line in warnings]
@@ -44,24 +36,7 @@ def engines_warned_of(source, tmp_path, *options, fmt="nvfp4"):
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_trap_has_known_keys_and_both_sentences(file):
-    engine = tomllib.loads(file.read_text())
-    assert engine.keys() <= {"name", "serve", "trap"}
-    assert set(engine.get("serve", ())) <= set(DIALECTS)
-    for trap in engine.get("trap", ()):
-        assert trap.keys() <= KEYS
-        assert trap["says"]
-        assert trap["next"]
-        assert set(trap["dialects"]) <= set(DIALECTS)
-
-
-def test_a_dialect_is_served_by_one_line():
-    served = [key for file in FILES for key in tomllib.loads(file.read_text()).get("serve", {})]
-    assert len(served) == len(set(served))
-
-
-@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt", "quark"])
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt", "mlx", "plain"])
 def test_a_plain_llama_has_no_warning(dialect, tmp_path):
     assert engines_warned_of(write_llama(tmp_path / "m"), tmp_path, "--dialect", dialect) == []
 
@@ -71,6 +46,8 @@ def test_a_plain_llama_has_no_warning(dialect, tmp_path):
     [
         ({"model_type": "qwen3_moe", "experts": True}, "nvfp4", "compressed-tensors", ["HF"]),
         ({"model_type": "qwen3_moe", "experts": True}, "nvfp4", "modelopt", []),
+        ({"model_type": "llama"}, "mxfp4", "quark", ["SGLang"]),
+        ({"model_type": "llama"}, "nvfp4", "quark", ["vLLM", "SGLang", "HF"]),
         ({"model_type": "deepseek_v3", "shared": True}, "nvfp4", "compressed-tensors", []),
         ({"model_type": "qwen3_moe", "experts": True}, "mxfp4", "compressed-tensors", ["SGLang"]),
         (

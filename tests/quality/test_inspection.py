@@ -5,6 +5,7 @@ hand.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import run, write_llama, write_single
+from checkpoints import LLAMA, run, weight, write_llama, write_single
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form
@@ -32,7 +33,8 @@ KEYS = (
         "global_scale",
         "nibble_order",
     ),
-    *("activations", "tensors", "patterns", "bits_per_weight", "share_read", "findings", "healthy"),
+    *("activations", "tensors", "patterns", "bits_per_weight", "share_read"),
+    *("engines", "findings", "healthy"),
 )
 OUT = "layers.0.o_proj"
 WEIGHTS = {"num_bits": 4, "type": "float"}
@@ -364,3 +366,38 @@ def test_a_head_that_no_list_names_is_found_in_every_dialect_with_lists(dialect,
     assert outcome.code == 6
     found = [(one["code"], one["tensor"]) for one in outcome.json["findings"]]
     assert found == [("kept-not-ignored", "lm_head")]
+
+
+ROUTER = "model.layers.0.mlp.gate"
+
+
+def is_named_for_vllm(patterns, module):
+    """As vLLM 0.33 reads Quark's `exclude`: a whole name, or an expression after "re:"."""
+    return any(
+        re.match(each.removeprefix("re:"), module) if each.startswith("re:") else each == module
+        for each in patterns
+    )
+
+
+def test_quarks_record_names_every_kept_layer_exactly(tmp_path):
+    experts = [f"model.layers.0.mlp.experts.0.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    tensors = {f"{name}.weight": weight(n) for n, name in enumerate((*experts, ROUTER))}
+    config = {**LLAMA, "model_type": "qwen3_moe"}
+    source, made = write_single(tmp_path / "m", tensors, config), tmp_path / "made"
+    asked = ("quantize", source, "--format", "mxfp4", "--dialect", "quark", "-o", made)
+    assert run(*asked).code == 0
+    config = json.loads((made / "config.json").read_text())
+    exclude = config["quantization_config"]["exclude"]
+    assert is_named_for_vllm(exclude, ROUTER)
+    assert not any(is_named_for_vllm(exclude, expert) for expert in experts)
+    assert run("inspect", made, "--json").json["findings"] == []
+
+    config["quantization_config"]["exclude"] = ["*.gate", "lm_head"]
+    (made / "config.json").write_text(json.dumps(config))
+    (found,) = run("inspect", made, "--json").json["findings"]
+    assert (found["level"], found["code"]) == ("warning", "exclude-wildcard")
+    assert f"names 1 linear layers by wildcards alone, the first {ROUTER}" in found["detail"]
+    config["quantization_config"]["exclude"] = [r"re:.*\.gate$", "lm_head", "*nothing*"]
+    (made / "config.json").write_text(json.dumps(config))
+    codes = {each["code"] for each in run("inspect", made, "--json").json["findings"]}
+    assert "exclude-wildcard" not in codes

@@ -9,12 +9,10 @@ from paths import ROOT
 
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
-from tables import MADE, PARTS, families, filled, measured, offsets  # noqa: E402
+from tables import MADE, PAGES, PARTS, families, filled, measured, offsets  # noqa: E402
 
 from fp4convert.numerics.scale_layouts import LAYOUTS  # noqa: E402
 from fp4convert.recipes.toml_files import FAMILIES  # noqa: E402
-
-PAGES = sorted(DOCS.glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -239,6 +239,10 @@ def judge(clues: Clues) -> Iterator[Finding]:
         detail = "vLLM and SGLang know no algorithm of that name, though the artifact is consistent"
         yield Finding("warning", "record-refused", None, detail)
     record, nested = clues.record, _nested(clues)
+    if record.get("quant_algo") == _ALGORITHMS[ACTIVATIONS_FP4] and form and form.activations == 16:
+        detail = f"quant_algo is {record['quant_algo']}, and no group has input_activations"
+        detail = f"{detail}: only weights have four bits, which the name {_ALGORITHMS[16]} says"
+        yield Finding("note", "activations-unsaid", None, detail)
     if not record or not nested:
         return
     sizes = [group.form.format.block_size for group in groups if group.form.format.is_fp4]

@@ -7,7 +7,7 @@
                     activations as they come
 
 Quark's own exporter shares no scale within a group and writes no -0; its readers take both as they
-are.
+are. `exclude` names every module that stays: vLLM and SGLang match no wildcards there.
 Source: amd-quark 0.13, torch/export; vLLM 0.33, quantization/quark.  Readers: vLLM, SGLang,
 transformers with Quark (transformers 5.23 not for nvfp4: it leaves the global scales out).
 """
@@ -33,7 +33,9 @@ from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, e
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Scalars, Table
 from fp4convert.errors import Finding
-from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4, NVFP4
+from fp4convert.recipes.patterns import matches_any
+from fp4convert.storage.safetensors import WEIGHT
 
 METHOD = METHODS["quark"]
 TRAITS = Traits(
@@ -48,6 +50,7 @@ SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 TABLE = Table((".weight", "U8"), ".weight_scale", SCALE_DTYPES, TRAITS.scalars)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
 stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
+_APART = ("*embed*", "*head*", "*wte*", "*wpe*", "*norm*")  # which engines build without a record
 find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), nothing
 
 
@@ -60,7 +63,8 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         "quant_method": METHOD,
         "quant_mode": "eager_mode",
         "algo_config": None,
-        "exclude": [*Ignored(ignored.modules, tuple(globs)).apart(), *globs],
+        # Quark matches wildcards; vLLM and SGLang know exact names alone.
+        "exclude": [*ignored.modules, *globs],
         "export": {
             "kv_cache_group": [],
             "min_kv_scale": 0.0,
@@ -140,6 +144,30 @@ def judge(clues: Clues) -> Iterator[Finding]:
     if "rotation" in str(clues.record.get("algo_config")):
         detail = "weights are rotated (algo_config), which only its engine can undo"
         yield Finding("error", "record-transform", None, detail)
+    if hidden := _by_wildcard(clues):
+        detail = f"`exclude` names {len(hidden)} linear layers by wildcards alone, the first"
+        detail = f"{detail} {hidden[0]}: vLLM and SGLang would take them for four-bit ones"
+        yield Finding("warning", "exclude-wildcard", None, detail)
+
+
+def _by_wildcard(clues: Clues) -> list[str]:
+    """List ordinary matrices that only a wildcard excludes.
+
+    Not embeddings and heads.
+    """
+    patterns = strings(clues.record.get("exclude"))
+    wildcards = tuple(pattern for pattern in patterns if set(pattern) & set("*?["))
+    if not wildcards:
+        return []
+    named = tuple(pattern for pattern in patterns if pattern.startswith("re:"))
+    return [
+        module
+        for name, ref in clues.tensors.items()
+        if name.endswith(WEIGHT) and len(ref.shape) == 2 and ref.dtype in FLOAT_TYPES
+        if (module := name.removesuffix(WEIGHT)) not in patterns
+        if not matches_any(_APART, module) and not matches_any(named, module)
+        if matches_any(wildcards, module)
+    ]
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.recipes.engines import engine_called
 from fp4convert.recipes.options import one_of
 
 if TYPE_CHECKING:
@@ -30,27 +31,6 @@ DIALECTS = (  # in the order in which an artifact is asked whether it is one of 
     "gguf",
     "plain",
 )
-ENGINES = {  # what to type for each of them, the usual one first: docs/engines.md
-    "vLLM": ("compressed-tensors", "modelopt", "quark", "gpt-oss", "deepseek"),
-    "SGLang": ("modelopt --activations 4", "compressed-tensors", "quark"),
-    "transformers": ("compressed-tensors", "quark", "gpt-oss"),
-    "TensorRT-LLM": ("modelopt --activations 4",),
-    "llama.cpp": ("gguf",),
-    "mlx-lm": ("mlx",),
-    "ComfyUI": ("comfy",),
-    "Diffusers": ("modelopt --activations 4",),
-}
-ENGINE_NICKNAMES = {
-    "trtllm": "TensorRT-LLM",
-    "tensorrt": "TensorRT-LLM",
-    "llama": "llama.cpp",
-    "ollama": "llama.cpp",
-    "lm-studio": "llama.cpp",
-    "mlxlm": "mlx-lm",
-    "hf": "transformers",
-    "huggingface": "transformers",
-    "llm-compressor": "vLLM",
-}
 METHODS = {  # quant_method in the record of an engine
     "compressed-tensors": "compressed-tensors",
     "modelopt": "modelopt",
@@ -86,29 +66,17 @@ _TELLING_ENDINGS_OF_FLOATS = tuple(
 def dialect_named(name: str) -> Dialect:
     """Return the dialect of that name; InputError names the known ones."""
     if name not in DIALECTS:
-        if engine := _engine_named(name):
-            first, *_ = read = ENGINES[engine]
-            detail = f"{name!r} is an engine; expected a dialect, of which {engine} reads"
-            step = f"Give --dialect {first}."
-            raise InputError(
-                "unknown-dialect", f"{detail} {one_of(each.split()[0] for each in read)}", step
-            )
+        if engine := engine_called(name):
+            read = [dialect for dialect in DIALECTS if dialect in engine.dialects]
+            detail = f"{name!r} is an engine; expected a dialect, of which {engine.name} reads"
+            choice = next(choice for choice in engine.choices if not choice.models)
+            step = f"{engine.name} is an engine: --for {engine.key}, or --dialect {choice.dialect}."
+            raise InputError("unknown-dialect", f"{detail} {one_of(read)}", step)
         detail = f"dialect {name!r} is not known; expected one of {', '.join(DIALECTS)}"
         detail += did_you_mean(name, DIALECTS)
         raise InputError("unknown-dialect", detail)
     module = import_module(f"fp4convert.checkpoint.dialects.{name.replace('-', '_')}")
     return cast("Dialect", module)
-
-
-def _engine_named(name: str) -> str | None:
-    """Find the engine that a person calls so, if any."""
-
-    def plain(word: str) -> str:
-        return "".join(filter(str.isalnum, word.lower()))
-
-    known = {plain(engine): engine for engine in ENGINES}
-    known |= {plain(word): engine for word, engine in ENGINE_NICKNAMES.items()}
-    return known.get(plain(name))
 
 
 def recognise(clues: Clues) -> Iterator[tuple[str, tuple[Group, ...]]]:

@@ -1,0 +1,116 @@
+"""Write what engines load as tables of README.md and docs/engines.md, from configs/engines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from fp4convert.recipes.engines import Condition, Engine, Row, known_engines
+
+FAILS = {"garbage": "computes garbage", "refuses": "does not load", "slow": "slow"}
+KERNELS = (  # no engine, and so no file
+    "your own kernels",
+    "`fp4convert quantize ./Model --format nvfp4 --dialect plain`",
+    "[any scale layout](docs/bytes.md)",
+    "layouts",
+)
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[object, ...]]) -> Iterator[str]:
+    """Write a table of markdown."""
+    yield f"| {' | '.join(headings)} |"
+    yield f"|{'---|' * len(headings)}"
+    yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def serve() -> Iterator[str]:
+    """List what to type for every engine, and what that chooses."""
+    rows: list[tuple[object, ...]] = []
+    for engine in known_engines():
+        usual = next(choice for choice in engine.choices if not choice.models)
+        words = f"fp4convert quantize {usual.source} --for {engine.key} {usual.options}".strip()
+        means = [f"`{usual.words}`", usual.note]
+        means += [f"{each.only} `{each.words}`" for each in engine.choices if each.models]
+        rows.append((engine.name, f"`{words}`", "; ".join(filter(None, means)), engine.tried))
+    yield from table(("engine", "type this", "which is", "tried"), [*rows, KERNELS])
+
+
+def engines() -> Iterator[str]:
+    """List what every engine is known to load."""
+    yield from table(
+        ("engine", "versions", "dialect", "what", "tried"),
+        [
+            (
+                engine.name,
+                versions(row),
+                ", ".join(row.condition.dialects),
+                row.says.removeprefix("loads ") + only(row.condition),
+                evidence(row),
+            )
+            for engine in known_engines()
+            for row in engine.rows
+            if row.effect == "loads"
+        ],
+    )
+
+
+def versions(row: Row) -> str:
+    """Spell the versions of a row; "any" for all that were looked at."""
+    return f"`{row.versions}`" if str(row.versions) else "any"
+
+
+def only(condition: Condition) -> str:
+    """Say for which models alone a row is."""
+    return f" ({', '.join(f'`{model}`' for model in condition.models)})" if condition.models else ""
+
+
+def evidence(row: Row) -> str:
+    """Say how a row is known: by which test here, or from where."""
+    proof = f" by `{row.proof}`" if row.proof else ""
+    return f"{row.tried}{proof}: {linked(row.source)}"
+
+
+def linked(source: str) -> str:
+    """Write addresses as links, named as GitHub names threads."""
+    thread = r"https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull)/(\d+)"
+    return re.sub(thread, r"[\1#\2](\g<0>)", source)
+
+
+def traps_of(engine: Engine) -> Iterator[str]:
+    """List what an engine is known to fail at."""
+    rows: list[tuple[object, ...]] = [
+        (
+            versions(row),
+            FAILS[row.effect],
+            about(row.condition),
+            row.says,
+            row.instead,
+            evidence(row),
+        )
+        for row in engine.rows
+        if row.effect in FAILS
+    ]
+    headings = ("versions", "effect", "artifacts", "it", "instead", "tried")
+    yield from table(headings, rows) if rows else ["Nothing is known to fail."]
+
+
+def about(condition: Condition) -> str:
+    """Say which artifacts a row is about, in few words."""
+    words = [", ".join(condition.dialects) or "any dialect", *condition.formats]
+    words += [f"W4A{condition.activations}"] if condition.activations else []
+    words += [f"`{model}`" for model in (*condition.models, *condition.classes)]
+    words += [f"not `{model}`" for model in condition.not_models]
+    words += [f"beside {word}" for word in condition.beside]
+    words += [f"finding `{code}`" for code in condition.findings]
+    for name, yes, no in (
+        ("has_experts", "experts", "no experts"),
+        ("has_others", "other layers than experts", "experts alone"),
+        ("is_mixed", "several formats", "one format"),
+        ("is_diffusers", "Diffusers", ""),
+        ("is_sharded", "several files", "one file"),
+        ("has_cache", "FP8 cache", "no FP8 cache"),
+        ("keeps_draft", "MTP experts kept", ""),
+    ):
+        value = getattr(condition, name)
+        words += [] if value is None else [yes if value else no]
+    return ", ".join(filter(None, words))

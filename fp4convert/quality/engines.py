@@ -1,0 +1,78 @@
+"""Judge an artifact, anyone's, by what engines are known to load.
+
+The rows are those of configs/engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.errors import Finding
+from fp4convert.planning.engines import of_model
+from fp4convert.recipes.engines import (
+    EXPERTS,
+    Contents,
+    Engine,
+    Part,
+    Verdict,
+    Version,
+    judge_contents,
+    known_engines,
+    version_text,
+)
+
+
+def contents_of(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
+    """Say what of an artifact decides which engines load it."""
+    modules = artifact.packed
+    contents = Contents(
+        artifact.dialect,
+        frozenset(
+            Part(packed.form.word, packed.form.activations, EXPERTS in module)
+            for module, packed in modules.items()
+        ),
+        is_sharded=len(artifact.source.checkpoint.shards) > 1,
+        has_cache=any(form.kv_cache for form in artifact.forms),
+        findings=frozenset(finding.code for finding in findings),
+    )
+    stored = {ref.name for packed in modules.values() for ref in packed.refs}
+    kept = (name for name in artifact.tensors if name not in stored)
+    return of_model(contents, artifact.clues.config, kept)
+
+
+def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Verdict]:
+    """Tell which engines load an artifact, in the order of ENGINES."""
+    contents = contents_of(artifact, findings)
+    return [_judge(engine, None, contents, findings) for engine in known_engines()]
+
+
+def check_engine(
+    artifact: Artifact, findings: Sequence[Finding], asked: tuple[Engine, Version | None]
+) -> list[Finding]:
+    """Find that the engine asked for does not load an artifact.
+
+    A warning where nobody knows.
+    """
+    engine, version = asked
+    verdict = _judge(engine, version, contents_of(artifact, findings), findings)
+    if verdict.loads:
+        return []
+    name = f"{engine.name} {version_text(version)}" if version else engine.name
+    detail = f"{name} {verdict.why}"
+    detail += f"; {verdict.instead}" if verdict.instead else ""
+    if verdict.loads is None:
+        return [Finding("warning", "engine-unknown", None, detail)]
+    return [Finding("error", "engine-refuses", None, detail)]
+
+
+def _judge(
+    engine: Engine, version: Version | None, contents: Contents, findings: Sequence[Finding]
+) -> Verdict:
+    """Judge contents; nothing loads as it should where findings are errors."""
+    verdict = judge_contents(engine, contents, version)
+    errors = [finding for finding in findings if finding.level == "error"]
+    if not verdict.loads or not errors:
+        return verdict
+    first = f"{errors[0].code}: {errors[0].detail}"
+    return Verdict(engine, "", False, f"is not to be trusted with it: {first}")

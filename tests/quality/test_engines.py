@@ -1,0 +1,108 @@
+"""inspect and verify judge any artifact by the engine that is to load it."""
+
+import json
+import shutil
+
+import pytest
+from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
+
+
+def write_moe(folder):
+    names = [f"{LAYER}.mlp.experts.0.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    tensors = {f"{name}.weight": weight(n) for n, name in enumerate((*names, f"{LAYER}.mlp.gate"))}
+    return write_single(folder, tensors, {**LLAMA, "model_type": "qwen3_moe"})
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Make an artifact, of whose maker nothing is left."""
+
+    def make(maker, *options):
+        out = tmp_path / "made"
+        done = run("quantize", maker(tmp_path / "m"), *options, "-o", out)
+        assert done.code == 0, done.err
+        (out / "quantization_config.json").unlink()
+        shutil.rmtree(out / ".fp4convert")
+        return out
+
+    return make
+
+
+def loads(document):
+    return {each["engine"]: each["versions"] for each in document["engines"] if each["loads"]}
+
+
+def test_inspect_lists_the_engines_that_load_it_a_line_each(made):
+    out = made(write_llama, "--format", "nvfp4")
+    document = run("inspect", out, "--json").json
+    assert loads(document) == {"vllm": ">=0.32", "sglang": ">=0.5.22", "transformers": ">=5"}
+    assert document["engines"][0] == {
+        "engine": "vllm",
+        "versions": ">=0.32",
+        "loads": True,
+        "why": "loads NVFP4 and MXFP4, also beside FP8, of dense models and of experts",
+    }
+    assert [each["engine"] for each in document["engines"] if each["loads"] is False] == [
+        *("tensorrt-llm", "llama.cpp", "mlx", "comfyui", "diffusers")
+    ]
+    lines = run("inspect", out).out.splitlines()
+    assert [line.split() for line in lines if line.startswith(("loads in", "not in"))] == [
+        ["loads", "in", "vllm", ">=0.32"],
+        ["loads", "in", "sglang", ">=0.5.22"],
+        ["loads", "in", "transformers", ">=5"],
+    ]
+
+
+def test_an_engine_of_the_dialect_that_does_not_load_it_is_told_with_the_reason(made):
+    out = made(write_moe, "--format", "nvfp4")
+    assert "transformers" not in loads(run("inspect", out, "--json").json)
+    (line,) = (line for line in run("inspect", out).out.splitlines() if line.startswith("not in"))
+    assert "ignores the global scales of NVFP4 experts and computes garbage" in line
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize(
+    ("asked", "code", "level", "why"),
+    [
+        ("vllm", 0, None, None),
+        ("sglang:0.5.22", 0, None, None),
+        ("sglang:0.5.21", 6, "error", "SGLang 0.5.21 crashes on weight-only NVFP4"),
+        ("transformers", 6, "error", "transformers 5.23 ignores the global scales"),
+        ("mlx", 6, "error", "mlx-lm 0.32 reads no artifact of dialect compressed-tensors"),
+        ("vllm:0.30", 0, "warning", "vLLM 0.30 is known to load such artifacts from version 0.32"),
+    ],
+)
+def test_what_the_engine_does_not_load_is_an_error(made, command, asked, code, level, why):
+    out = made(write_moe, "--format", "nvfp4")
+    told = run(command, out, "--for", asked, "--json")
+    found = [one for one in told.json["findings"] if one["code"].startswith("engine-")]
+    assert told.code == code
+    assert [one["level"] for one in found] == ([level] if level else [])
+    assert all(one["detail"].startswith(why) for one in found)
+
+
+def test_what_has_errors_loads_nowhere(made):
+    out = made(write_llama, "--format", "nvfp4")
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    (out / "config.json").write_text(json.dumps(config))
+    told = run("inspect", out, "--for", "vllm", "--json")
+    assert loads(told.json) == {}
+    assert [one["code"] for one in told.json["findings"]] == ["kept-not-ignored", "engine-refuses"]
+    assert "loads in" not in run("inspect", out).out
+
+
+def test_wildcards_of_quark_are_for_transformers_alone(made):
+    out = made(write_moe, "--format", "mxfp4", "--dialect", "quark")
+    assert loads(run("inspect", out, "--json").json).keys() == {"vllm", "transformers"}
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["exclude"] = ["*.gate", "lm_head"]
+    (out / "config.json").write_text(json.dumps(config))
+    assert loads(run("inspect", out, "--json").json).keys() == {"transformers"}
+    assert run("inspect", out, "--for", "vllm").code == 6
+
+
+def test_an_unknown_engine_is_told_before_the_artifact_is_opened(tmp_path):
+    for command in ("inspect", "verify"):
+        told = run(command, tmp_path / "nothing", "--for", "vlm", "--json")
+        assert (told.code, told.json["error"]["code"]) == (2, "unknown-engine")
