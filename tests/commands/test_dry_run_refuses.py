@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, run, write_llama
+from checkpoints import FIRST, llama_shards, run, write_llama, write_single
 from diffusion import write_wan
 
 from fp4convert.execution import output_check
@@ -147,6 +147,24 @@ def test_room_that_a_replaced_plan_gives_back_counts(tmp_path, monkeypatch):
     assert run("quantize", *words, "--dry-run").code == 0
     assert tree(tmp_path) == before
     assert run("quantize", *words).code == 0
+
+
+def test_files_that_a_replaced_plan_leaves_are_room_on_a_full_disk(tmp_path, monkeypatch):
+    """The other plan's two shards and their index go; one shard takes their place."""
+    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
+    assert run("quantize", source, *NVFP4, "-o", out).code == 0
+    joined = {name: one for shard in llama_shards().values() for name, one in shard.items()}
+    other, real = write_single(tmp_path / "other", joined), os.statvfs
+
+    def full(path):
+        found = list(real(path))
+        found[4] = 0
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(output_check.os, "statvfs", full)
+    words = ("quantize", other, *NVFP4, "--dry-run", "-o")
+    assert run(*words, out, "--force").code == 0
+    assert run(*words, tmp_path / "new").code == 5
 
 
 def test_ray_has_to_be_there_for_a_dry_run_too(tmp_path, monkeypatch):
