@@ -75,4 +75,4 @@ def _judge(
     if not verdict.loads or not errors:
         return verdict
     first = f"{errors[0].code}: {errors[0].detail}"
-    return Verdict(engine, "", False, f"is not to be trusted with it: {first}")
+    return Verdict(engine, "", False, f"has an artifact with errors before it: {first}")

@@ -92,6 +92,19 @@ def test_what_has_errors_loads_nowhere(made):
     assert "loads in" not in run("inspect", out).out
 
 
+def test_what_is_unfinished_loads_nowhere_though_no_row_says_so(tmp_path):
+    out = tmp_path / "made"
+    run("quantize", write_llama(tmp_path / "m"), "--format", "nvfp4", "-o", out)
+    (out / "quantization_config.json").unlink()
+    document = run("inspect", out, "--json").json
+    assert loads(document) == {}
+    assert document["engines"][0]["why"].startswith(
+        "has an artifact with errors before it: unfinished: "
+    )
+    (first, *_, last) = run("verify", out, "--for", "vllm", "--json").json["findings"]
+    assert (first["code"], last["code"]) == ("unfinished", "engine-refuses")
+
+
 def test_wildcards_of_quark_are_for_transformers_alone(made):
     out = made(write_moe, "--format", "mxfp4", "--dialect", "quark")
     assert loads(run("inspect", out, "--json").json).keys() == {"vllm", "transformers"}
