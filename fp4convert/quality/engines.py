@@ -48,12 +48,14 @@ def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Ve
 
 
 def check_engine(
-    artifact: Artifact, findings: Sequence[Finding], asked: tuple[Engine, Version | None]
+    artifact: Artifact, findings: Sequence[Finding], asked: tuple[Engine, Version | None] | None
 ) -> list[Finding]:
     """Find that the engine asked for does not load an artifact.
 
-    A warning where nobody knows.
+    A warning where nobody knows; nothing where none is asked for.
     """
+    if asked is None:
+        return []
     engine, version = asked
     verdict = _judge(engine, version, contents_of(artifact, findings), findings)
     if verdict.loads:

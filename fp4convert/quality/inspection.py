@@ -44,7 +44,7 @@ def inspect(
     judged = judge(artifact, source, chosen, chosen, phases or Phases())
     findings = [*judged.findings, *(check_headers(artifact) if is_full else ())]
     engines = [verdict.as_json() for verdict in judge_by_engines(artifact, findings)]
-    findings += check_engine(artifact, findings, engine) if engine else []
+    findings += check_engine(artifact, findings, engine)
     # The share of block scales that was read.
     nbytes = scale_nbytes(artifact)
     read, whole = sum(nbytes[module] for module in chosen), sum(nbytes.values())

@@ -211,8 +211,7 @@ def verify(
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     for error in tensors:
         findings += _check_gates(error, found[error.name], gate) or _check_source(error, as_meant)
-    findings += _check_measuring(found, gate)
-    findings += check_engine(artifact, findings, gate.engine) if gate.engine else []
+    findings += [*_check_measuring(found, gate), *check_engine(artifact, findings, gate.engine)]
     return Verified(
         tensors,
         _summarise(tensors, found),
