@@ -32,6 +32,10 @@ DEVICE u32 max2_fp16(u32 a, u32 b) { u32 r; asm("max.NaN.f16x2 %0, %1, %2;" : "=
 DEVICE u32 fma2_bf16(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE u32 fma2_fp16(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE float widen_fp16(u16 bits) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits)); return f; }
+DEVICE u32 min2_fp16(u32 a, u32 b) { u32 r; asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+/* One half of a word in both places; an operand of the instruction that takes it, without one of its own. */
+DEVICE u32 both_low(u32 w) { u32 r; asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(r) : "r"(w)); return r; }
+DEVICE u32 both_high(u32 w) { u32 r; asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(r) : "r"(w)); return r; }
 /* Two floats as the halves of a word, nearest even. */
 DEVICE u32 narrow2_bf16(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 DEVICE u32 narrow2_fp16(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
@@ -119,6 +123,20 @@ template <class T> DEVICE u32 largest(const u32 *w, T) {
 #pragma unroll
     for (int i = 1; i < T::WORDS; i++) m = T::max2(m, T::magnitude2(w[i]));
     return fp4_bits(T::low(T::max2(m, m >> 16)));
+}
+
+/* The least magnitude in a unit. The order of bf16 is that of fp16, of which NaN gives way. */
+DEVICE float smallest(const u32 *w, Fp32) {
+    u32 m = 0x7FFFFFFFu;
+#pragma unroll
+    for (int i = 0; i < Fp32::WORDS; i++) m = min(m, w[i] & 0x7FFFFFFFu);
+    return fp4_float(m);
+}
+template <class T> DEVICE float smallest(const u32 *w, T) {
+    u32 m = T::magnitude2(w[0]);
+#pragma unroll
+    for (int i = 1; i < T::WORDS; i++) m = min2_fp16(m, T::magnitude2(w[i]));
+    return fminf(T::low(m), T::high(m));
 }
 
 DEVICE void magnitudes(const u32 *w, float *v, Fp32) {
