@@ -40,6 +40,8 @@ PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
         "weigh": 8192,
         "dequantize": 8192,
         "gemv": 32,
+        "compare": 8,
+        "count": 131072,
     },
     **{
         "quantize_naive": 128,
@@ -51,6 +53,7 @@ PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
 }
 GEMV_VECTORS = 2  # to a block of threads
 BASELINES = tuple(name for name in PER_BLOCK if "_" in name)
+SUMMED_COLUMNS = 8192  # of the matrices that compare_* is measured on
 FILES = {
     "amax": "quantize.cu",
     "quantize": "quantize.cu",
@@ -58,6 +61,7 @@ FILES = {
     "weigh": "search.cu",
 }
 FILES |= {"dequantize": "dequantize.cu", "gemv": "gemv.cu"}
+FILES |= {"compare": "compare.cu", "count": "compare.cu"}
 HEADINGS = ["what", "ms", "GB/s", "% of copy", "bar", "output"]
 
 Values = np.ndarray
@@ -65,7 +69,7 @@ Work = Callable[[int], object]  # takes the number of the run
 
 
 def family(name: str) -> str:
-    """amax, quantize, dequantize or gemv."""
+    """amax, quantize, dequantize, gemv, compare or count."""
     return name.partition("_")[0]
 
 

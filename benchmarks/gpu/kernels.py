@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import math
 import re
 import subprocess
 import sys
@@ -25,10 +26,29 @@ import numpy as np
 
 from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4, NVFP4, Format, rule_number
+from fp4convert.numerics.formats import (
+    CODES,
+    FLOAT_TYPES,
+    MXFP4,
+    NVFP4,
+    ROW_SUMS,
+    Format,
+    rule_number,
+)
 from gpu import beside_quantizers
 from gpu.compare import compare_all, vectors_of
-from gpu.device import BASELINES, REPEATS, Case, Device, M, Rung, Values, Work, family
+from gpu.device import (
+    BASELINES,
+    REPEATS,
+    SUMMED_COLUMNS,
+    Case,
+    Device,
+    M,
+    Rung,
+    Values,
+    Work,
+    family,
+)
 from harness.measure import RESULTS, ROOT
 
 BARS = {"amax": 97, "quantize": 92, "dequantize": 90}  # % of the copy's rate
@@ -61,6 +81,9 @@ class Elementwise:
         self._weights = device.upload(
             np.random.default_rng(1).exponential(1, WEIGHED_COLUMNS).astype(np.float32) + 0.01
         )
+        self._columns = math.gcd(n, SUMMED_COLUMNS)
+        self._sums = device.empty(8 * ROW_SUMS * (n // self._columns))
+        self._counts = device.upload(np.zeros(CODES, np.int64))
         self._amax = device.upload(
             np.abs(noise(dtype).view(FLOAT_DTYPES[dtype]).astype(np.float32)).max()
         )
@@ -106,6 +129,12 @@ class Elementwise:
             yield self._case(rung, partial(self._quantize, rung, *weights), " importance")
         rung = Rung(self._device.kernels, f"dequantize_mxfp4_{word}")
         yield self._case(rung, partial(self._dequantize, rung, ()))
+        for fmt in (NVFP4, MXFP4):
+            rung = Rung(self._device.kernels, f"compare_{fmt.name}_{word}")
+            extra = (self._amax, 0) if fmt.has_global_scale else ()
+            yield self._case(rung, partial(self._sum, rung, extra))
+        rung = Rung(self._device.kernels, "count_codes")
+        yield self._device.case(rung, partial(self._count, rung), self._n // 2)
 
     def _case(
         self, rung: Rung, work: Work, note: str = "", passes: int = 1, parts: int = 1
@@ -153,6 +182,14 @@ class Elementwise:
         rung.launch(
             self._n, self._packed[turn], self._block_scales[turn], self._n, *extra, self._y[turn]
         )
+
+    def _sum(self, rung: Rung, extra: tuple[object, ...], run: int) -> None:
+        turn, rows = run % self._sets, self._n // self._columns
+        parts = (self._packed[turn], self._block_scales[turn], *extra, self._sums)
+        rung.launch(rows, self._x[turn], rows, self._columns, *parts)
+
+    def _count(self, rung: Rung, run: int) -> None:
+        rung.launch(self._n, self._packed[run % self._sets], self._n // 2, self._counts)
 
 
 def elementwise(device: Device, dtype: str, n: int) -> str:

@@ -31,8 +31,8 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.cuda import Cuda
 from fp4convert.numerics.backends.gpus import survey
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4
-from fp4convert.numerics.matrices import Quantized
+from fp4convert.numerics.formats import CODES, FORMATS, MXFP4, NVFP4
+from fp4convert.numerics.matrices import InMemory, Quantized
 
 pytestmark = pytest.mark.gpu
 CHUNK_NBYTES = 128 << 20
@@ -108,6 +108,24 @@ def test_mxfp4(gpu, dtype, rule):
             backend.quantize(x, MXFP4, rule, 0.0, importance) for backend in (gpu, Cpu())
         )
         assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, {rule}")
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@EVERY_DTYPE
+def test_reports(gpu, fmt, dtype):
+    """What was lost of every row, and how often each code came, bit for bit."""
+    for number, values in zip(range(2), chunks(dtype), strict=False):
+        x = matrix(values, dtype)
+        whole = Cpu().quantize(x, fmt, fmt.default_rule, Cpu().amax(x))
+        sums, counts, row = b"", np.zeros(CODES, np.int64), 0
+        for _, q in gpu.quantize_group([InMemory(x)], [InMemory(x)], fmt, fmt.default_rule):
+            sums += bytes(q.compared.rows)
+            counts += np.frombuffer(q.compared.counts, np.int64)
+            row += q.shape[0]
+        expected = Cpu().compare(x, whole)
+        assert row == len(values), number
+        assert sums == bytes(expected.rows)
+        assert counts.tobytes() == bytes(expected.counts)
 
 
 @EVERY_DTYPE

@@ -83,8 +83,8 @@ class Loops:
             if target < address
         ]
         self._start = listing[0][0]
-        self._outer = max(back, key=lambda loop: loop[1] - loop[0])
-        inner = sorted(loop for loop in back if loop != self._outer)
+        self.outer = max(back, key=lambda loop: loop[1] - loop[0])
+        inner = sorted(loop for loop in back if loop != self.outer)
         rare = [loop for loop in inner if loop[1] - loop[0] < small * INSTRUCTION_NBYTES]
         self.inner = [loop for loop in inner if loop not in rare]
         self._barred = {
@@ -94,15 +94,15 @@ class Loops:
 
     def before(self) -> int:
         """Instructions before the first unit."""
-        return self._shortest(self._start, self._outer[0])
+        return self._shortest(self._start, self.outer[0])
 
     def once(self, *loops: tuple[int, int]) -> int:
         """Instructions of a unit that goes through these loops in order, without those in them."""
-        at, count = self._outer[0], 0
+        at, count = self.outer[0], 0
         for low, high in loops:
             count += self._shortest(at, low)
             (at,) = [way for way in self._ways[high] if way != low]
-        return count + self._shortest(at, self._outer[1]) + 1
+        return count + self._shortest(at, self.outer[1]) + 1
 
     def longest(self, loop: tuple[int, int]) -> int:
         """Instructions of one turn of a loop, at most."""

@@ -215,7 +215,8 @@ class SimtKernels:
             -(-rows // 8) * ELEMENTS_PER_BLOCK,
         )
         self.call(name, launched, values, rows, columns, packed, block_scales, *extra, sums)
-        self.call("count_codes", rows * columns, packed, packed.size, counts)
+        launched = -(-packed.size // 65536) * ELEMENTS_PER_BLOCK
+        self.call("count_codes", launched, packed, packed.size, counts)
         return Compared(sums.data, counts.data)
 
     def call(self, name: str, n: int, *arguments: Array | int) -> None:

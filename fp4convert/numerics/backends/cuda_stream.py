@@ -55,7 +55,7 @@ FILES |= {
     "compare": "compare.cu",
     "count": "compare.cu",
 }
-ROWS_PER_LAUNCH_BLOCK = 8  # kernels/compare.cu
+ROWS_PER_LAUNCH_BLOCK, NBYTES_PER_COUNT_BLOCK = 8, 65536  # kernels/compare.cu
 GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
 
 T = TypeVar("T")
@@ -283,7 +283,8 @@ class Lane:
                 compared = (x, *shape, *codes, *extra, at + sums.start)
                 self._kernels.launch(f"compare_{fmt.name}_{word}", grid, self._work, *compared)
             result.device.memset_async(0, counts.stop, self._work)
-            self._start("count_codes", n, codes[0], n // 2, at)
+            grid = (-(-n // 2 // NBYTES_PER_COUNT_BLOCK),)
+            self._kernels.launch("count_codes", grid, self._work, codes[0], n // 2, at)
             result.download(block_scales.stop, self._down, after=self._work)
 
             def take() -> tuple[int, Quantized]:
