@@ -52,6 +52,14 @@ DEVICE u32 round8_e2m1(const float *v) {
         : "=r"(r) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
     return r;
 }
+/* Two floats rounded to E2M1, as fp16. Codes that round8_e2m1 has packed must not go on to widen8_e2m1: ptxas 12.9 takes wrong bytes. */
+DEVICE u32 round2_e2m1(float low, float high) {
+    u32 r;
+    asm("{.reg .b8 codes;\n"
+        "cvt.rn.satfinite.e2m1x2.f32 codes, %2, %1; cvt.rn.f16x2.e2m1x2 %0, codes;}"
+        : "=r"(r) : "f"(low), "f"(high));
+    return r;
+}
 /* Eight codes to four words of two fp16. */
 DEVICE void widen8_e2m1(u32 codes, u32 *pairs) {
     asm("{.reg .b8 a, b, c, d;\n"
@@ -71,6 +79,21 @@ DEVICE int units_here(i64 n) {
 /* Bytes 0, 1, 2, 3 of the result: the lowest bytes of a, b, c, d. */
 DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+/* Eight codes to four words of two fp16. */
+DEVICE void widen8(u32 codes, u32 *pairs) {
+#ifdef FP4_CVT
+    widen8_e2m1(codes, pairs);
+#else /* a byte table of fp16's upper halves, looked up by the codes themselves; the signs come from where they are */
+    u32 magnitudes = codes & 0x77777777u, shifted = codes << 4;
+    u32 first = __byte_perm(0x3E3C3800u, 0x46444240u, magnitudes) | (__byte_perm(shifted, codes, 0x5140) & 0x80808080u);
+    u32 last = __byte_perm(0x3E3C3800u, 0x46444240u, magnitudes >> 16) | (__byte_perm(shifted, codes, 0x7362) & 0x80808080u);
+    pairs[0] = __byte_perm(first, 0, 0x1404);
+    pairs[1] = __byte_perm(first, 0, 0x3424);
+    pairs[2] = __byte_perm(last, 0, 0x1404);
+    pairs[3] = __byte_perm(last, 0, 0x3424);
+#endif
 }
 
 /* ------------------------------------------------------------------------------------------------- the types of x

@@ -116,21 +116,6 @@ struct Worths {
     MEMBER float unit() const { return fp4_float((133u - (u32)(highest >> 3)) << 23); }
 };
 
-#ifdef FP4_CVT
-DEVICE void round_to_e2m1(const float *u, float inverse, float *rounded) {
-#pragma unroll
-    for (int i = 0; i < UNIT; i += 8) {
-        float q[8];
-        u32 pairs[4];
-#pragma unroll
-        for (int j = 0; j < 8; j++) q[j] = u[i + j] * inverse;
-        widen8_e2m1(round8_e2m1(q), pairs);
-#pragma unroll
-        for (int j = 0; j < 8; j++) rounded[i + j] = widen_fp16((u16)(pairs[j / 2] >> j % 2 * 16));
-    }
-}
-#endif
-
 /* Costs of two codes. h: magnitudes; each code has a half of the other words: 2^-14 / S, and -S * 2^14. */
 template <bool IS_CLIPPED> DEVICE u32 two_costs(const u32 *h, u32 inverses, u32 minus_steps) {
     u32 sums[2] = {0, 0};
@@ -184,7 +169,12 @@ template <bool WEIGHED> struct Nvfp4Rough {
         float step = worths.times_2_14(offset), rounded[UNIT], sums[2] = {0.0f, 0.0f};
 #ifdef FP4_CVT
         step *= 0x1p-14f;
-        round_to_e2m1(unit.v, reciprocal(step), rounded);
+        float inverse = reciprocal(step);
+#pragma unroll
+        for (int j = 0; j < UNIT; j += 2) {
+            u32 both = round2_e2m1(unit.v[j] * inverse, unit.v[j + 1] * inverse);
+            rounded[j] = widen_fp16((u16)both), rounded[j + 1] = widen_fp16((u16)(both >> 16));
+        }
 #else
         step *= 0x1p112f;
         float inverse = reciprocal(step);
