@@ -1,7 +1,7 @@
 /* What the CUDA kernels share: types, wide loads, and the hardware's own conversions.
  *
  * Under a CUDA compiler the conversions are inline PTX; tests/support/simt.h gives the same names to a host compiler, so that the
- * kernels run there too.  FP4_CVT is set by the loader where the target can round to E2M1 itself (sm_100a, 103a, 120a, 121a).
+ * kernels run there too.  FP4_CVT is set by the loader where the target can round to E2M1 itself (sm_100a, 103a, 110a, 120a, 121a).
  *
  * Elementwise kernels: 256 threads a block, 32 elements a thread, so grid = ceil(n / 8192); pointers are 16-byte aligned.
  */

@@ -417,6 +417,11 @@ def test_target_is_exact_where_nvrtc_knows_it(capability):
     )  # no -ftz, no -use_fast_math
 
 
+def test_thor_has_the_instructions_where_nvrtc_knows_its_number():
+    """CUDA 13 calls it 11.0, and knows no 10.1."""
+    assert cubins.target_for((11, 0), (*KNOWN, 110)) == Target("sm_110a", has_cvt=True)
+
+
 @pytest.mark.parametrize(
     ("capability", "arch"),
     [

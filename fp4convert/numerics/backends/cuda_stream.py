@@ -5,8 +5,9 @@
 
 A lane has three streams and two buffers at either end: while one panel is computed, the next comes
 in and the last goes out. amax runs on each panel as it arrives; quantize reads it from device
-memory, so the host waits for nothing between the passes. Panels of a scale group stay on the GPU
-between the passes while there is room, and are fetched again where there is not.
+memory; the host waits only for the first panel's amax, to give its scale to the comparison. Panels
+of a scale group stay on the GPU between the passes while there is room, and are fetched again where
+there is not.
 """
 
 from __future__ import annotations
