@@ -56,7 +56,7 @@ FILES |= {
     "compare": "compare.cu",
     "count": "compare.cu",
 }
-ROWS_PER_LAUNCH_BLOCK, NBYTES_PER_COUNT_BLOCK = 8, 65536  # kernels/compare.cu
+ROWS_PER_LAUNCH_BLOCK, COUNTED_PER_BLOCK = 8, 1 << 17  # kernels/compare.cu
 GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
 
 T = TypeVar("T")
@@ -280,12 +280,11 @@ class Lane:
                 if fmt.has_global_scale and not scale:
                     scale.append(self._give_scale(rule))
                 extra = (self._scale_buffer.device.ptr, 0) if fmt.has_global_scale else ()
-                grid = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),)
+                grid, blocks = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),), -(-n // COUNTED_PER_BLOCK)
                 compared = (x, *shape, *codes, *extra, at + sums.start)
                 self._kernels.launch(f"compare_{fmt.name}_{word}", grid, self._work, *compared)
             result.device.memset_async(0, counts.stop, self._work)
-            grid = (-(-n // 2 // NBYTES_PER_COUNT_BLOCK),)
-            self._kernels.launch("count_codes", grid, self._work, codes[0], n // 2, at)
+            self._kernels.launch("count_codes", (blocks,), self._work, codes[0], n // 2, at)
             result.download(block_scales.stop, self._down, after=self._work)
 
             def take() -> tuple[int, Quantized]:
