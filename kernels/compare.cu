@@ -5,14 +5,14 @@
  *   count_codes(packed, nbytes, counts)                                                         nbytes % 8 == 0; counts: int64[16]
  *
  * D is bf16, fp16 or fp32: the type of x, finite.  sums: double[rows][5]; compare.c says what they are, and in which order added.
- * Launch: 256 threads; compare grid = ceil(rows / 8), count_codes as elementwise kernels (2 * nbytes elements): device.h.
+ * Launch: 256 threads; compare grid = ceil(rows / 8), count_codes grid = ceil(nbytes / 65536), so that few atomics meet.
  * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125; count_codes 0.5.
  *
  * A warp owns a row, and each half of it every second group of 256 elements: a thread is one of the group's 16 lanes.
  */
 #include "device.h"
 
-enum { HALF = 16, GROUP = 256, SUMS = 5, ROWS_HERE = THREADS / WARP };
+enum { HALF = 16, GROUP = 256, SUMS = 5, ROWS_HERE = THREADS / WARP, CODES = 16, COUNT_NBYTES = 1 << 16 };
 typedef unsigned long long u64;
 
 struct NvFp4Steps {
@@ -108,28 +108,48 @@ template <class T, class Steps> DEVICE void compare(Lane<T, Steps> lane, i64 row
     own[0] = total.signal, own[1] = total.noise, own[2] = total.output, own[3] = fp4_float(max_abs), own[4] = clipped;
 }
 
-KERNEL(6) count_codes(const u8 *packed, i64 nbytes, u64 *counts) {
-    i64 units = nbytes / 8, unit = (i64)blockIdx.x * LAUNCH_UNITS + threadIdx.x;
-    u64 low = 0, high = 0; /* a byte to a code: 0-7, 8-15 */
+/* Adds how often each code is among 32. Bit b of every code goes to a word of its own; the codes k are where all four agree. */
+DEVICE void count32(const u32 *codes, u32 *counts) {
+    u32 bits[4];
 #pragma unroll
-    for (int i = 0; i < UNITS; i++, unit += THREADS) {
-        if (unit >= units) continue;
-        Words2 codes = ((const Words2 *)packed)[unit];
+    for (int b = 0; b < 4; b++) {
+        bits[b] = 0;
 #pragma unroll
-        for (int k = 0; k < UNIT; k++) {
-            u32 code = codes.w[k / 8] >> k % 8 * 4 & 15u;
-            u64 one = 1ull << (code & 7u) * 8;
-            low += code < 8u ? one : 0, high += code < 8u ? 0 : one;
+        for (int i = 0; i < 4; i++) {
+            u32 word = b < i ? codes[i] << (i - b) : codes[i] >> (b - i);
+            bits[b] |= word & 0x11111111u << i;
         }
     }
 #pragma unroll
-    for (int k = 0; k < 8; k++) {
-        u32 both = (u32)(low >> 8 * k & 255u) | (u32)(high >> 8 * k & 255u) << 16; /* at most 1024 of each in a warp */
+    for (int k = 0; k < CODES; k++) {
+        u32 low = (k & 1 ? bits[0] : ~bits[0]) & (k & 2 ? bits[1] : ~bits[1]);
+        u32 high = (k & 4 ? bits[2] : ~bits[2]) & (k & 8 ? bits[3] : ~bits[3]);
+        counts[k] += (u32)__popc(low & high);
+    }
+}
+
+KERNEL(4) count_codes(const u8 *packed, i64 nbytes, u64 *counts) {
+    i64 first = (i64)blockIdx.x * COUNT_NBYTES, left = min(nbytes - first, (i64)COUNT_NBYTES);
+    u32 own[CODES] = {};
+#pragma unroll 2
+    for (int at = (int)threadIdx.x * 16; at < left; at += THREADS * 16) {
+        Words4 codes;
+        if (left - at >= 16) codes = *(const Words4 *)(packed + first + at);
+        else { /* 16 codes are left; the zeros beside them do not count */
+            Words2 half = *(const Words2 *)(packed + first + at);
+            codes = {half.w[0], half.w[1], 0, 0};
+            own[0] -= 16;
+        }
+        count32(codes.w, own);
+    }
+#pragma unroll
+    for (int k = 0; k < CODES / 2; k++) {
+        u32 both = own[2 * k] | own[2 * k + 1] << 16; /* at most 512 in a thread, 16384 in a warp */
 #pragma unroll
         for (int distance = 1; distance < WARP; distance *= 2) both += __shfl_xor_sync(ALL_LANES, both, distance);
-        if (threadIdx.x % WARP == 0) {
-            atomicAdd(counts + k, (u64)(both & 0xFFFFu));
-            atomicAdd(counts + k + 8, (u64)(both >> 16));
+        if (threadIdx.x % WARP == k) {
+            atomicAdd(counts + 2 * k, (u64)(both & 0xFFFFu));
+            atomicAdd(counts + 2 * k + 1, (u64)(both >> 16));
         }
     }
 }

@@ -61,8 +61,10 @@ template <class To, class Steps> DEVICE void dequantize(const u8 *packed, const 
         int group = (int)threadIdx.x + i * THREADS;
         if (group >= groups) continue;
         float step = step_of(stored[i]), v[GROUP];
+        u32 pairs[GROUP / 2];
+        widen8(codes[i], pairs);
 #pragma unroll
-        for (int k = 0; k < GROUP; k++) v[k] = __fmul_rn(e2m1_decode(codes[i] >> 4 * k), step);
+        for (int k = 0; k < GROUP; k++) v[k] = __fmul_rn(widen_fp16((u16)(pairs[k / 2] >> k % 2 * 16)), step);
         To::store(y, start + group, v);
     }
 }

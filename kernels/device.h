@@ -1,7 +1,7 @@
 /* What the CUDA kernels share: types, wide loads, and the hardware's own conversions.
  *
  * Under a CUDA compiler the conversions are inline PTX; tests/support/simt.h gives the same names to a host compiler, so that the
- * kernels run there too.  FP4_CVT is set by the loader where the target can round to E2M1 itself (sm_100a, 103a, 120a, 121a).
+ * kernels run there too.  FP4_CVT is set by the loader where the target can round to E2M1 itself (sm_100a, 103a, 110a, 120a, 121a).
  *
  * Elementwise kernels: 256 threads a block, 32 elements a thread, so grid = ceil(n / 8192); pointers are 16-byte aligned.
  */
@@ -32,6 +32,10 @@ DEVICE u32 max2_fp16(u32 a, u32 b) { u32 r; asm("max.NaN.f16x2 %0, %1, %2;" : "=
 DEVICE u32 fma2_bf16(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE u32 fma2_fp16(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE float widen_fp16(u16 bits) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits)); return f; }
+DEVICE u32 min2_fp16(u32 a, u32 b) { u32 r; asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+/* One half of a word in both places; an operand of the instruction that takes it, without one of its own. */
+DEVICE u32 both_low(u32 w) { u32 r; asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(r) : "r"(w)); return r; }
+DEVICE u32 both_high(u32 w) { u32 r; asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(r) : "r"(w)); return r; }
 /* Two floats as the halves of a word, nearest even. */
 DEVICE u32 narrow2_bf16(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 DEVICE u32 narrow2_fp16(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
@@ -46,6 +50,14 @@ DEVICE u32 round8_e2m1(const float *v) {
         "cvt.rn.satfinite.e2m1x2.f32 c, %6, %5; cvt.rn.satfinite.e2m1x2.f32 d, %8, %7;\n"
         "mov.b32 %0, {a, b, c, d};}"
         : "=r"(r) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+    return r;
+}
+/* Two floats rounded to E2M1, as fp16. Codes that round8_e2m1 has packed must not go on to widen8_e2m1: ptxas 12.9 takes wrong bytes. */
+DEVICE u32 round2_e2m1(float low, float high) {
+    u32 r;
+    asm("{.reg .b8 codes;\n"
+        "cvt.rn.satfinite.e2m1x2.f32 codes, %2, %1; cvt.rn.f16x2.e2m1x2 %0, codes;}"
+        : "=r"(r) : "f"(low), "f"(high));
     return r;
 }
 /* Eight codes to four words of two fp16. */
@@ -67,6 +79,21 @@ DEVICE int units_here(i64 n) {
 /* Bytes 0, 1, 2, 3 of the result: the lowest bytes of a, b, c, d. */
 DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+/* Eight codes to four words of two fp16. */
+DEVICE void widen8(u32 codes, u32 *pairs) {
+#ifdef FP4_CVT
+    widen8_e2m1(codes, pairs);
+#else /* a byte table of fp16's upper halves, looked up by the codes themselves; the signs come from where they are */
+    u32 magnitudes = codes & 0x77777777u, shifted = codes << 4;
+    u32 first = __byte_perm(0x3E3C3800u, 0x46444240u, magnitudes) | (__byte_perm(shifted, codes, 0x5140) & 0x80808080u);
+    u32 last = __byte_perm(0x3E3C3800u, 0x46444240u, magnitudes >> 16) | (__byte_perm(shifted, codes, 0x7362) & 0x80808080u);
+    pairs[0] = __byte_perm(first, 0, 0x1404);
+    pairs[1] = __byte_perm(first, 0, 0x3424);
+    pairs[2] = __byte_perm(last, 0, 0x1404);
+    pairs[3] = __byte_perm(last, 0, 0x3424);
+#endif
 }
 
 /* ------------------------------------------------------------------------------------------------- the types of x
@@ -119,6 +146,20 @@ template <class T> DEVICE u32 largest(const u32 *w, T) {
 #pragma unroll
     for (int i = 1; i < T::WORDS; i++) m = T::max2(m, T::magnitude2(w[i]));
     return fp4_bits(T::low(T::max2(m, m >> 16)));
+}
+
+/* The least magnitude in a unit. The order of bf16 is that of fp16, of which NaN gives way. */
+DEVICE float smallest(const u32 *w, Fp32) {
+    u32 m = 0x7FFFFFFFu;
+#pragma unroll
+    for (int i = 0; i < Fp32::WORDS; i++) m = min(m, w[i] & 0x7FFFFFFFu);
+    return fp4_float(m);
+}
+template <class T> DEVICE float smallest(const u32 *w, T) {
+    u32 m = T::magnitude2(w[0]);
+#pragma unroll
+    for (int i = 1; i < T::WORDS; i++) m = min2_fp16(m, T::magnitude2(w[i]));
+    return fminf(T::low(m), T::high(m));
 }
 
 DEVICE void magnitudes(const u32 *w, float *v, Fp32) {

@@ -136,7 +136,7 @@ FP4_FN unsigned nvfp4_block_scale(float block_amax, float global_scale) {
 
 /* Searches for the scale of least error, in search.c and search.cu: which codes are tried, and what rounding may hide.
  *
- *   DOUBT, SLACK       what a rough cost is trusted to: (cost + SLACK * top^2) * DOUBT, top the highest scale tried
+ *   DOUBT, SLACK       what a rough cost of search.c is trusted to: (cost + SLACK * top^2) * DOUBT, top the highest scale tried
  *   MARGIN             what the rounding of a bound is given, so that no code is left out which costs as little as the best
  *
  * codec.py has the others, by the same names, and where they come from. */

@@ -20,21 +20,6 @@
 
 enum { TILE = 32, ROWS = 4, WARPS = THREADS / WARP, VECTORS = 2 };
 
-/* ------------------------------------------------------------------------------- eight codes as four words of two fp16 */
-
-DEVICE void widen8(u32 codes, u32 *pairs) {
-#ifdef FP4_CVT
-    widen8_e2m1(codes, pairs);
-#else /* a byte table of fp16's upper halves, looked up by the codes themselves; the signs come from where they are */
-    u32 magnitudes = codes & 0x77777777u, shifted = codes << 4;
-    u32 first = __byte_perm(0x3E3C3800u, 0x46444240u, magnitudes) | (__byte_perm(shifted, codes, 0x5140) & 0x80808080u);
-    u32 last = __byte_perm(0x3E3C3800u, 0x46444240u, magnitudes >> 16) | (__byte_perm(shifted, codes, 0x7362) & 0x80808080u);
-    pairs[0] = __byte_perm(first, 0, 0x1404);
-    pairs[1] = __byte_perm(first, 0, 0x3424);
-    pairs[2] = __byte_perm(last, 0, 0x1404);
-    pairs[3] = __byte_perm(last, 0, 0x3424);
-#endif
-}
 DEVICE void widen16(const u32 *codes, u32 *pairs) {
     widen8(codes[0], pairs);
     widen8(codes[1], pairs + 4);

@@ -24,12 +24,15 @@ template <class T> DEVICE void amax(const void *x, i64 n, u32 *amax_bits) {
     if (threadIdx.x % WARP == 0 && m > *amax_bits) atomicMax(amax_bits, m); /* an old *amax_bits costs one atomic more */
 }
 
-template <class T, class F> DEVICE void quantize(const void *x, i64 n, F format, u8 *packed, u8 *block_scales) {
+/* format_of: makes the format, after x is on its way; it may wait for *amax and divide by it. */
+template <class T, class Make> DEVICE void quantize(const void *x, i64 n, Make format_of, u8 *packed, u8 *block_scales) {
+    typedef decltype(format_of()) F;
     i64 start = (i64)blockIdx.x * LAUNCH_UNITS;
     int units = units_here(n), unit = threadIdx.x;
     u32 w[UNITS][T::WORDS];
 #pragma unroll
     for (int i = 0; i < UNITS; i++) load_unit<T>(x, min(unit + i * THREADS, units - 1), w[i]);
+    F format = format_of();
 #pragma unroll
     for (int i = 0; i < UNITS; i++, unit += THREADS) {
         u32 amax_bits = largest(w[i], T());
@@ -44,10 +47,11 @@ template <class T, class F> DEVICE void quantize(const void *x, i64 n, F format,
 #define ENTRIES(dtype, T, blocks)                                                                                   \
     KERNEL(blocks) amax_##dtype(const void *x, i64 n, u32 *amax_bits) { amax<T>(x, n, amax_bits); }                 \
     KERNEL(blocks) quantize_nvfp4_##dtype(const void *x, i64 n, const float *amax, u8 *packed, u8 *block_scales) {  \
-        quantize<T>(x, n, NvFp4<false>{nvfp4_global_scale(*amax, NVFP4_AMAX)}, packed, block_scales);               \
+        auto format_of = [=] { return NvFp4<false>{nvfp4_global_scale(*amax, NVFP4_AMAX)}; };                       \
+        quantize<T>(x, n, format_of, packed, block_scales);                                                         \
     }                                                                                                               \
     KERNEL(blocks) quantize_mxfp4_##dtype(const void *x, i64 n, i64 rule, u8 *packed, u8 *block_scales) {           \
-        quantize<T>(x, n, MxFp4{rule}, packed, block_scales);                                                       \
+        quantize<T>(x, n, [=] { return MxFp4{rule}; }, packed, block_scales);                                       \
     }
 ENTRIES(bf16, Bf16, 5)
 ENTRIES(fp16, Fp16, 5)

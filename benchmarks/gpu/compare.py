@@ -17,6 +17,7 @@ from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import (
+    CODES,
     FLOAT_TYPES,
     FORMATS,
     IMPORTANCE,
@@ -144,6 +145,47 @@ def compare_dequantizers(device: Device, dtype: str, fmt: Format) -> None:
             compare(device, rung, check)
 
 
+def compare_reports(device: Device, dtype: str, fmt: Format) -> None:
+    """The sums and the histogram that a report is made of, bit for bit."""
+    word, rule = FLOAT_TYPES[dtype].word, "amax" if fmt.has_global_scale else "even"
+    rung, counter = (
+        Rung(device.kernels, name) for name in (f"compare_{fmt.name}_{word}", "count_codes")
+    )
+    for values, group_amax in inputs(dtype, fmt, rule):
+        matrix = adversarial.matrix(values, dtype)
+        q = Cpu().quantize(matrix, fmt, rule, group_amax)
+        expected = Cpu().compare(matrix, q)
+        packed = device.upload(q.packed)
+
+        def check_sums(
+            rung: Rung,
+            x: Any = matrix.data,
+            shape: tuple[int, ...] = values.shape,
+            q: Quantized = q,
+            packed: Any = packed,
+            expected: bytes = bytes(expected.rows),
+        ) -> None:
+            sums = device.poisoned(len(expected))
+            extra = (device.upload(np.float32(q.global_scale)), 0) if fmt.has_global_scale else ()
+            parts = (packed, device.upload(q.block_scales), *extra, sums)
+            rung.launch(shape[0], device.upload(x), *shape, *parts)
+            found = sums.get().tobytes()
+            assert found == expected, f"{rung.name}: sums of rows"
+
+        def check_counts(
+            rung: Rung,
+            n: int = values.size,
+            packed: Any = packed,
+            expected: bytes = bytes(expected.counts),
+        ) -> None:
+            counts = device.upload(np.zeros(CODES, np.int64))
+            rung.launch(n, packed, n // 2, counts)
+            assert counts.get().tobytes() == expected, f"{rung.name}: counts of codes"
+
+        compare(device, rung, check_sums)
+        compare(device, counter, check_counts)
+
+
 def vectors_of(kind: str, vectors: int, columns: int) -> tuple[list[Values], Values]:
     """(x, its block scales, its global scale) as gemv takes them, and the vectors in float64; kind:
     bf16, fp16, nvfp4.
@@ -203,14 +245,15 @@ def compare_all(device: Device) -> str:
         for rule in fmt.scale_rules:
             compare_quantizers(device, dtype, fmt, rule)
         compare_dequantizers(device, dtype, fmt)
+        compare_reports(device, dtype, fmt)
     for fmt, kind, vectors in itertools.product(
         FORMATS.values(), ("bf16", "fp16", "nvfp4"), (1, 3, 8)
     ):
         compare_gemv(device, fmt, kind, vectors)
     different = [f"- {text}" for text in device.verdicts.values() if text.startswith("DIFFERS")]
     about = (
-        "Quantizers, dequantizers and amax against the CPU backend, products against "
-        "float64; a million elements or more each."
+        "Quantizers, dequantizers, amax and sums of reports against the CPU backend, products "
+        "against float64; a million elements or more each."
     )
     found = "\n".join(different) or f"All {len(device.verdicts)} kernels agree."
     return f"{about}\n\n{found}\n"

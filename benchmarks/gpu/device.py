@@ -1,14 +1,15 @@
 """One GPU: its kernels, its memory and its clock.
 
-Decides how kernels are launched, and how they are timed: medians of REPEATS runs between two
-events, all queued behind enough
-copying that the GPU never waits for Python, on buffers that take turns, so that no run finds its
-input in the L2 cache.
+Decides how kernels are launched, and how they are timed: medians of REPEATS times of LAUNCHES runs
+between two events, so that the start of one is hidden behind the end of the one before, as in a
+stream of work. All are queued behind enough copying that the GPU never waits for Python, on buffers
+that take turns, so that no run finds its input in the L2 cache.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
@@ -24,12 +25,12 @@ from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.backends.cubins import Target, cubin_path, kernels_folder
 from harness.measure import table, verdict
 
-REPEATS, WARM_UP = 40, 5
+REPEATS, LAUNCHES, WARM_UP = 20, 8, 5
 M = 1 << 20
 BUSY_NBYTES, BUSY_COPIES = (
     256 * M,
-    16,
-)  # some milliseconds: more than it takes to queue REPEATS runs
+    64,
+)  # some milliseconds: more than it takes to queue REPEATS * LAUNCHES runs
 SLOT_NBYTES = 128  # a cache line: each run has an amax of its own, zero at first
 THREADS = 256
 PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
@@ -40,6 +41,8 @@ PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
         "weigh": 8192,
         "dequantize": 8192,
         "gemv": 32,
+        "compare": 8,
+        "count": 131072,
     },
     **{
         "quantize_naive": 128,
@@ -51,6 +54,7 @@ PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
 }
 GEMV_VECTORS = 2  # to a block of threads
 BASELINES = tuple(name for name in PER_BLOCK if "_" in name)
+SUMMED_COLUMNS = 8192  # of the matrices that compare_* is measured on
 FILES = {
     "amax": "quantize.cu",
     "quantize": "quantize.cu",
@@ -58,6 +62,7 @@ FILES = {
     "weigh": "search.cu",
 }
 FILES |= {"dequantize": "dequantize.cu", "gemv": "gemv.cu"}
+FILES |= {"compare": "compare.cu", "count": "compare.cu"}
 HEADINGS = ["what", "ms", "GB/s", "% of copy", "bar", "output"]
 
 Values = np.ndarray
@@ -65,7 +70,7 @@ Work = Callable[[int], object]  # takes the number of the run
 
 
 def family(name: str) -> str:
-    """amax, quantize, dequantize or gemv."""
+    """amax, quantize, dequantize, gemv, compare or count."""
     return name.partition("_")[0]
 
 
@@ -149,7 +154,7 @@ class Device:
         )
         self.verdicts: dict[Rung, str] = {}
         self._busy = [self.empty(BUSY_NBYTES) for _ in range(2)]
-        self._slots = self.empty(SLOT_NBYTES * (WARM_UP + REPEATS))
+        self._slots = self.empty(SLOT_NBYTES * (WARM_UP + REPEATS * LAUNCHES))
 
     def is_late(self) -> bool:
         return time.monotonic() > self._deadline
@@ -206,13 +211,15 @@ class Device:
         pairs = [(self.cupy.cuda.Event(), self.cupy.cuda.Event()) for _ in range(REPEATS)]
         for _ in range(BUSY_COPIES):
             self.copy(*self._busy)
-        for run, (start, stop) in enumerate(pairs, WARM_UP):
+        runs = itertools.count(WARM_UP)
+        for start, stop in pairs:
             start.record()
-            work(run)
+            for run in itertools.islice(runs, LAUNCHES):
+                work(run)
             stop.record()
         pairs[-1][1].synchronize()
         return statistics.median(
-            self.cupy.cuda.get_elapsed_time(start, stop) for start, stop in pairs
+            self.cupy.cuda.get_elapsed_time(start, stop) / LAUNCHES for start, stop in pairs
         )
 
     def case(

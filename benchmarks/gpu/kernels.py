@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import math
 import re
 import subprocess
 import sys
@@ -25,13 +26,33 @@ import numpy as np
 
 from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4, NVFP4, Format, rule_number
+from fp4convert.numerics.formats import (
+    CODES,
+    FLOAT_TYPES,
+    MXFP4,
+    NVFP4,
+    ROW_SUMS,
+    Format,
+    rule_number,
+)
 from gpu import beside_quantizers
 from gpu.compare import compare_all, vectors_of
-from gpu.device import BASELINES, REPEATS, Case, Device, M, Rung, Values, Work, family
+from gpu.device import (
+    BASELINES,
+    LAUNCHES,
+    REPEATS,
+    SUMMED_COLUMNS,
+    Case,
+    Device,
+    M,
+    Rung,
+    Values,
+    Work,
+    family,
+)
 from harness.measure import RESULTS, ROOT
 
-BARS = {"amax": 97, "quantize": 92, "dequantize": 90}  # % of the copy's rate
+BARS = {"amax": 97, "quantize": 92, "dequantize": 92}  # % of the copy's rate
 SEARCH_BARS = {False: 12, True: 30}  # by whether the hardware converts to E2M1
 GEMV_BARS = {False: 60, True: 90}  # by whether the hardware decodes E2M1
 WEIGHED_COLUMNS = 8192
@@ -49,10 +70,12 @@ def noise(dtype: str) -> Values:
 class Elementwise:
     """Quantizers and dequantizers of n elements, in buffers that take turns."""
 
-    def __init__(self, device: Device, dtype: str, n: int) -> None:
+    def __init__(self, device: Device, dtype: str, n: int, is_cached: bool = False) -> None:
+        """is_cached: one buffer, which the L2 cache may hold, so that no row has a bar."""
+        self._is_cached = is_cached
         self._device, self._n, self._nbytes = device, n, n * FLOAT_TYPES[dtype].nbytes
         self._word = FLOAT_TYPES[dtype].word
-        self._sets = device.sets(self._nbytes)
+        self._sets = 1 if is_cached else device.sets(self._nbytes)
         self._x = [device.filled(noise(dtype), self._nbytes) for _ in range(self._sets)]
         sizes = (self._nbytes, n // 2, n // 16)
         self._y, self._packed, self._block_scales = (
@@ -61,6 +84,9 @@ class Elementwise:
         self._weights = device.upload(
             np.random.default_rng(1).exponential(1, WEIGHED_COLUMNS).astype(np.float32) + 0.01
         )
+        self._columns = math.gcd(n, SUMMED_COLUMNS)
+        self._sums = device.empty(8 * ROW_SUMS * (n // self._columns))
+        self._counts = device.upload(np.zeros(CODES, np.int64))
         self._amax = device.upload(
             np.abs(noise(dtype).view(FLOAT_DTYPES[dtype]).astype(np.float32)).max()
         )
@@ -106,6 +132,12 @@ class Elementwise:
             yield self._case(rung, partial(self._quantize, rung, *weights), " importance")
         rung = Rung(self._device.kernels, f"dequantize_mxfp4_{word}")
         yield self._case(rung, partial(self._dequantize, rung, ()))
+        for fmt in (NVFP4, MXFP4):
+            rung = Rung(self._device.kernels, f"compare_{fmt.name}_{word}")
+            extra = (self._amax, 0) if fmt.has_global_scale else ()
+            yield self._case(rung, partial(self._sum, rung, extra))
+        rung = Rung(self._device.kernels, "count_codes")
+        yield self._device.case(rung, partial(self._count, rung), self._n // 2)
 
     def _case(
         self, rung: Rung, work: Work, note: str = "", passes: int = 1, parts: int = 1
@@ -117,7 +149,7 @@ class Elementwise:
 
     def _bar(self, rung: Rung, note: str) -> int | None:
         """% of the copy's rate; rules that search have one for mse, of 16-bit weights."""
-        if rung.name in BASELINES:
+        if rung.name in BASELINES or self._is_cached:
             return None
         if family(rung.name) in BARS:
             return BARS[family(rung.name)]
@@ -154,9 +186,18 @@ class Elementwise:
             self._n, self._packed[turn], self._block_scales[turn], self._n, *extra, self._y[turn]
         )
 
+    def _sum(self, rung: Rung, extra: tuple[object, ...], run: int) -> None:
+        turn, rows = run % self._sets, self._n // self._columns
+        parts = (self._packed[turn], self._block_scales[turn], *extra, self._sums)
+        rung.launch(rows, self._x[turn], rows, self._columns, *parts)
 
-def elementwise(device: Device, dtype: str, n: int) -> str:
-    return Elementwise(device, dtype, n).table()
+    def _count(self, rung: Rung, run: int) -> None:
+        rung.launch(self._n, self._packed[run % self._sets], self._n // 2, self._counts)
+
+
+def elementwise(device: Device, dtype: str, n: int, is_cached: bool = False) -> str:
+    """A table; of cached data it is no measure of memory, but shows how far off that is."""
+    return Elementwise(device, dtype, n, is_cached).table()
 
 
 class Products:
@@ -263,7 +304,8 @@ def head(found: gpus.Survey) -> str:
     ]
     cvt = "with" if gpu.target.has_cvt else "without"
     about = (
-        f"Medians of {REPEATS} runs between events, on data past the L2 cache. GB/s of the bytes "
+        f"Medians of {REPEATS} times of {LAUNCHES} launches between two events, on buffers that "
+        "take turns, past the L2 cache but where a heading says otherwise. GB/s of the bytes "
         "that must move; the copy, from"
         " device to device, reads and writes. Each kernel's output was compared before it was "
         "measured."
@@ -331,6 +373,9 @@ def main(arguments: list[str]) -> int:
             for rows, columns in GEMV_SHAPES
         },
         "64M elements, bf16": partial(elementwise, dtype="BF16", n=64 * M),
+        "16M elements, bf16, again and again in one buffer (in the L2 cache)": partial(
+            elementwise, dtype="BF16", n=16 * M, is_cached=True
+        ),
         "64M elements, fp16": partial(elementwise, dtype="F16", n=64 * M),
         "64M elements, fp32": partial(elementwise, dtype="F32", n=64 * M),
         # last, for they may leave the GPU or the clock in no state to go on

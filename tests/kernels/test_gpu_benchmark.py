@@ -61,7 +61,13 @@ def gpu(
     monkeypatch.setattr(cubins, "compile_cubin", lambda *_: (ELF, ""))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = {
-        device: {"BUSY_NBYTES": 1 << 10, "REPEATS": 2, "WARM_UP": 1, "BUSY_COPIES": 1},
+        device: {
+            "BUSY_NBYTES": 1 << 10,
+            "REPEATS": 1,
+            "LAUNCHES": 2,
+            "WARM_UP": 1,
+            "BUSY_COPIES": 1,
+        },
         kernels: {"M": 1 << 7, "WEIGHED_COLUMNS": 64, "GEMV_SHAPES": ((64, 64), (72, 128))},
         compare: {"M": 1 << 12, "DEQUANTIZED_SHAPE": (64, 64), "GEMV_SHAPE": (45, 128)},
         beside_quantizers: {"SHAPE": (16, 64)},

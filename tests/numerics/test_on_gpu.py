@@ -29,10 +29,11 @@ from checkpoints import bf16, run, write_checkpoint
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.cuda import Cuda
+from fp4convert.numerics.backends.cuda_stream import ELEMENTS_PER_LAUNCH_BLOCK, Kernels
 from fp4convert.numerics.backends.gpus import survey
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4
-from fp4convert.numerics.matrices import Quantized
+from fp4convert.numerics.formats import CODES, FORMATS, MXFP4, NVFP4
+from fp4convert.numerics.matrices import InMemory, Quantized
 
 pytestmark = pytest.mark.gpu
 CHUNK_NBYTES = 128 << 20
@@ -108,6 +109,55 @@ def test_mxfp4(gpu, dtype, rule):
             backend.quantize(x, MXFP4, rule, 0.0, importance) for backend in (gpu, Cpu())
         )
         assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, {rule}")
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@EVERY_DTYPE
+def test_reports(gpu, fmt, dtype):
+    """What was lost of every row, and how often each code came, bit for bit."""
+    for number, values in zip(range(2), chunks(dtype), strict=False):
+        x = matrix(values, dtype)
+        whole = Cpu().quantize(x, fmt, fmt.default_rule, Cpu().amax(x))
+        sums, counts, row = b"", np.zeros(CODES, np.int64), 0
+        for _, q in gpu.quantize_group([InMemory(x)], [InMemory(x)], fmt, fmt.default_rule):
+            sums += bytes(q.compared.rows)
+            counts += np.frombuffer(q.compared.counts, np.int64)
+            row += q.shape[0]
+        expected = Cpu().compare(x, whole)
+        assert row == len(values), number
+        assert sums == bytes(expected.rows)
+        assert counts.tobytes() == bytes(expected.counts)
+
+
+def test_more_elements_than_32_bits_count(gpu):
+    """Of 2^31 + 8192 elements, zeros but for the last, these come out as they do alone."""
+    import cupy
+
+    n, tail = (1 << 31) + 8192, 4 * COLUMNS
+    found = survey().gpus[0]
+    with cupy.cuda.Device(found.number) as device:
+        if device.mem_info[0] < 5 * n:
+            pytest.skip(f"no room: {5 * n >> 30} GiB of device memory are wanted")
+        values = like_weights("BF16", 0)[:4].copy()
+        values[-1, -1] = 3.0
+        x, packed, block_scales = (cupy.zeros(size, np.uint8) for size in (2 * n, n // 2, n // 16))
+        x[-2 * tail :].set(values.reshape(-1).view(np.uint8))
+        amax, stored = (cupy.zeros(4, np.uint8) for _ in range(2))
+        kernels, stream = Kernels(found), cupy.cuda.get_current_stream()
+
+        def start(name: str, *arguments: object) -> None:
+            words = [a if isinstance(a, int) else int(a.data.ptr) for a in arguments]
+            kernels.launch(name, (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),), stream, *words)
+
+        start("amax_bf16", x, n, amax)
+        assert amax.get().view(np.float32)[0] == 3.0
+        start("quantize_nvfp4_bf16", x, n, amax, packed, block_scales)
+        expected = Cpu().quantize(matrix(values, "BF16"), NVFP4, "amax", 3.0)
+        assert packed[-tail // 2 :].get().tobytes() == bytes(expected.packed)
+        assert block_scales[-tail // 16 :].get().tobytes() == bytes(expected.block_scales)
+        stored.set(np.array([expected.global_scale], np.float32).view(np.uint8))
+        start("dequantize_nvfp4_bf16", packed, block_scales, n, stored, 0, x)
+        assert x[-2 * tail :].get().tobytes() == bytes(Cpu().dequantize(expected, "BF16"))
 
 
 @EVERY_DTYPE

@@ -65,6 +65,8 @@ static inline B32 not_b32(B32 a) { return ~a; }
 static inline B64 not_b64(B64 a) { return ~a; }
 static inline PRED not_pred(PRED a) { return !a; }
 static inline B32 neg_s32(B32 a) { return 0u - a; }
+static inline B32 popc_b32(B32 a) { return __builtin_popcount(a); }
+static inline B32 clz_b32(B32 a) { return a ? __builtin_clz(a) : 32; }
 static inline B32 abs_s32(B32 a) { return a >> 31 ? 0u - a : a; }
 
 /* Shifts by the width or more give 0, or copies of the sign. */
@@ -226,6 +228,18 @@ template <double WIDEN(B16)> static inline B32 max2_nan(B32 a, B32 b) {
     }
     return pack<B32>(half[0], half[1]);
 }
+/* The other half where one is NaN. */
+template <double WIDEN(B16)> static inline B32 min2(B32 a, B32 b) {
+    B16 half[2];
+    for (int i = 0; i < 2; i++) {
+        B16 first = a >> 16 * i, second = b >> 16 * i;
+        double x = WIDEN(first), y = WIDEN(second);
+        half[i] = x < y || (x == y && first >> 15) ? first : second;
+        if (x != x || y != y) half[i] = x == x ? first : y == y ? second : 0x7FFF;
+    }
+    return pack<B32>(half[0], half[1]);
+}
+static inline B32 min_f16x2(B32 a, B32 b) { return min2<widen_fp16>(a, b); }
 static inline B32 max_NaN_f16x2(B32 a, B32 b) { return max2_nan<widen_fp16>(a, b); }
 static inline B32 max_NaN_bf16x2(B32 a, B32 b) { return max2_nan<widen_bf16>(a, b); }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import deque
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 Listing = list[tuple[int, str]]
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+ +)?[A-Z][^;]*?) *;", re.MULTILINE)
 BRANCH = re.compile(r"(?:@!?U?P\w+ +)?BRA\S*\s.*?(0x[0-9a-f]+)$")
+INSTRUCTION_NBYTES = 16
 IS_CONDITIONAL = re.compile(r"@|BRA\S*\s+!?U?P")
 
 
@@ -62,3 +64,78 @@ def fast_instructions(listing: Listing) -> int:
         if lengths:
             longest[address] = 1 + max(lengths)
     return longest[listing[0][0]]
+
+
+class Loops:
+    """The way through a kernel that is one loop, over units, with others in it.
+
+    What is rolled up in fewer instructions than `small` is rare and left out, and so are calls.
+    """
+
+    def __init__(self, listing: Listing, small: int = 60) -> None:
+        following = {address: after for (address, _), (after, _) in pairwise(listing)}
+        self._ways = {address: _ways(line, following.get(address)) for address, line in listing}
+        back = [
+            (target, address)
+            for address, line in listing
+            if "CALL" not in line and not re.search(r"\bRET\b", line)
+            for target in self._ways[address]
+            if target < address
+        ]
+        self._start = listing[0][0]
+        self.outer = max(back, key=lambda loop: loop[1] - loop[0])
+        inner = sorted(loop for loop in back if loop != self.outer)
+        rare = [loop for loop in inner if loop[1] - loop[0] < small * INSTRUCTION_NBYTES]
+        self.inner = [loop for loop in inner if loop not in rare]
+        self._barred = {
+            address for address in self._ways for low, high in rare if low <= address <= high
+        }
+        self._back = {(high, low) for low, high in back}
+
+    def before(self) -> int:
+        """Instructions before the first unit."""
+        return self._shortest(self._start, self.outer[0])
+
+    def once(self, *loops: tuple[int, int]) -> int:
+        """Instructions of a unit that goes through these loops in order, without those in them."""
+        at, count = self.outer[0], 0
+        for low, high in loops:
+            count += self._shortest(at, low)
+            (at,) = [way for way in self._ways[high] if way != low]
+        return count + self._shortest(at, self.outer[1]) + 1
+
+    def longest(self, loop: tuple[int, int]) -> int:
+        """Instructions of one turn of a loop, at most."""
+        found = {loop[1]: 1}
+        for address in sorted((a for a in self._ways if loop[0] <= a < loop[1]), reverse=True):
+            counts = [found[way] for way in self._ways[address] if way in found and way > address]
+            if counts:
+                found[address] = 1 + max(counts)
+        return found[loop[0]]
+
+    def _shortest(self, start: int, end: int) -> int:
+        """Instructions from one address to another, without the latter's."""
+        found, queue = {start: 0}, deque([start])
+        while queue:
+            address = queue.popleft()
+            for way in self._ways[address]:
+                if (
+                    way not in found
+                    and way not in self._barred
+                    and (address, way) not in self._back
+                ):
+                    found[way] = found[address] + 1
+                    queue.append(way)
+        return found[end]
+
+
+def _ways(line: str, following: int | None) -> list[int]:
+    """Where an instruction may go on; nowhere after a call, which is rare."""
+    if "CALL" in line or re.search(r"\bRET\b", line):
+        return []
+    match = BRANCH.fullmatch(line)
+    is_last = "EXIT" in line and not line.startswith("@")
+    ways = [int(match[1], 16)] if match else []
+    if following is not None and not is_last and (not match or IS_CONDITIONAL.match(line)):
+        ways.append(following)
+    return ways

@@ -56,6 +56,12 @@ static inline unsigned fma2_fp16(unsigned a, unsigned b, unsigned c) {
                         fma_exact(widen_fp16(a >> 16), widen_fp16(b >> 16), widen_fp16(c >> 16)));
 }
 
+static inline unsigned min2_fp16(unsigned a, unsigned b) { return min(a & 0xFFFFu, b & 0xFFFFu) | min(a & 0xFFFF0000u, b & 0xFFFF0000u); }
+static inline unsigned both_low(unsigned w) { return (w & 0xFFFFu) * 0x10001u; }
+static inline unsigned both_high(unsigned w) { return (w >> 16) * 0x10001u; }
+static inline int __popc(unsigned word) { return __builtin_popcount(word); }
+static inline int __clz(int word) { return word ? __builtin_clz((unsigned)word) : 32; }
+
 /* Off by one unit in the last place, up or down by a hash of v: the worst that the instruction may do. */
 static inline float reciprocal(float v) {
     unsigned bits = fp4_bits(1.0f / v);

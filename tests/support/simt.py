@@ -47,6 +47,9 @@ static inline unsigned round8_e2m1(const float *v) {
         codes |= ((e2m1_encode(v[i]) & 7u) | (std::signbit(v[i]) ? 8u : 0u)) << 4 * i;
     return codes;
 }
+static inline unsigned round2_e2m1(float low, float high) {
+    return narrow2_fp16(e2m1_decode(e2m1_encode(low)), e2m1_decode(e2m1_encode(high)));
+}
 static inline void widen8_e2m1(unsigned codes, unsigned *pairs) {
     for (int i = 0; i < 4; i++)
         pairs[i] = narrow2_fp16(e2m1_decode(codes >> 8 * i), e2m1_decode(codes >> (8 * i + 4)));
@@ -215,7 +218,8 @@ class SimtKernels:
             -(-rows // 8) * ELEMENTS_PER_BLOCK,
         )
         self.call(name, launched, values, rows, columns, packed, block_scales, *extra, sums)
-        self.call("count_codes", rows * columns, packed, packed.size, counts)
+        launched = -(-packed.size // 65536) * ELEMENTS_PER_BLOCK
+        self.call("count_codes", launched, packed, packed.size, counts)
         return Compared(sums.data, counts.data)
 
     def call(self, name: str, n: int, *arguments: Array | int) -> None:

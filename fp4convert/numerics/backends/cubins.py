@@ -28,7 +28,7 @@ HEADERS = ("fp4.h", "device.h", "codes.cuh")
 ELF_HEADER_NBYTES = 64
 OLDEST = (8, 0)  # the first with packed bf16 arithmetic
 WITH_CVT = frozenset(
-    {(10, 0), (10, 3), (12, 0), (12, 1)}
+    {(10, 0), (10, 3), (11, 0), (12, 0), (12, 1)}
 )  # cvt to and from e2m1x2, under their own targets alone
 
 

@@ -46,14 +46,12 @@ class Cuda:
     def held_nbytes(self, threads: int, widest: int) -> int:
         """Count the pinned buffers of each lane at work.
 
-        Two of float32 weights, two of codes and scales.
+        Two of float32 weights, two of codes, scales and sums; CuPy takes powers of two.
         """
-        return (
-            min(threads, self.threads)
-            * 2
-            * (MAX_ELEMENT_NBYTES + 1)
-            * max(GPU_PANEL_ELEMENTS, widest)
-        )
+        elements = max(GPU_PANEL_ELEMENTS, widest)
+        buffers = (MAX_ELEMENT_NBYTES * elements, elements + 1)
+        lane = 2 * sum(1 << (nbytes - 1).bit_length() for nbytes in buffers)
+        return min(threads, self.threads) * lane
 
     def quantize_group(
         self,

@@ -5,8 +5,9 @@
 
 A lane has three streams and two buffers at either end: while one panel is computed, the next comes
 in and the last goes out. amax runs on each panel as it arrives; quantize reads it from device
-memory, so the host waits for nothing between the passes. Panels of a scale group stay on the GPU
-between the passes while there is room, and are fetched again where there is not.
+memory; the host waits only for the first panel's amax, to give its scale to the comparison. Panels
+of a scale group stay on the GPU between the passes while there is room, and are fetched again where
+there is not.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ FILES |= {
     "compare": "compare.cu",
     "count": "compare.cu",
 }
-ROWS_PER_LAUNCH_BLOCK = 8  # kernels/compare.cu
+ROWS_PER_LAUNCH_BLOCK, COUNTED_PER_BLOCK = 8, 1 << 17  # kernels/compare.cu
 GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
 
 T = TypeVar("T")
@@ -279,11 +280,11 @@ class Lane:
                 if fmt.has_global_scale and not scale:
                     scale.append(self._give_scale(rule))
                 extra = (self._scale_buffer.device.ptr, 0) if fmt.has_global_scale else ()
-                grid = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),)
+                grid, blocks = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),), -(-n // COUNTED_PER_BLOCK)
                 compared = (x, *shape, *codes, *extra, at + sums.start)
                 self._kernels.launch(f"compare_{fmt.name}_{word}", grid, self._work, *compared)
             result.device.memset_async(0, counts.stop, self._work)
-            self._start("count_codes", n, codes[0], n // 2, at)
+            self._kernels.launch("count_codes", (blocks,), self._work, codes[0], n // 2, at)
             result.download(block_scales.stop, self._down, after=self._work)
 
             def take() -> tuple[int, Quantized]:
