@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import tempfile
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -69,6 +70,8 @@ def _describe_cache(folder: Path) -> dict[str, object]:
     sizes: list[int] = []
     is_writable = False
     try:
+        with suppress(FileNotFoundError):
+            folder.stat()  # tells of a name that no folder can have
         if folder.is_dir():
             sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
         # Tried, with a file that has no name: permissions do not tell all.

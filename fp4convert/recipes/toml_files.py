@@ -370,7 +370,7 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
     else:
         path = folder / name
         try:
-            is_there = path.suffix == ".toml" or path.is_file()
+            is_there = path.suffix == ".toml" or os.path.isfile(path)
             text = path.read_text(encoding="utf-8") if is_there else None
         except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
             raise InputError(

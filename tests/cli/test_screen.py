@@ -292,6 +292,9 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "(model.layers.0.self_attn.k_proj.weight)",
         "        3  nvfp4         model.layers.0.mlp.{gate,up,down}_proj",
         "        4  nvfp4         model.layers.0.self_attn.{q,k,v,o}_proj",
+        "loads in        vllm          >=0.32",
+        "loads in        sglang        >=0.5.22",
+        "loads in        transformers  >=5",
         "healthy by its records and scales; verify --source compares the values",
     ]
     with_source = run("inspect", tmp_path / "out", "--source", source).out.splitlines()
