@@ -20,6 +20,7 @@ import numpy as np
 
 from fp4convert.checkpoint.module_names import join_names, reading_rank, split_leaf, split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
+from fp4convert.execution.folder import finishers
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import Settings
 from fp4convert.numerics.backends import open_backend
@@ -72,7 +73,7 @@ class Pace:
 
     threads                  that work at once
     weights_per_second       of all threads together; None where nothing is quantized
-    hashed_bytes_per_second  of the one thread that hashes what is written
+    hashed_bytes_per_second  of a thread that hashes what is written
     """
 
     threads: int
@@ -226,7 +227,7 @@ def estimate_seconds(
     arithmetic  the weights that are quantized, at the rate of the device with all its threads,
                 measured for 0.1 s
     hashing     every byte that is written, and of a streamed source every byte that is read, at a
-                measured rate
+                measured rate, several shards at once
     work        both; the time of the disk that is written to, and of decoding what is packed, is
                 not in it
     reading     the source, at two rates that a disk or a line may have
@@ -237,7 +238,8 @@ def estimate_seconds(
     weights, rate = sum(map(math.prod, shapes)), pace.weights_per_second
     arithmetic = weights / rate if rate else 0.0
     hashed = plan.output_bytes + (source.checkpoint.nbytes if source.is_streamed else 0)
-    hashing = hashed / pace.hashed_bytes_per_second
+    at_once = max(1, min(finishers(), len(plan.tasks)))
+    hashing = hashed / (pace.hashed_bytes_per_second * at_once)
     return {
         "device": backend.name,
         "threads": pace.threads,
