@@ -425,11 +425,11 @@ def test_a_dry_run_from_the_hub_transfers_headers_and_small_files(hub, tmp_path)
 
 def test_a_machine_too_busy_to_measure_is_measured_all_the_same(monkeypatch):
     """A process may stand still for longer than a measurement takes."""
-    from fp4convert.conversion import dry_run
+    from fp4convert.conversion import pace as machine
     from fp4convert.numerics.backends.cpu import Cpu
     from fp4convert.recipes.recipe import Target
 
     clock = iter(range(0, 10**9, 10))
-    monkeypatch.setattr(dry_run.time, "perf_counter", lambda: float(next(clock)))
-    pace = dry_run.measure_pace(Cpu(), Target("nvfp4"), (), 1)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: float(next(clock)))
+    pace = machine.measure_pace(Cpu(), Target("nvfp4"), (), 1)
     assert pace.hashed_bytes_per_second > 0

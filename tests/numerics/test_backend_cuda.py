@@ -413,13 +413,6 @@ def test_the_same_artifact_as_on_the_cpu(machine, fmt, dialect, count, tmp_path)
     assert any(name.startswith("dequantize") for _, name in machine.launches)
 
 
-def test_auto_takes_the_gpu_and_says_so(machine, tmp_path):
-    outcome = run(
-        "quantize", write_llama(tmp_path / "source"), "--format", "nvfp4", "-o", tmp_path / "out"
-    )
-    assert "on cuda:0" in outcome.out
-
-
 def test_weights_that_are_not_finite_are_named_as_on_the_cpu(machine, tmp_path):
     name = f"{LAYER}.mlp.down_proj.weight"
     data = bytearray(bf16(64, 128))

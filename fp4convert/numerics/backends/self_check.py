@@ -72,7 +72,7 @@ def usable_gpus(device: str) -> list[Gpu]:
         raise InputError("no-device", detail, next_step)
     if device == "auto":
         return list(survey_sound().gpus)
-    found = survey()
+    found = survey(int(number) if number else None)
     chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]
     for gpu in chosen:
         check(gpu)
