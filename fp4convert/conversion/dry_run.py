@@ -129,8 +129,8 @@ def estimate_seconds(
     device      that calculates; describe_plan adds why --device auto chose it
     arithmetic  the weights that are quantized, at the rate of the device with all its threads,
                 measured for 0.1 s
-    hashing     every byte that is written, and of a streamed source every byte that is read, at a
-                measured rate, several shards at once
+    hashing     every byte that is written, several shards at once, and of a streamed source every
+                byte that is read, at a measured rate
     work        both; the time of the disk that is written to, and of decoding what is packed, is
                 not in it
     reading     the source, at two rates that a disk or a line may have
@@ -140,9 +140,9 @@ def estimate_seconds(
     pace = measure_pace(backend, plan.target, widest, workers)
     weights, rate = sum(map(math.prod, shapes)), pace.weights_per_second
     arithmetic = weights / rate if rate else 0.0
-    hashed = plan.output_bytes + (source.checkpoint.nbytes if source.is_streamed else 0)
     at_once = max(1, min(finishers(), len(plan.tasks)))
-    hashing = hashed / (pace.hashed_bytes_per_second * at_once)
+    arriving = source.checkpoint.nbytes if source.is_streamed else 0
+    hashing = (plan.output_bytes / at_once + arriving) / pace.hashed_bytes_per_second
     return {
         "device": backend.name,
         "threads": pace.threads,

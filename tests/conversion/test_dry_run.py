@@ -237,6 +237,7 @@ def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
         "fp4convert.conversion.dry_run.measure_pace",
         lambda *words: asked.append(words[2:]) or FixedPace,
     )
+    monkeypatch.setattr("fp4convert.conversion.dry_run.finishers", lambda: 4)  # of 9 shards
     source = write_holes(tmp_path / "m", "llama", LLAMA_70B.tensors(), shards=9)
     document = forecast(source, "nvfp4", "--workers", 3)
     seconds = document["seconds_estimated"]
@@ -245,10 +246,11 @@ def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
     assert asked == [((8192, 28672), 3)]
     assert seconds == {
         "device": "cpu",
+        "device_reason": None,
         "threads": 3,
         "arithmetic": pytest.approx(weights / 1e9),
-        "hashing": pytest.approx(document["output_bytes"] / 2e9),
-        "work": pytest.approx(weights / 1e9 + document["output_bytes"] / 2e9),
+        "hashing": pytest.approx(document["output_bytes"] / 8e9),
+        "work": pytest.approx(weights / 1e9 + document["output_bytes"] / 8e9),
         "reading": {"at_1_gb_per_second": nbytes / 1e9, "at_100_mb_per_second": nbytes / 1e8},
     }
 
