@@ -243,7 +243,7 @@ REFUSED = [
     (lambda x: x[:0], {}, "tensor-shape", r"\(0, 64\)"),
     (lambda x: x, {"global_amax": 0.5}, "global-amax", "at least 1"),
     (lambda x: x, {"format": "mxfp4", "global_amax": 2.0}, "global-amax", "no global scale"),
-    (lambda x: x, {"importance": HEAVY[:64]}, "scale-rule", "mse weighs nothing"),
+    (lambda x: x, {"importance": HEAVY[:64]}, "scale-rule", "mse does not use it"),
     (lambda x: x, {"scale_rule": "importance"}, "no-importance", "second moments"),
 ]
 
