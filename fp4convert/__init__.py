@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SourceError,
     )
     from fp4convert.execution.settings import Result
+    from fp4convert.numerics.backends.device_arrays import DeviceQuantized
     from fp4convert.numerics.matrices import Quantized
     from fp4convert.progress import Phases
     from fp4convert.quality.verification import Verified
@@ -73,6 +74,7 @@ _HOMES = {  # module -> its public names
         "SourceError",
     ),
     "execution.settings": ("Result",),
+    "numerics.backends.device_arrays": ("DeviceQuantized",),
     "numerics.matrices": ("Quantized",),
     "progress": ("Phases",),
     "quality.verification": ("Verified",),
@@ -82,6 +84,7 @@ __all__ = [
     "AccessError",
     "Calibrated",
     "DeviceError",
+    "DeviceQuantized",
     "Fp4Error",
     "InputError",
     "NumericError",

@@ -134,6 +134,8 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
     # memory, disk and time
     memory, disk = size_text(plan["peak_memory_bytes"]), size_text(plan["peak_disk_bytes"])
     yield "peak", f"memory {memory}, disk {disk}"
+    if reason := seconds.get("device_reason"):
+        yield "device", reason.removeprefix("device ")
     work = f"{duration_text(seconds['work'])} on {seconds['device']}"
     parts = ", ".join(f"{key} {duration_text(seconds[key])}" for key in ("arithmetic", "hashing"))
     yield "time", f"{work}: {parts}; disk writes not included"

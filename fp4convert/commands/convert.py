@@ -201,8 +201,6 @@ def merge(options: MergeOptions) -> dict[str, Any]:
 
 def _warn(options: WorkOptions, warnings: Iterable[str], settings: Settings) -> None:
     """Warn of doubts, and tell which part this process does."""
-    from fp4convert.numerics.backends.self_check import unused  # late: it loads all backends
-
-    (options.warn or as_warnings)([*warnings, *unused(settings.device)])
+    (options.warn or as_warnings)(list(warnings))
     if settings.share:
         settings.tell(describe(settings.share))

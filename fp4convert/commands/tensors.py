@@ -1,14 +1,17 @@
 """quantize_tensor() and dequantize_tensor(): one matrix in memory.
 
 Decides which arrays and tensors are matrices of weights; what becomes of them is the CPU backend's
-work.  torch is never imported: whoever has a tensor has it already.
+work, or where they lie on a GPU that of device_arrays.py.  torch is never imported: whoever has a
+tensor has it already.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,49 +33,64 @@ from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
 if TYPE_CHECKING:
     import torch
 
+    from fp4convert.numerics.backends.device_arrays import DeviceQuantized, DeviceWork
+
 EXPECTED = "expected float32, float16 or bfloat16"
 
 
+class OnGpu(Protocol):
+    """An array of CuPy, JAX or any other package that speaks DLPack."""
+
+    def __dlpack__(self) -> object: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
 def quantize_tensor(
-    x: NDArray[Any] | torch.Tensor,
+    x: NDArray[Any] | torch.Tensor | OnGpu,
     *,
     format: str,
     global_amax: float | None = None,
     scale_rule: str | None = None,
     importance: Float32s | torch.Tensor | None = None,
-) -> Quantized:
+) -> Quantized | DeviceQuantized:
     """Return the codes and scales of one matrix, as `quantize` writes them.
 
     x            (rows, columns) NumPy float32, float16 or ml_dtypes.bfloat16, or such a torch
-                 tensor on the CPU; any strides; columns a multiple of 16 (nvfp4) or 32 (mxfp4);
-                 not changed
+                 tensor on the CPU, in any strides; or a torch tensor or an array of any package
+                 with DLPack or `__cuda_array_interface__` on a GPU, row-major; columns a multiple
+                 of 16 (nvfp4) or 32 (mxfp4); not changed
     format       nvfp4 or mxfp4
     global_amax  nvfp4: the largest magnitude of all matrices that share its global scale
                  (q/k/v, gate/up); default: of x
     scale_rule   of the format; default mse, as `quantize` has it
-    importance   (columns,) float32 second moments of the inputs, for rule importance
+    importance   (columns,) float32 second moments of the inputs on the CPU, for rule importance
     Returns      Quantized in memory of its own, its global scale a multiplier: packed,
                  rows * columns / 2 bytes, element 2i in bits 0-3; block_scales, a byte a block,
-                 row-major
+                 row-major. Of x on a GPU a DeviceQuantized: the same bytes as arrays of CuPy there,
+                 made on torch's current stream for a torch tensor, else on CuPy's.
     Raises       InputError for any other format, rule, type, dtype, device or shape, and for a
                  global_amax that is no number or below the largest of x; NumericError for NaN and
-                 infinity, with the first place
+                 infinity, with the first place; DeviceError for a GPU that cannot be used
     """
     fmt = format_named(format)
     rule = check_rule(fmt, scale_rule or fmt.default_rule)
-    weights = InMemory(_matrix_of(x, fmt))
-    if found := find_not_finite_values(weights):
-        raise NumericError("not-finite", f"the matrix has {found}; weights must be finite", LEAVE)
-    given = Given(
-        _check_amax(weights, fmt, global_amax),
-        () if importance is None else (_moments(importance),),
-    )
-    if importance is not None and rule != IMPORTANCE:
+    moments = None if importance is None else _moments(importance)
+    if moments is not None and rule != IMPORTANCE:
         raise InputError(
             "scale-rule",
             f"importance is given, and scale rule {rule} does not use it",
             "Leave it out.",
         )
+    if (device := _gpu_of(x)) is not None:
+        with _working_at(x, device) as work:
+            return _quantize_there(work, x, fmt, rule, (global_amax, moments))
+    weights = InMemory(_matrix_of(x, fmt))
+    _refuse_not_finite(weights)
+    chosen = None
+    if global_amax is not None:
+        chosen = _check_amax(global_amax, fmt, Cpu().amax(weights.matrix))
+    given = Given(chosen, () if moments is None else (moments,))
     rows, columns = weights.shape
     packed = np.empty(rows * columns // 2, np.uint8)
     block_scales = np.empty(rows * columns // fmt.block_size, np.uint8)
@@ -87,32 +105,93 @@ def quantize_tensor(
     return Quantized(fmt, weights.shape, packed.data, block_scales.data, global_scale)
 
 
-def dequantize_tensor(q: Quantized, dtype: str = "fp32") -> NDArray[Any]:
+def dequantize_tensor(q: Quantized | DeviceQuantized, dtype: str = "fp32") -> Any:
     """Return the values of a Quantized, as engines compute them.
 
+    q        of a DeviceQuantized the parts are arrays of any package that lie on one GPU
     dtype    fp32, bf16 (an array of ml_dtypes.bfloat16) or fp16
-    Returns  (rows, columns) of this dtype, rounded once
+    Returns  (rows, columns) of this dtype, rounded once; of a DeviceQuantized an array of CuPy
+             there, made on the stream as in quantize_tensor: of bf16 the bits, uint16
     Raises   InputError for any other; NumericError where a value is beyond its range
     """
-    if not isinstance(q, Quantized):
-        raise InputError(
-            "tensor-type",
-            f"a {type(q).__module__}.{type(q).__qualname__} is given; expected a Quantized",
-        )
     stored = dtype_named(dtype)
-    panels = [
-        np.frombuffer(panel, FLOAT_DTYPES[stored]) for panel in Cpu().dequantize_panels(q, stored)
-    ]
-    return np.concatenate(panels).reshape(q.shape)
+    if isinstance(q, Quantized):
+        panels = [
+            np.frombuffer(panel, FLOAT_DTYPES[stored])
+            for panel in Cpu().dequantize_panels(q, stored)
+        ]
+        return np.concatenate(panels).reshape(q.shape)
+    device = _gpu_of(getattr(q, "packed", None))
+    if device is None:
+        found = f"a {type(q).__module__}.{type(q).__qualname__} is given"
+        raise InputError("tensor-type", f"{found}; expected a Quantized")
+    with _working_at(q.packed, device) as work:
+        return work.dequantize(q, stored)
 
 
-def _check_amax(weights: InMemory, fmt: Format, global_amax: float | None) -> float | None:
+def _quantize_there(
+    work: DeviceWork, x: object, fmt: Format, rule: str, given: tuple[float | None, Float32s | None]
+) -> DeviceQuantized:
+    """Quantize a matrix on its GPU.
+
+    given  the amax of its group, and second moments
+    """
+    found = work.look_at(_plain_tensor(x))
+    shape = _check_shape(found.shape, fmt)
+    if found.dtype not in FLOAT_DTYPES:
+        detail = f"weights are {found.dtype}; {EXPECTED}"
+        raise InputError("tensor-dtype", detail, "Cast them there.")
+    amax = work.amax(found.dtype, math.prod(shape), found.address)
+    if not math.isfinite(amax):  # then alone they are copied, to name the place
+        data = work.copy_to_host(found.address, found.nbytes)
+        _refuse_not_finite(InMemory(Matrix(data, found.dtype, shape)))
+    if given[0] is not None:
+        amax = _check_amax(given[0], fmt, amax)
+    return work.quantize(found, fmt, rule, amax, given[1])
+
+
+def _gpu_of(x: object) -> int | None:
+    """Return the number of the GPU that an array lies on; None for others."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        index = x.device.index
+        return int(index or 0) if x.device.type == "cuda" else None
+    names = ("__dlpack_device__", "__cuda_array_interface__")
+    if isinstance(x, np.ndarray) or not any(hasattr(x, name) for name in names):
+        return None
+    from fp4convert.numerics.backends.device_arrays import device_of
+
+    return device_of(x)
+
+
+@contextmanager
+def _working_at(x: object, device: int) -> Iterator[DeviceWork]:
+    """Work on a GPU: on torch's stream for its tensors, else on CuPy's."""
+    from fp4convert.numerics.backends.device_arrays import on_stream
+
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        with on_stream(device, None) as work:
+            yield work
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        with on_stream(device, stream) as work:
+            yield work
+
+
+def _refuse_not_finite(weights: InMemory) -> None:
+    """Raise NumericError for NaN and infinity, with the first place."""
+    if found := find_not_finite_values(weights):
+        raise NumericError("not-finite", f"the matrix has {found}; weights must be finite", LEAVE)
+
+
+def _check_amax(global_amax: float, fmt: Format, own: float) -> float:
     """Check the amax of a scale group; InputError where x is not of it.
 
-    Returns  the amax as a float32 has it; None where none is given
+    own      the largest magnitude of x
+    Returns  the amax as a float32 has it
     """
-    if global_amax is None:
-        return None
     if not fmt.has_global_scale:
         raise InputError(
             "global-amax",
@@ -128,7 +207,6 @@ def _check_amax(weights: InMemory, fmt: Format, global_amax: float | None) -> fl
     except (TypeError, ValueError):
         detail = f"global_amax is {global_amax!r:.60}; expected a number"
         raise InputError("global-amax", detail, "Give a float.") from None
-    own = Cpu().amax(weights.matrix)
     with np.errstate(over="ignore"):
         narrow = float(np.float32(found))
     if not own <= narrow < math.inf:
@@ -179,28 +257,34 @@ def _matrix_of(x: object, fmt: Format) -> Matrix:
 def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
     """Return the values of a torch tensor, row by row, as _matrix_of does."""
     names = {f"torch.{kind.config_name}": name for name, kind in FLOAT_TYPES.items()}
-    if str(x.layout) != "torch.strided" or x.is_nested:
-        layout = "nested" if x.is_nested else x.layout
-        raise InputError(
-            "tensor-layout",
-            f"weights are {layout}; expected torch.strided",
-        )
+    plain = _plain_tensor(x)
     shape = _check_shape(tuple(x.shape), fmt)
     if str(x.dtype) not in names:
         raise InputError(
             "tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.float()."
         )
     if x.device.type != "cpu":
-        raise InputError("tensor-device", f"weights are on {x.device}; expected cpu")
+        raise InputError("tensor-device", f"weights are on {x.device}; expected cpu or cuda")
     try:
         flat: NDArray[np.uint8] = (
-            x.detach().resolve_neg().contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
+            plain.contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
         )
     except RuntimeError:  # of a subclass, such as a FakeTensor
         found = f"weights are a {type(x).__module__}.{type(x).__qualname__}"
         detail = f"{found}, which holds no values in memory; expected a plain torch tensor"
         raise InputError("tensor-type", detail) from None
     return Matrix(flat.data, names[str(x.dtype)], shape)
+
+
+def _plain_tensor(x: Any) -> Any:
+    """Return a torch tensor as it is stored, and any other array as it is."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        return x
+    if str(x.layout) != "torch.strided" or x.is_nested:
+        layout = "nested" if x.is_nested else x.layout
+        raise InputError("tensor-layout", f"weights are {layout}; expected torch.strided")
+    return x.detach().resolve_neg()
 
 
 def _check_shape(shape: tuple[int, ...], fmt: Format) -> tuple[int, int]:

@@ -5,41 +5,27 @@ Everything follows from the plan and from this machine; of the source nothing is
 
 from __future__ import annotations
 
-import hashlib
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from operator import itemgetter
-from random import Random
 from typing import NamedTuple
-
-import numpy as np
 
 from fp4convert.checkpoint.module_names import join_names, reading_rank, split_leaf, split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
+from fp4convert.conversion.device_choice import choose_device
+from fp4convert.conversion.pace import measure_pace
+from fp4convert.execution.folder import finishers
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.backends.base import Backend, Given
-from fp4convert.numerics.formats import IMPORTANCE, format_named
-from fp4convert.numerics.matrices import PANEL_ELEMENTS, Matrix, RowReader
+from fp4convert.numerics.backends.base import Backend
 from fp4convert.planning.method_needs import RTN, reopened
 from fp4convert.planning.steps import Plan, Step, bits_per_weight_of
-from fp4convert.process import processors
 from fp4convert.progress import size_text
-from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, uncollected
 
-SECONDS = 0.1  # of arithmetic; of hashing a third
-# Weights of a sample: twice as many each time, until what begins a call costs nothing.
-SMALLEST, LARGEST = 1 << 20, 64 << 20
-UNIT_NBYTES = 1 << 20
-WIDEST = 1 << 20
-ELEMENT_NBYTES = 2
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 UNPACKED = "dequantize"  # what becomes of packed weights that stay
 READING_RATES = {  # a good disk or line, and a poor one
@@ -66,90 +52,6 @@ ASIDE = ("visual", "vision", "audio", "image", "multi_modal", "mm_proj", "mtp")
 VERDICT = ("action", "reason", "group", "format")  # steps that share a row have the same
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Rates of this machine.
-
-    threads                  that work at once
-    weights_per_second       of all threads together; None where nothing is quantized
-    hashed_bytes_per_second  of the one thread that hashes what is written
-    """
-
-    threads: int
-    weights_per_second: float | None
-    hashed_bytes_per_second: float
-
-
-def measure_pace(backend: Backend, target: Target, widest: Sequence[int], threads: int) -> Pace:
-    """Measure the rates for a plan; takes a fifth of a second.
-
-    widest   shape of the matrix with the longest rows, which the samples resemble; () for none
-    threads  0 is as many as suit the device
-    """
-    threads = threads or backend.threads
-    # A panel of finite bf16 numbers of both signs, none much larger than weights are.
-    random, half = Random(0), UNIT_NBYTES // ELEMENT_NBYTES
-    signs_and_exponents = bytes((byte & 0x80) | 0x3A + (byte & 3) for byte in range(256))
-    unit = bytearray(UNIT_NBYTES)
-    unit[0::2] = random.randbytes(half)
-    unit[1::2] = random.randbytes(half).translate(signs_and_exponents)
-    data = bytes(unit) * (PANEL_ELEMENTS * ELEMENT_NBYTES // UNIT_NBYTES)
-    hashed, begun, seconds = 0, time.perf_counter(), 0.0
-    while not hashed or seconds < SECONDS / 3:  # once at least, however busy the machine is
-        hashlib.sha256(data)
-        hashed += len(data)
-        seconds = time.perf_counter() - begun
-    rate = None
-    if widest:
-        sample = _Sample((1, min(widest[-1], WIDEST)), data)
-        rate = _rate_of_weights(backend, target, sample, threads)
-    return Pace(threads, rate, hashed / seconds)
-
-
-def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads: int) -> float:
-    """Measure how many weights all threads quantize in a second."""
-    fmt = format_named(target.format)
-    rule, columns = target.rule_for(fmt), sample.shape[1]
-    given = Given(importance=[np.ones(columns, np.float32)] if rule == IMPORTANCE else ())
-
-    def work(seconds: float) -> int:
-        """Count the weights done, of one sample at least."""
-        done, count, ended = 0, SMALLEST, time.perf_counter() + seconds
-        while not done or time.perf_counter() < ended:
-            rows = max(1, count // columns)
-            weights = _Sample((rows, columns), sample.data)
-            for _ in backend.quantize_group([weights], [weights], fmt, rule, given):
-                pass
-            done, count = done + rows * columns, min(2 * count, LARGEST)
-        return done
-
-    threads = min(threads, 4 * processors())  # more of them are no faster
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, [0.0] * threads))  # what is loaded, compiled or reserved once
-        begun = time.perf_counter()
-        done = sum(pool.map(work, [SECONDS] * threads))
-        return done / (time.perf_counter() - begun)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sample(RowReader):
-    """Weights of any height, which are the same few rows again and again."""
-
-    shape: tuple[int, int]
-    data: bytes
-    dtype: str = "BF16"
-
-    def rows(self, first: int, last: int) -> Matrix:
-        nbytes = (last - first) * self.shape[1] * ELEMENT_NBYTES
-        data = self.data * -(-nbytes // len(self.data)) if nbytes > len(self.data) else self.data
-        return Matrix(memoryview(data)[:nbytes], self.dtype, (last - first, self.shape[1]))
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        for at in range(0, buffer.nbytes, len(self.data)):
-            part = self.data[: buffer.nbytes - at]
-            buffer[at : at + len(part)] = part
-
-
 class Sized(NamedTuple):
     """A step with its sizes, which a step adds up anew each time."""
 
@@ -169,7 +71,8 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     peak_disk_bytes             of everything that is written, but for our own record
     Raises DeviceError for a device that is not there.
     """
-    backend = open_backend(settings.device)
+    choice = choose_device(settings.device, plan)
+    backend = open_backend(choice.device)
     sized = [Sized(step, step.source_bytes, step.output_bytes) for step in plan.steps]
     shapes = [step.shape for step in plan.steps if step.shape]
     widest = max(shapes, key=lambda shape: shape[-1], default=())
@@ -188,7 +91,8 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "added_bytes": _added_nbytes(sized),
         "peak_memory_bytes": BASE_NBYTES + held_nbytes + read_nbytes,
         "peak_disk_bytes": artifact_job(source, plan).output_nbytes,
-        "seconds_estimated": estimate_seconds(source, plan, backend, workers),
+        "seconds_estimated": estimate_seconds(source, plan, backend, workers)
+        | {"device_reason": choice.reason or None},
         **describe_steps(sized),
         "warnings": [*plan.warnings, *find_doubts(sized, plan)],
     }
@@ -222,11 +126,11 @@ def estimate_seconds(
 
     The longer of them is the least.
 
-    device      that calculates
+    device      that calculates; describe_plan adds why --device auto chose it
     arithmetic  the weights that are quantized, at the rate of the device with all its threads,
                 measured for 0.1 s
-    hashing     every byte that is written, and of a streamed source every byte that is read, at a
-                measured rate
+    hashing     every byte that is written, several shards at once, and of a streamed source every
+                byte that is read, at a measured rate
     work        both; the time of the disk that is written to, and of decoding what is packed, is
                 not in it
     reading     the source, at two rates that a disk or a line may have
@@ -236,8 +140,9 @@ def estimate_seconds(
     pace = measure_pace(backend, plan.target, widest, workers)
     weights, rate = sum(map(math.prod, shapes)), pace.weights_per_second
     arithmetic = weights / rate if rate else 0.0
-    hashed = plan.output_bytes + (source.checkpoint.nbytes if source.is_streamed else 0)
-    hashing = hashed / pace.hashed_bytes_per_second
+    at_once = max(1, min(finishers(), len(plan.tasks)))
+    arriving = source.checkpoint.nbytes if source.is_streamed else 0
+    hashing = (plan.output_bytes / at_once + arriving) / pace.hashed_bytes_per_second
     return {
         "device": backend.name,
         "threads": pace.threads,

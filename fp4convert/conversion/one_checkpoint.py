@@ -60,10 +60,10 @@ class Conversion:
         }
 
     def check(self, settings: Settings) -> None:
-        if self.options.ray is None:
-            open_backend(settings.device)
-        else:
+        if self.options.ray is not None:
             check_cluster(self.options.ray)
+        elif settings.device != "auto":  # which is there always
+            open_backend(settings.device)
 
     def check_output(self, settings: Settings) -> None:
         check_output(artifact_job(self.source, self.plan), self.options.folder, settings)

@@ -281,7 +281,7 @@ class DeviceOptions(WorkOptions):
     device: Annotated[
         str,
         Option(
-            "auto takes GPUs that pass a check of their bytes, else the CPU.",
+            "auto takes the CPU, and GPUs that pass a check where they are faster.",
             panel=DEVICE,
             value=DEVICES,
         ),

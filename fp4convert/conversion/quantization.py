@@ -24,6 +24,7 @@ from fp4convert.conversion.artifact_job import (
     dialect_of,
     refuse_odd_scale,
 )
+from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.options import (
     ACTIVATION_BITS,
     CACHES,
@@ -187,7 +188,10 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
             neither index nor records are written
     """
     calibration = reopened(plan) if plan.calibration else None
-    worker = Quantizer(source, plan.target, open_backend(settings.device), calibration)
+    choice = choose_device(settings.device, plan)
+    if choice.reason:
+        settings.tell(choice.reason)
+    worker = Quantizer(source, plan.target, open_backend(choice.device), calibration)
     with worker.working():
         result = carry_out(artifact_job(source, plan), worker, output, settings)
     if settings.share or not any(step.action == "transcode" for step in plan.steps):

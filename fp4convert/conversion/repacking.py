@@ -75,7 +75,9 @@ def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> 
         last = "config.json"
         texts[last] = as_text(config)
     job = Job(source, plan, texts, None, last, ENGINE_RECORDS | texts.keys())
-    return carry_out(job, Dequantizer(source, open_backend(settings.device)), output, settings)
+    # Values are twice to seven times as long as codes: a GPU would send back more than it gets.
+    device = "cpu" if settings.device == "auto" else settings.device
+    return carry_out(job, Dequantizer(source, open_backend(device)), output, settings)
 
 
 def prepare_transcode(

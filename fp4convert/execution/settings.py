@@ -45,7 +45,7 @@ class Settings:
     share       the part of the tasks that this process does; None for all that nobody else does
     tell        gets a line for people when everything has to wait
     named       called with the path, the name and the sha256 of every file that this process has
-                finished, by two threads at times
+                finished, by several threads at times
     """
 
     device: str = "auto"

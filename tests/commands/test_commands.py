@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,8 @@ from fp4convert.calibration.statistics import Calibrated
 from fp4convert.cli.app import make_app
 from fp4convert.cli.commands import COMMANDS
 from fp4convert.commands import analysis, calibration, convert, quality
+from fp4convert.conversion import repacking
+from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import AccessOptions
 
 OPTIONS = {  # command -> its options
@@ -344,9 +346,12 @@ def test_progress_is_told(source, tmp_path):
 @pytest.mark.parametrize("name", ["quantize", "dequantize"])
 def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_path, monkeypatch):
     """As a person would see them: nothing in them acts on a terminal."""
-    place = "fp4convert.numerics.backends.self_check.unused"
-    monkeypatch.setattr(place, lambda device: ["a doubt \x1b[31m"])
+    doubts, prepare = ("a doubt \x1b[31m",), repacking.prepare_dequantize
     fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q", warn=lambda lines: None)
+    monkeypatch.setattr(Conversion, "warnings", doubts)
+    monkeypatch.setattr(
+        repacking, "prepare_dequantize", lambda *words: replace(prepare(*words), warnings=doubts)
+    )
     call = getattr(fp4convert, name)
     words = (
         {"format": "nvfp4", "output": tmp_path / "q"}

@@ -237,6 +237,7 @@ def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
         "fp4convert.conversion.dry_run.measure_pace",
         lambda *words: asked.append(words[2:]) or FixedPace,
     )
+    monkeypatch.setattr("fp4convert.conversion.dry_run.finishers", lambda: 4)  # of 9 shards
     source = write_holes(tmp_path / "m", "llama", LLAMA_70B.tensors(), shards=9)
     document = forecast(source, "nvfp4", "--workers", 3)
     seconds = document["seconds_estimated"]
@@ -245,10 +246,11 @@ def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
     assert asked == [((8192, 28672), 3)]
     assert seconds == {
         "device": "cpu",
+        "device_reason": None,
         "threads": 3,
         "arithmetic": pytest.approx(weights / 1e9),
-        "hashing": pytest.approx(document["output_bytes"] / 2e9),
-        "work": pytest.approx(weights / 1e9 + document["output_bytes"] / 2e9),
+        "hashing": pytest.approx(document["output_bytes"] / 8e9),
+        "work": pytest.approx(weights / 1e9 + document["output_bytes"] / 8e9),
         "reading": {"at_1_gb_per_second": nbytes / 1e9, "at_100_mb_per_second": nbytes / 1e8},
     }
 
@@ -425,11 +427,11 @@ def test_a_dry_run_from_the_hub_transfers_headers_and_small_files(hub, tmp_path)
 
 def test_a_machine_too_busy_to_measure_is_measured_all_the_same(monkeypatch):
     """A process may stand still for longer than a measurement takes."""
-    from fp4convert.conversion import dry_run
+    from fp4convert.conversion import pace as machine
     from fp4convert.numerics.backends.cpu import Cpu
     from fp4convert.recipes.recipe import Target
 
     clock = iter(range(0, 10**9, 10))
-    monkeypatch.setattr(dry_run.time, "perf_counter", lambda: float(next(clock)))
-    pace = dry_run.measure_pace(Cpu(), Target("nvfp4"), (), 1)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: float(next(clock)))
+    pace = machine.measure_pace(Cpu(), Target("nvfp4"), (), 1)
     assert pace.hashed_bytes_per_second > 0

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from fp4convert.conversion.dry_run import LARGEST, SMALLEST, measure_pace
+from fp4convert.conversion.pace import LARGEST, SMALLEST, measure_pace
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.backends.gpus import survey
 from fp4convert.recipes.recipe import Target
@@ -55,7 +55,7 @@ def test_the_rate_is_that_of_all_threads(threads, monkeypatch):
     the clock.
     """
     backend, looks = Counted(1e9), []
-    monkeypatch.setattr("fp4convert.conversion.dry_run.time", Looked(looks))
+    monkeypatch.setattr("fp4convert.conversion.pace.time", Looked(looks))
     pace = measure_pace(backend, Target("nvfp4"), (10, 4096), threads)
     assert pace.threads == (threads or 2)
     measured = sum(math.prod(shape) for shape in backend.asked) - pace.threads * SMALLEST

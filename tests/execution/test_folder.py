@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from checkpoints import (
     INDEX,
     SECOND,
     WAIT_SECONDS,
+    bf16,
     llama_shards,
     run,
     start,
@@ -30,7 +32,9 @@ from checkpoints import (
 )
 
 from fp4convert.errors import OutputError
+from fp4convert.execution import folder as folder_module
 from fp4convert.execution.folder import OutputFolder
+from fp4convert.process import Stopped
 from fp4convert.storage.safetensors import SafetensorsFrame, ShardWriter
 
 STATE = ".fp4convert"
@@ -439,9 +443,7 @@ def test_the_state_says_what_a_finished_shard_is(source, tmp_path):
 
 
 def test_small_files_are_copied_while_the_last_shard_is_hashed(source, tmp_path, monkeypatch):
-    """The last hash waits for the copies here; and two threads that record at once share no file on
-    its way.
-    """
+    """The last hash waits for the copies here; threads that record at once share no file."""
     finish, copy, temp = ShardWriter.finish, OutputFolder.write_copies, OutputFolder.write_temp
     copied, on_their_way = threading.Event(), {}
 
@@ -461,8 +463,69 @@ def test_small_files_are_copied_while_the_last_shard_is_hashed(source, tmp_path,
     monkeypatch.setattr(OutputFolder, "write_copies", copy_and_tell)
     monkeypatch.setattr(OutputFolder, "write_temp", write_and_note)
     assert quantize(source, tmp_path / "out").code == 0
-    first, second = on_their_way.values()
-    assert first.isdisjoint(second)
+    assert len(on_their_way) >= 2
+    assert len(set.union(*on_their_way.values())) == sum(map(len, on_their_way.values()))
+
+
+def several_shards(folder: Path, count: int) -> Path:
+    names = [f"model.layers.{number}.mlp.down_proj.weight" for number in range(count)]
+    tensors = [{name: ("BF16", (64, 128), bf16(64, 128, seed=5))} for name in names]
+    shards = {f"model-{number}.safetensors": tensor for number, tensor in enumerate(tensors)}
+    return write_checkpoint(folder, shards)
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_so_many_shards_are_hashed_at_once_as_there_are_cores(cores, tmp_path, monkeypatch):
+    """Each waits here until as many are; never are there more, nor a file open beside them."""
+    monkeypatch.setattr(folder_module, "processors", lambda: cores)
+    finish, together = ShardWriter.finish, threading.Barrier(cores, timeout=WAIT_SECONDS)
+    working, most, made = [], [], []
+    begin = ShardWriter.__init__
+
+    def begin_and_count(writer, *arguments):
+        begin(writer, *arguments)
+        made.append(writer)
+        most.append(sum(one._fd >= 0 for one in made))
+
+    def finish_together(writer):
+        working.append(writer)
+        most.append(len(working) + 1)
+        together.wait()
+        found = finish(writer)
+        working.remove(writer)
+        return found
+
+    monkeypatch.setattr(ShardWriter, "__init__", begin_and_count)
+    monkeypatch.setattr(ShardWriter, "finish", finish_together)
+    assert quantize(several_shards(tmp_path / "m", 6), tmp_path / "out").code == 0
+    assert max(most) == cores + 1
+
+
+def test_after_an_interrupt_no_hash_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "processors", lambda: 3)
+    finish, ended = ShardWriter.finish, []
+
+    def finish_when_stopped(writer):
+        wait_until(lambda: writer._is_stopped)
+        try:
+            return finish(writer)
+        except OutputError as error:
+            ended.append(error.code)
+            raise
+
+    def interrupt(folder, *arguments):
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(ShardWriter, "finish", finish_when_stopped)
+    monkeypatch.setattr(OutputFolder, "write_copies", interrupt)
+    source = several_shards(tmp_path / "m", 3)
+    (source / "tokenizer.json").write_bytes(b"{}")
+    with suppress(Stopped):
+        assert quantize(source, tmp_path / "out").code == 130
+    assert ended == ["stopped"] * 3
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    monkeypatch.undo()
+    assert quantize(source, tmp_path / "out").code == 0
 
 
 def test_a_copy_that_fails_leaves_the_last_shard_finished(source, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from checkpoints import run, write_llama
 from lazy_cuda import Machine
 from simt import KERNELS, compile_for_host
 
+from fp4convert.conversion import device_choice
 from fp4convert.errors import DeviceError
 from fp4convert.numerics.backends import cubins, gpus, open_backend, self_check
 from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS
@@ -156,7 +157,9 @@ def test_a_wrong_kernel_is_named(machine, tmp_path, file, before, after, kernel)
     assert " byte 0x" in caught.value.message
 
 
-def test_auto_warns_and_takes_the_cpu(machine, tmp_path):
+def test_auto_warns_and_takes_the_cpu(machine, tmp_path, monkeypatch):
+    for name in ("LEAST_WEIGHTS", "BEGIN_SECONDS", "COPY_SECONDS", "LINK_SECONDS"):
+        monkeypatch.setattr(device_choice, name, 0)  # any GPU wins
     _, before, after, _ = BROKEN["a reciprocal without its correction"].values
     break_kernels(machine, tmp_path, "codes.cuh", before, after)
     source = write_llama(tmp_path / "source")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import Any
 
 import cupy as real_cupy
 import numpy as np
-from simt import guarded, launch
+from simt import POISON, guarded, launch
 
 LOCK = threading.RLock()
 
@@ -59,11 +60,29 @@ class Machine:
         self.refuse_module: Callable[[bytes], bool] = lambda cubin: False
         self.launches: list[tuple[int, str]] = []
         self.streams: list[Stream] = []
+        self.defaults: dict[int, Stream] = {}  # the default stream of each device
+        self.copied: list[tuple[str, int]] = []  # to or from the host, and how many bytes
         self.held = weakref.WeakSet[Memory]()
         self.current = threading.local()
 
     def device(self) -> int:
         return getattr(self.current, "device", 0)
+
+    def stream(self, ptr: int = 0) -> Stream:
+        """The stream that CUDA calls so; 0 and 1 are the default one of the device."""
+        if ptr not in (0, 1):
+            return next(stream for stream in self.streams if stream.ptr == ptr)
+        return self.defaults.setdefault(self.device(), Stream(self, 0))
+
+    def current_stream(self) -> Stream:
+        entered = getattr(self.current, "streams", [])
+        return entered[-1] if entered else self.stream()
+
+    def copy(self, to: int, source: int, nbytes: int, kind: int, ptr: int) -> None:
+        """cudaMemcpyAsync; what comes from pageable memory is read at once."""
+        self.copied.append((("up", "down")[kind - 1], nbytes))
+        data = ctypes.string_at(source, nbytes) if kind == 1 else None
+        self.stream(ptr).start(lambda: ctypes.memmove(to, data or source, nbytes))
 
     def allocate(self, nbytes: int) -> Memory:
         self.allocations += 1
@@ -97,16 +116,31 @@ class Machine:
         cupy.cuda = SimpleNamespace(
             Device=lambda number: Device(self, number),
             Stream=lambda non_blocking: Stream(self),
+            ExternalStream=self.stream,
+            get_current_stream=self.current_stream,
             Event=lambda block, disable_timing: Event(),
             alloc=self.allocate,
             alloc_pinned_memory=Pinned,
             driver=SimpleNamespace(CUDADriverError=CUDADriverError),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             runtime=SimpleNamespace(
-                getDeviceProperties=self.properties, CUDARuntimeError=CUDARuntimeError
+                getDeviceProperties=self.properties,
+                CUDARuntimeError=CUDARuntimeError,
+                memcpyAsync=self.copy,
+                memcpyHostToDevice=1,
+                memcpyDeviceToHost=2,
+                pointerGetAttributes=lambda address: SimpleNamespace(device=self.owner_of(address)),
             ),
         )
+        cupy.empty = lambda shape, dtype: Array(self, shape, np.dtype(dtype))
+        cupy.ndarray = Array
         return cupy
+
+    def owner_of(self, address: int) -> int:
+        """The device that an address belongs to."""
+        return next(
+            memory.device for memory in self.held if 0 <= address - memory.ptr < memory.nbytes
+        )
 
 
 class Device:
@@ -128,11 +162,19 @@ class Device:
 class Stream:
     """Work that was started, of which the first `done` parts have happened."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, ptr: int | None = None) -> None:
         self.machine, self.device = machine, machine.device()
         self.queue: list[Callable[[], None]] = []
         self.done = 0
+        self.ptr = 4096 + len(machine.streams) if ptr is None else ptr
         machine.streams.append(self)
+
+    def __enter__(self) -> Stream:
+        vars(self.machine.current).setdefault("streams", []).append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.machine.current.streams.pop()
 
     def start(self, work: Callable[[], None]) -> None:
         with LOCK:
@@ -177,20 +219,55 @@ class Memory:
         self.ptr = self.bytes.ctypes.data
         self.mem = SimpleNamespace(size=nbytes)
         machine.held.add(self)
+        if getattr(machine.current, "streams", []):  # as CuPy's pool: later work there takes it
+            weakref.finalize(self, _reuse, machine.current_stream(), self.bytes)
 
     def copy_from_host_async(self, address: int, nbytes: int, stream: Stream) -> None:
         assert nbytes <= self.nbytes
         assert self.device == stream.device == stream.machine.device()
+        stream.machine.copied.append(("up", nbytes))
         stream.start(lambda: ctypes.memmove(self.ptr, address, nbytes))
 
     def copy_to_host_async(self, address: int, nbytes: int, stream: Stream) -> None:
         assert nbytes <= self.nbytes
         assert self.device == stream.device == stream.machine.device()
+        stream.machine.copied.append(("down", nbytes))
         stream.start(lambda: ctypes.memmove(address, self.ptr, nbytes))
 
     def memset_async(self, value: int, nbytes: int, stream: Stream) -> None:
         assert nbytes <= self.nbytes
         stream.start(lambda: ctypes.memset(self.ptr, value, nbytes))
+
+
+def _reuse(stream: Stream, freed: np.ndarray) -> None:
+    stream.start(lambda: freed.fill(POISON))
+
+
+class Array:
+    """An array of CuPy, on the device that is current."""
+
+    def __init__(self, machine: Machine, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.machine, self.shape, self.dtype = machine, tuple(shape), dtype
+        self.data = machine.allocate(math.prod(shape) * dtype.itemsize)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.data.device
+
+    def __dlpack__(self, *, stream: int) -> object:
+        raise BufferError("dtype is not supported for dlpack export")  # as of bf16, here of all
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        stream = self.machine.current_stream().ptr
+        typestr = self.dtype.str if self.dtype.kind != "V" else f"<V{self.dtype.itemsize}"
+        data = (self.data.ptr, False)
+        return {"typestr": typestr, "shape": self.shape, "data": data, "stream": stream}
+
+    def get(self) -> np.ndarray:
+        """What is there when the device has done all it was given."""
+        for stream in self.machine.streams:
+            stream.synchronize()
+        return self.data.bytes.view(self.dtype).reshape(self.shape).copy()
 
 
 class Pinned(np.ndarray):

@@ -18,16 +18,18 @@ from fp4convert.numerics.backends.cuda_stream import (
     GEMV_VECTORS,
     GPU_PANEL_ELEMENTS,
     LANES,
-    MAX_ELEMENT_NBYTES,
     Kernels,
     Lane,
     as_device_error,
+    held_nbytes,
 )
 from fp4convert.numerics.backends.gpus import Gpu
 from fp4convert.numerics.codec import Float32s, global_scale_of, not_finite
 from fp4convert.numerics.formats import NVFP4, Format
 from fp4convert.numerics.matrices import Blocks, InMemory, Matrix, Quantized, Weights, row_panels
+from fp4convert.process import processors
 
+LEAST_LANES = 4  # so that a GPU has work while callers wait for a disk
 MAX_VECTORS = 65535 * GEMV_VECTORS  # a grid has no more rows
 
 
@@ -36,22 +38,16 @@ class Cuda:
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.name = ",".join(f"cuda:{gpu.number}" for gpu in gpus)
-        self.threads = LANES * len(gpus)
+        lanes = min(LANES, max(LEAST_LANES, processors() // len(gpus)))  # of each
+        self.threads = lanes * len(gpus)
         self._lanes: queue.SimpleQueue[tuple[Kernels, Lane | None]] = queue.SimpleQueue()
         kernels = [Kernels(gpu) for gpu in gpus]
-        for _ in range(LANES):
+        for _ in range(lanes):
             for one in kernels:
                 self._lanes.put((one, None))
 
     def held_nbytes(self, threads: int, widest: int) -> int:
-        """Count the pinned buffers of each lane at work.
-
-        Two of float32 weights, two of codes, scales and sums; CuPy takes powers of two.
-        """
-        elements = max(GPU_PANEL_ELEMENTS, widest)
-        buffers = (MAX_ELEMENT_NBYTES * elements, elements + 1)
-        lane = 2 * sum(1 << (nbytes - 1).bit_length() for nbytes in buffers)
-        return min(threads, self.threads) * lane
+        return min(threads, self.threads) * held_nbytes(widest)
 
     def quantize_group(
         self,

@@ -36,7 +36,8 @@ from fp4convert.numerics.codec import (
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.matrices import Blocks, Compared, Matrix, Quantized, Weights, row_panels
 
-LANES = 4  # to a GPU: callers that read, compute and write side by side
+# To a GPU at most: callers that read and write side by side. A core moves some 2.5 GB/s of bf16 so.
+LANES = 16
 GPU_PANEL_ELEMENTS = (
     8 << 20
 )  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs
@@ -44,6 +45,8 @@ RESIDENT_SHARE = 0.8  # of the free device memory: panels that stay between the 
 ELEMENTS_PER_LAUNCH_BLOCK, THREADS = 8192, 256  # kernels/device.h
 ALIGNMENT = 16  # of every part of a buffer
 MAX_ELEMENT_NBYTES = 4  # float32
+RESULT_NBYTES = 1  # for an element, with the sums of its row where that has NARROW elements or more
+NARROW = 128
 FILES = {
     "amax": "quantize.cu",
     "quantize": "quantize.cu",
@@ -190,14 +193,10 @@ class Lane:
         """Have memory for any panel of these, before some stay and fill the GPU."""
         shapes = [weights.shape for weights in measured]
         elements = max(max(GPU_PANEL_ELEMENTS, columns) for _, columns in shapes)
-        height = max(min(rows, max(1, GPU_PANEL_ELEMENTS // columns)) for rows, columns in shapes)
         largest = max(FLOAT_TYPES[weights.dtype].nbytes for weights in measured)
-        result_nbytes = elements + 8 * (
-            ROW_SUMS * height + CODES
-        )  # codes and scales have less than a byte an element
-        for buffer, nbytes in zip(
-            self._buffers, 2 * [elements * largest] + 2 * [result_nbytes], strict=True
-        ):
+        # Codes, scales and sums of rows have less than a byte an element: _panels.
+        sizes = 2 * [elements * largest] + 2 * [elements * RESULT_NBYTES]
+        for buffer, nbytes in zip(self._buffers, sizes, strict=True):
             buffer.hold(nbytes)
 
     def finish(self) -> None:
@@ -225,7 +224,7 @@ class Lane:
         self._hold_scalars()
         self._amax_buffer.device.memset_async(0, 4, self._work)
         for weights in measured:
-            for first, last in row_panels(weights.shape, GPU_PANEL_ELEMENTS):
+            for first, last in _panels(weights.shape):
                 with self._panel(weights, first, last, may_stay=weights in keep) as (x, n):
                     self._start(
                         f"amax_{FLOAT_TYPES[weights.dtype].word}",
@@ -300,7 +299,7 @@ class Lane:
         yield from _one_behind(
             start(number, *panel)
             for number, weights in enumerate(members)
-            for panel in row_panels(weights.shape, GPU_PANEL_ELEMENTS)
+            for panel in _panels(weights.shape)
         )
 
     def _check_amax(self) -> float:
@@ -463,6 +462,22 @@ class Lane:
         self._work.wait_event(buffer.copied)
         yield
         buffer.used.record(self._work)
+
+
+def held_nbytes(widest: int) -> int:
+    """Count the pinned memory of a lane; CuPy takes powers of two.
+
+    Two buffers of float32 weights, two of results, one of weights of columns.
+    widest  elements of the longest rows
+    """
+    elements = max(GPU_PANEL_ELEMENTS, widest)
+    sizes = 2 * [elements * MAX_ELEMENT_NBYTES] + 2 * [elements * RESULT_NBYTES] + [4 * widest]
+    return sum(1 << (nbytes - 1).bit_length() for nbytes in sizes if nbytes)
+
+
+def _panels(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Cut a matrix into panels; of narrow rows, each with its sums, into less."""
+    return row_panels(shape, GPU_PANEL_ELEMENTS * min(shape[1], NARROW) // NARROW)
 
 
 def _one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:

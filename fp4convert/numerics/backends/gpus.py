@@ -50,10 +50,11 @@ class Survey:
     next_step: str = ""
 
 
-def survey() -> Survey:
+def survey(wanted: int | None = None) -> Survey:
     """Find the usable GPUs, or why there is none; raise nothing.
 
     CuPy is imported only where the driver shows a GPU.
+    wanted  the only one to be opened, where the driver shows it
     """
     driver, count, problem = ask_driver()
     if driver is None or problem:
@@ -93,7 +94,7 @@ def survey() -> Survey:
             next_step=f"Uninstall that NVRTC, then: {install}",
         )
     gpus, refused = [], []
-    for number in range(count):
+    for number in range(count) if wanted is None or wanted >= count else (wanted,):
         try:
             gpus.append(_gpu(cupy, number))
         except (

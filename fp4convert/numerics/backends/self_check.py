@@ -8,6 +8,7 @@ kernel, driver, GPU and version of this package. A GPU whose bytes differ is giv
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.errors import DeviceError, shell_line
+from fp4convert.errors import DeviceError, InputError, shell_line
 from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends.base import expected_device
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.cuda_stream import Kernels, Lane, as_device_error
 from fp4convert.numerics.backends.gpus import NO_GPU, Gpu, Survey, survey
@@ -53,6 +55,37 @@ REACH = 2  # units in the last place around every tie
 
 Values = NDArray[np.generic]
 Doubles = NDArray[np.float64]
+
+
+def usable_gpus(device: str) -> list[Gpu]:
+    """Find the GPUs of a --device that is not cpu.
+
+    Raises   InputError for a device that is none; DeviceError for a GPU that is not there or cannot
+             be used, or gives other bytes than the CPU: auto leaves it aside
+    """
+    kind, _, number = device.partition(":")
+    if device != "auto" and (
+        kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))
+    ):
+        detail = f"device {device!r} is not known; expected {expected_device(device)}"
+        next_step = "Choose one of these; fp4convert doctor lists the GPUs."
+        raise InputError("no-device", detail, next_step)
+    if device == "auto":
+        return list(survey_sound().gpus)
+    found = survey(int(number) if number else None)
+    chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]
+    for gpu in chosen:
+        check(gpu)
+    if chosen:
+        return chosen
+    there = (
+        f"expected {' or '.join(f'cuda:{gpu.number}' for gpu in found.gpus)}"
+        if found.gpus
+        else found.problem
+    )
+    refused = next((reason for name, reason in found.refused if name == device), None)
+    next_step = f"See: fp4convert doctor. {found.next_step}".strip()
+    raise DeviceError("no-device", f"device {device!r} is not there: {refused or there}", next_step)
 
 
 def survey_sound() -> Survey:

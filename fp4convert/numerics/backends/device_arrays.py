@@ -1,0 +1,279 @@
+"""Quantize and dequantize arrays that lie on a GPU, where they lie.
+
+Arrays come over DLPack or `__cuda_array_interface__`, results are arrays of CuPy, and work is put
+on the caller's stream. Of the numbers only an amax is read on the host, 4 bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4convert.errors import InputError
+from fp4convert.numerics.backends.cuda_stream import (
+    ALIGNMENT,
+    ELEMENTS_PER_LAUNCH_BLOCK,
+    Kernels,
+    as_device_error,
+)
+from fp4convert.numerics.backends.self_check import usable_gpus
+from fp4convert.numerics.codec import (
+    Float32s,
+    check_importance,
+    check_range,
+    global_scale_of,
+    weigh,
+)
+from fp4convert.numerics.formats import FLOAT_TYPES, Format, Kind, kernel_of, rule_number
+from fp4convert.numerics.matrices import Quantized
+
+CUDA, CUDA_MANAGED = 2, 13  # DLDeviceType
+LEGACY_STREAM = 1  # as DLPack calls the default stream, which CUDA calls 0
+KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}  # DLDataTypeCode
+DTYPES = {kind.config_name: name for name, kind in FLOAT_TYPES.items()}
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor, with which a capsule named dltensor begins: dlpack.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("dimensions", ctypes.c_int32),
+        ("kind", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("start", ctypes.c_uint64),
+    )
+
+
+class DeviceArray(NamedTuple):
+    """An array on a GPU, row-major without gaps.
+
+    dtype  safetensors' name, or NumPy's where weights have no such dtype
+    owner  keeps the memory
+    """
+
+    address: int
+    dtype: str
+    element_nbytes: int
+    shape: tuple[int, ...]
+    device: int
+    owner: object
+
+    @property
+    def nbytes(self) -> int:
+        return self.element_nbytes * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceQuantized:
+    """One matrix in canonical form on a GPU; Quantized says what it is.
+
+    packed        rows * columns / 2 bytes, block_scales a byte a block: any array of the GPU that
+                  has elements of one byte. `quantize_tensor` gives uint8 arrays of CuPy, (rows,
+                  columns / 2) and (rows, blocks).
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    packed: Any
+    block_scales: Any
+    global_scale: float | None
+    kind: Kind = "multiplier"
+
+
+def device_of(x: object) -> int | None:
+    """Return the number of the GPU that an array lies on; None for others."""
+    if hasattr(x, "__dlpack_device__"):
+        kind, number = x.__dlpack_device__()
+        return int(number) if kind in (CUDA, CUDA_MANAGED) else None
+    interface = getattr(x, "__cuda_array_interface__", None)
+    if interface is None:
+        return None
+    try:
+        import cupy
+    except ImportError:
+        return 0  # whoever opens that GPU says what is missing
+    return int(cupy.cuda.runtime.pointerGetAttributes(interface["data"][0]).device)
+
+
+@contextmanager
+def on_stream(device: int, stream: int | None) -> Iterator[DeviceWork]:
+    """Open a GPU for work on a stream.
+
+    stream  CUDA's handle, of torch, which keeps what its stream reads; None is the stream that is
+            current in CuPy: what CuPy does not own is read when the context ends
+    Raises  DeviceError for a GPU that cannot be used, gives other bytes than the CPU, or fails
+    """
+    kernels = _kernels(device)
+    cuda = kernels.cupy.cuda
+    with as_device_error(kernels), cuda.Device(device):
+        chosen = cuda.get_current_stream() if stream is None else cuda.ExternalStream(stream)
+        with chosen:  # memory that is freed goes to later work of this stream alone
+            work = DeviceWork(kernels, chosen)
+            yield work
+            if stream is None and work.is_foreign:
+                chosen.synchronize()
+
+
+@cache
+def _kernels(device: int) -> Kernels:
+    """Open a GPU that passes the check, once for a process."""
+    (gpu,) = usable_gpus(f"cuda:{device}")
+    return Kernels(gpu)
+
+
+class DeviceWork:
+    """Work on one GPU, put on one stream; valid within `on_stream`."""
+
+    def __init__(self, kernels: Kernels, stream: Any) -> None:
+        self._kernels, self._cupy, self._stream = kernels, kernels.cupy, stream
+        self._runtime = kernels.cupy.cuda.runtime
+        self.is_foreign = False  # whether it reads arrays that are not CuPy's
+
+    def look_at(self, x: object) -> DeviceArray:
+        """Find where an array of any package lies; nothing is copied.
+
+        Its producer lets the stream wait for what it has begun.
+        Raises  InputError for another device, gaps, and an address that no kernel takes
+        """
+        found, strides = self._from_dlpack(x) or self._from_interface(x)
+        self.is_foreign |= not isinstance(x, self._cupy.ndarray)
+        number = self._kernels.gpu.number
+        if found.device != number:
+            detail = f"one array is on cuda:{found.device}, another on cuda:{number}"
+            raise InputError("tensor-device", f"{detail}; expected one device")
+        dense = tuple(math.prod(found.shape[axis + 1 :]) for axis in range(len(found.shape)))
+        axes = zip(found.shape, strides or dense, dense, strict=True)
+        detail = ""
+        if any(size > 1 and stride != wanted for size, stride, wanted in axes):
+            detail = f"has strides {strides}; expected {dense}, row-major"
+        elif found.address % ALIGNMENT:
+            detail = f"begins at {found.address:#x}; expected a multiple of {ALIGNMENT}"
+        if detail and 0 not in found.shape:
+            detail = f"an array on cuda:{number}, of shape {found.shape}, {detail}"
+            raise InputError("tensor-layout", detail, "Copy it there first: x.contiguous().clone()")
+        return found
+
+    def amax(self, dtype: str, n: int, address: int) -> float:
+        """Wait for the largest magnitude; Inf or NaN where there is one."""
+        result = self._cupy.cuda.alloc(ALIGNMENT)
+        result.memset_async(0, 4, self._stream)
+        self._start(f"amax_{FLOAT_TYPES[dtype].word}", n, address, n, result.ptr)
+        return float(np.frombuffer(self.copy_to_host(result.ptr, 4), np.float32)[0])
+
+    def quantize(
+        self, x: DeviceArray, fmt: Format, rule: str, amax: float, importance: Float32s | None
+    ) -> DeviceQuantized:
+        """Quantize under an amax; equals codec.quantize."""
+        rows, columns = x.shape
+        n = rows * columns
+        packed = self._cupy.empty((rows, columns // 2), np.uint8)
+        block_scales = self._cupy.empty((rows, columns // fmt.block_size), np.uint8)
+        results = packed.data.ptr, block_scales.data.ptr
+        check_importance(rule, importance)
+        held, first, choice = [], [], []
+        if fmt.has_global_scale:
+            held.append(self._upload(np.array([amax], np.float32)))
+            first = [held[-1].ptr]
+        if importance is not None:
+            held.append(self._upload(weigh(importance, columns, fmt)))
+            choice = [held[-1].ptr, columns]
+        name = f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}"
+        self._start(name, n, x.address, n, *first, *rule_number(fmt, rule), *choice, *results)
+        stored = float(global_scale_of(amax, rule)) if fmt.has_global_scale else None
+        return DeviceQuantized(fmt, (rows, columns), packed, block_scales, stored)
+
+    def dequantize(self, q: DeviceQuantized, dtype: str) -> Any:
+        """Return the values; equals codec.dequantize.
+
+        dtype    safetensors' name
+        Returns  (rows, columns) float32 or float16; of BF16 its bits, uint16
+        Raises   InputError where sizes do not fit; NumericError as check_range
+        """
+        n, kind, fmt = math.prod(q.shape), FLOAT_TYPES[dtype], q.format
+        parts = [self.look_at(part) for part in (q.packed, q.block_scales)]
+        for part, nbytes in zip(parts, (n // 2, n // fmt.block_size), strict=True):
+            if part.element_nbytes != 1 or part.nbytes != nbytes or q.shape[1] % fmt.block_size:
+                found = f"{part.shape} of {part.element_nbytes} bytes each"
+                detail = f"parts of a matrix {q.shape} have the shape {found}"
+                raise InputError("tensor-shape", f"{detail}; expected {nbytes} bytes")
+        values = self._cupy.empty(q.shape, "u2" if dtype == "BF16" else f"f{kind.nbytes}")
+        stored = self._upload(np.array([q.global_scale or 0], np.float32))
+        extra = (stored.ptr, int(q.kind == "divisor")) if fmt.has_global_scale else ()
+        name = f"dequantize_{fmt.name}_{kind.word}"
+        self._start(name, n, *(part.address for part in parts), n, *extra, values.data.ptr)
+        # What was rounded to the largest may have been beyond it: the host looks at such a matrix.
+        if dtype != "F32" and not self.amax(dtype, n, values.data.ptr) < kind.largest:
+            packed, block_scales = (self.copy_to_host(part.address, part.nbytes) for part in parts)
+            check_range(
+                Quantized(fmt, q.shape, packed, block_scales, q.global_scale, q.kind), dtype
+            )
+        return values
+
+    def copy_to_host(self, address: int, nbytes: int) -> memoryview:
+        """Wait for bytes: an amax, or what is wrong and named in an error."""
+        host, kind = np.empty(nbytes, np.uint8), self._runtime.memcpyDeviceToHost
+        self._runtime.memcpyAsync(host.ctypes.data, address, nbytes, kind, self._stream.ptr)
+        self._stream.synchronize()
+        return host.data
+
+    def _upload(self, values: Float32s) -> Any:
+        """Put a few numbers on the device, which CUDA copies before it returns."""
+        place, kind = self._cupy.cuda.alloc(values.nbytes), self._runtime.memcpyHostToDevice
+        host, stream = values.ctypes.data, self._stream.ptr
+        self._runtime.memcpyAsync(place.ptr, host, values.nbytes, kind, stream)
+        return place
+
+    def _start(self, name: str, n: int, *arguments: int) -> None:
+        grid = (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),)
+        self._kernels.launch(name, grid, self._stream, *arguments)
+
+    def _from_dlpack(self, x: Any) -> tuple[DeviceArray, tuple[int, ...] | None] | None:
+        """Read a capsule and its strides; None where a producer gives none."""
+        try:
+            capsule = x.__dlpack__(stream=self._stream.ptr or LEGACY_STREAM)
+        except (AttributeError, BufferError, NotImplementedError):  # CuPy, of bf16
+            return None
+        address_of = ctypes.pythonapi.PyCapsule_GetPointer
+        address_of.restype, address_of.argtypes = (
+            ctypes.c_void_p,
+            (ctypes.py_object, ctypes.c_char_p),
+        )
+        tensor = _Tensor.from_address(address_of(capsule, b"dltensor"))
+        shape, strides = (
+            tuple(numbers[axis] for axis in range(tensor.dimensions)) if numbers else None
+            for numbers in (tensor.shape, tensor.strides)
+        )
+        lanes = f"x{tensor.lanes}" if tensor.lanes != 1 else ""
+        named = f"{KINDS.get(tensor.kind, f'DLPack type {tensor.kind} of ')}{tensor.bits}{lanes}"
+        dtype, nbytes = DTYPES.get(named, named), tensor.bits * tensor.lanes // 8
+        address = (tensor.data or 0) + tensor.start
+        return DeviceArray(address, dtype, nbytes, shape or (), tensor.device, capsule), strides
+
+    def _from_interface(self, x: Any) -> tuple[DeviceArray, tuple[int, ...] | None]:
+        """Read `__cuda_array_interface__`, which has no word for bf16."""
+        interface = x.__cuda_array_interface__
+        stored, producer = np.dtype(interface["typestr"]), interface.get("stream")
+        if producer and producer != self._stream.ptr:
+            done = self._cupy.cuda.Event(block=False, disable_timing=True)
+            done.record(self._cupy.cuda.ExternalStream(producer))
+            self._stream.wait_event(done)
+        named = str(x.dtype) if stored.kind == "V" else stored.name
+        strides = interface.get("strides")
+        if strides is not None:
+            strides = tuple(nbytes // stored.itemsize for nbytes in strides)
+        address, device = interface["data"][0], device_of(x)
+        dtype, shape = DTYPES.get(named, named), tuple(interface["shape"])
+        return DeviceArray(address, dtype, stored.itemsize, shape, device or 0, x), strides

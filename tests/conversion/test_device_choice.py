@@ -1,0 +1,161 @@
+"""--device auto: a GPU where the plan says that it wins, and one line that says why.
+
+Rates are typed here; whether a GPU really has them no test can tell.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from checkpoints import run, write_llama
+from lazy_cuda import Machine
+
+from fp4convert.conversion import device_choice
+from fp4convert.conversion.device_choice import Choice, choose_device
+from fp4convert.numerics.backends import gpus, self_check
+from fp4convert.recipes.recipe import Target
+
+RATES = {"amax": 1.5e9, "mse": 0.4e9}  # weights a second of a core
+
+
+def plan_of(weights: float, rule: str = "mse") -> SimpleNamespace:
+    steps = [SimpleNamespace(action="quantize", shape=(int(weights) // 4096, 4096))]
+    steps += [SimpleNamespace(action="copy", shape=(1 << 40, 4096))]
+    return SimpleNamespace(target=replace(Target("nvfp4"), scale_rule=rule), steps=steps)
+
+
+class NoCupy:
+    """Fails where CuPy is imported."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        assert name.partition(".")[0] not in ("cupy", "cupy_backends"), name
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """A machine with one GPU; set its cores, and have their rates."""
+
+    def have(count: int) -> None:
+        monkeypatch.setattr(device_choice, "processors", lambda: count)
+        monkeypatch.setattr(
+            device_choice,
+            "measure_pace",
+            lambda backend, target, *_: SimpleNamespace(
+                weights_per_second=count * RATES[target.scale_rule]
+            ),
+        )
+
+    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
+    have(4)
+    return have
+
+
+@pytest.fixture
+def without_cupy(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0].startswith("cupy")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [NoCupy(), *sys.meta_path])
+
+
+@pytest.fixture
+def sound(monkeypatch):
+    gpu = SimpleNamespace(number=0)
+    monkeypatch.setattr(self_check, "survey_sound", lambda: gpus.Survey((13, 0), 1, gpus=(gpu,)))
+
+
+def test_other_devices_stay(without_cupy):
+    for device in ("cpu", "cuda", "cuda:3"):
+        assert choose_device(device, plan_of(1e12)) == Choice(device)
+
+
+def test_without_a_gpu_nothing_is_said_nor_measured(monkeypatch, without_cupy):
+    monkeypatch.setattr(device_choice, "measure_pace", None)
+    for found in ((None, 0, "there is no NVIDIA driver"), ((13, 0), 0, gpus.NO_GPU)):
+        monkeypatch.setattr(gpus, "ask_driver", lambda found=found: found)
+        assert choose_device("auto", plan_of(1e12)) == Choice("cpu")
+    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 0, "the driver refuses to start"))
+    assert choose_device("auto", plan_of(1e12)) == Choice(
+        "cpu", "the CPU is used: the driver refuses to start"
+    )
+
+
+def test_a_small_model_pays_for_neither_cupy_nor_a_measurement(cores, monkeypatch, without_cupy):
+    monkeypatch.setattr(device_choice, "measure_pace", None)
+    chosen = choose_device("auto", plan_of(22 << 20))
+    assert chosen.device == "cpu"
+    assert chosen.reason.endswith("weights are too few; --device cuda uses cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("weights", "rule", "count", "device"),
+    [
+        (70e9, "mse", 4, "auto"),  # 44 s against 5 + 14
+        (70e9, "mse", 16, "cpu"),  # 11 s against 5 + 14
+        (70e9, "amax", 4, "cpu"),  # 12 s
+        (70e9, "amax", 2, "cpu"),  # 23 s against 5 + 14: less, but not by the margin
+        (4e9, "mse", 4, "cpu"),  # 2.5 s against 5 + 0.8
+    ],
+)
+def test_the_gpu_must_win(weights, rule, count, device, cores, sound):
+    cores(count)
+    chosen = choose_device("auto", plan_of(weights, rule))
+    assert chosen.device == device
+    assert f"{rule} takes" in chosen.reason
+    assert f"on {count} cores" in chosen.reason
+    assert chosen.reason.startswith("device cuda:0: " if device == "auto" else "device cpu: ")
+    assert ("--device cuda uses cuda:0" in chosen.reason) == (device == "cpu")
+
+
+def test_a_gpu_that_loses_costs_no_cupy(cores, without_cupy):
+    cores(16)
+    assert choose_device("auto", plan_of(70e9, "amax")).device == "cpu"
+
+
+def test_a_gpu_that_wins_must_pass_the_check(cores, monkeypatch):
+    refused = (("cuda:0", "cuda:0 gives other bytes"),)
+    found = gpus.Survey((13, 0), 1, refused=refused, problem=refused[0][1], next_step="Look.")
+    monkeypatch.setattr(self_check, "survey_sound", lambda: found)
+    assert choose_device("auto", plan_of(70e9)) == Choice(
+        "cpu", "the CPU is used: cuda:0 gives other bytes. Look."
+    )
+
+
+def test_the_line_is_told_and_stands_in_the_dry_run(cores, tmp_path):
+    source = write_llama(tmp_path / "m")
+    words = ("quantize", source, "--format", "nvfp4")
+    said = "weights are too few; --device cuda uses cuda:0"
+    seconds = run(*words, "--dry-run", "--json").json["seconds_estimated"]
+    assert (seconds["device"], said in seconds["device_reason"]) == ("cpu", True)
+    assert said in run(*words, "--dry-run").out.replace("\n", " ")
+    outcome = run(*words, "-o", tmp_path / "q", "--json")
+    assert (outcome.json["device"], outcome.err.count(said)) == ("cpu", 1)
+    assert run(*words, "--device", "cpu", "-o", tmp_path / "p").err.count(said) == 0
+
+
+def test_auto_takes_a_gpu_that_wins(simt_libraries, tmp_path, monkeypatch):
+    made = Machine(simt_libraries)
+    monkeypatch.setitem(sys.modules, "cupy", made.module())
+    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
+    monkeypatch.setattr(self_check, "check", lambda gpu: None)
+    for name in ("LEAST_WEIGHTS", "BEGIN_SECONDS", "COPY_SECONDS", "LINK_SECONDS"):
+        monkeypatch.setattr(device_choice, name, 0)
+    words = ("quantize", write_llama(tmp_path / "m"), "--format", "nvfp4", "-o", tmp_path / "q")
+    outcome = run(*words)
+    assert "on cuda:0" in outcome.out
+    assert "device cuda:0: mse takes" in outcome.err
+    assert made.launches
+
+
+def test_only_the_gpu_that_is_asked_for_is_opened(monkeypatch):
+    opened = []
+    made = Machine({}, count=4)
+    monkeypatch.setitem(sys.modules, "cupy", made.module())
+    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
+    monkeypatch.setattr(self_check, "check", lambda gpu: None)
+    before = gpus._gpu
+    monkeypatch.setattr(gpus, "_gpu", lambda *one: opened.append(one[1]) or before(*one))
+    assert [gpu.number for gpu in self_check.usable_gpus("cuda:2")] == [2]
+    assert opened == [2]
