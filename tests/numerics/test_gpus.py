@@ -134,5 +134,5 @@ def test_the_driver_is_understood(monkeypatch, init, count, expected):
 
 def test_a_library_that_is_no_driver_is_told(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert "is no NVIDIA driver" in gpus.ask_driver()[2]
+    assert "is not an NVIDIA driver" in gpus.ask_driver()[2]
     assert run("doctor", "--json").json["device"] == "cpu"
