@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,28 @@ class OnGpu(Protocol):
     def __dlpack__(self) -> object: ...
 
     def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+@overload
+def quantize_tensor(
+    x: NDArray[Any],
+    *,
+    format: str,
+    global_amax: float | None = None,
+    scale_rule: str | None = None,
+    importance: Float32s | torch.Tensor | None = None,
+) -> Quantized: ...
+
+
+@overload
+def quantize_tensor(
+    x: torch.Tensor | OnGpu,
+    *,
+    format: str,
+    global_amax: float | None = None,
+    scale_rule: str | None = None,
+    importance: Float32s | torch.Tensor | None = None,
+) -> Quantized | DeviceQuantized: ...
 
 
 def quantize_tensor(
