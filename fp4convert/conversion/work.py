@@ -16,7 +16,7 @@ from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.settings import Result, Settings
-from fp4convert.planning.requests import refuse_empty, refuse_unmatched
+from fp4convert.planning.no_effect import refuse_empty, refuse_unmatched
 from fp4convert.planning.steps import Plan
 from fp4convert.progress import Phases
 from fp4convert.recipes.engines import Verdict

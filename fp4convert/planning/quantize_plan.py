@@ -29,7 +29,7 @@ from fp4convert.planning.activation_scales import (
 from fp4convert.planning.decisions import Verdict, decide, skipped_experts, uneven_groups
 from fp4convert.planning.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.planning.kv_cache_scales import Cache
-from fp4convert.planning.requests import find_unmatched
+from fp4convert.planning.no_effect import find_unmatched
 from fp4convert.planning.steps import (
     Plan,
     Step,

@@ -19,7 +19,7 @@ from fp4convert.numerics.codec import as_floats
 from fp4convert.numerics.error_sums import decibels
 from fp4convert.numerics.formats import FORMATS, FP8, NVFP4
 from fp4convert.planning.decisions import NAME_SOME, decide
-from fp4convert.planning.requests import find_unmatched, refuse_unmatched
+from fp4convert.planning.no_effect import find_unmatched, refuse_unmatched
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.losses import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -209,8 +209,7 @@ def verify(
         findings += judged.refuted  # the source does not fit, so it refutes nothing
     # 4. The gates: for each tensor, that there is one to measure, and the engine.
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
-    for error in tensors:
-        findings += _check_gates(error, found[error.name], gate) or _check_source(error, as_meant)
+    findings += _check_tensors(tensors, found, as_meant, gate)
     findings += [*_check_measuring(found, gate), *check_engine(artifact, findings, gate.engine)]
     return Verified(
         tensors,
@@ -302,8 +301,31 @@ def _tensor_error(name: str, distance: Distance) -> TensorError:
     return TensorError(name, *numbers, **codes, output_error=distance.output_error)
 
 
-def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[Finding]:
-    """Check a tensor against each gate."""
+def _check_tensors(
+    tensors: Iterable[TensorError],
+    found: Mapping[str, Distance],
+    as_meant: Mapping[str, Distance],
+    gate: Gate,
+) -> list[Finding]:
+    """Check tensors against the gates, and those that pass against the source.
+
+    Returns  of each code the worst first
+    """
+    missed: list[tuple[float, Finding]] = []
+    others: list[Finding] = []
+    for error in tensors:
+        own = _check_gates(error, found[error.name], gate)
+        missed += own
+        others += [] if own else _check_source(error, as_meant)
+    missed.sort(key=lambda one: -one[0])
+    return [finding for _, finding in missed] + others
+
+
+def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[tuple[float, Finding]]:
+    """Check a tensor against each gate.
+
+    Returns  what it misses, each with a number that is larger where it is worse
+    """
     sums = distance.sums
     missed = []
     if math.isfinite(sums.noise):
@@ -311,18 +333,19 @@ def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[Fin
         sqnr_db = -math.inf if sums.signal == 0 and sums.noise > 0 else error.sqnr_db
         if least is not None and sqnr_db is not None and sqnr_db < least:
             detail = f"SQNR {sqnr_db:.3f} dB, expected at least {least:g} dB"
-            missed.append(Finding("error", "sqnr-low", error.name, detail))
+            missed.append((-sqnr_db, Finding("error", "sqnr-low", error.name, detail)))
         if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
             nmse = math.inf if sums.nmse is None else sums.nmse
             detail = f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}"
-            missed.append(Finding("error", "nmse-high", error.name, detail))
+            missed.append((nmse, Finding("error", "nmse-high", error.name, detail)))
         most = gate.max_output_error
         if most is not None and distance.answers:
             output_error = math.inf if error.output_error is None else error.output_error
             if not output_error <= most:
                 detail = f"output error {100 * output_error:.4g} %"
                 detail += f", expected at most {100 * most:g} %"
-                missed.append(Finding("error", "output-error-high", error.name, detail))
+                finding = Finding("error", "output-error-high", error.name, detail)
+                missed.append((output_error, finding))
     return missed
 
 

@@ -18,7 +18,7 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 CELL_WIDTH = 100
 MOST_ALIKE = 4  # lines of findings that are alike but for names and numbers
 _NUMBER = re.compile(r"\d[\d.,]*(e[+-]?\d+)?")
-_MEASURED = {"sqnr-low": -1, "nmse-high": 1, "output-error-high": 1}  # and where it is worse
+_MEASURED = ("sqnr-low", "nmse-high", "output-error-high")  # verify lists the worst first
 
 
 class FoldedFinding(NamedTuple):
@@ -188,16 +188,10 @@ def _share_lines(findings: Sequence[Document]) -> Iterator[tuple[str, str]]:
 
 
 def _fold_all(level: str, code: str, findings: Sequence[Document], of: int) -> FoldedFinding:
-    """Tell how many there are, with the worst of them, or else the first."""
+    """Tell how many there are, with the first of them."""
     is_measured = code in _MEASURED
-    worst = max(findings, key=lambda one: _excess(code, one)) if is_measured else findings[0]
+    first = findings[0]
     count = f"{len(findings)} of {of}" if is_measured and of else str(len(findings))
     how = "the worst" if is_measured else "such as"
-    lead = f"{count} {'tensors' if worst['tensor'] else 'of them'}, {how} "
-    return FoldedFinding(level, code, lead, worst["tensor"] or "", worst["detail"], True)
-
-
-def _excess(code: str, finding: Document) -> float:
-    """Return the first number of a finding's detail, larger where worse."""
-    found = re.search(r"-?inf|-?\d[\d.]*(e[+-]?\d+)?", finding["detail"])
-    return _MEASURED[code] * float(found[0]) if found else -math.inf
+    lead = f"{count} {'tensors' if first['tensor'] else 'of them'}, {how} "
+    return FoldedFinding(level, code, lead, first["tensor"] or "", first["detail"], True)

@@ -96,7 +96,9 @@ def test_what_passes_changes_no_byte(faults, hub, folder, tmp_path):
     made = [hub.fault(**fault) for fault in faults]
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     assert outcome.code == 0
-    told = re.compile(r"rate limited by the Hub: waiting 1 s|.+; try [3-6] of 6 in [\d.]+ s")
+    told = re.compile(
+        r"quantize: .+|rate limited by the Hub: waiting 1 s|.+; try [3-6] of 6 in [\d.]+ s"
+    )
     assert all(told.fullmatch(line) for line in outcome.err.splitlines()), outcome.err
     assert outcome.json["digest"] == expected
     assert [fault.times for fault in made] == [0] * len(made)

@@ -10,15 +10,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError, shell_line
+from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.steps import Plan, Step, module_of
 from fp4convert.recipes.patterns import compiled, matches
-from fp4convert.recipes.recipe import Recipe
+from fp4convert.recipes.recipe import EXCLUDED, Recipe
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Checkpoint
 
 MOST_REASONS = 4  # that a message counts
 REGEX_SIGNS = re.compile(r"\.\*|\\|\^|\$|\.\+|\|")
-EXCLUDED = "excluded by "  # how reasons begin that --exclude gives
 
 
 def find_unmatched(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> dict[str, str]:
@@ -129,7 +129,7 @@ def refuse_empty(source: str, plans: Sequence[Plan]) -> None:
     next_step = ""
     if any(reason.startswith(EXCLUDED) for reason, _ in reasons):
         next_step = "Exclude fewer modules: a narrower --exclude 'PATTERN'."
-    elif any(", not one of " in reason for reason, _ in reasons):
+    elif any(ref.dtype not in FLOAT_TYPES for step in matrices for ref in step.refs):
         next_step = "Start from the original weights, in bf16, fp16 or fp32."
     raise InputError("no-linears", f"{detail}; expected at least one linear layer", next_step)
 
