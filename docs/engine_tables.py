@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import PurePath
 
-from fp4convert.recipes.engines import Condition, Engine, Row, known_engines
+from fp4convert.planning.engines import load_code
+from fp4convert.recipes.engines import Choice, Condition, Engine, Row, known_engines
 
 FAILS = {"garbage": "computes garbage", "refuses": "does not load", "slow": "slow"}
 KERNELS = (  # no engine, and so no file
@@ -24,15 +26,50 @@ def table(headings: tuple[str, ...], rows: list[tuple[object, ...]]) -> Iterator
 
 
 def serve() -> Iterator[str]:
-    """List what to type for every engine, and what that chooses."""
+    """List what to type for every engine, and how it loads the result."""
     rows: list[tuple[object, ...]] = []
     for engine in known_engines():
-        usual = next(choice for choice in engine.choices if not choice.models)
+        usual = usual_choice(engine)
         words = f"fp4convert quantize {usual.source} --for {engine.key} {usual.options}".strip()
-        means = [f"`{usual.words}`", usual.note]
-        means += [f"{each.only} `{each.words}`" for each in engine.choices if each.models]
-        rows.append((engine.name, f"`{words}`", "; ".join(filter(None, means)), engine.tried))
-    yield from table(("engine", "type this", "which is", "tried"), [*rows, KERNELS])
+        line = loading(engine, usual)
+        then = [f"`{line}`" if line else "", usual.note]
+        rows.append((engine.name, f"`{words}`", "; ".join(filter(None, then)), engine.tried))
+    yield from table(("engine", "type this", "then", "tried"), [*rows, KERNELS])
+
+
+def chosen() -> Iterator[str]:
+    """List which options --for chooses for every engine."""
+    yield from table(
+        ("`--for`", "chooses"),
+        [
+            (
+                f"`{engine.key}`",
+                "; ".join(
+                    f"{each.only} `{each.words}`".strip()
+                    for each in (
+                        usual_choice(engine),
+                        *(each for each in engine.choices if each.models),
+                    )
+                ),
+            )
+            for engine in known_engines()
+        ],
+    )
+
+
+def usual_choice(engine: Engine) -> Choice:
+    """Return what is chosen for most models."""
+    return next(choice for choice in engine.choices if not choice.models)
+
+
+def loading(engine: Engine, usual: Choice) -> str:
+    """Return the line that loads what the usual command writes, "" where none is known."""
+    place = PurePath(usual.source.split()[0])
+    folder = f"./{place.stem}-{usual.format.upper()}"
+    if engine.code:
+        return load_code(engine, {"architectures": ["LlamaForCausalLM"]}, folder)[-1]
+    names = {"output": folder, "file": f"{folder}/{place.name}", "name": PurePath(folder).name}
+    return engine.serve.format(**names)
 
 
 def engines() -> Iterator[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from engine_tables import engines, serve, table, traps_of
+from engine_tables import chosen, engines, serve, table, traps_of
 
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
@@ -285,7 +285,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
         *(blocks, formats, codes, scales, dialects, layouts, options, tree),
-        *(errors, findings, engines, serve),
+        *(errors, findings, engines, serve, chosen),
     )
 } | {
     f"traps-{engine.key.replace('.', '')}": partial(traps_of, engine) for engine in known_engines()
