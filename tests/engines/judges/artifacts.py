@@ -34,7 +34,10 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
     "gpt_oss": {"intermediate_size": 192},
+    "gemma3": {"vision_config": {"vision_use_head": False}},
     "mixtral": {"intermediate_size": 192},
+    "qwen2": {"head_dim": 32},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
     "qwen3_vl_moe": {
         "rope_parameters": {
             **{"rope_type": "default", "rope_theta": 10000.0},
@@ -43,7 +46,10 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 # What published config.json files say and transformers does not write.
-PUBLISHED: Mapping[str, Mapping[str, Any]] = {"deepseek_v3": {"topk_method": "noaux_tc"}}
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "qwen3_vl_moe": {"norm_topk_prob": True},
+}
 JUDGED = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "mixtral", "qwen3_moe"),
     *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_vl_moe"),
@@ -77,7 +83,7 @@ def enlarged(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     made = {name: sizes.get(name, value) for name, value in config.items()}
     if "text_config" in config:
         made["text_config"] = enlarged(config["text_config"], own)
-        made["vision_config"] = dict(config["vision_config"])
+        made["vision_config"] = {**config["vision_config"], **own.get("vision_config", {})}
         if "out_hidden_size" in made["vision_config"]:
             made["vision_config"]["out_hidden_size"] = SIZES["hidden_size"]
     return made
@@ -89,7 +95,8 @@ def source(family: Family, folder: Path) -> Path:
     made = folder.with_suffix(".part")
     build(replace(family, config=enlarged(family.config, own), extra=None), made)
     file = made / "config.json"
-    config = {**json.loads(file.read_text()), **PUBLISHED.get(family.name, {})}
+    config = json.loads(file.read_text())
+    config.get("text_config", config).update(PUBLISHED.get(family.name, {}))
     file.write_text(json.dumps(config, indent=1))
     return made.rename(folder)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import vllm
 import vllm_kernels
-from parameters import Artifact, Judged, compare, poison
+from parameters import Artifact, Judged, compare, marked_memory, poison
 from results import judge_all
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
@@ -39,15 +39,24 @@ from vllm.model_executor.model_loader.utils import (
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-# Names of published checkpoints, and what vLLM's classes call the same.
-RENAMED = (
+# What published checkpoints call a tensor, and what vLLM's classes call it, by model_type.
+TOWERS = (
     (r"^model\.language_model\.", "language_model.model."),
-    (r"^model\.visual\.", "visual."),
-    (r"^model\.(vision_tower|multi_modal_projector)\.", r"\1."),
-    (r"^backbone\.embeddings\.", "model.embed_tokens."),
-    (r"^backbone\.", "model."),
-    (r"\.mixer\.A_log$", ".mixer.A"),
+    (r"^model\.(visual|vision_tower|multi_modal_projector)\.", r"\1."),
+    (r"^lm_head\.", "language_model.lm_head."),
 )
+RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
+    **dict.fromkeys(("gemma3", "qwen3_5", "qwen3_vl_moe"), TOWERS),
+    "gpt_oss": (
+        (r"^model\.embed_tokens\.", "model.embedding."),
+        (r"\.self_attn\.", ".attn."),
+    ),
+    "nemotron_h": (
+        (r"^backbone\.embeddings\.", "model.embed_tokens."),
+        (r"^backbone\.", "model."),
+        (r"\.A_log$", ".A"),
+    ),
+}
 
 
 def configure(folder: Path) -> VllmConfig:
@@ -70,11 +79,12 @@ def judge(folder: Path) -> tuple[Judged, str]:
         destroy_model_parallel()
         initialize_model_parallel(1, 1)
         loader = get_model_loader(config.load_config)
-        with set_default_torch_dtype(config.model_config.dtype):
+        with set_default_torch_dtype(config.model_config.dtype), marked_memory():
             model = initialize_model(vllm_config=config, model_config=config.model_config)
         before = poison(model)
         loader.load_weights(model, config.model_config)
-        judged = compare(model, Artifact(folder, RENAMED), before)
+        renamed = RENAMED.get(config.model_config.hf_config.model_type, ())
+        judged = compare(model, Artifact(folder, renamed), before)
         try:
             process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         except Exception as error:  # what a CPU lacks is said in the row

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,11 @@ PARTS = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 EXPERTS = re.compile(r"(.+\.experts)(?:\.\w+)?\.w(13|2)_(\w+)")
+# Of gpt-oss: a tensor for all experts.
+STACKED = {"weight": ("_blocks", ""), "weight_scale": ("_scales",), "bias": ("_bias",)}
 # The two halves of w13, and w2; without a gate w13 is up alone.
 GATED = (("gate_proj", "up_proj"), ("w1", "w3"), ("up_proj",)), (("down_proj",), ("w2",))
-# Engines make these whether or not the artifact speaks of them.
-UNUSED = (
-    (r"attn\.(q|k|v|prob)_(scale|zero_point)$", "the cache has its defaults"),
-    (r"input_(global_)?scale$", "inputs are not quantized"),
-)
+INPUT = re.compile(r"input_(global_)?scale$")
 
 
 @dataclass
@@ -72,7 +71,7 @@ class Artifact:
 
     @property
     def quantizes_inputs(self) -> bool:
-        return any(re.search(r"input_(global_)?scale$", name) for name in self.tensors)
+        return any(INPUT.search(name) for name in self.tensors)
 
     def holds(self, name: str) -> tuple[torch.Tensor, list[str]] | None:
         """Return what a parameter must hold and the tensors it is made of; None: it is not said."""
@@ -80,7 +79,7 @@ class Artifact:
             if all(each in self.tensors for row in names for each in row):
                 rows = [_joined([self.tensors[each] for each in row]) for row in names]
                 used = [each for row in names for each in row]
-                return torch.stack(rows) if EXPERTS.fullmatch(name) else rows[0], used
+                return torch.stack(rows) if len(rows) > 1 else rows[0], used
         return None
 
     def _sources(self, name: str) -> Iterator[list[list[str]]]:
@@ -96,6 +95,9 @@ class Artifact:
         if found := EXPERTS.fullmatch(name):
             pattern = re.compile(re.escape(found[1]) + r"\.(\d+)\.")
             numbers = {int(of[1]) for each in self.tensors if (of := pattern.match(each))}
+            stack = f"{found[1]}.{'gate_up' if found[2] == '13' else 'down'}_proj"  # gpt-oss
+            for ending in STACKED.get(found[3], ()):
+                yield [[f"{stack}{ending}"]]
             for parts in GATED[found[2] == "2"] if numbers else ():
                 yield [
                     [f"{found[1]}.{number}.{part}.{found[3]}" for part in parts]
@@ -117,21 +119,26 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+@contextmanager
+def marked_memory() -> Iterator[None]:
+    """Let torch.empty() give NaN and the greatest integers, so that what is never set is known."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def poison(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Fill all parameters with one byte; return what they held, which some need as a default."""
+    """Fill all parameters with one byte; return what they held, which may be a default."""
     before = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
-        parameter.data.copy_(
-            torch.full((parameter.data.nbytes,), POISON, dtype=torch.uint8)
-            .view(parameter.dtype)
-            .reshape(parameter.shape)
-        )
+        filled = torch.full((parameter.data.nbytes,), POISON, dtype=torch.uint8)
+        parameter.data.copy_(filled.view(parameter.dtype).reshape(parameter.shape))
     return before
 
 
-def compare(
-    model: torch.nn.Module, artifact: Artifact, before: dict[str, torch.Tensor]
-) -> Judged:
+def compare(model: torch.nn.Module, artifact: Artifact, before: dict[str, torch.Tensor]) -> Judged:
     """Compare every parameter; those of which the artifact says nothing hold `before` again."""
     judged, used = Judged(), set[str]()
     parameters: dict[str, Any] = dict(model.named_parameters())
@@ -139,9 +146,9 @@ def compare(
         held = artifact.holds(name)
         if held is None:
             if bool((raw(parameter.data) == POISON).all()):
-                if not _is_unused(name, parameters, artifact):
-                    judged.unset.append(name)
                 parameter.data.copy_(before[name])
+                if _is_empty(before[name]) and not _is_idle(name, parameters, artifact):
+                    judged.unset.append(name)
             continue
         wanted, names = held
         used.update(names)
@@ -155,16 +162,19 @@ def compare(
     return judged
 
 
-def _is_unused(name: str, parameters: dict[str, Any], artifact: Artifact) -> bool:
-    """True for a parameter that the engine makes and, for this artifact, does not read.
+def _is_empty(tensor: torch.Tensor) -> bool:
+    """True for marked memory, and for the least float, with which vLLM begins to seek a maximum."""
+    if not tensor.is_floating_point():
+        return bool((tensor == torch.iinfo(tensor.dtype).max).all())
+    wide = tensor.float()
+    return bool((wide.isnan() | (wide == torch.finfo(torch.float32).min)).all())
 
-    Weight-only FP4 has no scales of inputs; FP8 modules, and artifacts with some, need theirs.
-    """
-    if re.search(UNUSED[0][0], name):
-        return True
-    if not re.search(UNUSED[1][0], name) or artifact.quantizes_inputs:
+
+def _is_idle(name: str, parameters: dict[str, Any], artifact: Artifact) -> bool:
+    """True for a scale of inputs that the engine makes for weight-only FP4, and does not read."""
+    if not INPUT.search(name) or artifact.quantizes_inputs:
         return False
-    stem = re.sub(UNUSED[1][0], "weight", name)
+    stem = INPUT.sub("weight", name)
     packed = [parameters.get(stem), parameters.get(f"{stem}_packed")]
     return any(each is not None and each.dtype == torch.uint8 for each in packed)
 
@@ -172,11 +182,13 @@ def _is_unused(name: str, parameters: dict[str, Any], artifact: Artifact) -> boo
 def _is_same(got: torch.Tensor, wanted: torch.Tensor, name: str) -> bool:
     """True where all bytes are the same, or are the same numbers in a wider type.
 
-    Three things engines do on purpose are undone: padding at the end, a wider type, and the sign
-    and exponential of a state space's A.
+    What engines do on purpose is undone: padding at the end, a wider type, one number in every
+    slot of a fused matrix, and the sign and exponential of a state space's A.
     """
     if name.endswith(".A"):
         wanted = -torch.exp(wanted.float())
+    if wanted.numel() == 1 and got.dim() == 1:
+        wanted = wanted.reshape(1).expand(got.shape)
     if got.dim() == wanted.dim() and got.shape != wanted.shape:
         got = got[tuple(slice(0, size) for size in wanted.shape)]
     if got.numel() != wanted.numel():
