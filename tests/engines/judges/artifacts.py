@@ -35,7 +35,8 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "gpt_oss": {"intermediate_size": 192},
     "gemma3": {"vision_config": {"vision_use_head": False}},
-    "mixtral": {"intermediate_size": 192},
+    "qwen3_5": {"vision_config": {"deepstack_visual_indexes": []}},
+    "mixtral": {"intermediate_size": 192, "head_dim": 32},
     "qwen2": {"head_dim": 32},
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
     "qwen3_vl_moe": {
@@ -45,9 +46,22 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
         }
     },
 }
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64},
+}
 # What published config.json files say and transformers does not write.
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v3": {
+        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+        "rope_parameters": YARN,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
+        "mamba_n_groups": 2,
+    },
+    "qwen3_5": {"full_attention_interval": 2},
+    "qwen3_next": {"full_attention_interval": 2},
     "qwen3_vl_moe": {"norm_topk_prob": True},
 }
 JUDGED = (

@@ -23,6 +23,7 @@ import sglang_stubs
 sglang_stubs.install()
 
 import sglang
+import sglang.srt.models.registry  # imports all classes, before kernels are chosen
 import torch
 from parameters import Artifact, Judged, compare, marked_memory, poison
 from results import judge_all
@@ -36,13 +37,38 @@ from sglang.srt.model_loader.loader import (
 )
 
 ONE = "tp pp moe_ep moe_tp moe_dp attn_tp attn_dp attn_cp attn_dcp dp shared_experts_tp".split()
-BLACKWELL = 10, 0
-RENAMED: dict[str, tuple[tuple[str, str], ...]] = {}
+BLACKWELL = "is_sm100_supported", "is_blackwell_supported"  # functions that ask for the GPU
+# What published checkpoints call a tensor, and what SGLang's classes call it, by model_type.
+TOWER = (
+    (r"^model\.language_model\.", "model."),
+    (r"^model\.visual\.", "visual."),
+    (r"^(visual.*)\.qkv\.", r"\1.qkv_proj."),
+)
+HYBRID = ((r"\.self_attn\.", "."),)
+RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
+    "qwen3_vl_moe": TOWER,
+    "qwen3_5": (*TOWER, *HYBRID),
+    "qwen3_next": HYBRID,
+    "nemotron_h": (
+        (r"^backbone\.embeddings\.", "model.embed_tokens."),
+        (r"^backbone\.", "model."),
+        (r"\.A_log$", ".A"),
+    ),
+    "gemma3": ((r"^(vision_tower.*)\.out_proj\.", r"\1.proj."),),
+}
 
 
 def prepare(folder: Path, scratch: str) -> None:
-    """Start SGLang as one process on one device, which it takes for a Blackwell GPU."""
-    torch.cuda.get_device_capability = lambda *_: BLACKWELL
+    """Start SGLang as one process on one device, which it takes for a Blackwell GPU.
+
+    Only what chooses kernels asks for it.
+    """
+    chosen = {name: lambda *_, **__: True for name in BLACKWELL}
+    chosen["get_device_capability"] = lambda *_: (10, 0)
+    torch.cuda.get_device_capability = chosen["get_device_capability"]
+    for module in [each for name, each in sys.modules.items() if name.startswith("sglang.")]:
+        for function in chosen.keys() & vars(module).keys():
+            setattr(module, function, chosen[function])
     arguments = server_args.ServerArgs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, load_format="dummy"
     )
@@ -62,7 +88,7 @@ def prepare(folder: Path, scratch: str) -> None:
     distributed.initialize_model_parallel(backend="gloo")
 
 
-def judge(folder: Path) -> tuple[Judged, str]:
+def judge(folder: Path, expected: Path) -> tuple[Judged, str]:
     """Load an artifact and return what was found."""
     config, loading = ModelConfig(str(folder), dtype="bfloat16"), LoadConfig()
     quantization = _get_quantization_config(config, loading)
@@ -77,8 +103,16 @@ def judge(folder: Path) -> tuple[Judged, str]:
     loader: Any = DefaultModelLoader(loading)
     weights = loader._get_all_weights(config, model)
     loader.load_weights_only(model, weights, torch.device("cpu"))
-    renamed = RENAMED.get(config.hf_config.model_type, ())
-    return compare(model, Artifact(folder, renamed), before), "not run"
+    artifact = Artifact(expected, RENAMED.get(config.hf_config.model_type, ()))
+    methods = [getattr(module, "scheme", module.quant_method) for module in _experts(model)]
+    artifact.is_up_first = any(getattr(one, "load_up_proj_weight_first", False) for one in methods)
+    return compare(model, artifact, before), "not run"
+
+
+def _experts(model: torch.nn.Module) -> list[Any]:
+    """List the modules that hold experts; some kernels want their up before their gate."""
+    names = "w13_weight", "w13_weight_packed"
+    return [each for each in model.modules() if any(hasattr(each, name) for name in names)]
 
 
 def main(arguments: list[str]) -> int:

@@ -72,7 +72,7 @@ def configure(folder: Path) -> VllmConfig:
     return arguments.create_engine_config()
 
 
-def judge(folder: Path) -> tuple[Judged, str]:
+def judge(folder: Path, expected: Path) -> tuple[Judged, str]:
     """Load an artifact; return what was found, and what became of the work after loading."""
     config = configure(folder)
     with set_current_vllm_config(config):
@@ -84,7 +84,7 @@ def judge(folder: Path) -> tuple[Judged, str]:
         before = poison(model)
         loader.load_weights(model, config.model_config)
         renamed = RENAMED.get(config.model_config.hf_config.model_type, ())
-        judged = compare(model, Artifact(folder, renamed), before)
+        judged = compare(model, Artifact(expected, renamed), before)
         try:
             process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         except Exception as error:  # what a CPU lacks is said in the row

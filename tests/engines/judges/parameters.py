@@ -30,6 +30,7 @@ EXPERTS = re.compile(r"(.+\.experts)(?:\.\w+)?\.w(13|2)_(\w+)")
 STACKED = {"weight": ("_blocks", ""), "weight_scale": ("_scales",), "bias": ("_bias",)}
 # The two halves of w13, and w2; without a gate w13 is up alone.
 GATED = (("gate_proj", "up_proj"), ("w1", "w3"), ("up_proj",)), (("down_proj",), ("w2",))
+MADE_LATER = re.compile(r"_blockscale_swizzled$")  # SGLang makes it of what was loaded
 INPUT = re.compile(r"input_(global_)?scale$")
 
 
@@ -54,8 +55,11 @@ class Judged:
 class Artifact:
     """The tensors of a folder, under the names that the engine gives their modules.
 
-    renamed  patterns and what stands for them, tried in order
+    renamed      patterns and what stands for them, tried in order
+    is_up_first  the engine says that it wants up before gate in w13
     """
+
+    is_up_first = False
 
     def __init__(self, folder: Path, renamed: tuple[tuple[str, str], ...]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -99,8 +103,9 @@ class Artifact:
             for ending in STACKED.get(found[3], ()):
                 yield [[f"{stack}{ending}"]]
             for parts in GATED[found[2] == "2"] if numbers else ():
+                order = parts[::-1] if self.is_up_first else parts
                 yield [
-                    [f"{found[1]}.{number}.{part}.{found[3]}" for part in parts]
+                    [f"{found[1]}.{number}.{part}.{found[3]}" for part in order]
                     for number in sorted(numbers)
                 ]
 
@@ -171,7 +176,9 @@ def _is_empty(tensor: torch.Tensor) -> bool:
 
 
 def _is_idle(name: str, parameters: dict[str, Any], artifact: Artifact) -> bool:
-    """True for a scale of inputs that the engine makes for weight-only FP4, and does not read."""
+    """True for what work after loading makes, and for a scale of inputs of weight-only FP4."""
+    if MADE_LATER.search(name):
+        return True
     if not INPUT.search(name) or artifact.quantizes_inputs:
         return False
     stem = INPUT.sub("weight", name)

@@ -10,24 +10,29 @@ from typing import Any
 
 from parameters import Judged
 
-Judge = Callable[[Path], tuple[Judged, str]]
+Judge = Callable[[Path, Path], tuple[Judged, str]]
 
 
 def judge_all(engine: str, version: str, judge: Judge, folders: list[Path], results: Path) -> int:
-    """Judge every folder and write the rows; return 1 where one is wrong, else 0."""
+    """Judge every folder and write the rows; return 1 where one is wrong, else 0.
+
+    FOLDER.json says what it is; with "tensors_of" the tensors of another folder are expected.
+    """
     rows = []
     for folder in folders:
         began = time.monotonic()
         row = json.loads(Path(f"{folder}.json").read_text())
-        rows.append({**row, **_outcome(judge, folder)})
-        seconds = time.monotonic() - began
-        print(f"{folder.name}: {rows[-1]['outcome']} {rows[-1]['says']} ({seconds:.1f} s)", flush=True)
+        expected = Path(row.pop("tensors_of", folder))
+        row |= _outcome(judge, folder, expected)
+        rows.append(row)
+        told = f"{row['outcome']} {row['says']} ({time.monotonic() - began:.1f} s)"
+        print(f"{folder.name}: {told}", flush=True)
     page = {"engine": engine, "version": version, "date": time.strftime("%Y-%m-%d"), "rows": rows}
     results.write_text(json.dumps(page, indent=1) + "\n")
     return int(any(row["outcome"] == "wrong" for row in rows))
 
 
-def _outcome(judge: Judge, folder: Path) -> dict[str, Any]:
+def _outcome(judge: Judge, folder: Path, expected: Path) -> dict[str, Any]:
     """Say in one row what the engine did.
 
     exact    all is as the artifact says
@@ -35,7 +40,7 @@ def _outcome(judge: Judge, folder: Path) -> dict[str, Any]:
     wrong    a byte differs, or something is unset or unread
     """
     try:
-        judged, after = judge(folder)
+        judged, after = judge(folder, expected)
     except Exception as error:  # any error of an engine is its answer
         return {"outcome": "refuses", "says": _line(error)}
     counts = {"parameters": len(judged.exact), "nbytes": judged.nbytes, "after": after[:160]}
