@@ -62,7 +62,8 @@ def judged() -> Iterator[str]:
     families = sorted({row["family"] for page in judges for row in page["rows"]})
     days = sorted({page["date"] for page in judges})
     counted = sum(len(page["rows"]) for page in judges)
-    yield f"{exact} of {counted} are exact. Judged {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+    when = " to ".join(dict.fromkeys((days[0], days[-1])))
+    yield f"{exact} of {counted} are exact. Judged {when}."
     yield f"Families, each as a tiny model with random weights: {', '.join(families)}."
 
 
@@ -73,11 +74,14 @@ def _cell(engine: str, rows: list[Json], whys: dict[str, int]) -> str:
         if row["outcome"] != "exact":
             number = whys.setdefault(reason(engine, row) or "not explained", len(whys) + 1)
             failed.setdefault(number, []).append(row["family"])
-    exact = len(rows) - sum(map(len, failed.values()))
-    if not exact and len(failed) == 1:
-        return f"none ({next(iter(failed))})"
+    held = [row["family"] for row in rows if row["outcome"] == "exact"]
+    numbers = ", ".join(map(str, failed))
+    if not held:
+        return f"none ({numbers})"
+    if len(held) * 2 < len(rows):
+        return f"{len(held)} of {len(rows)}: {', '.join(held)} ({numbers})"
     names = (f"not {', '.join(names)} ({number})" for number, names in failed.items())
-    return "; ".join([f"{exact} of {len(rows)}" if failed else f"all {exact}", *names])
+    return "; ".join([f"{len(held)} of {len(rows)}" if failed else f"all {len(held)}", *names])
 
 
 def whole_engine() -> Iterator[str]:

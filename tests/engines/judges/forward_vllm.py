@@ -3,7 +3,8 @@
     .venv-engines/bin/python tests/engines/judges/forward_vllm.py RESULTS.json ARTIFACT...
 
 Of each FOLDER/ARTIFACT there is FOLDER/bf16/ARTIFACT, what `fp4convert dequantize` makes of it; it
-runs in the same engine. Each runs in a process of its own. Exits 1 where a weight-only artifact differs.
+runs in the same engine. Each runs in a process of its own. Exits 1 where a weight-only artifact
+differs.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ import sglang
 import sglang.srt.models.registry  # imports all classes, before kernels are chosen
 import torch
 from parameters import Artifact, Judged, compare, marked_memory, poison
-from results import judge_all
 from sglang.srt import distributed, runtime_context, server_args
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -36,7 +35,12 @@ from sglang.srt.model_loader.loader import (
     _initialize_model,
 )
 
-ONE = "tp pp moe_ep moe_tp moe_dp attn_tp attn_dp attn_cp attn_dcp dp shared_experts_tp".split()
+from results import judge_all
+
+ONE = (
+    *("tp", "pp", "moe_ep", "moe_tp", "moe_dp", "attn_tp", "attn_dp", "attn_cp", "attn_dcp", "dp"),
+    "shared_experts_tp",
+)
 BLACKWELL = "is_sm100_supported", "is_blackwell_supported"  # functions that ask for the GPU
 # What published checkpoints call a tensor, and what SGLang's classes call it, by model_type.
 TOWER = (

@@ -24,7 +24,6 @@ import torch
 import vllm
 import vllm_kernels
 from parameters import Artifact, Judged, compare, marked_memory, poison
-from results import judge_all
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_model_parallel,
@@ -38,6 +37,8 @@ from vllm.model_executor.model_loader.utils import (
     process_weights_after_loading,
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
+
+from results import judge_all
 
 # What published checkpoints call a tensor, and what vLLM's classes call it, by model_type.
 TOWERS = (

@@ -13,11 +13,13 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-PACKAGES = frozenset(
-    """IPython av blobfile cuda cutlass datasets decord decord2 deep_gemm easydict flash_attn
-    flashinfer gguf humming interegular kernels llguidance modelscope nvtx openai_harmony outlines
-    partial_json_parser py_spy quack sgl_deep_gemm sgl_kernel smg_grpc_servicer soundfile tilelang
-    timm torch_memory_saver torchao torchaudio torchcodec xgrammar""".split()
+PACKAGES = (
+    *("IPython", "av", "blobfile", "cuda", "cutlass", "datasets", "decord", "decord2"),
+    *("deep_gemm", "easydict", "flash_attn", "flashinfer", "gguf", "humming", "interegular"),
+    *("kernels", "llguidance", "modelscope", "nvtx", "openai_harmony", "outlines"),
+    *("partial_json_parser", "py_spy", "quack", "sgl_deep_gemm", "sgl_kernel"),
+    *("smg_grpc_servicer", "soundfile", "tilelang", "timm", "torch_memory_saver", "torchao"),
+    *("torchaudio", "torchcodec", "xgrammar"),
 )
 
 
@@ -52,7 +54,7 @@ class Nothing(metaclass=Anything):
 class Stub(types.ModuleType):
     """Stand for a package; every name can be imported from it."""
 
-    __path__: list[str] = []
+    __path__: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nn
-import vllm.model_executor.kernels.linear as linear
+from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.fused_moe.experts.nvfp4_emulation_moe import (
     Nvfp4QuantizationEmulationTritonExperts as Nvfp4Experts,
 )
