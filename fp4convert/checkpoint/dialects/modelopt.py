@@ -98,9 +98,10 @@ _MX_ALGORITHMS = ("mxfp4", "MXFP4", "W4A8_MXFP4_FP8")
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     everything = "\n".join(module for group in groups for module in group.modules)
     globs = [pattern for pattern in ignored.patterns if not pattern.startswith("re:")]
-    covered = Ignored(ignored.modules, tuple(globs)).apart()
+    # Names too, not wildcards alone: of a fused layer vLLM looks for the exact names of its parts.
     patterns = [
-        f"{name[:-1]}[{name[-1]}]" if name in everything else name for name in (*covered, *globs)
+        f"{name[:-1]}[{name[-1]}]" if name in everything else name
+        for name in (*ignored.modules, *globs)
     ]
     producer = {"name": "modelopt", "version": "0.47.0"}
     form, is_mixed = groups[0].form, len(groups) > 1

@@ -1,0 +1,109 @@
+"""Judge artifacts by vLLM's own code, on a CPU.
+
+    .venv-engines/bin/python tests/engines/judges/judge_vllm.py RESULTS.json ARTIFACT...
+
+vLLM reads the configuration, builds the model and loads it; before that all its memory is filled
+with 0xA5. Exits 1 where a byte differs, or something is unset or unread.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {
+    **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    **{"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
+}
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import vllm
+import vllm_kernels
+from parameters import Artifact, Judged, compare, marked_memory, poison
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from results import judge_all
+
+# What published checkpoints call a tensor, and what vLLM's classes call it, by model_type.
+TOWERS = (
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^model\.(visual|vision_tower|multi_modal_projector)\.", r"\1."),
+    (r"^lm_head\.", "language_model.lm_head."),
+)
+RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
+    **dict.fromkeys(("gemma3", "qwen3_5", "qwen3_vl_moe"), TOWERS),
+    "gpt_oss": (
+        (r"^model\.embed_tokens\.", "model.embedding."),
+        (r"\.self_attn\.", ".attn."),
+    ),
+    "nemotron_h": (
+        (r"^backbone\.embeddings\.", "model.embed_tokens."),
+        (r"^backbone\.", "model."),
+        (r"\.A_log$", ".A"),
+    ),
+}
+
+
+def configure(folder: Path) -> VllmConfig:
+    """Let vLLM read the artifact's configuration."""
+    arguments = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        dtype="bfloat16",
+        use_tqdm_on_load=False,
+    )
+    return arguments.create_engine_config()
+
+
+def judge(folder: Path, expected: Path) -> tuple[Judged, str]:
+    """Load an artifact; return what was found, and what became of the work after loading."""
+    config = configure(folder)
+    with set_current_vllm_config(config):
+        destroy_model_parallel()
+        initialize_model_parallel(1, 1)
+        loader = get_model_loader(config.load_config)
+        with set_default_torch_dtype(config.model_config.dtype), marked_memory():
+            model = initialize_model(vllm_config=config, model_config=config.model_config)
+        before = poison(model)
+        loader.load_weights(model, config.model_config)
+        renamed = RENAMED.get(config.model_config.hf_config.model_type, ())
+        judged = compare(model, Artifact(expected, renamed), before)
+        try:
+            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        except Exception as error:  # what a CPU lacks is said in the row
+            return judged, f"{type(error).__name__}: {error}"
+    return judged, "ran"
+
+
+def main(arguments: list[str]) -> int:
+    """Judge the folders and write a row for each."""
+    folders = [Path(word) for word in arguments[1:]]
+    with tempfile.TemporaryDirectory() as scratch:  # the process group has a file there
+        with set_current_vllm_config(configure(folders[0])):
+            init_distributed_environment(1, 0, f"file://{scratch}/group", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        vllm_kernels.install()
+        version = vllm.__version__.removesuffix("+cpu")
+        return judge_all("vLLM", version, judge, folders, Path(arguments[0]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""What vLLM's and SGLang's own loaders hold is explained, and their judges see what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+from tiny_models import fp4convert, make_llama
+
+JUDGES = ROOT / "tests" / "engines" / "judges"
+PYTHON = ROOT / ".venv-engines" / "bin" / "python"
+pytestmark = pytest.mark.engine
+needs_engines = pytest.mark.skipif(
+    not PYTHON.exists(), reason="needs `make engines`: no .venv-engines"
+)
+
+
+def test_every_row_is_exact_or_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from judge_tables import pages, reason
+
+    counted = 0
+    for page in pages():
+        for row in page["rows"]:
+            counted += 1
+            assert row["outcome"] == "exact" or reason(page["engine"], row), row
+    assert counted >= 120
+
+
+def judged(judge: str, folders: list[Path], results: Path, **environment: str) -> list[str]:
+    """What a judge says of every folder."""
+    command = [str(PYTHON), str(JUDGES / f"{judge}.py"), str(results), *map(str, folders)]
+    subprocess.run(command, check=False, env={**os.environ, **environment}, timeout=500)
+    return [row["outcome"] for row in json.loads(results.read_text())["rows"]]
+
+
+def changed(folder: Path, name: str, original: Path) -> Path:
+    """A copy to be spoilt, of which the original's tensors are expected."""
+    copy = Path(shutil.copytree(original, folder / name))
+    row = {**json.loads(Path(f"{original}.json").read_text()), "tensors_of": str(original)}
+    Path(f"{copy}.json").write_text(json.dumps(row))
+    return copy
+
+
+def spoil(folder: Path, tensor: str, change: Any) -> None:
+    """Change one tensor in place."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors[tensor])
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path) -> list[Path]:
+    """An artifact, one with a nibble flipped, one with rows of scales exchanged, one whose record
+    does not say what stays.
+    """
+    model = make_llama(tmp_path / "m", head_dim=64)
+    good = tmp_path / "good"
+    kept = ("--exclude", "*.down_proj")
+    fp4convert("quantize", model, "--format", "nvfp4", *kept, "--output", good)
+    row = {"family": "llama", "dialect": "compressed-tensors", "format": "nvfp4"}
+    Path(f"{good}.json").write_text(json.dumps({**row, "activations": 16, "options": ""}))
+    stem = "model.layers.1.mlp.gate_proj"
+
+    def flip(packed: Any) -> None:
+        packed[3, 5] ^= 0x10
+
+    def exchange(scales: Any) -> None:
+        import torch
+
+        held = scales.view(torch.uint8)
+        held[[3, 4]] = held[[4, 3]]
+
+    flipped, exchanged = changed(tmp_path, "flipped", good), changed(tmp_path, "exchanged", good)
+    spoil(flipped, f"{stem}.weight_packed", flip)
+    spoil(exchanged, f"{stem}.weight_scale", exchange)
+    unsaid = changed(tmp_path, "unsaid", good)
+    config = json.loads((unsaid / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    (unsaid / "config.json").write_text(json.dumps(config))
+    return [good, flipped, exchanged, unsaid]
+
+
+@needs_engines
+@pytest.mark.slow
+@pytest.mark.parametrize("judge", ["judge_vllm", "judge_sglang"])
+def test_a_judge_passes_what_is_right_and_nothing_else(
+    judge: str, artifacts: list[Path], tmp_path: Path
+) -> None:
+    (wheel,) = (ROOT / ".venv-engines").glob("sglang-*")
+    said = judged(judge, artifacts, tmp_path / "said.json", PYTHONPATH=str(wheel))
+    assert said[:3] == ["exact", "wrong", "wrong"]
+    assert said[3] != "exact"
