@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from engine_tables import engines, serve, table, traps_of
+from engine_tables import chosen, engines, serve, table, traps_of
 from judge_tables import judged, whole_engine
 
 from fp4convert.checkpoint.dialects.forms import Form
@@ -286,7 +286,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
         *(blocks, formats, codes, scales, dialects, layouts, options, tree),
-        *(errors, findings, engines, serve, judged, whole_engine),
+        *(errors, findings, engines, serve, chosen, judged, whole_engine),
     )
 } | {
     f"traps-{engine.key.replace('.', '')}": partial(traps_of, engine) for engine in known_engines()
