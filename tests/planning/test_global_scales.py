@@ -20,9 +20,12 @@ from checkpoints import (
 )
 from lazy_cuda import Machine
 
+from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.numerics.backends import cuda_stream, gpus, self_check
 from fp4convert.planning.global_scales import Stored, amax_of
 from fp4convert.storage.local import LocalSource
+from fp4convert.storage.open import open_source
 
 ATTENTION, MLP = f"{LAYER}.self_attn", f"{LAYER}.mlp"
 Q, K, V = (f"{ATTENTION}.{name}_proj" for name in "qkv")
@@ -183,6 +186,21 @@ def test_other_values_are_another_plan(source, tmp_path):
     assert done.code == 5, done
     assert "the options" in done.json["error"]["message"]
     assert json.loads((tmp_path / "q" / ".fp4convert" / "plan.json").read_text()) == plan
+
+
+def test_a_shard_depends_on_its_own_files_and_scales_alone(source, tmp_path):
+    scales = multipliers(source, tmp_path / "first")
+
+    def tasks(name: str, changed: dict[str, float]):
+        file = written(tmp_path / name, {**scales, **changed})
+        options = QuantizeOptions(source=source, format="nvfp4", global_scale=file)
+        return prepare_quantize(open_source(str(source)), options).tasks
+
+    first, second = tasks("a.json", {})
+    assert (first.sources, second.sources) == ((FIRST,), (SECOND,))
+    same, other = tasks("b.json", {DOWN: 2 * scales[DOWN]})
+    assert same.key == first.key
+    assert other.key != second.key
 
 
 def test_an_interrupted_run_goes_on(source, tmp_path):
