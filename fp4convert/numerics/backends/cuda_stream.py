@@ -87,10 +87,13 @@ class Kernels:
             return self._room_nbytes
 
     def launch(self, name: str, grid: tuple[int, ...], stream: Any, *arguments: int) -> None:
-        """Start a kernel.
+        """Start a kernel, on the GPU that must be current.
 
         arguments  addresses and integers, which CuPy passes as 64 bits each
         """
+        # Generators of two GPUs that take turns in a thread would leave the other's current.
+        if (current := self.cupy.cuda.runtime.getDevice()) != self.gpu.number:
+            raise RuntimeError(f"{name} is for cuda:{self.gpu.number}; cuda:{current} is current")
         with self._lock:
             if name not in self._functions:
                 self._functions[name] = self._load(name)
