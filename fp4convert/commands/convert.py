@@ -30,6 +30,7 @@ from fp4convert.execution import finish
 from fp4convert.execution.job import check_output
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
+from fp4convert.numerics.formats import GLOBAL_RANGE
 from fp4convert.planning.engines import engine_warnings, serve_lines, verdict_text
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
@@ -51,7 +52,15 @@ def quantize(options: QuantizeOptions) -> Result:
     else:
         result = publish.carry_out(work, settings)
     told = work.verdict.as_json() if work.verdict else None
-    return replace(result, warnings=work.warnings, next=work.next_steps(settings), engine=told)
+    warnings = work.warnings
+    if result.saturated:
+        lost = (
+            f"{result.saturated} modules have weights larger than {GLOBAL_RANGE:g} times the"
+            " --global-scale that they were given; these are cut off"
+        )
+        (options.warn or as_warnings)([lost])
+        warnings = [*warnings, lost]
+    return replace(result, warnings=warnings, next=work.next_steps(settings), engine=told)
 
 
 @public(QuantizeOptions)

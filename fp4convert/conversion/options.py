@@ -431,6 +431,14 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             value="<number|path>",
         ),
     ] = None
+    global_scale: Annotated[
+        Reference | None,
+        Option(
+            "Take nvfp4's global scales from an artifact or a file; measure none.",
+            parse=str,
+            panel=QUALITY,
+        ),
+    ] = None
     via: Annotated[
         str | None,
         Option(

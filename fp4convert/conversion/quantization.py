@@ -43,6 +43,7 @@ from fp4convert.numerics.formats import FORMATS, IMPORTANCE, METHODS, format_nam
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
 from fp4convert.planning.engines import engine_warnings
 from fp4convert.planning.fold_plan import Merged, merge_folds
+from fp4convert.planning.global_scales import open_global_scales
 from fp4convert.planning.kv_cache_scales import Cache, plan_cache
 from fp4convert.planning.method_needs import (
     FOLDING,
@@ -105,10 +106,14 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     if options.input_scale is not None:
         form = Form(recipe.format, recipe.target.activations)
         inputs = choose_scales(source, form, options.input_scale)
+    weights = None
+    if options.global_scale is not None:
+        given = os.fspath(options.global_scale)
+        weights = open_global_scales(given, recipe.format, recipe.target)
     with uncollected():
         linears = find_linears(source, recipe)
         cache = plan_cache(source, linears, recipe, calibration) if options.kv_cache else Cache()
-        return recipe, linears, Scalars(inputs, calibration, cache)
+        return recipe, linears, Scalars(inputs, calibration, cache, weights)
 
 
 def _recipe_for(

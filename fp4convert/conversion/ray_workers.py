@@ -106,7 +106,7 @@ def options_for_nodes(options: QuantizeOptions, source: Source) -> QuantizeOptio
     Paths are whole, the commit is the one that was found, and nothing prints.
     """
     checkpoint, reference = source.checkpoint, os.fspath(options.source)
-    file, token = options.calibration, options.known_token
+    file, token, scales = options.calibration, options.known_token, options.global_scale
     return replace(
         options,
         source=reference if checkpoint.repo else str(Path(reference).absolute()),
@@ -115,6 +115,7 @@ def options_for_nodes(options: QuantizeOptions, source: Source) -> QuantizeOptio
         token=token or (os.environ.get("HF_TOKEN") if checkpoint.repo else None),
         calibration=None if file is None else str(Path(file).absolute()),
         input_scale=whole_reference(options.input_scale),
+        global_scale=None if scales is None else str(whole_reference(os.fspath(scales))),
         tell=ignore,
         phases=None,
         warn=None,

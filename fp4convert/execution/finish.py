@@ -40,12 +40,14 @@ class Ending:
 
     nbytes    of what was planned: without the report
     fidelity  the summary of its report; None where nothing was rounded
+    saturated how many modules have weights beyond what their given global scales can say
     """
 
     digest: str
     nbytes: int
     files: dict[str, str]
     fidelity: dict[str, object] | None = None
+    saturated: int = 0
 
 
 def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
@@ -160,7 +162,9 @@ def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
         with write_errors_at(folder.root / REPORT):
             report = json.loads((folder.root / REPORT).read_text(encoding="utf-8"))
         fidelity = dict(report["summary"])
-    return Ending(digest_of(files), nbytes, files, fidelity)
+    records = map(folder.record_of, folder.manifest.tasks)
+    saturated = sum(done.saturated for done in records if done)
+    return Ending(digest_of(files), nbytes, files, fidelity, saturated)
 
 
 def ended_meanwhile(folder: OutputFolder, before: Mark | None) -> Ending | None:

@@ -76,6 +76,7 @@ class TaskWriter:
     global_scales  of scale groups that other shards have members of, too, as this task found them
     accounts       module -> what it lost
     taken_over     modules that came with codes of their own
+    saturated      modules with weights beyond what their given global scales can say
     """
 
     def __init__(self, folder: Path, task: Task) -> None:
@@ -83,6 +84,7 @@ class TaskWriter:
         self.global_scales: dict[str, float] = {}
         self.accounts: dict[str, Account] = {}
         self.taken_over: set[str] = set()
+        self.saturated: set[str] = set()
         try:
             for shard in task.shards:
                 self.shards[shard.file] = ShardWriter(
@@ -94,7 +96,7 @@ class TaskWriter:
 
     def begin_again(self) -> None:
         """Write everything anew, from the first byte of every output."""
-        for found in (self.global_scales, self.accounts, self.taken_over):
+        for found in (self.global_scales, self.accounts, self.taken_over, self.saturated):
             found.clear()
         for shard in self.shards.values():
             shard.begin_again()
@@ -255,7 +257,11 @@ class OutputFolder:
             writer.discard()
             raise
         done = Done(
-            files, dict(writer.global_scales), dict(writer.accounts), len(writer.taken_over)
+            files,
+            dict(writer.global_scales),
+            dict(writer.accounts),
+            len(writer.taken_over),
+            len(writer.saturated),
         )
         self.settle(TaskFiles.of(task), done, lambda file: writer.shards[file].path)
 

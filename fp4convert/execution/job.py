@@ -110,6 +110,7 @@ class Job:
             [step.scalar for step in self.plan.steps if step.scalar is not None],
             self.texts,
             *(part.traits[OPTIONS] for part in self.parts.values()),
+            *(step.amaxes for step in self.plan.steps if step.amaxes),
         ]
         return Manifest(
             identity={
@@ -174,6 +175,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         bits_per_weight=job.plan.bits_per_weight,
         method=target.method if worker.action == "quantize" else None,
         fidelity=ending.fidelity if ending else None,
+        saturated=(ending.saturated or None) if ending else None,
         share={"index": share.index, "of": share.count, "shards": own_shards} if share else None,
     )
 

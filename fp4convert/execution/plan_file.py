@@ -41,6 +41,7 @@ class Done:
                    of several shards alone
     accounts       module -> what it lost, of those that were rounded
     taken_over     how many modules came with codes of their own
+    saturated      how many modules have weights beyond what their given global scales can say
     seals          of the files under their final names
     """
 
@@ -48,6 +49,7 @@ class Done:
     global_scales: dict[str, float] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
     taken_over: int = 0
+    saturated: int = 0
     seals: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> str:
@@ -62,6 +64,7 @@ class Done:
             dict(entry.get("global_scales", {})),
             {module: Account.from_json(account) for module, account in accounts.items()},
             int(entry.get("taken_over", 0)),
+            int(entry.get("saturated", 0)),
             dict(entry.get("seals", {})),
         )
         types = {*map(type, done.files.values())}, {*map(type, done.global_scales.values())}

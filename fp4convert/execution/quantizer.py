@@ -32,16 +32,18 @@ from fp4convert.execution.repacker import find_not_finite, step_members, values_
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.execution.workers import append_parts, copy_steps
-from fp4convert.numerics.backends.base import Backend
+from fp4convert.numerics.backends.base import OWN, Backend, Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, not_finite
 from fp4convert.numerics.error_sums import SOURCE, Account, Sums
-from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, Format
+from fp4convert.numerics.formats import FP8, GLOBAL_RANGE, MXFP4, NVFP4, Format, global_range
 from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
 from fp4convert.numerics.matrices import Compared, Quantized, Weights, row_panels
 from fp4convert.planning.steps import Action, Step
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
+
+SLACK = 1e-6  # of an amax that was found from a rounded reciprocal
 
 
 class Quantizer:
@@ -109,7 +111,7 @@ class Quantizer:
         """Write the members of a scale group as four-bit blocks."""
         # 1. Read rows, measure and quantize: all rows of the group are read for its amax first,
         #    then panel by panel for their codes and scales, which are compared with the rows.
-        with closing(self._quantize_panels(steps, form.format)) as panels:
+        with closing(self._quantize_panels(steps, form.format, writer)) as panels:
             for number, own in groupby(panels, key=itemgetter(0)):
                 step = steps[number]
                 # 2. Add up what each panel has lost, as it passes.
@@ -121,7 +123,9 @@ class Quantizer:
                 if not append_parts(step, parts, writer, stop):
                     return
 
-    def _quantize_panels(self, steps: list[Step], fmt: Format) -> Generator[tuple[int, Quantized]]:
+    def _quantize_panels(
+        self, steps: list[Step], fmt: Format, writer: TaskWriter
+    ) -> Generator[tuple[int, Quantized]]:
         """Quantize the steps one by one: (number of the step, its next panel)."""
         measured = steps[0].measured
         if steps[0].action == "transcode":
@@ -142,19 +146,40 @@ class Quantizer:
                 for slot in step_members(step):
                     weights = [self._weights(linear) for linear in slot]
                     woven, modules = [InterleavedWeights(tuple(weights))], [slot[0].module]
-                    with room_for(self.source, slot):
-                        panels = self._rounding.panels(weights, woven, modules, fmt)
+                    given = self._given([step], slot[0], fmt, writer)
+                    with room_for(self.source, () if given.amax else slot):
+                        panels = self._rounding.panels(weights, woven, modules, fmt, given)
                         yield from ((number, q) for _, q in panels)
         else:
             # The members in whichever shard set the common amax; those of the steps get codes.
             members = [self._weights(step.linears[0]) for step in steps]
             modules = [step.linears[0].module for step in steps]
-            if self._target.via:
+            given = self._given(steps, steps[0].linears[0], fmt, writer)
+            if given.amax:
+                group = []
+            elif self._target.via:
                 group = [self._weights(linear) for linear in measured]
             else:
                 group = list(measured_whole(measured, self.source))
-            with room_for(self.source, measured):
-                yield from self._rounding.panels(group, members, modules, fmt)
+            with room_for(self.source, () if given.amax else measured):
+                yield from self._rounding.panels(group, members, modules, fmt, given)
+
+    def _given(self, steps: list[Step], linear: Linear, fmt: Format, writer: TaskWriter) -> Given:
+        """Return the amax of a linear layer of the first step, if it is given.
+
+        The writer learns which of the steps have weights beyond it.
+        """
+        first = steps[0]
+        if not first.amaxes:
+            return OWN
+        given = first.amaxes[first.linears.index(linear)]
+        reach = given * (GLOBAL_RANGE / global_range(self._target.rule_for(fmt))) * (1 + SLACK)
+
+        def note(number: int, amax: float) -> None:
+            if amax > reach:
+                writer.saturated.add(steps[number].module)
+
+        return Given(given, note=note)
 
     def _add_losses(
         self, step: Step, panels: Iterator[tuple[int, Quantized]], writer: TaskWriter

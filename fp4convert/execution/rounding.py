@@ -20,7 +20,7 @@ from fp4convert.calibration.methods.gptq import (
 )
 from fp4convert.calibration.methods.scaled_weights import moments_under
 from fp4convert.calibration.statistics import Calibration
-from fp4convert.numerics.backends.base import Backend, Given, memory_nbytes
+from fp4convert.numerics.backends.base import OWN, Backend, Given, memory_nbytes
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_floats, block_steps, pack
 from fp4convert.numerics.formats import IMPORTANCE, Format, global_range
@@ -48,12 +48,14 @@ class Rounding:
         members: Sequence[Weights],
         modules: Sequence[str],
         fmt: Format,
+        given: Given = OWN,
     ) -> Iterator[tuple[int, Quantized]]:
         """Quantize under one amax: (number of the member, its next panel).
 
         Member by member, each panel compared with its weights; as Backend.quantize_group.
 
         modules  whose statistics are those of each member's inputs
+        given    an amax where it is not measured
         Raises   NumericError also for a Gram matrix that is none
         """
         rule, calibration = self.target.rule_for(fmt), self.calibration
@@ -64,7 +66,8 @@ class Rounding:
                 moments_under(calibration.moments(module), weights)
                 for module, weights in zip(modules, members, strict=True)
             ]
-        given = Given(global_range(rule) if self.target.has_unit_scale else None, importance)
+        amax = global_range(rule) if self.target.has_unit_scale else given.amax
+        given = replace(given, amax=amax, importance=importance)
         nearest = self.backend.quantize_group(measured, members, fmt, rule, given)
         if self.target.method == GPTQ and calibration:
             return self._compensated(nearest, members, modules, calibration)

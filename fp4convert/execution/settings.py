@@ -71,6 +71,7 @@ class Result:
     components       of a pipeline: the name and the result of each conversion it was made of
     method           by which weights were rounded; None where none were
     fidelity         the summary of its report; None where nothing was rounded, or after a part
+    saturated        how many modules have weights beyond what their given global scales can say
     experts          of a pruned model: how many a layer had and has, in how many layers
     warnings         what a person should know of it; None for a component, whose whole has them
     next             commands that a person may run now
@@ -95,6 +96,7 @@ class Result:
     components: list[dict[str, object]] | None = None
     method: str | None = None
     fidelity: dict[str, object] | None = None
+    saturated: int | None = None
     experts: dict[str, int] | None = None
     warnings: list[str] | None = None
     next: list[str] | None = None
@@ -113,8 +115,8 @@ class Result:
     def as_json(self) -> dict[str, object]:
         """Return the document; some keys stand only where they mean something."""
         rare = (
-            *("carried", "share", "pushed", "components", "method", "fidelity", "experts"),
-            *("warnings", "next", "engine"),
+            *("carried", "share", "pushed", "components", "method", "fidelity", "saturated"),
+            *("experts", "warnings", "next", "engine"),
         )
         return {
             key: value

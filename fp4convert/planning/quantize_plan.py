@@ -28,6 +28,7 @@ from fp4convert.planning.activation_scales import (
 )
 from fp4convert.planning.decisions import Verdict, decide, skipped_experts, uneven_groups
 from fp4convert.planning.expert_stacks import are_stacked, ending_of, rules_of
+from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kv_cache_scales import Cache
 from fp4convert.planning.no_effect import find_unmatched
 from fp4convert.planning.steps import (
@@ -66,11 +67,13 @@ class Scalars:
     inputs       what says those of activations
     calibration  what saw the inputs of modules, to be compared
     cache        those of a cache of keys and values
+    weights      global scales of the weights, where a file gives them
     """
 
     inputs: InputScales = UNIT_SCALE
     calibration: Calibration | None = None
     cache: Cache = field(default_factory=Cache)
+    weights: GlobalScales | None = None
 
 
 def plan_quantize(
@@ -80,18 +83,20 @@ def plan_quantize(
 
     linears  those of the checkpoint
     Raises   InputError for stacks of experts whose layout nobody tells, for what the dialect cannot
-             say, for modules without an input scale, or where an output would take the name of
-             another tensor
+             say, for modules without an input scale or a given global scale, or where an output
+             would take the name of another tensor
     """
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
     verdicts = decide(linears, recipe, dialect)
-    # scales of activations
+    # scales of activations, and global scales of weights
     fed = find_fed(verdicts, recipe, dialect)
     inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
     notes = [*notes, *(find_small(fed, inputs, scalars.calibration) if scalars.calibration else ())]
+    given = scalars.weights
+    amaxes, more = given_amaxes(verdicts, given, recipe.target) if given else ({}, [])
     # a step for every tensor, and its place
-    maker = _StepMaker(verdicts, dialect, inputs)
+    maker = _StepMaker(verdicts, dialect, inputs, amaxes)
     home, consumed = linears.by_home(), linears.consumed()
     writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
     tasks = []
@@ -121,6 +126,7 @@ def plan_quantize(
         *uneven_groups(verdicts, recipe),
         *skipped_experts(verdicts),
         *notes,
+        *more,
         *scalars.cache.notes,
         *_note_left_behind(linears, scalars.cache),
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
@@ -135,13 +141,20 @@ def plan_quantize(
 class _StepMaker:
     """Makes steps of verdicts.
 
-    stems  shape of everything that is made, by what its tensors are named after
+    inputs  multiplier of every module that has an input scale
+    amaxes  of every module whose global scale is given
+    stems   shape of everything that is made, by what its tensors are named after
     """
 
     def __init__(
-        self, verdicts: Mapping[str, Verdict], dialect: Dialect, inputs: Mapping[str, float]
+        self,
+        verdicts: Mapping[str, Verdict],
+        dialect: Dialect,
+        inputs: Mapping[str, float],
+        amaxes: Mapping[str, float],
     ) -> None:
-        self._verdicts, self._dialect, self._inputs = verdicts, dialect, inputs
+        self._verdicts, self._dialect = verdicts, dialect
+        self._inputs, self._amaxes = inputs, amaxes
         shapes = {
             module: verdict.linear.shape for module, verdict in verdicts.items() if verdict.is_made
         }
@@ -205,7 +218,13 @@ class _StepMaker:
         linears = tuple([verdict.linear for verdict in verdicts])
         # The members of its scale group, in whose tensors the common amax is found.
         members = self._members[first.group] if first.group else linears
-        read = [ref for linear in members for ref in (*linear.refs, *_fold_refs(linear))]
+        amaxes = tuple([self._amaxes[one.module] for one in linears if one.module in self._amaxes])
+        # Where their scale is given, their weights are not read for it.
+        read = [
+            ref
+            for linear in members
+            for ref in (*(() if amaxes else linear.refs), *_fold_refs(linear))
+        ]
         label = None
         if first.group and len(members) > 1:
             # What a person calls the group: its parent, and those of its members that there are.
@@ -227,6 +246,7 @@ class _StepMaker:
             linears=linears,
             measured=members,
             scalar=max(scalars, default=None),
+            amaxes=amaxes,
         )
 
 

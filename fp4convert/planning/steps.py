@@ -52,6 +52,7 @@ class Step(NamedTuple):
              common amax sets the global scale, and tells whether all of them are finite
     scalar   a float32 that no tensor of the source holds: the input scale of its module, or what
              is written
+    amaxes   of the linears, where their global scales are given and not measured
     is_transposed  each matrix of a stack is stored as (columns, rows)
     outputs  where the result goes; all in the step's own shard; () before the step has a place
     """
@@ -69,6 +70,7 @@ class Step(NamedTuple):
     linears: tuple[Linear, ...] = ()
     measured: tuple[Linear, ...] = ()
     scalar: float | None = None
+    amaxes: tuple[float, ...] = ()
     is_transposed: bool = False
     outputs: tuple[TensorRef, ...] = ()
 
@@ -329,6 +331,8 @@ def _describe(step: Step) -> list[object]:
         step.amax_of,
         step.scalar,
     ]
+    if step.amaxes:
+        described.append(["amaxes", *step.amaxes])
     if step.is_transposed:  # shapes do not tell it of square matrices
         described.append("transposed")
     if step.linears:

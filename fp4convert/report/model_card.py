@@ -31,7 +31,7 @@ WORD_LIMIT = 300  # characters of such a word
 CARD_LIMIT = 1 << 20  # bytes of the source's card
 KEPT_LINES = 40
 # Options that may name files of this machine: their names alone are told.
-PATHS = ("calibration", "input_scale", "recipe")
+PATHS = ("calibration", "global_scale", "input_scale", "recipe")
 _PLAIN = re.compile(r"(?!.*www)[A-Za-z0-9 ,.:'()+-]*")
 
 

@@ -149,11 +149,42 @@ def test_a_given_amax_takes_the_place_of_the_groups(machine, dtype):
     )
     values[32, 511] = np.nan
     with pytest.raises(NumericError):
-        next(
+        list(
             open_backend("cuda").quantize_group(
                 [Recorded(values, dtype)], [Recorded(values, dtype)], NVFP4, "amax", Given(2688.0)
             )
         )
+
+
+def test_generators_of_two_gpus_do_not_take_turns_in_a_thread(machine):
+    """The second leaves its GPU current, on which the first would start its kernels."""
+    machine.count = 2
+    values = gaussian("BF16", 33, 512)
+
+    def begun(device: str):
+        weights = [Recorded(values, "BF16")]
+        return open_backend(device).quantize_group(weights, weights, NVFP4, "amax")
+
+    first, second = begun("cuda:0"), begun("cuda:1")
+    next(first), next(second)
+    with pytest.raises(RuntimeError, match="is for cuda:0; cuda:1 is current"):
+        list(first)
+    second.close()
+
+
+def test_under_a_given_amax_nothing_is_measured(machine):
+    """Rows are fetched once, what shares the scale elsewhere never; each panel's amax is told."""
+    values = gaussian("BF16", 33, 512)
+    own, elsewhere = Recorded(values, "BF16"), Recorded(values, "BF16")
+    told = []
+    given = Given(4.0, note=lambda number, amax: told.append((number, amax)))
+    panels = open_backend("cuda").quantize_group([own, elsewhere], [own], NVFP4, "amax", given)
+    count = len(list(panels))
+    assert (len(own.fetched), elsewhere.fetched) == (count, [])
+    assert told == [
+        (0, float(np.abs(values[first:last].astype(np.float32)).max()))
+        for first, last in own.fetched
+    ]
 
 
 def test_without_device_memory_for_them_panels_are_fetched_twice(machine):

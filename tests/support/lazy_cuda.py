@@ -124,6 +124,7 @@ class Machine:
             driver=SimpleNamespace(CUDADriverError=CUDADriverError),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             runtime=SimpleNamespace(
+                getDevice=self.device,
                 getDeviceProperties=self.properties,
                 CUDARuntimeError=CUDARuntimeError,
                 memcpyAsync=self.copy,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,13 +20,16 @@ from fp4convert.numerics.matrices import Blocks, Quantized, Weights
 class Given:
     """What a scale group is quantized under, beside its own weights.
 
-    amax        what sets the global scale in place of the group's own; values beyond it saturate
+    amax        what sets the global scale in place of the group's own, so that nothing is read to
+                measure that; values beyond it saturate
     importance  a vector for each member, (columns,), as codec.weigh takes it: for rule importance
                 alone
+    note        with an amax: told the number of the member and the largest magnitude of each panel
     """
 
     amax: float | None = None
     importance: Sequence[Float32s] = ()
+    note: Callable[[int, float], None] = lambda number, amax: None
 
 
 OWN = Given()
@@ -59,8 +62,8 @@ class Backend(Protocol):
                   elsewhere
         Yields    panels, compared with their weights; each is valid until the next is asked for
         Raises    NumericError where anything measured holds Inf or NaN, before the first panel of a
-                  format with a global scale; InputError for a rule of another format, and for
-                  importance that does not fit
+                  format with a global scale, or under a given amax before the panel itself;
+                  InputError for a rule of another format, and for importance that does not fit
         """
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:

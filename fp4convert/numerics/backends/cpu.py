@@ -81,24 +81,22 @@ class Cpu:
         rule: str,
         given: Given = OWN,
     ) -> Iterator[tuple[int, Quantized]]:
-        is_in_one_pass = not fmt.has_global_scale and all(
-            weights in members for weights in measured
+        is_in_one_pass = given.amax is not None or (
+            not fmt.has_global_scale and all(weights in members for weights in measured)
         )
         # Read all that is measured for its amax, which sets the global scale of every member.
-        group_amax = 0.0
+        group_amax = given.amax or 0.0
         for weights in () if is_in_one_pass else measured:
             known = weights.amaxes()
             amaxes = map(self.amax, _panels(weights)) if known is None else known
             for amax in amaxes:
                 group_amax = max(group_amax, _finite(amax))
-        if given.amax is not None:
-            group_amax = given.amax
         # Read panel by panel, quantize, and compare with what was read.
         for number, weights in enumerate(members):
             importance = given.importance[number] if given.importance else None
             for panel in _panels(weights):
                 if is_in_one_pass:
-                    _finite(self.amax(panel))
+                    given.note(number, _finite(self.amax(panel)))
                 q = self.quantize(panel, fmt, rule, group_amax, importance)
                 yield number, replace(q, compared=self.compare(panel, q))
 

@@ -5,7 +5,6 @@ Each GPU has lanes, which callers take in turn.
 
 from __future__ import annotations
 
-import math
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from fp4convert.numerics.backends.cuda_stream import (
     held_nbytes,
 )
 from fp4convert.numerics.backends.gpus import Gpu
-from fp4convert.numerics.codec import Float32s, global_scale_of, not_finite
+from fp4convert.numerics.codec import Float32s, global_scale_of
 from fp4convert.numerics.formats import NVFP4, Format
 from fp4convert.numerics.matrices import Blocks, InMemory, Matrix, Quantized, Weights, row_panels
 from fp4convert.process import processors
@@ -58,13 +57,13 @@ class Cuda:
         given: Given = OWN,
     ) -> Iterator[tuple[int, Quantized]]:
         with self._take() as lane:
-            lane.reserve(measured)
-            lane.measure(measured, keep=members)
-            if given.amax is not None:
-                if not math.isfinite(lane.amax()):
-                    raise not_finite()
+            lane.reserve([*measured, *members])
+            if given.amax is None:
+                lane.measure(measured, keep=members)
+                yield from lane.quantize(members, fmt, rule, given.importance)
+            else:
                 lane.give_amax(given.amax)
-            yield from lane.quantize(members, fmt, rule, given.importance)
+                yield from lane.quantize(members, fmt, rule, given.importance, given.note)
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         with self._take() as lane:

@@ -87,10 +87,13 @@ class Kernels:
             return self._room_nbytes
 
     def launch(self, name: str, grid: tuple[int, ...], stream: Any, *arguments: int) -> None:
-        """Start a kernel.
+        """Start a kernel, on the GPU that must be current.
 
         arguments  addresses and integers, which CuPy passes as 64 bits each
         """
+        # Generators of two GPUs that take turns in a thread would leave the other's current.
+        if (current := self.cupy.cuda.runtime.getDevice()) != self.gpu.number:
+            raise RuntimeError(f"{name} is for cuda:{self.gpu.number}; cuda:{current} is current")
         with self._lock:
             if name not in self._functions:
                 self._functions[name] = self._load(name)
@@ -247,19 +250,17 @@ class Lane:
         fmt: Format,
         rule: str,
         importance: Sequence[Float32s] = (),
+        note: Callable[[int, float], None] | None = None,
     ) -> Iterator[tuple[int, Quantized]]:
         """Quantize panels in order, under the amax that is set.
 
         importance  of each member, under the rule of that name
+        note        told each panel's own amax, as Given has it
         Yields      panels, each valid until the next is asked for
         Raises      NumericError where a measured amax is no number; InputError as codec.quantize
         """
         kernel, numbers = kernel_of(fmt, rule), rule_number(fmt, rule)
-        check_importance(rule, importance[0] if importance else None)
-        weighed = [
-            weigh(own, weights.shape[1], fmt)
-            for own, weights in zip(importance, members, strict=bool(importance))
-        ]
+        weighed = _weighed(members, fmt, rule, importance)
         amax = (self._amax_buffer.device.ptr,) if fmt.has_global_scale else ()
         scale: list[float] = []  # of the group, as soon as it is known
 
@@ -267,12 +268,13 @@ class Lane:
             weights, result = members[number], next(self._results)
             shape = (last - first, weights.shape[1])
             n = shape[0] * shape[1]
-            counts, sums, packed, block_scales = _places(
-                8 * CODES, 8 * ROW_SUMS * shape[0], n // 2, n // fmt.block_size
+            counts, own, sums, packed, block_scales = _places(
+                8 * CODES, 4, 8 * ROW_SUMS * shape[0], n // 2, n // fmt.block_size
             )
             result.hold(block_scales.stop)
             at, word = result.device.ptr, FLOAT_TYPES[weights.dtype].word
-            codes = (at + packed.start, at + block_scales.start)
+            codes = at + packed.start, at + block_scales.start
+            result.device.memset_async(0, own.stop, self._work)
             with self._panel(weights, first, last) as (x, _):
                 choice = self._give_weights(weighed[number]) if weighed else ()
                 self._start(f"{kernel}_{word}", n, x, n, *amax, *numbers, *choice, *codes)
@@ -280,27 +282,26 @@ class Lane:
                     scale.append(self._give_scale(rule))
                 extra = (self._scale_buffer.device.ptr, 0) if fmt.has_global_scale else ()
                 grid, blocks = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),), -(-n // COUNTED_PER_BLOCK)
+                if note:
+                    self._start(f"amax_{word}", n, x, n, at + own.start)
                 compared = (x, *shape, *codes, *extra, at + sums.start)
                 self._kernels.launch(f"compare_{fmt.name}_{word}", grid, self._work, *compared)
-            result.device.memset_async(0, counts.stop, self._work)
             self._kernels.launch("count_codes", (blocks,), self._work, codes[0], n // 2, at)
             result.download(block_scales.stop, self._down, after=self._work)
 
             def take() -> tuple[int, Quantized]:
                 result.copied.synchronize()
                 self._check_amax()
+                if note:
+                    note(number, _finite(result.host[own]))
                 host, stored = result.host, scale[0] if scale else None
-                lost = Compared(host[sums], host[counts])
-                parts = host[packed], host[block_scales]
+                parts, lost = (host[packed], host[block_scales]), Compared(host[sums], host[counts])
                 return number, Quantized(fmt, shape, *parts, stored, compared=lost)
 
             return take
 
-        yield from _one_behind(
-            start(number, *panel)
-            for number, weights in enumerate(members)
-            for panel in _panels(weights.shape)
-        )
+        parts = ((k, *panel) for k, one in enumerate(members) for panel in _panels(one.shape))
+        yield from _one_behind(start(*part) for part in parts)
 
     def _check_amax(self) -> float:
         """Wait for the amax; NumericError where it is measured and no number."""
@@ -495,6 +496,25 @@ def _matrix_parts(q: Quantized) -> list[memoryview]:
     """Return codes, block scales and the stored global scale as bytes."""
     stored = np.array([1.0 if q.global_scale is None else q.global_scale], np.float32)
     return [q.packed, q.block_scales, stored.view(np.uint8).data]
+
+
+def _weighed(
+    members: Sequence[Weights], fmt: Format, rule: str, importance: Sequence[Float32s]
+) -> list[Float32s]:
+    """Return the weights of columns of each member, under that rule."""
+    check_importance(rule, importance[0] if importance else None)
+    return [
+        weigh(own, weights.shape[1], fmt)
+        for own, weights in zip(importance, members, strict=bool(importance))
+    ]
+
+
+def _finite(stored: memoryview) -> float:
+    """Return an amax; NumericError where it is no number."""
+    amax = float(np.frombuffer(stored, np.float32)[0])
+    if not math.isfinite(amax):
+        raise not_finite()
+    return amax
 
 
 def _places(*sizes: int) -> list[slice]:

@@ -1,0 +1,231 @@
+"""Take the global scales of weights from a file instead of measuring them.
+
+With them every weight is read once. Backends take an amax, so a plan holds the float32 amax whose
+global scale is the one of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from fp4convert.checkpoint.artifact import Artifact, open_artifact
+from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
+from fp4convert.errors import InputError
+from fp4convert.numerics.codec import global_scale_of
+from fp4convert.numerics.formats import NVFP4, Format, Kind, global_range
+from fp4convert.planning.decisions import Verdict
+from fp4convert.recipes.recipe import ScaleGroup, Target
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Source, read_each
+
+OPTION = "--global-scale"
+SMALLEST = 2.0**-100  # it, its inverse and 2688 times that are far inside float32
+NEARBY = 4  # float32 numbers on either side, among which is the amax of a stored scale
+SHOWN = 10  # names of a list
+MEASURE = "Leave it out: global scales are then measured."
+
+
+class Stored(NamedTuple):
+    """A global scale as a file has it: a float32, and how it is meant."""
+
+    number: float
+    kind: Kind = "multiplier"
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalScales:
+    """Global scales that a file gives.
+
+    origin   names it for a person
+    modules  that it has scales of
+    find     returns the scale of one of them
+    shapes   of the modules, where the file tells them
+    source   what find reads; None where it reads nothing
+    """
+
+    origin: str
+    modules: Collection[str]
+    find: Callable[[str], Stored]
+    shapes: Mapping[str, tuple[int, int]]
+    source: Source | None = None
+
+
+def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalScales:
+    """Open a file or an artifact with global scales.
+
+    reference  an artifact of NVFP4 in any dialect, or a .json or .safetensors file that has a
+               multiplier for every module
+    fmt        of most modules
+    Raises     InputError where the result holds no such scales, or the file has none
+    """
+    origin = f"{OPTION} {reference}"
+    if not fmt.has_global_scale or target.has_unit_scale:
+        raise InputError(
+            "bad-global-scale",
+            f"{OPTION} is for nvfp4 in a dialect that stores global scales; found"
+            f" {fmt.name}, dialect {target.dialect}",
+            "Leave it out.",
+        )
+    if reference.endswith(".json") and os.path.isfile(reference):
+        numbers = _json_numbers(reference)
+        return GlobalScales(origin, numbers, lambda module: Stored(numbers[module]), {})
+    if reference.endswith(".safetensors") and os.path.isfile(reference):
+        source = open_source(reference)
+        refs = {ref.name: ref for ref in source.checkpoint.tensors}
+        if all(ref.dtype == "F32" and ref.elements == 1 for ref in refs.values()):
+
+            def read(module: str) -> Stored:
+                return Stored(decode_scalar(source.read_range(refs[module], 0, 4)))
+
+            return GlobalScales(origin, refs, read, {}, source)
+    return _scales_of_artifact(open_artifact(reference), origin)
+
+
+def _json_numbers(path: str) -> dict[str, float]:
+    """Read {module: multiplier}, each rounded to float32."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            entries = json.load(stream)
+    except (OSError, ValueError) as error:
+        raise InputError("bad-global-scale", f"{OPTION} {path}: {error}", MEASURE) from None
+    if not isinstance(entries, dict):
+        detail = f"{OPTION} {path}: expected an object of module names and numbers"
+        raise InputError("bad-global-scale", detail, MEASURE)
+    numbers = {}
+    for module, number in entries.items():
+        if type(number) not in (int, float):
+            detail = f"{OPTION} {path}: {module!r} has {json.dumps(number)}; expected a number"
+            raise InputError("bad-global-scale", detail, "Give a float32 multiplier.", module)
+        with np.errstate(over="ignore"):
+            numbers[module] = float(np.float32(min(float(number), math.inf)))
+    return numbers
+
+
+def _scales_of_artifact(artifact: Artifact, origin: str) -> GlobalScales:
+    having = {
+        module: packed.shape
+        for module, packed in artifact.modules.items()
+        if packed.form.format.has_global_scale
+    }
+
+    def read(module: str) -> Stored:
+        blocks = artifact.decode(module)
+        return Stored(math.nan if blocks.global_scale is None else blocks.global_scale, blocks.kind)
+
+    return GlobalScales(origin, having, read, having, artifact.source)
+
+
+def given_amaxes(
+    verdicts: Mapping[str, Verdict], scales: GlobalScales, target: Target
+) -> tuple[dict[str, float], list[str]]:
+    """Find the amax of every module that gets a given global scale.
+
+    Returns  module -> the float32 amax, and what a person should know
+    Raises   InputError where modules of the file and of the plan do not fit, for numbers that are
+             no scale, and for scale groups whose members have different ones
+    """
+    groups = {
+        module: verdict.group
+        for module, verdict in verdicts.items()
+        if verdict.action == "quantize" and verdict.form and verdict.form.format.has_global_scale
+    }
+    _check_modules(verdicts, groups, scales)
+    found = (
+        read_each(scales.source, scales.find, groups)
+        if scales.source
+        else list(map(scales.find, groups))
+    )
+    stored = dict(zip(groups, found, strict=True))
+    for module, (number, kind) in stored.items():
+        multiplier = 1 / number if kind == "divisor" and number else number
+        if not SMALLEST <= multiplier <= 1 / SMALLEST:
+            detail = (
+                f"{scales.origin}: the global scale of {module} is {multiplier:g} as a multiplier;"
+                f" expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
+            )
+            raise InputError("bad-global-scale", detail, MEASURE, module)
+    _check_groups(groups, stored, scales.origin)
+    amaxes, inexact, rule = {}, 0, target.rule_for(NVFP4)
+    for module, one in stored.items():
+        amaxes[module], is_exact = amax_of(one, rule)
+        inexact += not is_exact
+    if not inexact:
+        return amaxes, []
+    return amaxes, [
+        f"{scales.origin}: global scales of {inexact} modules are no float32 amax /"
+        f" {global_range(rule):g}; each gets the nearest one that is, the float32 next to it"
+    ]
+
+
+def _check_modules(
+    verdicts: Mapping[str, Verdict], quantized: Collection[str], scales: GlobalScales
+) -> None:
+    """Raise InputError for modules that the file lacks, or has too many."""
+    known = set(scales.modules)
+    next_step = f"Give scales of this model. {MEASURE}"
+    if missing := [module for module in quantized if module not in known]:
+        detail = f"{scales.origin} has no global scale for {_listed(missing)}"
+        raise InputError("global-scale-modules", detail, next_step, missing[0])
+    unlike = [
+        module
+        for module in quantized
+        if module in scales.shapes and scales.shapes[module] != verdicts[module].linear.shape
+    ]
+    if unlike:
+        detail = f"{scales.origin}: other shapes than here have {_listed(unlike)}"
+        raise InputError("global-scale-modules", detail, next_step, unlike[0])
+    if unknown := sorted(known - set(verdicts)):
+        detail = f"{scales.origin} has global scales of what is no module here: {_listed(unknown)}"
+        raise InputError("global-scale-modules", detail, next_step, unknown[0])
+
+
+def _check_groups(
+    groups: Mapping[str, ScaleGroup | None], stored: Mapping[str, Stored], origin: str
+) -> None:
+    """Raise InputError where members of a scale group have unlike scales."""
+    of_group: dict[ScaleGroup, Stored] = {}
+    for module, group in groups.items():
+        if group and of_group.setdefault(group, stored[module]) != stored[module]:
+            detail = (
+                f"{origin}: members of the scale group {group} have different global scales,"
+                f" {of_group[group].number:g} and {stored[module].number:g} ({module})"
+            )
+            next_step = "Give all of them the largest: engines use one for the whole group."
+            raise InputError("global-scale-group", f"{detail}; expected one", next_step, module)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    count = f"{len(names)} module{'s' if len(names) > 1 else ''}"
+    return f"{count}: {', '.join(names[:SHOWN])}" + (f" and {more} more" if more > 0 else "")
+
+
+def amax_of(stored: Stored, rule: str) -> tuple[float, bool]:
+    """Find the amax whose global scale is stored so, and whether there is.
+
+    Where several are, as under a divisor, that with the fewest bits, as weights of 16 bits have.
+    Where none is, that of the nearest scale.
+    """
+    reach, is_inverse = global_range(rule), stored.kind == "divisor"
+    near = np.float32(reach / stored.number if is_inverse else reach * stored.number)
+    first = int(near.view(np.uint32)) - NEARBY
+    around = np.arange(first, first + 2 * NEARBY + 1, dtype=np.uint32)
+    far = partial(_distance, stored=stored, rule=rule)
+    least = min(map(far, around.view(np.float32).tolist()))
+    same = [int(bits) for bits in around if far(float(bits.view(np.float32))) == least]
+    chosen = np.uint32(max(same, key=lambda bits: bits & -bits))
+    return float(chosen.view(np.float32)), least == 0
+
+
+def _distance(amax: float, stored: Stored, rule: str) -> float:
+    """Return how far the stored scale is from that of an amax."""
+    scale = float(global_scale_of(amax, rule))
+    return abs(decode_scalar(encode_scalar(scale, stored.kind == "divisor")) - stored.number)
