@@ -72,6 +72,8 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
                 for part in parts:
                     check_plan(prepare_quantize(part, chosen), part.checkpoint, chosen)
             except InputError as error:
+                if error.code != "engine-refuses" and not error.code.startswith("dialect-"):
+                    raise  # what no other choice mends, or would hide
                 failures.append(error)
                 continue
             for each in {source, *parts}:
