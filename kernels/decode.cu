@@ -154,7 +154,7 @@ template <class Element> DEVICE void transpose(const Element *x, i64 rows, i64 w
     if (row >= rows || k >= count) return;
     const i64 column = first + k * step;
     const int odd = step == 2 ? (int)(column % 2) : 0;
-    const bool is_within = row + side <= rows && k + side <= count && column - odd + side * step <= width;
+    const bool is_within = k + side <= count && column - odd + side * step <= width;
     if (is_within && step <= 4 / Turned::N && (column - odd) % side == 0 && width % side == 0 && rows % side == 0) {
         u32 w[side][4];
         const i64 read_units = width / side, written_units = rows / side;

@@ -446,7 +446,7 @@ class Lane:
             yield (place or buffer.device).ptr, n
 
     def _stay(self, weights: Weights, first: int, nbytes: int) -> Any:
-        """Take memory for a panel that stays until `finish`; None without room."""
+        """Take memory for a panel that stays; None without room."""
         taken = sum(held.mem.size for held in self._resident.values())
         if taken + nbytes <= self._room_nbytes:
             with suppress(self._kernels.cupy.cuda.memory.OutOfMemoryError):
@@ -465,7 +465,7 @@ class Lane:
 
     @contextmanager
     def _decode(self, stored: StoredRows, n: int, at: int) -> Iterator[None]:
-        """Decode rows of n elements to an address, before the work started meanwhile."""
+        """Decode n elements before the work that is started meanwhile."""
         tables = [table for table in stored.arguments if not isinstance(table, int)]
         with self._parts(tables) as addresses:
             places = iter(addresses)
@@ -489,7 +489,7 @@ class Lane:
 
     @contextmanager
     def _parts(self, parts: Sequence[Part]) -> Iterator[list[int]]:
-        """Put bytes or tables on the device for the work that is started meanwhile.
+        """Put tables on the device for the work that is started meanwhile.
 
         Yields their addresses
         """

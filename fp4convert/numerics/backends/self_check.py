@@ -281,7 +281,7 @@ def _dequantized(lane: Lane, dtype: str, fmt: Format) -> Iterator[Output]:
 
 
 def _decoded(lane: Lane) -> Iterator[Output]:
-    """Decode every code under scales of any size; rows of whole units and of others."""
+    """Decode codes under scales of any size, in rows of any length."""
     rng = np.random.default_rng(4)
     for columns, block in product((COLUMNS, COLUMNS + 9), ((1, 32), (32, 128), (60, 1 << 20))):
         shape = (60, columns)
@@ -312,7 +312,7 @@ def _values(lane: Lane, stored: StoredRows, expected: Float32s) -> Output:
 
 
 def _transposed(lane: Lane) -> Iterator[Output]:
-    """Turn matrices of whole squares and of others, every column or every second."""
+    """Turn every column, or every second, of whole squares or others."""
     rng = np.random.default_rng(5)
     for dtype, shape in product(("BF16", "F32"), ((272, 544), (131, 77))):
         nbytes = FLOAT_TYPES[dtype].nbytes
