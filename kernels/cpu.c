@@ -22,7 +22,7 @@
     E(compare_mxfp4_##d, (const t *x, int64_t rows, int64_t columns, const uint8_t *p, const uint8_t *s, double *sums), \
       (x, rows, columns, p, s, sums))
 #define COUNT_CODES(E) E(count_codes, (const uint8_t *p, int64_t nbytes, int64_t *counts), (p, nbytes, counts))
-/* From here on, entry points that CUDA has no kernels for. */
+/* From here on, entry points that CUDA has no kernels for, but for decode_fp8, decode_int4, decode_int8, transpose_2, transpose_4. */
 #define TO_FP8(E, d, t)                                                                                                 \
     E(row_amax_##d, (const t *x, int64_t rows, int64_t columns, uint32_t *amax_bits), (x, rows, columns, amax_bits))    \
     E(quantize_fp8_##d, (const t *x, int64_t rows, int64_t columns, const float *s, int64_t is_per_row, uint8_t *c),    \

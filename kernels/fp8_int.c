@@ -12,7 +12,7 @@
  * Row r, column c has scale [(first_row + r) / block_rows][c / block_columns], so edge blocks may be cut.  Rows of int4 and int8
  * codes begin at whole 32-bit items, low codes first.  D is bf16, fp16 or fp32; x, y, scales and zero_points are aligned to their
  * type, codes and packed need not be.  Bytes equal fp4convert/numerics/fp8_int.py.  Bytes moved per element: FP8 1 + 4, int4 0.5 + 4.
- * There are no CUDA kernels for these: such weights are decoded here, and GPUs are given float32.
+ * decode.cu has those that decode; where an FP8 matrix is on a GPU already, amax is found in its float32.
  */
 #include "vector.h"
 

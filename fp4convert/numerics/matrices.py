@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, Format, Kind
 
 PANEL_ELEMENTS = 4 << 20  # elements held at once: 8 MB of bf16 in, 2.3 MB out
@@ -26,6 +29,21 @@ class Matrix:
     data: memoryview
     dtype: str
     shape: tuple[int, int]
+
+
+class StoredRows(NamedTuple):
+    """Rows as they are stored, for a GPU to decode.
+
+    kernel     of kernels/decode.cu, which makes of them what `rows` gives
+    arguments  what it takes before y: tables, which are uploaded, and whole numbers
+    """
+
+    kernel: str
+    arguments: tuple[NDArray[np.generic] | int, ...]
+
+
+StoredReader = Callable[[int, int], StoredRows]
+"""(first, last + 1) of a range of rows -> these rows"""
 
 
 class RowReader(Protocol):
@@ -45,6 +63,13 @@ class RowReader(Protocol):
         """Find amaxes of parts of the whole.
 
         None where reading rows is as fast.
+        """
+        return None
+
+    def stored_reader(self) -> StoredReader | None:
+        """Return what reads rows as they are stored.
+
+        None where a GPU cannot decode them: it is given what `copy_rows` copies.
         """
         return None
 
@@ -91,15 +116,20 @@ class InMemory(RowReader):
 class FetchedWeights(RowReader):
     """Weights that are made as they are read.
 
-    fetch  (first, last + 1) of a range of rows -> these rows
+    fetch   (first, last + 1) of a range of rows -> these rows
+    stored  the same rows, not decoded, where a GPU can do that
     """
 
     dtype: str
     shape: tuple[int, int]
     fetch: Callable[[int, int], Matrix]
+    stored: StoredReader | None = None
 
     def rows(self, first: int, last: int) -> Matrix:
         return self.fetch(first, last)
+
+    def stored_reader(self) -> StoredReader | None:
+        return self.stored
 
 
 class Compared(NamedTuple):

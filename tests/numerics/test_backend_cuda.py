@@ -35,7 +35,7 @@ from fp4convert.numerics.backends import cuda, cuda_stream, gpus, open_backend, 
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FORMATS, NVFP4
-from fp4convert.numerics.matrices import Matrix, Quantized
+from fp4convert.numerics.matrices import Matrix, Quantized, RowReader
 
 EVERY_RULE = pytest.mark.parametrize(
     ("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules]
@@ -59,7 +59,7 @@ def machine(simt_libraries, cache, monkeypatch: pytest.MonkeyPatch) -> Machine: 
     return made
 
 
-class Recorded:
+class Recorded(RowReader):
     """Weights in memory that count how often their rows are fetched."""
 
     def __init__(self, values: Values, dtype: str) -> None:
@@ -73,9 +73,6 @@ class Recorded:
         row_nbytes = self.matrix.data.nbytes // self.shape[0]
         buffer[:] = self.matrix.data[first * row_nbytes : last * row_nbytes]
         self.fetched.append((first, last))
-
-    def amaxes(self) -> None:
-        return None
 
 
 def gathered(

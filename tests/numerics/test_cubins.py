@@ -34,7 +34,7 @@ STANDS_FOR = {
 }  # in the head comments
 BLOCKS = {  # to a multiprocessor
     **{"quantize_fp32": 4, "amax_fp32": 4, "quantize": 5, "amax": 5, "dequantize": 4, "gemv": 2},
-    **{"compare": 4, "count": 4, "search": 3, "weigh": 2},
+    **{"compare": 4, "count": 4, "search": 3, "weigh": 2, "decode": 4, "transpose": 3},
 }
 REGISTERS, THREADS = (
     65536,
@@ -194,6 +194,7 @@ def promised(source: str) -> set[str]:
         ("dequantize.cu", 6),
         ("gemv.cu", 6),
         ("compare.cu", 7),
+        ("decode.cu", 5),
     ],
 )
 def test_entry_points_are_those_of_the_head_comment(built, source, count):
@@ -294,6 +295,15 @@ def test_dequantize_writes_by_wide_stores_alone(built):
         assert kernel.wide_nbytes("STG") == ways * ELEMENTS * NBYTES[kernel.dtype], kernel.name
 
 
+def test_what_is_decoded_is_written_by_wide_stores(built):
+    """All but what lies in several blocks or at an edge; of integers, a loop may be unrolled."""
+    for kernel in built.of("decode", "transpose"):
+        squares = 16 if kernel.kind == "transpose" else 0
+        nbytes = squares * 16 // int(kernel.name[-1]) if squares else UNIT * 4
+        assert kernel.wide_nbytes("STG") in (nbytes, 2 * nbytes), kernel.name
+        assert kernel.wide_nbytes("LDG") or kernel.name == "decode_int4", kernel.name
+
+
 def test_no_kernel_takes_more_instructions_than_it_did(built):
     budgets = BUDGETS.get(built.arch, {})
     found = {
@@ -363,6 +373,8 @@ def flushing(kernel: Kernel) -> Counter[str]:
     way a quotient from 1 to 2^32 becomes an integer.
     """
     parts = [REMAINDER] if kernel.kind == "weigh" else []
+    if kernel.kind == "decode":  # quotients of integers alone, as many as the loop is unrolled for
+        parts += [REMAINDER] * kernel.opcodes["F2I.FTZ.U32.TRUNC.NTZ"]
     if kernel.name.startswith("gemv_nvfp4"):
         parts += [RECIPROCAL, INVERSION]
     elif "_nvfp4_" in kernel.name and kernel.kind != "gemv":

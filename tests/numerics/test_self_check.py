@@ -24,7 +24,7 @@ from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS
 COMPILE = cubins.compile_cubin
 WORDS = [kind.word for kind in FLOAT_TYPES.values()]
 ENTRIES = {
-    "count_codes",
+    *("count_codes", "decode_fp8", "decode_int4", "decode_int8", "transpose_2", "transpose_4"),
     *(f"amax_{word}" for word in WORDS),
     *(
         f"{kind}_{fmt}_{word}"
@@ -86,6 +86,20 @@ BROKEN = {
     "a code that is counted as another": pytest.param(
         *("compare.cu", "low += code < 8u ? one : 0", "low += code < 7u ? one : 0"),
         "count_codes",
+        marks=EVERYWHERE,
+    ),
+    "a zero point with the wrong sign": pytest.param(
+        *("decode.cu", "__fadd_rn(middle, zero_points[block])", "middle - zero_points[block]"),
+        "decode_int4",
+    ),
+    "the scale of another row": pytest.param(
+        *("decode.cu", "(i64)((u64)(first_row + row) / height) * across + block)", "block)"),
+        "decode_fp8",
+        marks=EVERYWHERE,
+    ),
+    "every second column, the wrong one": pytest.param(
+        *("decode.cu", "keep = odd ? 0x7632u", "keep = !odd ? 0x7632u"),
+        "transpose_2",
         marks=EVERYWHERE,
     ),
     "sums in another order": pytest.param(

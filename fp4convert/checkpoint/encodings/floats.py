@@ -18,12 +18,19 @@ from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.numerics.matrices import FetchedWeights, Matrix, RowReader, Weights
+from fp4convert.numerics.matrices import (
+    FetchedWeights,
+    Matrix,
+    RowReader,
+    StoredRows,
+    Weights,
+)
 from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
+UPLOADED_NBYTES = 4  # for an element, with the columns stepped over
 OUTPUT_MEMBERS = (
     "down_proj",
     "w2",
@@ -59,7 +66,17 @@ class Floats(CodingDefaults):
             stored = Matrix(read(), ref.dtype, (ref.shape[0], ref.shape[1]))
             return Cpu().transpose(stored, range(begin, end, self.step))
 
-        return FetchedWeights(ref.dtype, linear.shape, fetch)
+        def stored(first: int, last: int) -> StoredRows:
+            nbytes = FLOAT_TYPES[ref.dtype].nbytes
+            begin, end = (self.first + column * self.step for column in (first, last))
+            begin, skipped = begin - begin % self.step, begin % self.step
+            whole = np.frombuffer(read(), f"u{nbytes}").reshape(ref.shape)
+            part = whole[:, begin : end - skipped]
+            numbers = (*part.shape, skipped, self.step, last - first)
+            return StoredRows(f"transpose_{nbytes}", (part, *numbers))
+
+        is_narrow = self.step * FLOAT_TYPES[ref.dtype].nbytes <= UPLOADED_NBYTES
+        return FetchedWeights(ref.dtype, linear.shape, fetch, stored if is_narrow else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,19 @@ from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
 from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
-from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
 from fp4convert.numerics.formats import FP8
 from fp4convert.numerics.fp8_int import Grid, through_fp8
-from fp4convert.numerics.matrices import FetchedWeights, Matrix, RowReader, Weights, row_panels
+from fp4convert.numerics.matrices import (
+    FetchedWeights,
+    Matrix,
+    RowReader,
+    StoredReader,
+    StoredRows,
+    Weights,
+    row_panels,
+)
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
@@ -123,6 +131,18 @@ class _Scaled(RowReader):
             for panel in row_panels(self.shape)
         )
         return (Cpu().amax_fp8(*panel, dtype) for panel in panels)
+
+    def stored_reader(self) -> StoredReader | None:
+        return self._stored if self.codes.dtype == "F8_E4M3" else None
+
+    def _stored(self, first: int, last: int) -> StoredRows:
+        shape, whole = (last - first, self.shape[1]), self._grid(first)
+        height = whole.block[0]
+        above = first // height  # block rows that these rows do not need
+        scales = whole.scales[above : -(-last // height)]
+        own = native_grid(Grid(scales, whole.block, first - above * height), shape)
+        codes = np.frombuffer(self._codes(first, last), np.uint8).reshape(shape)
+        return StoredRows("decode_fp8", (codes, *own))
 
     def _codes(self, first: int, last: int) -> memoryview:
         return self.source.read_range(self.codes, first * self.shape[1], last * self.shape[1])

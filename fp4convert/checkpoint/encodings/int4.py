@@ -23,11 +23,11 @@ from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
-from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import FLOAT_DTYPES, as_matrix
+from fp4convert.numerics.backends.cpu import Cpu, native_grid
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix
 from fp4convert.numerics.formats import INT4
 from fp4convert.numerics.fp8_int import Grid, read_zero_points
-from fp4convert.numerics.matrices import FetchedWeights, Matrix, Weights, row_panels
+from fp4convert.numerics.matrices import FetchedWeights, Matrix, StoredRows, Weights, row_panels
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
@@ -60,12 +60,28 @@ class Integers(CodingDefaults):
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         self.check(linear, source)
-        return FetchedWeights("F32", linear.shape, partial(self._decode, linear, source))
+        stored = partial(self._stored, linear, source)
+        return FetchedWeights("F32", linear.shape, partial(self._decode, linear, source), stored)
 
     def _decode(self, linear: Linear, source: Source, first: int, last: int) -> Matrix:
         """Return rows of integers times scales, as float32."""
+        shape = last - first, linear.shape[1]
+        codes, grid, zeros = self._read(linear, source, first, last)
+        return as_matrix(Cpu().decode_integers(codes, shape, grid, self.bits, zeros))
+
+    def _stored(self, linear: Linear, source: Source, first: int, last: int) -> StoredRows:
+        codes, grid, zeros = self._read(linear, source, first, last)
+        items = np.frombuffer(codes, np.uint8).reshape(last - first, -1, ITEM_NBYTES)
+        scales, layout = native_grid(grid, (last - first, linear.shape[1]))
+        taken_off = 0 if zeros is None else zeros
+        return StoredRows(f"decode_int{self.bits}", (items, scales, taken_off, layout))
+
+    def _read(
+        self, linear: Linear, source: Source, first: int, last: int
+    ) -> tuple[memoryview, Grid, Float32s | None]:
+        """Read the codes, scales and zero points of rows."""
         packed, scales, *zero_points = linear.refs
-        shape, groups = (last - first, linear.shape[1]), scales.shape[1]
+        groups = scales.shape[1]
         codes = _row_bytes(source, packed, first, last)
         stored = np.frombuffer(_row_bytes(source, scales, first, last), np.uint8)
         values = stored.view(FLOAT_DTYPES[scales.dtype]).reshape(-1, groups).astype(np.float32)
@@ -78,8 +94,7 @@ class Integers(CodingDefaults):
             skipped = first - begin * each
             whole = read_zero_points(items, (rows, groups), self.bits)
             zeros = np.ascontiguousarray(whole[skipped : skipped + last - first])
-        grid = Grid(values, (1, self.group))
-        return as_matrix(Cpu().decode_integers(codes, shape, grid, self.bits, zeros))
+        return codes, Grid(values, (1, self.group)), zeros
 
     def check(self, linear: Linear, source: Source) -> None:
         """Raise InputError where the stored shape is not the integers' own.

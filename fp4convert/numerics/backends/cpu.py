@@ -203,7 +203,7 @@ class Cpu:
         if dtype != "F8_E4M3":
             return decode_fp8(codes, shape, grid, dtype)
         values = np.empty(shape, np.float32)
-        self._call("decode_fp8", _held(codes, shape), *_native(grid, shape), values)
+        self._call("decode_fp8", _held(codes, shape), *native_grid(grid, shape), values)
         return values
 
     def amax_fp8(
@@ -216,7 +216,7 @@ class Cpu:
         if dtype != "F8_E4M3":
             return amax_fp8(codes, shape, grid, dtype)
         bits = np.zeros(1, np.uint32)
-        self._call("amax_fp8", _held(codes, shape), *_native(grid, shape), bits)
+        self._call("amax_fp8", _held(codes, shape), *native_grid(grid, shape), bits)
         return float(bits.view(np.float32)[0])
 
     def decode_integers(
@@ -228,7 +228,7 @@ class Cpu:
         zero_points: Float32s | None = None,
     ) -> Float32s:
         """Return (rows, columns) float32; equals fp8_int.decode_integers."""
-        scales, layout = _native(grid, shape)
+        scales, layout = native_grid(grid, shape)
         zeros = 0 if zero_points is None else _checked(zero_points, scales.shape)
         values = np.empty(shape, np.float32)
         items = _held(packed, (shape[0], -(-shape[1] * bits // 32), 4))
@@ -373,7 +373,7 @@ def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
     return np.frombuffer(stored, np.uint8).reshape(shape)
 
 
-def _native(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.int64]]:
+def native_grid(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.int64]]:
     """Return scales and what kernels call a grid.
 
     The scales cover every block of `shape`.

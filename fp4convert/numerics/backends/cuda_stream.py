@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, cycle
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp4convert.errors import DeviceError
 from fp4convert.numerics.backends import cubins
@@ -34,7 +35,15 @@ from fp4convert.numerics.codec import (
     weigh,
 )
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
-from fp4convert.numerics.matrices import Blocks, Compared, Matrix, Quantized, Weights, row_panels
+from fp4convert.numerics.matrices import (
+    Blocks,
+    Compared,
+    Matrix,
+    Quantized,
+    StoredRows,
+    Weights,
+    row_panels,
+)
 
 # To a GPU at most: callers that read and write side by side. A core moves some 2.5 GB/s of bf16 so.
 LANES = 16
@@ -58,11 +67,16 @@ FILES |= {
     "weigh": "search.cu",
     "compare": "compare.cu",
     "count": "compare.cu",
+    "decode": "decode.cu",
+    "transpose": "decode.cu",
 }
 ROWS_PER_LAUNCH_BLOCK, COUNTED_PER_BLOCK = 8, 1 << 17  # kernels/compare.cu
+TRANSPOSED_NBYTES = 256  # of a row of what is written, to a block of threads: kernels/decode.cu
+EVEN_ROWS = 16  # panels of more are multiples: transposing goes by squares
 GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
 
 T = TypeVar("T")
+Part = memoryview | NDArray[np.generic]
 
 
 class Kernels:
@@ -147,10 +161,7 @@ class _Buffer:
         try:
             pinned, device = cuda.alloc_pinned_memory(wanted), cuda.alloc(wanted)
         except (cuda.memory.OutOfMemoryError, cuda.runtime.CUDARuntimeError) as error:
-            detail = f"the GPU or its driver has no {wanted:,} bytes of memory left: {error}"
-            raise DeviceError(
-                "device-memory", detail, "End what else uses the GPU, or use --device cpu."
-            ) from None
+            _refuse_memory(wanted, error)
         self.pinned, self.device, self.nbytes = pinned, device, wanted
         self.host = memoryview(pinned).cast("B")
 
@@ -189,6 +200,7 @@ class Lane:
             self._amax_buffer, self._scale_buffer, self._weights_buffer, *buffers = (
                 _Buffer(cupy) for _ in range(7)
             )
+        self._decoded: Any = None  # device memory for one panel that does not stay
         self._buffers = buffers
         self._arrivals, self._results = cycle(buffers[:2]), cycle(buffers[2:])
 
@@ -201,6 +213,8 @@ class Lane:
         sizes = 2 * [elements * largest] + 2 * [elements * RESULT_NBYTES]
         for buffer, nbytes in zip(self._buffers, sizes, strict=True):
             buffer.hold(nbytes)
+        if any(weights.stored_reader() for weights in measured):
+            self._hold_decoded(elements * largest)
 
     def finish(self) -> None:
         """Wait for whatever is under way, and forget the panels that stayed."""
@@ -419,19 +433,64 @@ class Lane:
             yield self._resident[weights, first].ptr, n
             return
         nbytes = n * FLOAT_TYPES[weights.dtype].nbytes
+        if read := weights.stored_reader():
+            stored = read(first, last)
+            place = self._stay(weights, first, nbytes) if may_stay else None
+            at = (place or self._hold_decoded(nbytes)).ptr
+            with self._decode(stored, n, at):
+                yield at, n
+            return
         buffer = self._free_arrival(nbytes)
         weights.copy_rows(first, last, buffer.host[:nbytes])
-        place = None
-        taken = sum(held.mem.size for held in self._resident.values()) if may_stay else 0
-        if may_stay and taken + nbytes <= self._room_nbytes:  # there until `finish`
-            with suppress(self._kernels.cupy.cuda.memory.OutOfMemoryError):
-                place = self._resident[weights, first] = self._kernels.cupy.cuda.alloc(nbytes)
+        place = self._stay(weights, first, nbytes) if may_stay else None
         with self._uploaded(buffer, nbytes, place):
             yield (place or buffer.device).ptr, n
 
+    def _stay(self, weights: Weights, first: int, nbytes: int) -> Any:
+        """Take memory for a panel that stays; None without room."""
+        taken = sum(held.mem.size for held in self._resident.values())
+        if taken + nbytes <= self._room_nbytes:
+            with suppress(self._kernels.cupy.cuda.memory.OutOfMemoryError):
+                self._resident[weights, first] = self._kernels.cupy.cuda.alloc(nbytes)
+        return self._resident.get((weights, first))
+
+    def _hold_decoded(self, nbytes: int) -> Any:
+        """Return memory for a decoded panel: of one after the other."""
+        if self._decoded is None or self._decoded.mem.size < nbytes:
+            self._work.synchronize()
+            try:
+                self._decoded = self._kernels.cupy.cuda.alloc(nbytes)
+            except self._kernels.cupy.cuda.memory.OutOfMemoryError as error:
+                _refuse_memory(nbytes, error)
+        return self._decoded
+
     @contextmanager
-    def _parts(self, parts: Sequence[memoryview]) -> Iterator[list[int]]:
-        """Put bytes on the device for the work that is started meanwhile.
+    def _decode(self, stored: StoredRows, n: int, at: int) -> Iterator[None]:
+        """Decode n elements before the work that is started meanwhile."""
+        tables = [table for table in stored.arguments if not isinstance(table, int)]
+        with self._parts(tables) as addresses:
+            places = iter(addresses)
+            arguments = [a if isinstance(a, int) else next(places) for a in stored.arguments]
+            grid: tuple[int, ...] = (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),)
+            if stored.kernel.startswith("transpose"):
+                rows, side = tables[0].shape[0], TRANSPOSED_NBYTES // tables[0].itemsize
+                grid = (-(-rows // side), -(-(n // rows) // side))
+            self._kernels.launch(stored.kernel, grid, self._work, *arguments, at)
+            yield
+
+    def decode(self, stored: StoredRows, nbytes: int) -> memoryview:
+        """Decode rows; the bytes are valid until the lane is used again."""
+        result = next(self._results)
+        result.hold(nbytes)
+        itemsize = int(stored.kernel[-1]) if stored.kernel.startswith("transpose") else 4
+        with self._decode(stored, nbytes // itemsize, result.device.ptr):
+            result.download(nbytes, self._down, after=self._work)
+        result.copied.synchronize()
+        return result.host[:nbytes]
+
+    @contextmanager
+    def _parts(self, parts: Sequence[Part]) -> Iterator[list[int]]:
+        """Put tables on the device for the work that is started meanwhile.
 
         Yields their addresses
         """
@@ -441,7 +500,9 @@ class Lane:
             nbytes += _aligned(part.nbytes)
         buffer = self._free_arrival(nbytes)
         for start, part in zip(starts, parts, strict=True):
-            buffer.host[start : start + part.nbytes] = part
+            place = np.frombuffer(buffer.host, np.uint8, part.nbytes, start)
+            table = np.asarray(part)
+            place.view(table.dtype).reshape(table.shape)[...] = table
         with self._uploaded(buffer, nbytes):
             yield [buffer.device.ptr + start for start in starts]
 
@@ -465,6 +526,12 @@ class Lane:
         buffer.used.record(self._work)
 
 
+def _refuse_memory(nbytes: int, error: Exception) -> NoReturn:
+    detail = f"the GPU or its driver has no {nbytes:,} bytes of memory left: {error}"
+    next_step = "End what else uses the GPU, or use --device cpu."
+    raise DeviceError("device-memory", detail, next_step) from None
+
+
 def held_nbytes(widest: int) -> int:
     """Count the pinned memory of a lane; CuPy takes powers of two.
 
@@ -478,7 +545,9 @@ def held_nbytes(widest: int) -> int:
 
 def _panels(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Cut a matrix into panels; of narrow rows, each with its sums, into less."""
-    return row_panels(shape, GPU_PANEL_ELEMENTS * min(shape[1], NARROW) // NARROW)
+    height = GPU_PANEL_ELEMENTS * min(shape[1], NARROW) // NARROW // shape[1]
+    height -= height % EVEN_ROWS if height > EVEN_ROWS else 0
+    return row_panels(shape, height * shape[1])
 
 
 def _one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:

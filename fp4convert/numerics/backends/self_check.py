@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from fp4convert.errors import DeviceError, InputError, shell_line
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.base import expected_device
-from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.backends.cuda_stream import Kernels, Lane, as_device_error
 from fp4convert.numerics.backends.gpus import NO_GPU, Gpu, Survey, survey
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, decode_e4m3
@@ -41,9 +42,11 @@ from fp4convert.numerics.formats import (
     Kind,
     kernel_of,
 )
-from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
+from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.matrices import InMemory, Matrix, Quantized, StoredRows
 
-SOURCES = ("quantize.cu", "search.cu", "compare.cu", "dequantize.cu")  # that commands launch
+# That commands launch.
+SOURCES = ("quantize.cu", "search.cu", "compare.cu", "dequantize.cu", "decode.cu")
 DRIVER = Path("/proc/driver/nvidia/version")  # its build; absent under WSL
 COLUMNS = 544  # whole blocks, and a tail of everything that takes more
 MIDPOINTS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # of E2M1's neighbours
@@ -209,6 +212,8 @@ def _outputs(lane: Lane) -> Iterator[Output]:
                 for rule in fmt.scale_rules:
                     yield from _quantized(lane, _matrix(values, dtype), fmt, rule, group_amax)
             yield from _dequantized(lane, dtype, fmt)
+    yield from _decoded(lane)
+    yield from _transposed(lane)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -273,6 +278,52 @@ def _dequantized(lane: Lane, dtype: str, fmt: Format) -> Iterator[Output]:
         nbytes = fmt.block_size * FLOAT_TYPES[dtype].nbytes
         expected = bytes(Cpu().dequantize(q, dtype))
         yield Output(f"{kernel}, {kind}", "values of block", nbytes, found, expected)
+
+
+def _decoded(lane: Lane) -> Iterator[Output]:
+    """Decode codes under scales of any size, in rows of any length."""
+    rng = np.random.default_rng(4)
+    for columns, block in product((COLUMNS, COLUMNS + 9), ((1, 32), (32, 128), (60, 1 << 20))):
+        shape = (60, columns)
+        counts = [-(-size // step) for size, step in zip(shape, block, strict=True)]
+        scales = np.ldexp(rng.normal(size=counts), rng.integers(-145, 119, counts))
+        grid = Grid(scales.astype(np.float32), block)
+        own = native_grid(grid, shape)
+        codes = rng.integers(0, 256, shape).astype(np.uint8)
+        codes[codes & 0x7F == 0x7F] = 0  # values that are NaN have bits of the device's own
+        stored = StoredRows("decode_fp8", (codes, *own))
+        expected = Cpu().decode_fp8(codes.reshape(-1).data, shape, grid)
+        yield _values(lane, stored, expected)
+        for bits in (4, 8):
+            half = 1 << bits - 1
+            items = rng.integers(0, 256, (60, -(-columns * bits // 32) * 4)).astype(np.uint8)
+            zeros = rng.integers(-half, half, counts).astype(np.float32)
+            for origin in (None, zeros):
+                taken_off = 0 if origin is None else origin
+                stored = StoredRows(f"decode_int{bits}", (items, own[0], taken_off, own[1]))
+                flat = items.reshape(-1).data
+                expected = Cpu().decode_integers(flat, shape, grid, bits, origin)
+                yield _values(lane, stored, expected)
+
+
+def _values(lane: Lane, stored: StoredRows, expected: Float32s) -> Output:
+    found = bytes(lane.decode(stored, expected.nbytes))
+    return Output(stored.kernel, "value", 4, found, expected.tobytes())
+
+
+def _transposed(lane: Lane) -> Iterator[Output]:
+    """Turn every column, or every second, of whole squares or others."""
+    rng = np.random.default_rng(5)
+    for dtype, shape in product(("BF16", "F32"), ((272, 544), (131, 77))):
+        nbytes = FLOAT_TYPES[dtype].nbytes
+        table = rng.integers(0, 256, (*shape, nbytes)).astype(np.uint8).view(f"u{nbytes}")[..., 0]
+        x = Matrix(table.reshape(-1).view(np.uint8).data, dtype, shape)
+        for first, step in ((0, 1), (0, 2), (1, 2)):
+            expected = Cpu().transpose(x, range(first, shape[1], step))
+            numbers = (*shape, first, step, expected.shape[0])
+            stored = StoredRows(f"transpose_{nbytes}", (table, *numbers))
+            found = bytes(lane.decode(stored, expected.data.nbytes))
+            yield Output(stored.kernel, "element", nbytes, found, bytes(expected.data))
 
 
 def _importance(columns: int) -> Float32s:
