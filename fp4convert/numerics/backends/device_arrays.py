@@ -275,5 +275,7 @@ class DeviceWork:
         if strides is not None:
             strides = tuple(nbytes // stored.itemsize for nbytes in strides)
         address, device = interface["data"][0], device_of(x)
+        if device is None:
+            raise InputError("tensor-device", "the array is not on a GPU; expected cuda or cpu")
         dtype, shape = DTYPES.get(named, named), tuple(interface["shape"])
-        return DeviceArray(address, dtype, stored.itemsize, shape, device or 0, x), strides
+        return DeviceArray(address, dtype, stored.itemsize, shape, device, x), strides
