@@ -30,7 +30,7 @@ from fp4convert.storage.source import Checkpoint
 CHAT = "ForCausalLM"  # ends the class names of models that engines serve
 HOW = {  # a row is known
     "run": "this repository's tests run it",
-    "loaded": "its own loader took such artifacts; not run by this repository's tests",
+    "loaded": "its own loader took such artifacts (make engines); no model was run",
     "read": "read in its source or documentation; not run",
 }
 _DRAFT = re.compile(r"(^|\.)(mtp|nextn|mtp_layers)\.")  # in names of layers that draft tokens
