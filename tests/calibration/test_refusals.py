@@ -206,12 +206,14 @@ def test_experts_that_cannot_be_looked_into(tmp_path, words):
         "calibrate", folder, "-o", file, "--text", words, "--sequence-length", 32, "--json"
     ).json
     assert [warning.partition(" (")[0] for warning in found["warnings"]] == ["24 linear layers"]
-    assert "cannot be looked into; prune does not take this file" in found["warnings"][0]
+    assert "calibrate cannot observe; prune does not take this file" in found["warnings"][0]
     error = run(
         "prune", folder, "-o", tmp_path / "p", "--calibration", file, "--keep", 2, "--json"
     ).json["error"]
     assert (error["code"], error["exit"]) == ("calibration-missing", 2)
-    assert error["message"].endswith("calibrate does not see into the experts of dbrx models")
+    assert error["message"].endswith(
+        "fp4convert calibrate cannot observe the experts of dbrx models"
+    )
     assert not (tmp_path / "p").exists()
 
 

@@ -81,6 +81,13 @@ def errors_of(folder: Path) -> set[tuple[str, str | None]]:
     }
 
 
+LOADING = {  # a Llama
+    ("nvfp4", "compressed-tensors"): ["vllm", "sglang", "transformers"],
+    ("nvfp4", "modelopt"): ["vllm", "sglang"],
+    ("mxfp4", "compressed-tensors"): ["vllm", "transformers"],
+}
+
+
 @pytest.mark.parametrize(
     ("format", "dialect", "expected"),
     [
@@ -144,6 +151,10 @@ def test_the_document_is_exactly_as_promised(format, dialect, expected, artifact
     )
     assert document.pop("share_read") == 1
     assert sum(entry["modules"] for entry in document.pop("patterns")) == 7
+    assert all(set(row) == {"engine", "versions", "loads", "why"} for row in document["engines"])
+    assert [row["engine"] for row in document.pop("engines") if row["loads"]] == LOADING[
+        format, dialect
+    ]
     assert document == {
         **expected,
         "nibble_order": "low_first",

@@ -95,9 +95,10 @@ def test_what_is_to_be_typed_loads(engine):
         ((CT, "nvfp4", "nvfp4 experts"), {}, {"vllm": ">=0.32", "sglang": ">=0.5.22"}),
         (
             (CT, "nvfp4", "fp8 row"),
-            {},
+            {"model": "phi3"},
             {"vllm": ">=0.32", "sglang": ">=0.5.22", "transformers": ">=5"},
         ),
+        ((CT, "nvfp4", "fp8 row"), {}, {"vllm": ">=0.32", "transformers": ">=5"}),
         ((CT, "mxfp4 experts"), {"model": "gpt_oss"}, {}),
         (
             ("gpt-oss", "mxfp4 experts"),
