@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,11 +26,10 @@ from adversarial import (
     rounded,
 )
 from checkpoints import LAYER, bf16, llama_shards, run, write_checkpoint, write_llama, write_single
-from lazy_cuda import Machine
 
 from fp4convert.errors import DeviceError, InputError, NumericError
 from fp4convert.numerics import codec
-from fp4convert.numerics.backends import cuda, cuda_stream, gpus, open_backend, self_check
+from fp4convert.numerics.backends import cuda, cuda_stream, open_backend
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FORMATS, NVFP4
@@ -40,23 +38,6 @@ from fp4convert.numerics.matrices import Matrix, Quantized, RowReader
 EVERY_RULE = pytest.mark.parametrize(
     ("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules]
 )
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def machine(simt_libraries, cache, monkeypatch: pytest.MonkeyPatch) -> Machine:  # type: ignore[no-untyped-def]
-    """One imaginary GPU, and panels so small that a matrix has many."""
-    made = Machine(simt_libraries)
-    monkeypatch.setitem(sys.modules, "cupy", made.module())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
-    monkeypatch.setattr(self_check, "check", lambda gpu: None)  # test_self_check.py has it
-    monkeypatch.setattr(cuda_stream, "GPU_PANEL_ELEMENTS", 2048)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return made
 
 
 class Recorded(RowReader):

@@ -5,7 +5,6 @@ FP8, integers and transposed stacks; lazy_cuda.py stands in for CuPy, and kernel
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +12,6 @@ import numpy as np
 import pytest
 from adversarial import generator
 from checkpoints import LAYER, LLAMA, Tensor, bf16, run, weight, write_single
-from lazy_cuda import Machine
-
-from fp4convert.numerics.backends import cuda_stream, gpus, self_check
 
 Tensors = dict[str, Tensor]
 SHAPES = {
@@ -28,23 +24,6 @@ SHAPES = {
 }
 BLOCK = (32, 64)
 EXPERTS = f"{LAYER}.mlp.experts"
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def machine(simt_libraries, cache, monkeypatch: pytest.MonkeyPatch) -> Machine:  # type: ignore[no-untyped-def]
-    """One imaginary GPU, and panels so small that a matrix has many."""
-    made = Machine(simt_libraries)
-    monkeypatch.setitem(sys.modules, "cupy", made.module())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
-    monkeypatch.setattr(self_check, "check", lambda gpu: None)  # test_self_check.py has it
-    monkeypatch.setattr(cuda_stream, "GPU_PANEL_ELEMENTS", 2048)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return made
 
 
 def positive(*shape: int) -> np.ndarray:

@@ -106,10 +106,10 @@ def test_what_is_unfinished_loads_nowhere_though_no_row_says_so(tmp_path):
 
 
 def test_wildcards_of_quark_are_for_transformers_alone(made):
-    out = made(write_moe, "--format", "mxfp4", "--dialect", "quark")
+    out = made(write_llama, "--format", "mxfp4", "--dialect", "quark", "--exclude", "*.o_proj")
     assert loads(run("inspect", out, "--json").json).keys() == {"vllm", "transformers"}
     config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["exclude"] = ["*.gate", "lm_head"]
+    config["quantization_config"]["exclude"] = ["*.o_proj", "lm_head"]
     (out / "config.json").write_text(json.dumps(config))
     assert loads(run("inspect", out, "--json").json).keys() == {"transformers"}
     assert run("inspect", out, "--for", "vllm").code == 6
