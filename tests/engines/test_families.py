@@ -188,7 +188,6 @@ LOADED = [
     *(
         "LlavaForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
-        "GPT2LMHeadModel",
         "Phi3ForCausalLM",
     ),
 ]
