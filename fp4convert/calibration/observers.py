@@ -270,20 +270,31 @@ class Watch:
         plain = getattr(home, "eager_attention_forward")  # noqa: B009 - mypy knows no such module
         return plain(module, query, key, value, attention_mask, **options)
 
-    def arrays(self) -> Arrays:
-        """Return everything that was seen, as a calibration file has it."""
+    def take(self, layer: str | None) -> tuple[dict[str, str], Arrays]:
+        """Return what was seen of a layer, as a calibration file has it, and forget it.
+
+        layer    None for what is outside of all
+        Returns  as `inputs` has it, and the arrays
+        """
+
+        def is_own(path: str) -> bool:
+            return self.skeleton.layer_above(path) == layer
+
         found: Arrays = {}
-        for module, moments in self.moments.items():
-            found |= moments.arrays(module)
-        for path, (tokens, norms) in self.routed.items():
+        for module in [name for name in self.moments if is_own(self.modules[name].path)]:
+            found |= self.moments.pop(module).arrays(module)
+        for path in filter(is_own, list(self.routed)):
+            tokens, norms = self.routed.pop(path)
             moe = self._name_of(path).rpartition(".")[0]
             found[f"{moe}.expert_tokens"] = tokens
             found[f"{moe}.expert_saliency"] = (norms / np.maximum(tokens, 1)).astype(np.float32)
-        for path, largest in self.cached.items():
+        for path in filter(is_own, list(self.cached)):
+            largest = self.cached.pop(path)
             if getattr(self.skeleton.module(path), "is_causal", True):
                 for kind, amax in zip(("k_amax", "v_amax"), largest, strict=True):
                     found[f"{self._name_of(path)}.{kind}"] = np.asarray(amax, np.float32)
-        return found
+        own = [name for name in self.inputs if is_own(self.modules[name].path)]
+        return {name: self.inputs.pop(name) for name in own}, found
 
     def _name_of(self, path: str) -> str:
         """Find what the checkpoint calls a module of the model.
@@ -317,6 +328,26 @@ def _between(module: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = module._apply_gate(_multiply(module, "gate_up_proj", expert, x))
     else:
         found = module.act_fn(_multiply(module, "up_proj", expert, x))
+    return found
+
+
+def merge_statistics(first: Arrays, second: Arrays) -> Arrays:
+    """Merge what a layer was given when it ran, and when it ran again.
+
+    Largest values are the larger, means are weighted by tokens, counts are added.
+    """
+    found = {**first, **second}
+    for name in first.keys() & second.keys():
+        (owner, _, kind), a, b = name.rpartition("."), first[name], second[name]
+        counter = {"expert_saliency": "expert_tokens"}.get(kind, "tokens")
+        if kind in ("tokens", "expert_tokens"):
+            found[name] = a + b  # type: ignore[operator]
+        elif kind.endswith("amax"):
+            found[name] = np.maximum(a, b)
+        else:
+            one, other = (np.asarray(v[f"{owner}.{counter}"], np.float64) for v in (first, second))
+            mean = (a * one + b * other) / np.maximum(one + other, 1)  # type: ignore[operator]
+            found[name] = mean.astype(a.dtype)
     return found
 
 

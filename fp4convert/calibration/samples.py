@@ -110,6 +110,21 @@ def batches_of(samples: Samples) -> list[Batch]:
     ]
 
 
+def inputs_of(skeleton: Skeleton, batch: Batch) -> dict[str, torch.Tensor]:
+    """Make what the model is called with for a batch.
+
+    A decoder beside an encoder reads the same text, one token later.
+    """
+    ids = torch.from_numpy(batch.ids).to(skeleton.device)
+    config = skeleton.model.config
+    if not config.is_encoder_decoder:
+        return {"input_ids": ids}
+    starts = (config.decoder_start_token_id, config.bos_token_id, config.pad_token_id, 0)
+    start = next(token for token in starts if isinstance(token, int))
+    first = torch.full((len(ids), 1), start, device=ids.device)
+    return {"input_ids": ids, "decoder_input_ids": torch.cat([first, ids[:, :-1]], 1)}
+
+
 def sequence_length(
     skeleton: Skeleton, wanted: int | None, usual: int, tokenizer: Any = None
 ) -> int:
@@ -286,7 +301,7 @@ def write_samples(
     blind = Watch(skeleton, "none", {}, is_looking=False)
     from transformers import DynamicCache
 
-    cache = DynamicCache()
+    cache = DynamicCache(config=config)
     with (
         filled_on_demand(skeleton, is_headless=False),
         _layers_filled_on_demand(skeleton, is_held, report),
