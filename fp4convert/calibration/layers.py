@@ -56,11 +56,11 @@ def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[C
             skeleton.empty(filled.pop(), is_deep=False)
 
     for path, module in list(skeleton.model.named_modules()):
-        if skeleton.layer_above(path) or module is head or not module._parameters:
+        if skeleton.layer_above(path) or module is head or not skeleton.state(path, False):
             continue
 
         def fill(module: Any, args: Any, path: str = path) -> None:
-            if any(tensor is not None and tensor.is_meta for tensor in module._parameters.values()):
+            if any(tensor.is_meta for tensor in skeleton.state(path, False).values()):
                 skeleton.fill(path, is_deep=False)
                 filled.append(path)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp4convert.calibration.experts import is_known
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError, describe_missing
@@ -25,7 +26,7 @@ from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
-# Of attention and of experts: both look at what passes, and compute what the model defines.
+# Of experts: it looks at what passes, and computes what the model defines.
 IMPLEMENTATION = "fp4convert"
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -108,7 +109,7 @@ class Skeleton:
         is_deep  those of the modules inside it, too
         Raises   InputError where the checkpoint lacks one, or has it in another shape
         """
-        names = self._state(path, is_deep).keys()
+        names = self.state(path, is_deep).keys()
         wanted = [key for name in names for key in self.stored.get(name, ())]
         if wanted:
             from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -132,15 +133,13 @@ class Skeleton:
                 if self.module(home)._parameters[there].is_meta:
                     self.fill(home, is_deep=False)
                 self.module(owner)._parameters[own] = self.module(home)._parameters[there]
-        empty = sorted(
-            name for name, tensor in self._state(path, is_deep).items() if tensor.is_meta
-        )
+        empty = sorted(name for name, tensor in self.state(path, is_deep).items() if tensor.is_meta)
         if empty:
             detail = f"the checkpoint has no weights for {empty[0]!r}"
             detail += f", which {type(self.model).__name__} of transformers needs"
             raise InputError("calibration-weights", detail, CHECK_CONFIG, empty[0])
 
-    def _state(self, path: str, is_deep: bool) -> dict[str, torch.Tensor]:
+    def state(self, path: str, is_deep: bool) -> dict[str, torch.Tensor]:
         """Gather parameters and persistent buffers by name in the model."""
         module, found = self.module(path), {}
         for inner, part in module.named_modules() if is_deep else [("", module)]:
@@ -380,7 +379,7 @@ def _narrow_experts(model: Any, seats: Mapping[str, Seat], linears: Mapping[str,
     """
     for module, seat in seats.items():
         owner = model.get_submodule(seat.path)
-        if seat.expert is None or not hasattr(owner, "has_gate"):
+        if seat.expert is None or not is_known(owner):
             continue  # of others nobody knows how they compute
         stored, parameter = linears[module].refs[0].dtype, owner._parameters[seat.parameter]
         dtype = TORCH_DTYPES[stored] if stored in FLOAT_TYPES else torch.bfloat16
