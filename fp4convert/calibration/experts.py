@@ -1,7 +1,7 @@
 """Compute one expert of a stack, as transformers' models define it.
 
-Most families share one definition, which transformers lets others take the place of.  Llama 4 and
-DBRX have their own, whose modules are taken over one by one.
+Most families share one definition, which transformers lets others take the place of.  Llama 4,
+DBRX and LongCat have their own, whose modules are taken over one by one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import torch
 
 # Of a stack of experts: what is given the token itself.
 FIRST_PARAMETERS = ("gate_up_proj", "up_proj", "w1", "v1")
+OWN_KINDS = ("DbrxExperts", "Llama4TextExperts", "LongcatFlashExperts")
 
 
 def is_known(owner: Any) -> bool:
     """Tell whether the experts of a module that holds a stack can be computed one by one."""
     is_shared = hasattr(owner, "has_gate") and hasattr(owner, "is_transposed")
-    return is_shared or is_llama4(owner) or type(owner).__name__ == "DbrxExpertGLU"
+    own = (*OWN_KINDS, "DbrxExpertGLU")
+    return is_shared or type(owner).__name__ in own
+
+
+def is_own_kind(module: Any) -> bool:
+    """Tell whether a module is of experts that are to be taken over."""
+    return type(module).__name__ in OWN_KINDS
 
 
 def is_dbrx(module: Any) -> bool:
@@ -31,6 +38,16 @@ def is_llama4(module: Any) -> bool:
     The tokens of an expert are multiplied by the router's scores before it, all others by 0.
     """
     return type(module).__name__ == "Llama4TextExperts"
+
+
+def is_longcat(module: Any) -> bool:
+    """Tell whether a module is of the experts of LongCat, the last of which change nothing."""
+    return type(module).__name__ == "LongcatFlashExperts"
+
+
+def count_of(module: Any) -> int:
+    """Count the experts that compute."""
+    return int(module.num_routed_experts if is_longcat(module) else module.num_experts)
 
 
 def owner_of(module: Any) -> Any:
@@ -50,6 +67,9 @@ def between(module: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
     elif is_llama4(module):
         gate, up = (x @ module.gate_up_proj[expert].to(x.dtype)).chunk(2, -1)
         found = up * module.act_fn(gate)
+    elif is_longcat(module):
+        gate, up = (x @ module.gate_up_proj[expert].to(x.dtype).T).chunk(2, -1)
+        found = module.act_fn(gate) * up
     elif module.has_gate:
         found = module._apply_gate(_multiply(module, "gate_up_proj", expert, x))
     else:
@@ -64,6 +84,9 @@ def output(module: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
     if is_llama4(module):
         down: torch.Tensor = module.down_proj[expert]
         return x @ down.to(x.dtype)
+    if is_longcat(module):
+        last: torch.Tensor = module.down_proj[expert]
+        return x @ last.to(x.dtype).T
     made = _multiply(module, "down_proj", expert, x)
     if module.has_post_expert_norm:
         made = module.post_expert_norm(made)

@@ -243,7 +243,10 @@ def _read_config(folder: Path, transformers: Any) -> Any:
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = stored.get("architectures")
     kind = _known_class(transformers, names) if isinstance(names, list) else None
-    if kind is not None and stored.pop("model_type", None) not in transformers.CONFIG_MAPPING:
+    is_new = stored.pop("model_type", None) not in transformers.CONFIG_MAPPING
+    # The code that comes with it may be of the same class, and of another than transformers'.
+    codes = {str(code).rpartition(".")[2] for code in (stored.pop("auto_map", None) or {}).values()}
+    if kind is not None and is_new and (not codes or kind.__name__ in codes):
         try:
             return kind.config_class(**stored)
         except Exception as error:  # of as many

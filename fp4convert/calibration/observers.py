@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from fp4convert.calibration.experts import (
     FIRST_PARAMETERS,
     between,
-    is_dbrx,
+    count_of,
     is_known,
     is_llama4,
+    is_longcat,
+    is_own_kind,
     output,
     owner_of,
 )
@@ -221,12 +223,17 @@ class Watch:
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         self._feed(module, hidden)
         out = torch.zeros_like(hidden)
+        count = count_of(module)
         for expert in torch.unique(top_k_index).tolist():
-            if expert < module.num_experts:
-                token, rank = torch.where(top_k_index == expert)
-                share = top_k_weights[token, rank, None]
+            token, rank = torch.where(top_k_index == expert)
+            share = top_k_weights[token, rank, None]
+            if expert < count:
                 made = self._run_expert(module, expert, hidden[token], share)
-                out.index_add_(0, token, (made * share).to(out.dtype))
+            elif is_longcat(module):
+                made = hidden[token]
+            else:
+                continue
+            out.index_add_(0, token, (made * share).to(out.dtype))
         return out.view(hidden_states.shape)
 
     def experts_of_all_tokens(self, module: Any, hidden_states: Any) -> torch.Tensor:
@@ -260,7 +267,7 @@ class Watch:
         inner = between(module, expert, given)
         made = output(module, expert, inner)
         if self._follows_router:
-            path, count = self._paths[id(owner_of(module))], module.num_experts
+            path, count = self._paths[id(owner_of(module))], count_of(module)
             none = np.zeros(count, np.int64), np.zeros(count, np.float64)
             tokens, norms = self.routed.setdefault(path, none)
             self._add_expert(module, expert, given, inner)
@@ -294,12 +301,12 @@ class Watch:
 
     def attention(
         self,
-        compute: Any,
+        compute: Callable[..., Any],
         module: Any,
         query: Any,
         key: Any,
         value: Any,
-        *args: Any,
+        *rest: Any,
         **options: Any,
     ) -> Any:
         """Compute attention by the model's own plain function, and look at keys and values."""
@@ -308,7 +315,7 @@ class Watch:
             largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
             largest[0] = max(largest[0], float(key.abs().max()))
             largest[1] = max(largest[1], float(value.abs().max()))
-        return compute(module, query, key, value, mask, **options)
+        return compute(module, query, key, value, *rest, **options)
 
     def take(self, layer: str | None) -> tuple[dict[str, str], Arrays]:
         """Return what was seen of a layer, as a calibration file has it, and forget it.
@@ -325,7 +332,7 @@ class Watch:
             found |= self.moments.pop(module).arrays(module)
         for path in filter(is_own, list(self.routed)):
             tokens, norms = self.routed.pop(path)
-            moe = self._name_of(path).rpartition(".")[0]
+            moe = self._name_of(path).removesuffix(".mlp").rpartition(".")[0]
             found[f"{moe}.expert_tokens"] = tokens
             found[f"{moe}.expert_saliency"] = (norms / np.maximum(tokens, 1)).astype(np.float32)
         for path in filter(is_own, list(self.cached)):
@@ -384,9 +391,9 @@ def watching(watch: Watch) -> Iterator[None]:
         if (config := getattr(module, "config", None)) is not None:
             config._experts_implementation = IMPLEMENTATION
     taken: dict[Any, Callable[..., Any]] = {
-        module: watch.experts if is_dbrx(module) else watch.experts_of_all_tokens
+        module: watch.experts_of_all_tokens if is_llama4(module) else watch.experts
         for module in modules
-        if is_dbrx(module) or is_llama4(module)
+        if is_own_kind(module)
     }
     for module, compute in taken.items():
         module.forward = partial(compute, module)

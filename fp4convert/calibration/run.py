@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fp4convert.calibration.layers import Chain
-from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
+from fp4convert.calibration.model import NEXT, Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.observers import (
     UNROUTED_TOKENS,
     Watch,
@@ -131,6 +131,7 @@ def calibrate(run: Run) -> Calibrated:
         run.phases.begin("model")
         _copy_texts(run.source, state / "model")
         skeleton = open_skeleton(run.source, state / "model", device)
+        _check_reads_text(skeleton)
         samples = _find_samples(run, skeleton, state)
         needs = needs_of(skeleton, run.gram, sum(map(len, samples)), run.source.checkpoint.config)
         needs.check(run.output, state, device)
@@ -175,6 +176,14 @@ def _copy_texts(source: Source, folder: Path) -> None:
                 with source.open_file(file) as stream, (folder / file).open("wb") as out:
                     shutil.copyfileobj(stream, out, COPY_NBYTES)
         (folder / "config.json").write_text(json.dumps(unquantized(source.checkpoint.config)))
+
+
+def _check_reads_text(skeleton: Skeleton) -> None:
+    """Raise InputError for a model of images or of sound alone."""
+    name = getattr(skeleton.model, "main_input_name", "input_ids")
+    if name != "input_ids":
+        detail = f"{type(skeleton.model).__name__} reads {name}; expected a model that reads text"
+        raise InputError("calibration-model", detail, NEXT)
 
 
 def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:

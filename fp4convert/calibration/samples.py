@@ -119,7 +119,8 @@ def inputs_of(skeleton: Skeleton, batch: Batch) -> dict[str, torch.Tensor]:
     config = skeleton.model.config
     if not config.is_encoder_decoder:
         return {"input_ids": ids}
-    starts = (config.decoder_start_token_id, config.bos_token_id, config.pad_token_id, 0)
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    starts = (*(getattr(config, name, None) for name in names), 0)
     start = next(token for token in starts if isinstance(token, int))
     first = torch.full((len(ids), 1), start, device=ids.device)
     return {"input_ids": ids, "decoder_input_ids": torch.cat([first, ids[:, :-1]], 1)}
