@@ -1,22 +1,29 @@
-"""Run the layers of a model one by one.
+"""Run a model a layer at a time, as the model itself runs its layers.
 
-The model's own forward is run with its layers held still, so that every layer gets the masks,
-positions and whatever else the model means for it; then each layer can be run by itself on what the
-layer before it gave.
+The model's own forward is begun once for every batch, and stands still wherever it calls a layer.
+Then that one layer is filled, run for all batches and emptied, and all forwards go on to the next.
+So each layer is given what the model means for it: masks, positions, caches, keys and values of
+other layers, the output of an encoder; what lies between layers runs in its own place and order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+from greenlet import getcurrent, greenlet
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4convert.calibration.model import NEXT, Skeleton
 from fp4convert.errors import InputError
+from fp4convert.storage.disk import write_errors_at
 
 MODEL_ERRORS = (
     ValueError,
@@ -27,57 +34,33 @@ MODEL_ERRORS = (
     RuntimeError,
     NotImplementedError,
 )
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-
-# What a layer is called with beside the hidden states: arguments by place and by name.
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-# Tensors that layers are called with, by the sha256 of their content: masks and positions are the
-# same for most samples and layers.
-SharedTensors = dict[bytes, torch.Tensor]
-
-
-class _Caught(Exception):  # noqa: N818 - no failure: the last layer was reached
-    pass
-
-
-def _share_tensors(value: Any, known: SharedTensors) -> Any:
-    """Return the same value, its tensors shared with those known before.
-
-    Raises InputError for what no layer should be handed
-    """
-    if isinstance(value, torch.Tensor):
-        data = value.detach().contiguous().cpu()
-        head = f"{data.dtype} {tuple(data.shape)}".encode()
-        content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return known.setdefault(hashlib.sha256(head + content).digest(), value)
-    if isinstance(value, tuple | list):
-        return type(value)(_share_tensors(item, known) for item in value)
-    if type(value) is dict:
-        return {key: _share_tensors(item, known) for key, item in value.items()}
-    if isinstance(value, PLAIN):
-        return value
-    detail = f"layers pass {type(value).__name__} to each other besides hidden states"
-    raise InputError(
-        "calibration-model", f"{detail}; expected layers that need only hidden states", NEXT
-    )
+PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+MAPPED_NBYTES = 1 << 16  # of a tensor that is kept in a file
+REASON_LENGTH = 150  # of the words of another package in a message
 
 
 @contextmanager
-def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[None]:
+def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[Callable[[], None]]:
     """Fill what is outside the layers on first use; empty it at the end.
 
     is_headless  logits, the largest tensor of a model, are not computed: what makes them gives back
                  a part of what it is given
+    Yields       what empties them before the end
     """
     head = skeleton.model.get_output_embeddings() if is_headless else None
-    handles, filled = [], []
+    handles: list[Any] = []
+    filled: list[str] = []
+
+    def empty() -> None:
+        while filled:
+            skeleton.empty(filled.pop(), is_deep=False)
+
     for path, module in list(skeleton.model.named_modules()):
-        is_inside = any(f"{path}.".startswith(f"{layer}.") for layer in skeleton.layers)
-        if is_inside or module is head or not module._parameters:
+        if skeleton.layer_above(path) or module is head or not skeleton.state(path, False):
             continue
 
         def fill(module: Any, args: Any, path: str = path) -> None:
-            if any(tensor is not None and tensor.is_meta for tensor in module._parameters.values()):
+            if any(tensor.is_meta for tensor in skeleton.state(path, False).values()):
                 skeleton.fill(path, is_deep=False)
                 filled.append(path)
 
@@ -85,93 +68,277 @@ def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[N
     if head is not None:
         head.forward = lambda given: given[..., :1]
     try:
-        yield
+        yield empty
     finally:
         for handle in handles:
             handle.remove()
-        for path in filled:
-            skeleton.empty(path, is_deep=False)
+        empty()
         if head is not None:
             del head.forward
 
 
-@contextmanager
-def _replaced_layers(skeleton: Skeleton, compute: Callable[..., Any]) -> Iterator[None]:
-    """Let layers compute something else, for a while.
+@dataclass(slots=True)
+class Forward:
+    """The model's forward of one batch, standing still where it calls a layer.
 
-    compute  is called with the number of the layer, and what the layer is called with
+    inputs  of the model, by name
+    layer   path of the layer that is called; None once the model is through
+    args    of the call, by place
+    kwargs  of the call, by name
+    made    what the layer gave, or in the end the model
     """
-    layers = [skeleton.module(path) for path in skeleton.layers]
-    for number, layer in enumerate(layers):
-        layer.forward = partial(compute, number)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
+
+    inputs: Mapping[str, torch.Tensor]
+    layer: str | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    made: Any = None
+    _run: Any = None
+
+    def go_on(self, model: Any) -> None:
+        """Run what lies between two layers, to the next call of one or to the end."""
+        if self._run is None:
+            self._run = greenlet(partial(model, **self.inputs))
+            found = self._run.switch()
+        else:
+            made, self.made = self.made, None
+            self.args, self.kwargs = (), {}
+            found = self._run.switch(made)
+        if self._run.dead:
+            self.layer, self.made = None, found
+        else:
+            self.layer, self.args, self.kwargs = found
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that the layer is called with."""
+        return [
+            item for item in _leaves((self.args, self.kwargs)) if isinstance(item, torch.Tensor)
+        ]
+
+    def hidden(self) -> torch.Tensor | None:
+        """Return the hidden states that the layer is given, where they can be told."""
+        found = self.args[0] if self.args else self.kwargs.get("hidden_states")
+        return found if isinstance(found, torch.Tensor) else None
 
 
-def begin(
-    skeleton: Skeleton, ids: torch.Tensor, known: SharedTensors
-) -> tuple[torch.Tensor, list[Call]]:
-    """Record what the first layer is given, and all layers are called with.
+def _call_layer(path: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand still at a layer; compute it where no forward is held."""
+    above = getcurrent().parent
+    return above.switch((path, args, kwargs)) if above is not None else compute(*args, **kwargs)
 
-    ids     (samples, length) tokens
-    known   tensors that layers were called with before; takes in those of this call
-    Raises  InputError where layers are not run one after the other, each on what the one before
-            gave and nothing else
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Walk through tuples, lists and dicts."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+@dataclass(slots=True)
+class Chain:
+    """The forwards of all batches, all at the same layer.
+
+    inputs    of the model, by name, for each batch
+    begin     called with the number of the batch that runs next
+    folder    takes files of hidden states: between layers they are no program's memory but the
+              system's, on a CPU
+    is_plain  each layer so far was given the hidden states that the one before it gave, and gave
+              nothing else: the rest can be run again from these alone
+    arity     0 where the layer gives hidden states, else of how many things they are the first
     """
-    kind = type(skeleton.model).__name__
-    calls: list[Call] = []
-    kept: list[torch.Tensor] = []  # alive, so that no other tensor gets the id of one of them
-    handed_ids: set[int] = set()
 
-    def record(number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        named = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
-        is_handed = any(id(item) in handed_ids for item in named)
-        if number != len(calls) or is_handed or hidden.shape[:2] != ids.shape:
-            detail = f"{kind} does not run its layers one after the other"
-            raise InputError("calibration-model", f"{detail} on hidden states only", NEXT)
-        kept.append(hidden)
-        calls.append((_share_tensors(args, known), _share_tensors(kwargs, known)))
-        if len(calls) == len(skeleton.layers):
-            raise _Caught
-        handed = hidden.clone()
-        handed_ids.add(id(handed))
-        kept.append(handed)
-        return handed
+    skeleton: Skeleton
+    inputs: Sequence[Mapping[str, torch.Tensor]]
+    folder: Path
+    begin: Callable[[int], None] = lambda number: None
+    forwards: list[Forward] = field(default_factory=list)
+    is_plain: bool = True
+    arity: int = 0
+    _stop: int = 0
+    _handed: dict[int, torch.Tensor] = field(default_factory=dict)
+    _shared: Any = field(default_factory=WeakValueDictionary)
+    _seen: Any = field(default_factory=WeakIdKeyDictionary)
 
-    with torch.no_grad(), _replaced_layers(skeleton, record):
+    @contextmanager
+    def held(self, is_headless: bool = True) -> Iterator[Iterator[str]]:
+        """Let layers stand still, for a while.
+
+        Yields every layer that all forwards have come to, in turn.  Each must be run for every
+        batch before the next is asked for
+        Raises InputError where layers are not called in the same order for every batch, or the
+        model does with what a layer gives what cannot be done
+        """
+        skeleton = self.skeleton
+        self.forwards = [Forward(given) for given in self.inputs]
+        layers = [(path, skeleton.module(path)) for path in skeleton.layers]
+        for path, layer in layers:
+            layer.forward = partial(_call_layer, path, layer.forward)
+        hooks = [
+            module.register_forward_hook(
+                lambda module, args, made: _mapped(made, iter(()), self.folder)
+            )
+            for path, module in skeleton.model.named_modules()
+            if isinstance(module, torch.nn.Embedding) and not skeleton.layer_above(path)
+        ]
         try:
-            skeleton.model(input_ids=ids)
-        except _Caught:
-            return kept[0], calls
-        except MODEL_ERRORS as error:  # the model does more with what a layer gives
-            why = str(error).split("\n")[0][:150]
-            detail = f"{kind} cannot be run a layer at a time: {why}"
-            raise InputError("calibration-model", detail, NEXT) from None
-    detail = f"{kind} does not run all of its {len(skeleton.layers)} layers"
-    raise InputError("calibration-model", detail, NEXT)
+            with torch.no_grad(), filled_on_demand(skeleton, is_headless) as empty:
+                yield self._stops(empty)
+        finally:
+            for forward in self.forwards:
+                forward._run = None
+            for hook in hooks:
+                hook.remove()
+            for _, layer in layers:
+                del layer.forward
+
+    def _stops(self, empty: Callable[[], None]) -> Iterator[str]:
+        while True:
+            for number in range(len(self.forwards)):
+                self.go_on(number)
+            empty()
+            found = {forward.layer for forward in self.forwards}
+            if len(found) > 1:
+                names = " and ".join(sorted(str(path) for path in found)[:2])
+                detail = f"{self._kind} does not run its layers in one order: for some samples"
+                raise InputError("calibration-model", f"{detail} {names} come together", NEXT)
+            path = found.pop()
+            if path is None:
+                return
+            yield path
+            self._stop += 1
+
+    @property
+    def _kind(self) -> str:
+        return type(self.skeleton.model).__name__
+
+    def go_on(self, number: int) -> None:
+        """Run what lies between two layers for one batch."""
+        forward = self.forwards[number]
+        handed = self._handed.pop(number, None)
+        self.begin(number)
+        try:
+            forward.go_on(self.skeleton.model)
+        except MODEL_ERRORS as error:
+            self._refuse(error)
+        if forward.layer is None:
+            return
+        if self._stop or handed is not None:
+            others = [tensor for tensor in forward.tensors() if tensor is not handed]
+            self.is_plain &= handed is not None and forward.hidden() is handed
+            self.is_plain &= len(others) == len(forward.tensors()) - 1
+        self.is_plain &= _is_plain((*forward.args, *forward.kwargs.values()))
+        for tensor in forward.tensors():
+            if tensor is not forward.hidden():
+                self._share(tensor)
+
+    def _refuse(self, error: Exception) -> None:
+        why = " ".join(str(error).split())[:REASON_LENGTH] or type(error).__name__
+        detail = f"{self._kind} cannot be run a layer at a time: {why}"
+        raise InputError("calibration-model", detail, NEXT) from None
+
+    def _share(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor once that layers of all batches are called with.
+
+        Masks and positions are the same for most of them.
+        """
+        if tensor in self._seen or tensor.nbytes < MAPPED_NBYTES or tensor.device.type != "cpu":
+            return
+        data = tensor.detach().contiguous()
+        head = f"{data.dtype} {tuple(data.shape)}".encode()
+        content = data.reshape(-1).view(torch.uint8).numpy().data
+        key = hashlib.sha256(head + hashlib.sha256(content).digest()).digest()
+        known = self._shared.setdefault(key, tensor)
+        self._seen[tensor] = None
+        if known is not tensor:
+            tensor.data = known.data
+
+    def run(self, number: int) -> Any:
+        """Run the layer, filled, on what one batch gives it; return what it makes."""
+        forward = self.forwards[number]
+        layer = self.skeleton.module(str(forward.layer))
+        self.begin(number)
+        before = [(tensor, tensor._version) for tensor in forward.tensors() if tensor in self._seen]
+        try:
+            made = layer(*forward.args, **forward.kwargs)
+        except MODEL_ERRORS as error:
+            self._refuse(error)
+        if any(tensor._version != version for tensor, version in before):
+            detail = f"{self._kind} cannot be run a layer at a time: {forward.layer} changes a mask"
+            raise InputError("calibration-model", f"{detail} or positions in place", NEXT)
+        return made
+
+    def hand_on(self, number: int, made: Any) -> None:
+        """Keep what the layer made of one batch for the rest of the model."""
+        is_one = isinstance(made, torch.Tensor)
+        items = (made,) if is_one else made if type(made) is tuple else ()
+        self.is_plain &= bool(items) and isinstance(items[0], torch.Tensor)
+        self.is_plain &= all(item is None for item in items[1:])
+        self.arity = 0 if is_one else len(items)
+        name = f"hidden-{(self._stop + 1) % 2}-{number:05}"
+        paths = iter([self.folder / name])
+        self.forwards[number].made = kept = _mapped(made, paths, self.folder)
+        first = kept if is_one else next(iter(kept), None) if type(kept) is tuple else None
+        if isinstance(first, torch.Tensor):
+            self._handed[number] = first
+
+    def hand_on_again(self, number: int, arity: int, is_last: bool) -> None:
+        """Let a layer that was run before count as run.
+
+        arity    of what it gave
+        is_last  it is the last one that was run: its hidden states lie in their file; those of
+                 earlier ones are not needed
+        Raises   InputError where they do not fit the model
+        """
+        forward = self.forwards[number]
+        hidden = forward.hidden()
+        assert hidden is not None, "a plain chain has hidden states"
+        if is_last:
+            path = self.folder / f"hidden-{(self._stop + 1) % 2}-{number:05}"
+            hidden = _open_mapped(path, hidden)
+        else:
+            hidden = hidden.clone()
+        self.arity = arity
+        forward.made = (hidden, *[None] * (arity - 1)) if arity else hidden
+        self._handed[number] = hidden
 
 
-def step(
-    skeleton: Skeleton, number: int, hidden: torch.Tensor, call: Call
-) -> tuple[torch.Tensor, bool]:
-    """Run one layer, filled, on hidden states.
+def _is_plain(value: Any) -> bool:
+    """Tell whether a layer can keep nothing in what it is called with."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)
 
-    Returns  what it makes of them, and whether that was the first of several things
+
+def _mapped(value: Any, paths: Iterator[Path], folder: Path) -> Any:
+    """Copy the tensors of a value to files, which are mapped into memory.
+
+    paths  the first tensor's, which stays; files of others have no name, and go with the tensor
     """
-    args, kwargs = call
-    made = skeleton.module(skeleton.layers[number])(hidden, *args, **kwargs)
-    return (made[0], True) if isinstance(made, tuple) else (made, False)
+    if isinstance(value, torch.Tensor):
+        path = next(paths, None) if value.numel() else None
+        if path is None and (value.nbytes < MAPPED_NBYTES or value.device.type != "cpu"):
+            return value
+        home = path or folder / "hidden-unnamed"
+        with write_errors_at(home):
+            home.unlink(missing_ok=True)
+            home.write_bytes(b"")
+            made = torch.from_file(str(home), shared=True, size=value.numel(), dtype=value.dtype)
+            made = made.reshape(value.shape).copy_(value)
+            if path is None:
+                home.unlink()
+        return made if value.device.type == "cpu" else value
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(item, paths, folder) for item in value)
+    return value
 
 
-def end(skeleton: Skeleton, ids: torch.Tensor, hidden: torch.Tensor, is_tuple: bool) -> None:
-    """Run what is before and after the layers, whose last one gave `hidden`."""
-
-    def give(number: int, own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = hidden if number == len(skeleton.layers) - 1 else own
-        return (made,) if is_tuple else made
-
-    with torch.no_grad(), _replaced_layers(skeleton, give):
-        skeleton.model(input_ids=ids)
+def _open_mapped(path: Path, like: torch.Tensor) -> torch.Tensor:
+    """Map hidden states of a shape and dtype that an earlier run kept."""
+    if path.stat().st_size != like.nbytes:
+        raise RuntimeError(f"{path.name} is not {tuple(like.shape)} of {like.dtype}")
+    found = torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype)
+    return found.reshape(like.shape).to(like.device)

@@ -7,7 +7,7 @@ comes with a checkpoint is never run.
 
 from __future__ import annotations
 
-import re
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp4convert.calibration.experts import is_known
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError, describe_missing
@@ -25,7 +26,7 @@ from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
-# Of attention and of experts: both look at what passes, and compute what the model defines.
+# Of experts: it looks at what passes, and computes what the model defines.
 IMPLEMENTATION = "fp4convert"
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -76,7 +77,8 @@ class Skeleton:
     """A model without values, but for the parts that are filled.
 
     model      of transformers, in eval mode
-    layers     path of every decoder (or encoder) layer, in their order
+    layers     paths of the layers, each filled and run by itself: what the model has lists of, of
+               text, of vision, of an encoder and a decoder
     linears    of the source, by module
     seats      module -> where it is in the model; those that the model does not have are absent
     stored     parameter of the model -> names in the checkpoint that it is made of
@@ -92,6 +94,10 @@ class Skeleton:
     tensors: dict[str, Lazy]
     device: torch.device
     _mapping: list[Any] = field(default_factory=list)
+    _known_layers: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._known_layers = frozenset(self.layers)
 
     def module(self, path: str) -> Any:
         """Return the module of that path; the model itself for none."""
@@ -103,7 +109,7 @@ class Skeleton:
         is_deep  those of the modules inside it, too
         Raises   InputError where the checkpoint lacks one, or has it in another shape
         """
-        names = self._state(path, is_deep).keys()
+        names = self.state(path, is_deep).keys()
         wanted = [key for name in names for key in self.stored.get(name, ())]
         if wanted:
             from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -127,15 +133,13 @@ class Skeleton:
                 if self.module(home)._parameters[there].is_meta:
                     self.fill(home, is_deep=False)
                 self.module(owner)._parameters[own] = self.module(home)._parameters[there]
-        empty = sorted(
-            name for name, tensor in self._state(path, is_deep).items() if tensor.is_meta
-        )
+        empty = sorted(name for name, tensor in self.state(path, is_deep).items() if tensor.is_meta)
         if empty:
             detail = f"the checkpoint has no weights for {empty[0]!r}"
             detail += f", which {type(self.model).__name__} of transformers needs"
             raise InputError("calibration-weights", detail, CHECK_CONFIG, empty[0])
 
-    def _state(self, path: str, is_deep: bool) -> dict[str, torch.Tensor]:
+    def state(self, path: str, is_deep: bool) -> dict[str, torch.Tensor]:
         """Gather parameters and persistent buffers by name in the model."""
         module, found = self.module(path), {}
         for inner, part in module.named_modules() if is_deep else [("", module)]:
@@ -158,10 +162,11 @@ class Skeleton:
         """Count the bytes of the parameters below a path."""
         return sum(parameter.nbytes for parameter in self.module(path).parameters())
 
-    def layer_of(self, seat: Seat) -> str | None:
-        """Return the layer that a module is in, or None."""
-        found = re.match(rf"{re.escape(self.layers[0].rpartition('.')[0])}\.\d+(?=\.|$)", seat.path)
-        return found[0] if found else None
+    def layer_above(self, path: str) -> str | None:
+        """Return the layer that a path is in, or is; None outside of all."""
+        parts = path.split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return next((name for name in above if name in self._known_layers), None)
 
 
 def open_skeleton(source: Source, folder: Path, device: torch.device) -> Skeleton:
@@ -207,25 +212,14 @@ def open_skeleton(source: Source, folder: Path, device: torch.device) -> Skeleto
 def _build_model(folder: Path, device: torch.device) -> Any:
     """Build the model on the meta device, but for computed buffers."""
     transformers = import_transformers()
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-    except Exception as error:  # of many kinds: each class of configs checks itself in its own way
-        detail = "config.json describes a model that transformers"
-        detail += f" {transformers.__version__} does not know: {reason_of(error)}"
-        raise InputError("calibration-model", detail, NEXT) from None
-    if config.is_encoder_decoder:
-        detail = f"config.json: {config.model_type} has an encoder and a decoder"
-        detail += "; expected a model with one chain of layers"
-        raise InputError("calibration-model", detail, NEXT)
-    config.use_cache = False
+    config = _read_config(folder, transformers)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.use_cache = False
     try:
         # The class by the first of the architectures, or by the type of the config.
-        name = next(iter(config.architectures or ()), "")
-        kind: Any = getattr(transformers, str(name), None)
-        if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-            kind = transformers.AutoModelForCausalLM
+        kind = _known_class(transformers, config.architectures)
+        kind = kind or transformers.AutoModelForCausalLM
         make = getattr(kind, "_from_config", None) or kind.from_config
         dtype = torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
         with torch.device("meta"):
@@ -236,6 +230,38 @@ def _build_model(folder: Path, device: torch.device) -> Any:
     _compute_buffers(model, device)
     model.requires_grad_(False)
     return model.eval()
+
+
+def _read_config(folder: Path, transformers: Any) -> Any:
+    """Read config.json; its architecture may be known where its type is not."""
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # of many kinds: each class of configs checks itself in its own way
+        reason = error
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names = stored.get("architectures")
+    kind = _known_class(transformers, names) if isinstance(names, list) else None
+    is_new = stored.pop("model_type", None) not in transformers.CONFIG_MAPPING
+    # The code that comes with it may be of the same class, and of another than transformers'.
+    codes = {str(code).rpartition(".")[2] for code in (stored.pop("auto_map", None) or {}).values()}
+    if kind is not None and is_new and (not codes or kind.__name__ in codes):
+        try:
+            return kind.config_class(**stored)
+        except Exception as error:  # of as many
+            reason = error
+    detail = "config.json describes a model that transformers"
+    detail += f" {transformers.__version__} does not know: {reason_of(reason)}"
+    raise InputError("calibration-model", detail, NEXT)
+
+
+def _known_class(transformers: Any, architectures: Any) -> Any:
+    """Return the class of a model by the first of its architectures, or None."""
+    name = next(iter(architectures or ()), "")
+    kind = getattr(transformers, str(name), None)
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    return kind if is_model else None
 
 
 def reason_of(error: Exception) -> str:
@@ -356,7 +382,7 @@ def _narrow_experts(model: Any, seats: Mapping[str, Seat], linears: Mapping[str,
     """
     for module, seat in seats.items():
         owner = model.get_submodule(seat.path)
-        if seat.expert is None or not hasattr(owner, "has_gate"):
+        if seat.expert is None or not is_known(owner):
             continue  # of others nobody knows how they compute
         stored, parameter = linears[module].refs[0].dtype, owner._parameters[seat.parameter]
         dtype = TORCH_DTYPES[stored] if stored in FLOAT_TYPES else torch.bfloat16
@@ -367,21 +393,14 @@ def _narrow_experts(model: Any, seats: Mapping[str, Seat], linears: Mapping[str,
 
 
 def _find_layers(model: Any) -> tuple[str, ...]:
-    """Find the paths of the layers.
-
-    They are the list of as many modules as config.json says, nearest to the text model.
-    """
-    config = model.config.get_text_config()
-    count = getattr(config, "num_hidden_layers", 0)
-    names = {id(module): path for path, module in model.named_modules()}
-    decoder = model.get_decoder()
-    lists = [
-        (path.count("."), names[id(module)])
-        for path, module in decoder.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count and count
-    ]
-    nearest = sorted(lists)[:2]
-    if not nearest or (len(nearest) == 2 and nearest[0][0] == nearest[1][0]):
-        detail = f"{type(model).__name__} of transformers has no one list of {count} layers"
-        raise InputError("calibration-model", f"{detail}, one after the other", NEXT)
-    return tuple(f"{nearest[0][1]}.{number}" for number in range(count))
+    """Find the paths of the layers: what is in the outermost lists of modules."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and not any(
+            path.startswith(f"{layer}.") for layer in found
+        ):
+            found += (f"{path}.{name}" for name, _ in module.named_children())
+    if not found:
+        detail = f"{type(model).__name__} of transformers has no list of layers"
+        raise InputError("calibration-model", f"{detail}; expected one", NEXT)
+    return tuple(found)

@@ -1,8 +1,8 @@
 """Gather statistics of inputs while text runs through a layer.
 
 Ordinary linear layers are watched by hooks.  Experts that are one stack, and attention, are run by
-functions of ours under the names by which transformers lets others take their place; they compute
-what the model defines, and look at what passes.
+functions of ours that take the place of the model's own for a while; they compute what the model
+defines, and look at what passes.
 """
 
 from __future__ import annotations
@@ -11,20 +11,31 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4convert.calibration.experts import (
+    FIRST_PARAMETERS,
+    between,
+    count_of,
+    is_known,
+    is_llama4,
+    is_longcat,
+    is_own_kind,
+    output,
+    owner_of,
+)
 from fp4convert.calibration.model import IMPLEMENTATION, Seat, Skeleton
 from fp4convert.errors import InputError
 
+PLAIN_ATTENTION = "eager_attention_forward"  # in each file of models of transformers
 FEW_TOKENS = 16  # an expert that was given fewer has no statistics worth the name
 FEW_SHARE = 1 / 8  # of what each would get if all got the same: nor has one with less
 UNROUTED_TOKENS = 4096  # of the layer, that such an expert is given instead
-# Of a stack of experts: what is given the token itself.
-FIRST_PARAMETERS = ("gate_up_proj", "up_proj")
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -192,10 +203,11 @@ class Watch:
             raise InputError("calibration-nan", detail, next_step, holder)
 
     def _add_expert(
-        self, path: str, expert: int, given: torch.Tensor, between: torch.Tensor
+        self, module: Any, expert: int, given: torch.Tensor, inner: torch.Tensor
     ) -> None:
         """Add what an expert's first matrices and its last one are given."""
-        for is_first, x in ((True, given), (False, between)):
+        path = self._paths[id(owner_of(module))]
+        for is_first, x in ((True, given), (False, inner)):
             names = self._members.get((path, is_first, expert), [])
             if names:
                 self.inputs |= dict.fromkeys(names[1:], names[0])
@@ -208,31 +220,61 @@ class Watch:
 
         The arguments have the names that transformers gives them.
         """
-        path = self._paths[id(module)]
-        for expert in (self.unfed or {}).get(path, ()):
-            between = _between(module, expert, hidden_states)
-            self._add_expert(path, expert, hidden_states, between)
-        count = module.num_experts
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        self._feed(module, hidden)
+        out = torch.zeros_like(hidden)
+        count = count_of(module)
+        for expert in torch.unique(top_k_index).tolist():
+            token, rank = torch.where(top_k_index == expert)
+            share = top_k_weights[token, rank, None]
+            if expert < count:
+                made = self._run_expert(module, expert, hidden[token], share)
+            elif is_longcat(module):
+                made = hidden[token]
+            else:
+                continue
+            out.index_add_(0, token, (made * share).to(out.dtype))
+        return out.view(hidden_states.shape)
+
+    def experts_of_all_tokens(self, module: Any, hidden_states: Any) -> torch.Tensor:
+        """Compute the experts of Llama 4, of the tokens that are routed to them.
+
+        hidden_states  (experts * tokens, hidden), zero where a token is not routed there
+        """
+        given = hidden_states.view(module.num_experts, -1, hidden_states.shape[-1])
+        out = torch.zeros_like(given)
+        if self.unfed:  # with the tokens as their own experts get them, multiplied by a score
+            self._feed(module, given.sum(0))
+        for expert in range(module.num_experts):
+            token = given[expert].any(-1).nonzero().squeeze(-1)
+            if len(token):
+                one = torch.ones(1, device=given.device)
+                out[expert, token] = self._run_expert(module, expert, given[expert, token], one)
+        return out.view(hidden_states.shape)
+
+    def _feed(self, module: Any, hidden: torch.Tensor) -> None:
+        """Give experts that are short of tokens every one."""
+        for expert in (self.unfed or {}).get(self._paths[id(owner_of(module))], ()):
+            self._add_expert(module, expert, hidden, between(module, expert, hidden))
+
+    def _run_expert(
+        self, module: Any, expert: int, given: torch.Tensor, share: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute what an expert makes of its tokens, and look at what passes.
+
+        share  of the router, for each token
+        """
+        inner = between(module, expert, given)
+        made = output(module, expert, inner)
         if self._follows_router:
+            path, count = self._paths[id(owner_of(module))], count_of(module)
             none = np.zeros(count, np.int64), np.zeros(count, np.float64)
             tokens, norms = self.routed.setdefault(path, none)
-        out = torch.zeros_like(hidden_states)
-        for expert in torch.unique(top_k_index).tolist():
-            if expert >= count:
-                continue
-            token, rank = torch.where(top_k_index == expert)
-            given, share = hidden_states[token], top_k_weights[token, rank, None]
-            between = _between(module, expert, given)
-            made = _multiply(module, "down_proj", expert, between)
-            if module.has_post_expert_norm:
-                made = module.post_expert_norm(made)
-            if self._follows_router:
-                self._add_expert(path, expert, given, between)
-                tokens[expert] += len(made)
-                norm = torch.linalg.vector_norm(made.float(), dim=-1, dtype=torch.float64)
-                norms[expert] += float((share.double().reshape(-1) * norm).sum())
-            out.index_add_(0, token, (made * share).to(out.dtype))
-        return out
+            self._add_expert(module, expert, given, inner)
+            tokens[expert] += len(made)
+            norm = torch.linalg.vector_norm(made.float(), dim=-1, dtype=torch.float64)
+            norms[expert] += float((share.double().reshape(-1) * norm).sum())
+        return made
 
     def feed_starving(self) -> list[str]:
         """Have the experts with too few tokens fed from now on.
@@ -258,32 +300,48 @@ class Watch:
         return names
 
     def attention(
-        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+        self,
+        compute: Callable[..., Any],
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        *rest: Any,
+        **options: Any,
     ) -> Any:
-        """Compute attention by the model's own plain function."""
+        """Compute attention by the model's own plain function, and look at keys and values."""
         # Latent attention has no cache of keys and values.
         if self._follows_router and not hasattr(module, "kv_lora_rank"):
             largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
             largest[0] = max(largest[0], float(key.abs().max()))
             largest[1] = max(largest[1], float(value.abs().max()))
-        home = sys.modules[type(module).__module__]
-        plain = getattr(home, "eager_attention_forward")  # noqa: B009 - mypy knows no such module
-        return plain(module, query, key, value, attention_mask, **options)
+        return compute(module, query, key, value, *rest, **options)
 
-    def arrays(self) -> Arrays:
-        """Return everything that was seen, as a calibration file has it."""
+    def take(self, layer: str | None) -> tuple[dict[str, str], Arrays]:
+        """Return what was seen of a layer, as a calibration file has it, and forget it.
+
+        layer    None for what is outside of all
+        Returns  as `inputs` has it, and the arrays
+        """
+
+        def is_own(path: str) -> bool:
+            return self.skeleton.layer_above(path) == layer
+
         found: Arrays = {}
-        for module, moments in self.moments.items():
-            found |= moments.arrays(module)
-        for path, (tokens, norms) in self.routed.items():
-            moe = self._name_of(path).rpartition(".")[0]
+        for module in [name for name in self.moments if is_own(self.modules[name].path)]:
+            found |= self.moments.pop(module).arrays(module)
+        for path in filter(is_own, list(self.routed)):
+            tokens, norms = self.routed.pop(path)
+            moe = self._name_of(path).removesuffix(".mlp").rpartition(".")[0]
             found[f"{moe}.expert_tokens"] = tokens
             found[f"{moe}.expert_saliency"] = (norms / np.maximum(tokens, 1)).astype(np.float32)
-        for path, largest in self.cached.items():
+        for path in filter(is_own, list(self.cached)):
+            largest = self.cached.pop(path)
             if getattr(self.skeleton.module(path), "is_causal", True):
                 for kind, amax in zip(("k_amax", "v_amax"), largest, strict=True):
                     found[f"{self._name_of(path)}.{kind}"] = np.asarray(amax, np.float32)
-        return found
+        own = [name for name in self.inputs if is_own(self.modules[name].path)]
+        return {name: self.inputs.pop(name) for name in own}, found
 
     def _name_of(self, path: str) -> str:
         """Find what the checkpoint calls a module of the model.
@@ -302,39 +360,56 @@ class Watch:
         raise InputError("calibration-model", detail, next_step, path)
 
 
-def _multiply(module: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """Multiply with one matrix of a stack, and add its bias."""
-    weight: torch.Tensor = getattr(module, parameter)[expert].to(x.dtype)
-    made = x @ weight if module.is_transposed else x @ weight.T
-    if module.has_bias:
-        made = made + getattr(module, f"{parameter}_bias")[expert].to(x.dtype)
-    return made
+def merge_statistics(first: Arrays, second: Arrays) -> Arrays:
+    """Merge what a layer was given when it ran, and when it ran again.
 
-
-def _between(module: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """Compute what an expert's last matrix is given."""
-    if module.has_gate:
-        found: torch.Tensor = module._apply_gate(_multiply(module, "gate_up_proj", expert, x))
-    else:
-        found = module.act_fn(_multiply(module, "up_proj", expert, x))
+    Largest values are the larger, means are weighted by tokens, counts are added.
+    """
+    found = {**first, **second}
+    for name in first.keys() & second.keys():
+        (owner, _, kind), a, b = name.rpartition("."), first[name], second[name]
+        counter = {"expert_saliency": "expert_tokens"}.get(kind, "tokens")
+        if kind in ("tokens", "expert_tokens"):
+            found[name] = a + b  # type: ignore[operator]
+        elif kind.endswith("amax"):
+            found[name] = np.maximum(a, b)
+        else:
+            one, other = (np.asarray(v[f"{owner}.{counter}"], np.float64) for v in (first, second))
+            mean = (a * one + b * other) / np.maximum(one + other, 1)  # type: ignore[operator]
+            found[name] = mean.astype(a.dtype)
     return found
 
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
     """Run attention and experts of the model by a watch, for a while."""
-    from transformers import AttentionInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
-    AttentionInterface.register(IMPLEMENTATION, watch.attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, eager_mask)
+    modules = list(watch.skeleton.model.modules())
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, watch.experts)
-    for module in watch.skeleton.model.modules():  # each may have a config of its own
+    for module in modules:  # each may have a config of its own
         if (config := getattr(module, "config", None)) is not None:
-            config._attn_implementation = config._experts_implementation = IMPLEMENTATION
-    with torch.no_grad(), watch.hooked():
-        yield
+            config._experts_implementation = IMPLEMENTATION
+    taken: dict[Any, Callable[..., Any]] = {
+        module: watch.experts_of_all_tokens if is_llama4(module) else watch.experts
+        for module in modules
+        if is_own_kind(module)
+    }
+    for module, compute in taken.items():
+        module.forward = partial(compute, module)
+    # The name "eager" stays: by any other, models of sparse attention leave their index out.
+    homes = {sys.modules[type(module).__module__] for module in modules}
+    plain = {home: vars(home)[PLAIN_ATTENTION] for home in homes if PLAIN_ATTENTION in vars(home)}
+    for home, compute in plain.items():
+        setattr(home, PLAIN_ATTENTION, partial(watch.attention, compute))
+    try:
+        with torch.no_grad(), watch.hooked():
+            yield
+    finally:
+        for module in taken:
+            del module.forward
+        for home, compute in plain.items():
+            setattr(home, PLAIN_ATTENTION, compute)
 
 
 def find_unwatched(skeleton: Skeleton, seen: Mapping[str, object]) -> tuple[list[str], list[str]]:
@@ -350,6 +425,6 @@ def find_unwatched(skeleton: Skeleton, seen: Mapping[str, object]) -> tuple[list
         if module in seen or isinstance(owner, torch.nn.Embedding):
             continue
         unwatched.append(module)
-        if seat and seat.expert is not None and not hasattr(owner, "has_gate"):
+        if seat and seat.expert is not None and not is_known(owner):
             opaque.append(module)
     return unwatched, opaque

@@ -13,28 +13,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
 import torch
 
-from fp4convert.calibration.layers import (
-    Call,
-    SharedTensors,
-    begin,
-    end,
-    filled_on_demand,
-    step,
+from fp4convert.calibration.layers import Chain
+from fp4convert.calibration.model import NEXT, Skeleton, import_transformers, open_skeleton
+from fp4convert.calibration.observers import (
+    UNROUTED_TOKENS,
+    Watch,
+    find_unwatched,
+    merge_statistics,
+    watching,
 )
-from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
-from fp4convert.calibration.observers import UNROUTED_TOKENS, Watch, find_unwatched, watching
 from fp4convert.calibration.samples import (
     Batch,
     Feed,
     Samples,
     batches_of,
+    inputs_of,
     load_samples,
     own_shape,
     read_samples,
@@ -43,12 +41,14 @@ from fp4convert.calibration.samples import (
 )
 from fp4convert.calibration.statistics import Calibrated
 from fp4convert.calibration.workdir import (
+    AROUND,
     SAMPLES_FILE,
     join_parts,
     kept_state,
     needs_of,
     part_file,
     part_notes,
+    read_part,
     remark_file,
     write_part,
 )
@@ -64,7 +64,6 @@ from fp4convert.storage.source import Source, stopping
 # Of a tokenizer.
 TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")
 COPY_NBYTES = 1 << 20
-FLOAT32_NBYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +131,7 @@ def calibrate(run: Run) -> Calibrated:
         run.phases.begin("model")
         _copy_texts(run.source, state / "model")
         skeleton = open_skeleton(run.source, state / "model", device)
+        _check_reads_text(skeleton)
         samples = _find_samples(run, skeleton, state)
         needs = needs_of(skeleton, run.gram, sum(map(len, samples)), run.source.checkpoint.config)
         needs.check(run.output, state, device)
@@ -178,6 +178,14 @@ def _copy_texts(source: Source, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(unquantized(source.checkpoint.config)))
 
 
+def _check_reads_text(skeleton: Skeleton) -> None:
+    """Raise InputError for a model of images or of sound alone."""
+    name = getattr(skeleton.model, "main_input_name", "input_ids")
+    if name != "input_ids":
+        detail = f"{type(skeleton.model).__name__} reads {name}; expected a model that reads text"
+        raise InputError("calibration-model", detail, NEXT)
+
+
 def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     """Make the samples; a run that goes on loads them."""
     kept, config = state / SAMPLES_FILE, run.source.checkpoint.config
@@ -211,10 +219,7 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
 class _LayerRun:
     """The layers of one model, run one after the other.
 
-    is_tuple  layers give hidden states as the first of several things
-    _starts   how many tokens there are before each batch
-    _calls    by batch and layer
-    _shape, _dtype  of the hidden states of one token
+    Parts of the file are numbered as layers are run; what is outside of all is the last.
     """
 
     run: Run
@@ -222,119 +227,96 @@ class _LayerRun:
     state: Path
     batches: list[Batch]
     notes: dict[str, str]
-    is_tuple: bool = False
-    _starts: list[int] = field(default_factory=list)
-    _calls: list[list[Call]] = field(default_factory=list)
-    _shape: tuple[int, ...] = ()
-    _dtype: Any = torch.float32
 
     def run_layers(self) -> None:
         """Write the statistics of every layer, and of what is around them.
 
-        What an earlier run finished is skipped.
+        What an earlier run finished is skipped; where layers hand on more than hidden states it is
+        computed again, and not watched.
         """
-        self._catch_calls()
-        layers = self.skeleton.layers
-        nbytes = {path: self.skeleton.nbytes(path) for path in layers}
-        self.run.phases.begin("calibrate", sum(nbytes.values()))
-        for number, path in enumerate(layers):
-            remark = remark_file(self.state, number)
-            if remark.exists():
-                self.is_tuple = bool(json.loads(remark.read_text())["is_tuple"])
-                self.run.phases.skip(nbytes[path])
-                continue
-            self._write_part(number, *self._run_layer(number))
-            self.run.phases.report(path, nbytes[path])
-        if not remark_file(self.state, len(layers)).exists():
-            self._write_part(len(layers), self._run_around(), [])
+        if remark_file(self.state, AROUND).exists():
+            return
+        skeleton, phases = self.skeleton, self.run.phases
+        watch = Watch(skeleton, self.run.gram, skeleton.seats)
+        inputs = [inputs_of(skeleton, batch) for batch in self.batches]
+        chain = Chain(skeleton, inputs, self.state, lambda n: watch.begin(self.batches[n].first))
+        nbytes = {path: skeleton.nbytes(path) for path in skeleton.layers}
+        phases.begin("calibrate", sum(nbytes.values()))
+        done, parts = self._finished(), dict[str, int]()
+        is_plain = bool(done) and bool(done[-1]["is_plain"])
+        with watching(watch), chain.held() as stops:
+            for number, path in enumerate(stops):
+                if number >= len(done):
+                    unrouted = self._run_layer(chain, watch, path)
+                    self._write_part(number, path, parts.get(path), chain, watch, unrouted)
+                elif is_plain:
+                    is_last = number == len(done) - 1
+                    for batch in range(len(inputs)):
+                        chain.hand_on_again(batch, int(done[number]["arity"]), is_last)
+                else:
+                    watch.is_looking = False
+                    self._run_layer(chain, watch, path)
+                    watch.is_looking = True
+                phases.report(path, nbytes[path] if path not in parts else 0)
+                parts[path] = number
+        self._write_part(AROUND, None, None, chain, watch, [])
 
-    def _catch_calls(self) -> None:
-        """Find what every layer is called with, and the first hidden states."""
-        tokens = [batch.ids.size for batch in self.batches]
-        self._starts = list(accumulate(tokens, initial=0))
-        known: SharedTensors = {}
-        is_first = not remark_file(self.state, 0).exists()
-        blind = Watch(self.skeleton, "none", {}, is_looking=False)
-        with filled_on_demand(self.skeleton), watching(blind):
-            for number, batch in enumerate(self.batches):
-                ids = torch.from_numpy(batch.ids).to(self.skeleton.device)
-                hidden, calls = begin(self.skeleton, ids, known)
-                self._calls.append(calls)
-                self._shape, self._dtype = tuple(hidden.shape[2:]), hidden.dtype
-                if is_first:
-                    self._write_hidden(0, number, hidden)
+    def _finished(self) -> list[dict[str, Any]]:
+        """Read what is said of the layers that an earlier run finished."""
+        found: list[dict[str, Any]] = []
+        while (remark := remark_file(self.state, len(found))).exists():
+            found.append(json.loads(remark.read_text()))
+        return found
 
-    def _run_layer(self, layer: int) -> tuple[Watch, list[str]]:
+    def _run_layer(self, chain: Chain, watch: Watch, path: str) -> list[str]:
         """Run one layer, and watch what its linear layers are given.
 
-        Returns  their statistics, and the modules of experts that were fed tokens of others
+        Returns  the modules of experts that were fed tokens of others
         """
-        path = self.skeleton.layers[layer]
-        watch = self._watch(path)
         self.skeleton.fill(path)
-        with watching(watch):
-            for number, batch in enumerate(self.batches):
-                watch.begin(batch.first)
-                hidden = self._read_hidden(layer, number)
-                made, self.is_tuple = step(self.skeleton, layer, hidden, self._calls[number][layer])
-                self._write_hidden(layer + 1, number, made)
-            # Experts with too few tokens are fed some that were not routed to them.
-            unrouted, fed = watch.feed_starving(), 0
-            for number, batch in enumerate(self.batches if unrouted else ()):
-                if fed < UNROUTED_TOKENS:
-                    watch.begin(batch.first)
-                    hidden = self._read_hidden(layer, number)
-                    step(self.skeleton, layer, hidden, self._calls[number][layer])
-                    fed += batch.ids.size
+        for number in range(len(self.batches)):
+            chain.hand_on(number, chain.run(number))
+        # Experts with too few tokens are fed some that were not routed to them.
+        unrouted, fed = watch.feed_starving(), 0
+        for number, batch in enumerate(self.batches if unrouted else ()):
+            if fed < UNROUTED_TOKENS:
+                chain.run(number)
+                fed += batch.ids.size
+        watch.unfed = None
         self.skeleton.empty(path)
-        return watch, unrouted
+        return unrouted
 
-    def _run_around(self) -> Watch:
-        """Run what is before and after the layers, and watch that."""
-        watch, last = self._watch(None), len(self.skeleton.layers)
-        with filled_on_demand(self.skeleton), watching(watch):
-            for number, batch in enumerate(self.batches):
-                watch.begin(batch.first)
-                ids = torch.from_numpy(batch.ids).to(self.skeleton.device)
-                end(self.skeleton, ids, self._read_hidden(last, number), self.is_tuple)
-        return watch
+    def _write_part(
+        self,
+        number: int,
+        path: str | None,
+        earlier: int | None,
+        chain: Chain,
+        watch: Watch,
+        unrouted: list[str],
+    ) -> None:
+        """Write what a part came to; its remark is last, and makes it count.
 
-    def _watch(self, path: str | None) -> Watch:
-        """Make a watch for the modules of a layer; None for those of none."""
-        seats = self.skeleton.seats.items()
-        own = {module: seat for module, seat in seats if self.skeleton.layer_of(seat) == path}
-        return Watch(self.skeleton, self.run.gram, own)
-
-    def _hidden_place(self, layer: int, number: int) -> tuple[Path, int]:
-        """Find the hidden states that a layer is given for a batch.
-
-        Returns  the file, and the byte in it; batches follow one another, in float32
+        path     of the layer; None for what is outside of all
+        earlier  the part of the same layer, where the model runs it several times: this one then
+                 says what both came to
         """
-        start = self._starts[number] * int(np.prod(self._shape)) * FLOAT32_NBYTES
-        return self.state / f"hidden-{layer % 2}", start
-
-    def _write_hidden(self, layer: int, number: int, hidden: torch.Tensor) -> None:
-        data = hidden.detach().float().cpu().contiguous().numpy()
-        path, start = self._hidden_place(layer, number)
-        with write_errors_at(path), path.open("r+b" if path.exists() else "w+b") as out:
-            out.seek(start)
-            out.write(data.tobytes())
-
-    def _read_hidden(self, layer: int, number: int) -> torch.Tensor:
-        shape = (*self.batches[number].ids.shape, *self._shape)
-        path, start = self._hidden_place(layer, number)
-        found = np.fromfile(path, np.float32, int(np.prod(shape)), offset=start)
-        return torch.from_numpy(found.reshape(shape)).to(self.skeleton.device, self._dtype)
-
-    def _write_part(self, number: int, watch: Watch, unrouted: list[str]) -> None:
-        """Write what a part came to; its remark is last, and makes it count."""
-        write_part(part_file(self.state, number), watch.arrays(), self.notes)
+        inputs, arrays = watch.take(path)
+        if earlier is not None:
+            before = json.loads(remark_file(self.state, earlier).read_text())
+            inputs = {**before["inputs"], **inputs}
+            unrouted = [*dict.fromkeys([*before["unrouted"], *unrouted])]
+            arrays = merge_statistics(read_part(part_file(self.state, earlier)), arrays)
+        write_part(part_file(self.state, number), arrays, self.notes)
+        linears = [name.removesuffix(".input_amax") for name in arrays if name.endswith("_amax")]
         remark = {
-            "inputs": watch.inputs,
+            "layer": path,
+            "inputs": inputs,
             "unrouted": unrouted,
-            "is_tuple": self.is_tuple,
-            "seen": [*watch.moments, *watch.inputs],
-            "experts": sum(len(tokens) for tokens, _ in watch.routed.values()),
+            "is_plain": chain.is_plain,
+            "arity": chain.arity,
+            "seen": [*(name for name in linears if f"{name}.tokens" in arrays), *inputs],
+            "experts": sum(len(v) for k, v in arrays.items() if k.endswith(".expert_tokens")),
         }
         temp = self.state / "remark.new"
         with write_errors_at(temp):
@@ -343,7 +325,9 @@ class _LayerRun:
 
     def finish(self, samples: Samples, begun: float) -> Calibrated:
         """Join the parts to the file."""
-        numbers = range(len(self.skeleton.layers) + 1)
+        # Of a layer that runs several times the last part says it all.
+        last = {remark["layer"]: number for number, remark in enumerate(self._finished())}
+        numbers = [*last.values(), AROUND]
         remarks = [json.loads(remark_file(self.state, number).read_text()) for number in numbers]
         seen = dict.fromkeys(module for remark in remarks for module in remark["seen"])
         unrouted = tuple(module for remark in remarks for module in remark["unrouted"])

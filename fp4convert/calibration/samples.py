@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fp4convert.calibration.layers import filled_on_demand
+from fp4convert.calibration.layers import MODEL_ERRORS, filled_on_demand
 from fp4convert.calibration.model import Skeleton, import_transformers, reason_of
 from fp4convert.calibration.observers import Watch, watching
 from fp4convert.errors import InputError
@@ -108,6 +108,22 @@ def batches_of(samples: Samples) -> list[Batch]:
     return [
         Batch(numbers[0], np.stack([samples[number] for number in numbers])) for numbers in batches
     ]
+
+
+def inputs_of(skeleton: Skeleton, batch: Batch) -> dict[str, torch.Tensor]:
+    """Make what the model is called with for a batch.
+
+    A decoder beside an encoder reads the same text, one token later.
+    """
+    ids = torch.from_numpy(batch.ids).to(skeleton.device)
+    config = skeleton.model.config
+    if not config.is_encoder_decoder:
+        return {"input_ids": ids}
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    starts = (*(getattr(config, name, None) for name in names), 0)
+    start = next(token for token in starts if isinstance(token, int))
+    first = torch.full((len(ids), 1), start, device=ids.device)
+    return {"input_ids": ids, "decoder_input_ids": torch.cat([first, ids[:, :-1]], 1)}
 
 
 def sequence_length(
@@ -258,6 +274,9 @@ def own_shape(feed: Feed, skeleton: Skeleton) -> tuple[int, int]:
     if not skeleton.model.can_generate():
         detail = f"{type(skeleton.model).__name__} generates no text for --self-generate"
         raise InputError("no-text", detail, "Give --text FILE.")
+    if skeleton.model.config.is_encoder_decoder:
+        detail = f"{type(skeleton.model).__name__} answers a text, and writes none by itself"
+        raise InputError("no-text", f"{detail} for --self-generate", "Give --text FILE.")
     length = sequence_length(skeleton, feed.sequence_length, OWN_LENGTH)
     return int(feed.self_generate or 1), length
 
@@ -286,7 +305,7 @@ def write_samples(
     blind = Watch(skeleton, "none", {}, is_looking=False)
     from transformers import DynamicCache
 
-    cache = DynamicCache()
+    cache = DynamicCache(config=config)
     with (
         filled_on_demand(skeleton, is_headless=False),
         _layers_filled_on_demand(skeleton, is_held, report),
@@ -294,7 +313,12 @@ def write_samples(
     ):
         for number in range(2, length + 1):
             given = written[-1].to(skeleton.device)
-            made = skeleton.model(input_ids=given, past_key_values=cache, use_cache=True)
+            try:
+                made = skeleton.model(input_ids=given, past_key_values=cache, use_cache=True)
+            except MODEL_ERRORS as error:
+                detail = f"{type(skeleton.model).__name__} of transformers cannot write text"
+                detail += f" token by token: {reason_of(error)}"
+                raise InputError("calibration-model", detail, "Give --text FILE.") from None
             logits = made.logits[:, -1].float().cpu()
             if not torch.isfinite(logits).all():
                 detail = "the model writes NaN or Inf instead of text"

@@ -8,7 +8,8 @@ An interrupted run goes on from there:
 .FILE.calibration/model/              config.json and the tokenizer's files, nothing that could be
                                       run
 .FILE.calibration/tokens.npz          the samples
-.FILE.calibration/hidden-0, hidden-1  what the next layer is given, and what it gives, float32
+.FILE.calibration/hidden-0-00007      what the next layer is given of a batch, and hidden-1 what
+                                      it gives, in turns
 .FILE.calibration/part-00003.*        statistics of a layer, and what is to be said of them
 """
 
@@ -53,6 +54,7 @@ LESS = "--gram block:128 takes less"
 SAMPLES_FILE = "tokens.npz"
 LOCK_FILE = "lock"  # held by the process at work; empty
 NOTE_FILE = "for.json"  # what the folder was made for
+AROUND = 99_999  # the part of what is outside the layers
 _NAMES = {kind: name for name, kind in DTYPES.items()}
 
 
@@ -88,6 +90,13 @@ def write_part(
                 array = np.ascontiguousarray(statistics[ref.name])
                 writer.append(ref, array.reshape(-1).view(np.uint8).data)
         return writer.finish()
+
+
+def read_part(path: Path) -> dict[str, NDArray[np.generic]]:
+    """Read the arrays of what write_part wrote."""
+    from safetensors.numpy import load_file
+
+    return load_file(path)
 
 
 def join_parts(
@@ -165,7 +174,8 @@ class Needs:
     """What is needed at most; layers that share their input take less.
 
     statistics_nbytes  of the file, and of the parts that it is joined from
-    hidden_nbytes      of hidden states of all samples, before and behind a layer
+    hidden_nbytes      of hidden states of all samples, before the first layer, before and behind
+                       the one that runs
     gram_nbytes        of the Gram matrices of one layer, all in memory at once
     """
 
@@ -227,9 +237,9 @@ def needs_of(skeleton: Skeleton, gram: str, tokens: int, config: dict[str, objec
         width = block_width(gram, columns)
         matrix = 4 * -(-columns // width) * width * width if width else 0
         statistics += 4 * columns * (2 if gram == "none" else 3) + matrix
-        grams[skeleton.layer_of(seat)] += matrix
+        grams[skeleton.layer_above(seat.path)] += matrix
     hidden = int(getattr(skeleton.model.config.get_text_config(), "hidden_size", 0))
-    return Needs(statistics, 2 * 4 * tokens * hidden, max(grams.values(), default=0))
+    return Needs(statistics, 3 * 4 * tokens * hidden, max(grams.values(), default=0))
 
 
 def state_of(output: Path) -> Path:

@@ -81,11 +81,21 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(llama, words, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_models_that_are_no_chain_of_layers(llama, words):
-    edit(llama, model_type="t5", architectures=["T5ForConditionalGeneration"])
-    assert "encoder and a decoder" in refuse(llama, "--text", words)["message"]
+def test_models_that_read_no_tokens_or_that_nobody_knows(llama, words):
+    edit(llama, model_type="vit", architectures=["ViTForImageClassification"])
+    error = refuse(llama, "--text", words)
+    assert error["code"] == "calibration-model"
+    assert "reads pixel_values; expected a model that reads text" in error["message"]
     edit(llama, model_type="nothing-known", architectures=["Nothing"])
     assert refuse(llama, "--text", words)["code"] == "calibration-model"
+
+
+def test_a_type_that_is_not_known_of_a_class_that_is(llama, words):
+    """As Kimi K2 is published: code beside it, of a class that transformers has itself."""
+    code = {"AutoModelForCausalLM": "modeling_own.LlamaForCausalLM"}
+    edit(llama, model_type="own", auto_map=code)
+    done = run("calibrate", llama, "-o", llama.parent / "c.safetensors", "--text", words, "--json")
+    assert (done.code, done.json["linears"]) == (0, 22)
 
 
 @pytest.mark.parametrize(
@@ -183,12 +193,16 @@ def test_an_encoder_writes_no_text(tmp_path):
     assert refuse(folder, "--self-generate", 2)["code"] == "no-text"
 
 
-def test_experts_that_cannot_be_looked_into(tmp_path, words):
-    """DBRX: no warning says that no text goes through them, and prune tells why the file is not
-    enough.
+def test_experts_that_cannot_be_looked_into(tmp_path, words, monkeypatch):
+    """A class of experts that is not known: no warning says that no text goes through them, and
+    prune tells why the file is not enough.
     """
     import transformers
 
+    from fp4convert.calibration import observers
+
+    for name in ("is_known", "is_own_kind"):
+        monkeypatch.setattr(observers, name, lambda owner: False)
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 32}
     attention = {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}
     experts = {

@@ -110,12 +110,12 @@ def test_an_interrupt_leaves_what_the_next_run_takes(tmp_path, llama, words, mon
     monkeypatch.setattr(calibration_run, point, made)
     ran: list[int] = []
 
-    def counted(skeleton, number, hidden, call):
-        ran.append(number)
-        return step(skeleton, number, hidden, call)
+    def counted(chain, number):
+        ran.append(int(chain.forwards[number].layer.rpartition(".")[2]))
+        return run_layer(chain, number)
 
-    step = calibration_run.step
-    monkeypatch.setattr(calibration_run, "step", counted)
+    run_layer = calibration_run.Chain.run
+    monkeypatch.setattr(calibration_run.Chain, "run", counted)
     other = calibrate(llama, tmp_path / "b.safetensors", "--text", words)
     assert (other.code, set(ran)) == (0, {0, 1, 2})
     ran.clear()
