@@ -16,7 +16,7 @@ OWN_KINDS = ("DbrxExperts", "Llama4TextExperts", "LongcatFlashExperts")
 
 
 def is_known(owner: Any) -> bool:
-    """Tell whether the experts of a module that holds a stack can be computed one by one."""
+    """Tell whether the experts of a stack can be computed one by one."""
     is_shared = hasattr(owner, "has_gate") and hasattr(owner, "is_transposed")
     own = (*OWN_KINDS, "DbrxExpertGLU")
     return is_shared or type(owner).__name__ in own
@@ -28,20 +28,20 @@ def is_own_kind(module: Any) -> bool:
 
 
 def is_dbrx(module: Any) -> bool:
-    """Tell whether a module is of the experts of DBRX; its matrices are those of its `mlp`."""
+    """Tell whether a module is of DBRX; its `mlp` holds the matrices."""
     return type(module).__name__ == "DbrxExperts"
 
 
 def is_llama4(module: Any) -> bool:
-    """Tell whether a module is of the experts of Llama 4, which are given every token.
+    """Tell whether a module is of Llama 4, which gives experts all tokens.
 
-    The tokens of an expert are multiplied by the router's scores before it, all others by 0.
+    Those of an expert are multiplied by the router's scores before it, all others by 0.
     """
     return type(module).__name__ == "Llama4TextExperts"
 
 
 def is_longcat(module: Any) -> bool:
-    """Tell whether a module is of the experts of LongCat, the last of which change nothing."""
+    """Tell whether a module is of LongCat, whose last experts do nothing."""
     return type(module).__name__ == "LongcatFlashExperts"
 
 

@@ -116,7 +116,7 @@ class Forward:
         ]
 
     def hidden(self) -> torch.Tensor | None:
-        """Return the hidden states that the layer is given, where they can be told."""
+        """Return the hidden states that the layer is given, or None."""
         found = self.args[0] if self.args else self.kwargs.get("hidden_states")
         return found if isinstance(found, torch.Tensor) else None
 

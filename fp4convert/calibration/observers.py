@@ -309,7 +309,7 @@ class Watch:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Compute attention by the model's own plain function, and look at keys and values."""
+        """Compute attention by the model's own function; look at keys, values."""
         # Latent attention has no cache of keys and values.
         if self._follows_router and not hasattr(module, "kv_lora_rank"):
             largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
@@ -318,7 +318,7 @@ class Watch:
         return compute(module, query, key, value, *rest, **options)
 
     def take(self, layer: str | None) -> tuple[dict[str, str], Arrays]:
-        """Return what was seen of a layer, as a calibration file has it, and forget it.
+        """Return what was seen of a layer, as a file has it, and forget it.
 
         layer    None for what is outside of all
         Returns  as `inputs` has it, and the arrays

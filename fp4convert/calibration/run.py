@@ -215,11 +215,17 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     return samples
 
 
+def _shape_of(chain: Chain) -> dict[str, int]:
+    """Tell what is needed of a finished layer for a run that goes on."""
+    return {"is_plain": chain.is_plain, "arity": chain.arity}
+
+
 @dataclass(slots=True)
 class _LayerRun:
     """The layers of one model, run one after the other.
 
     Parts of the file are numbered as layers are run; what is outside of all is the last.
+    _parts  layer -> the last part that holds statistics of it
     """
 
     run: Run
@@ -227,6 +233,7 @@ class _LayerRun:
     state: Path
     batches: list[Batch]
     notes: dict[str, str]
+    _parts: dict[str, int] = field(default_factory=dict)
 
     def run_layers(self) -> None:
         """Write the statistics of every layer, and of what is around them.
@@ -242,13 +249,13 @@ class _LayerRun:
         chain = Chain(skeleton, inputs, self.state, lambda n: watch.begin(self.batches[n].first))
         nbytes = {path: skeleton.nbytes(path) for path in skeleton.layers}
         phases.begin("calibrate", sum(nbytes.values()))
-        done, parts = self._finished(), dict[str, int]()
+        done = self._finished()
         is_plain = bool(done) and bool(done[-1]["is_plain"])
         with watching(watch), chain.held() as stops:
             for number, path in enumerate(stops):
                 if number >= len(done):
                     unrouted = self._run_layer(chain, watch, path)
-                    self._write_part(number, path, parts.get(path), chain, watch, unrouted)
+                    self._write_part(number, path, watch, unrouted, _shape_of(chain))
                 elif is_plain:
                     is_last = number == len(done) - 1
                     for batch in range(len(inputs)):
@@ -257,9 +264,9 @@ class _LayerRun:
                     watch.is_looking = False
                     self._run_layer(chain, watch, path)
                     watch.is_looking = True
-                phases.report(path, nbytes[path] if path not in parts else 0)
-                parts[path] = number
-        self._write_part(AROUND, None, None, chain, watch, [])
+                phases.report(path, nbytes[path] if path not in self._parts else 0)
+                self._parts[path] = number
+        self._write_part(AROUND, None, watch, [], {})
 
     def _finished(self) -> list[dict[str, Any]]:
         """Read what is said of the layers that an earlier run finished."""
@@ -290,19 +297,19 @@ class _LayerRun:
         self,
         number: int,
         path: str | None,
-        earlier: int | None,
-        chain: Chain,
         watch: Watch,
         unrouted: list[str],
+        shape: dict[str, int],
     ) -> None:
         """Write what a part came to; its remark is last, and makes it count.
 
-        path     of the layer; None for what is outside of all
-        earlier  the part of the same layer, where the model runs it several times: this one then
-                 says what both came to
+        Where the model ran the layer before, it says what all runs came to.
+        path   of the layer; None for what is outside of all
+        shape  of what the layer gave, for a run that goes on
         """
         inputs, arrays = watch.take(path)
-        if earlier is not None:
+        if path in self._parts:
+            earlier = self._parts[path]
             before = json.loads(remark_file(self.state, earlier).read_text())
             inputs = {**before["inputs"], **inputs}
             unrouted = [*dict.fromkeys([*before["unrouted"], *unrouted])]
@@ -313,8 +320,7 @@ class _LayerRun:
             "layer": path,
             "inputs": inputs,
             "unrouted": unrouted,
-            "is_plain": chain.is_plain,
-            "arity": chain.arity,
+            **shape,
             "seen": [*(name for name in linears if f"{name}.tokens" in arrays), *inputs],
             "experts": sum(len(v) for k, v in arrays.items() if k.endswith(".expert_tokens")),
         }

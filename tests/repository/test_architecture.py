@@ -30,6 +30,7 @@ FLOOR = {package: number for number, packages in enumerate(FLOORS, 1) for packag
 HOMES = {
     "torch": ("calibration.", "commands.calibration", "commands.tensors"),
     "transformers": ("calibration.",),
+    "greenlet": ("calibration.layers",),
     "cupy": ("numerics.backends.",),
     "cupy_backends": ("numerics.backends.",),
     "huggingface_hub": ("storage.hub.", "storage.source", "storage.open", "report.model_card"),
