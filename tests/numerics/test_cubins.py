@@ -329,6 +329,30 @@ def test_counting_takes_no_more_instructions_than_it_did(built):
     assert Loops(listing).longest(loop) / 64 <= 3.4
 
 
+# A unit of decode_*, with half of what comes before a thread's two; an element of transpose_*.
+DECODE_BUDGETS = {
+    "sm_80": {"fp8": 20.9, "int4": 14.4, "int8": 14.4, "2": 3.4, "4": 8.0},
+    "sm_90": {"fp8": 20.9, "int4": 14.9, "int8": 15.0, "2": 3.5, "4": 8.2},
+    "sm_100a": {"fp8": 21.0, "int4": 15.0, "int8": 13.5, "2": 3.4, "4": 8.0},
+    "sm_120a": {"fp8": 20.9, "int4": 14.7, "int8": 13.2, "2": 3.2, "4": 7.5},
+}
+
+
+def test_decoding_takes_no_more_instructions_than_it_did(built):
+    """What lies in several blocks or at an edge is rolled up in every loop but that over units."""
+    budgets = DECODE_BUDGETS.get(built.arch, {})
+    counts = {}
+    for kernel in built.of("decode", "transpose"):
+        name = kernel.name.partition("_")[2]
+        if kernel.kind == "transpose":
+            counts[name] = fast_instructions(kernel.listing) / (16 // int(name)) ** 2
+        else:
+            loops = Loops(kernel.listing, small=len(kernel.listing))
+            counts[name] = (loops.before() / 2 + loops.once()) / UNIT
+    assert counts.keys() == {"fp8", "int4", "int8", "2", "4"}
+    assert {n: count for n, count in counts.items() if count > budgets.get(n, count)} == {}
+
+
 def test_the_search_takes_no_more_instructions_than_it_did(built):
     if built.arch not in SEARCH_BUDGETS:
         pytest.skip("no budget is set for this target")

@@ -56,8 +56,12 @@ EXTREMES(s32, int32_t, B32)
 EXTREMES(u32, uint32_t, B32)
 EXTREMES(s64, int64_t, B64)
 EXTREMES(u64, uint64_t, B64)
+/* By zero the result is unspecified. */
+OPERATION(div_u32, B32, (must(b, "a division by zero"), a / b))
+OPERATION(div_u64, B64, (must(b, "a division by zero"), a / b))
 OPERATION(rem_u32, B32, a % b)
 OPERATION(rem_s64, B64, (int64_t)a % (int64_t)b)
+static inline B32 mad_lo_s32(B32 a, B32 b, B32 c) { return a * b + c; }
 static inline B32 mul_wide_u16(B16 a, B16 b) { return (B32)a * b; }
 static inline B64 mul_wide_u32(B32 a, B32 b) { return (B64)a * b; }
 static inline B64 mul_wide_s32(B32 a, B32 b) { return (B64)((int64_t)(int32_t)a * (int32_t)b); }
