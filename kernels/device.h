@@ -216,4 +216,19 @@ template <class T> DEVICE void load_unit(const void *x, int unit, u32 *w) {
     }
 }
 
+/* Steps of elements from stored block scales. */
+struct NvFp4Steps {
+    enum { BLOCK_SIZE = 16 };
+    float stored_global;
+    bool is_divisor;
+    MEMBER float operator()(u32 stored) const {
+        float block_scale = e4m3_decode(stored);
+        return is_divisor ? block_scale / stored_global : block_scale * stored_global;
+    }
+};
+struct MxFp4Steps {
+    enum { BLOCK_SIZE = 32 };
+    MEMBER float operator()(u32 stored) const { return e8m0_decode(stored); }
+};
+
 #endif
