@@ -71,7 +71,7 @@ BROKEN = {
         marks=EVERYWHERE,
     ),
     "a search that stops early": pytest.param(
-        *("search.cu", "i < TRIED_CODES; i++) open.add", "i < 4; i++) open.add"),
+        *("screening.cuh", "i < TRIED_CODES; i++) open.add", "i < 4; i++) open.add"),
         "search_nvfp4_bf16",
         marks=EVERYWHERE,
     ),
