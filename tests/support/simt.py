@@ -18,8 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 from paths import ROOT, SUPPORT
 
+from fp4convert.numerics.backends.entry_points import (
+    Call,
+    Codes,
+    Values,
+    amax_call,
+    compare_call,
+    dequantize_call,
+    quantize_call,
+)
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, global_scale_of, weigh
-from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
+from fp4convert.numerics.formats import CODES, ROW_SUMS, Format
 from fp4convert.numerics.matrices import Compared, Matrix, Quantized
 
 KERNELS = ROOT / "kernels"
@@ -132,6 +141,15 @@ def survives(call: Callable[[], object]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
+def values_of(x: Matrix) -> Values:
+    return Values(x.dtype, aligned(x.data), x.shape)
+
+
+def codes_of(q: Quantized) -> Codes:
+    stored = aligned(np.array([q.global_scale or 0], np.float32))
+    return Codes(q.format, aligned(q.packed), aligned(q.block_scales), stored, q.kind)
+
+
 class SimtKernels:
     """The elementwise kernels with a backend's methods, so that tests of backends fit."""
 
@@ -152,9 +170,9 @@ class SimtKernels:
         self._libraries = {kind: made[stem] for kind, stem in stems.items()}
 
     def amax(self, x: Matrix, so_far: float = 0.0) -> float:
-        values, found = aligned(x.data), aligned(np.array([so_far], np.float32))
-        n = x.shape[0] * x.shape[1]
-        self.call(f"amax_{FLOAT_TYPES[x.dtype].word}", n, values, n, found)
+        found = aligned(np.array([so_far], np.float32))
+        values = values_of(x)
+        self.call(values.n, amax_call(values, found))
         return float(found.view(np.float32)[0])
 
     def quantize(
@@ -165,67 +183,34 @@ class SimtKernels:
         group_amax: float,
         importance: Float32s | None = None,
     ) -> Quantized:
-        values, n = aligned(x.data), x.shape[0] * x.shape[1]
-        packed, block_scales = guarded(n // 2), guarded(n // fmt.block_size)
-        amax = [aligned(np.array([group_amax], np.float32))] if fmt.has_global_scale else []
-        weights = (
-            [] if importance is None else [aligned(weigh(importance, x.shape[1], fmt)), x.shape[1]]
-        )
-        choice = (*amax, *rule_number(fmt, rule), *weights)
-        self.call(
-            f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}",
-            n,
-            values,
-            n,
-            *choice,
-            packed,
-            block_scales,
-        )
+        values = values_of(x)
+        packed, block_scales = guarded(values.n // 2), guarded(values.n // fmt.block_size)
+        columns = x.shape[1]
+        weights = () if importance is None else (aligned(weigh(importance, columns, fmt)), columns)
+        amax = aligned(np.array([group_amax], np.float32))
+        call = quantize_call(values, Codes(fmt, packed, block_scales), rule, amax, weights)
+        self.call(values.n, call)
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
         n = q.shape[0] * q.shape[1]
-        packed, block_scales = aligned(q.packed), aligned(q.block_scales)
         values = guarded(n * FLOAT_DTYPES[dtype].itemsize)
-        extra = (
-            (aligned(np.array([q.global_scale], np.float32)), int(q.kind == "divisor"))
-            if q.format.has_global_scale
-            else ()
-        )
-        self.call(
-            f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}",
-            n,
-            packed,
-            block_scales,
-            n,
-            *extra,
-            values,
-        )
+        self.call(n, dequantize_call(codes_of(q), Values(dtype, values, q.shape)))
         return values.data
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
-        rows, columns = x.shape
-        values, packed, block_scales = aligned(x.data), aligned(q.packed), aligned(q.block_scales)
+        rows, codes = x.shape[0], codes_of(q)
         sums, counts = guarded(rows * 8 * ROW_SUMS), aligned(np.zeros(CODES, np.int64))
-        extra = (
-            (aligned(np.array([q.global_scale], np.float32)), int(q.kind == "divisor"))
-            if q.format.has_global_scale
-            else ()
-        )
-        name, launched = (
-            f"compare_{q.format.name}_{FLOAT_TYPES[x.dtype].word}",
-            -(-rows // 8) * ELEMENTS_PER_BLOCK,
-        )
-        self.call(name, launched, values, rows, columns, packed, block_scales, *extra, sums)
-        launched = -(-packed.size // 65536) * ELEMENTS_PER_BLOCK
-        self.call("count_codes", launched, packed, packed.size, counts)
+        launched = -(-rows // 8) * ELEMENTS_PER_BLOCK
+        self.call(launched, compare_call(values_of(x), codes, sums))
+        launched = -(-codes.packed.size // 65536) * ELEMENTS_PER_BLOCK
+        self.call(launched, ("count_codes", (codes.packed, codes.packed.size, counts)))
         return Compared(sums.data, counts.data)
 
-    def call(self, name: str, n: int, *arguments: Array | int) -> None:
-        """Launch a kernel by its name for n elements; nothing may be written beside what `guarded`
-        made.
-        """
+    def call(self, n: int, call: Call) -> None:
+        """Launch a kernel for n elements; nothing may be written beside what `guarded` made."""
+        name, arguments = call
         library = self._libraries[name.partition("_")[0]]
         launch(
             library,

@@ -25,6 +25,15 @@ from numpy.typing import NDArray
 
 from fp4convert.errors import DeviceError
 from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends.entry_points import (
+    Call,
+    Codes,
+    Values,
+    amax_call,
+    compare_call,
+    dequantize_call,
+    quantize_call,
+)
 from fp4convert.numerics.backends.gpus import Gpu
 from fp4convert.numerics.codec import (
     Float32s,
@@ -34,7 +43,7 @@ from fp4convert.numerics.codec import (
     not_finite,
     weigh,
 )
-from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
+from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format
 from fp4convert.numerics.matrices import (
     Blocks,
     Compared,
@@ -242,14 +251,8 @@ class Lane:
         self._amax_buffer.device.memset_async(0, 4, self._work)
         for weights in measured:
             for first, last in _panels(weights.shape):
-                with self._panel(weights, first, last, may_stay=weights in keep) as (x, n):
-                    self._start(
-                        f"amax_{FLOAT_TYPES[weights.dtype].word}",
-                        n,
-                        x,
-                        n,
-                        self._amax_buffer.device.ptr,
-                    )
+                with self._panel(weights, first, last, may_stay=weights in keep) as x:
+                    self._start(x.n, amax_call(x, self._amax_buffer.device.ptr))
         self._amax_buffer.download(4, self._down, after=self._work)
         self._is_measured = True
 
@@ -273,9 +276,8 @@ class Lane:
         Yields      panels, each valid until the next is asked for
         Raises      NumericError where a measured amax is no number; InputError as codec.quantize
         """
-        kernel, numbers = kernel_of(fmt, rule), rule_number(fmt, rule)
         weighed = _weighed(members, fmt, rule, importance)
-        amax = (self._amax_buffer.device.ptr,) if fmt.has_global_scale else ()
+        group_amax, group_scale = self._amax_buffer, self._scale_buffer
         scale: list[float] = []  # of the group, as soon as it is known
 
         def start(number: int, first: int, last: int) -> Callable[[], tuple[int, Quantized]]:
@@ -286,21 +288,21 @@ class Lane:
                 8 * CODES, 4, 8 * ROW_SUMS * shape[0], n // 2, n // fmt.block_size
             )
             result.hold(block_scales.stop)
-            at, word = result.device.ptr, FLOAT_TYPES[weights.dtype].word
-            codes = at + packed.start, at + block_scales.start
+            at = result.device.ptr
+            codes = Codes(fmt, at + packed.start, at + block_scales.start)
             result.device.memset_async(0, own.stop, self._work)
-            with self._panel(weights, first, last) as (x, _):
+            with self._panel(weights, first, last) as x:
                 choice = self._give_weights(weighed[number]) if weighed else ()
-                self._start(f"{kernel}_{word}", n, x, n, *amax, *numbers, *choice, *codes)
+                self._start(n, quantize_call(x, codes, rule, group_amax.device.ptr, choice))
                 if fmt.has_global_scale and not scale:
                     scale.append(self._give_scale(rule))
-                extra = (self._scale_buffer.device.ptr, 0) if fmt.has_global_scale else ()
-                grid, blocks = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),), -(-n // COUNTED_PER_BLOCK)
                 if note:
-                    self._start(f"amax_{word}", n, x, n, at + own.start)
-                compared = (x, *shape, *codes, *extra, at + sums.start)
-                self._kernels.launch(f"compare_{fmt.name}_{word}", grid, self._work, *compared)
-            self._kernels.launch("count_codes", (blocks,), self._work, codes[0], n // 2, at)
+                    self._start(n, amax_call(x, at + own.start))
+                stored_codes = codes._replace(global_scale=group_scale.device.ptr)
+                name, compared = compare_call(x, stored_codes, at + sums.start)
+                grid, blocks = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),), -(-n // COUNTED_PER_BLOCK)
+                self._kernels.launch(name, grid, self._work, *compared)
+            self._kernels.launch("count_codes", (blocks,), self._work, codes.packed, n // 2, at)
             result.download(block_scales.stop, self._down, after=self._work)
 
             def take() -> tuple[int, Quantized]:
@@ -358,13 +360,9 @@ class Lane:
             nbytes = n * FLOAT_TYPES[dtype].nbytes
             result.hold(nbytes)
             with self._parts(_matrix_parts(part)) as (packed, block_scales, stored_global):
-                extra = (
-                    (stored_global, int(part.kind == "divisor"))
-                    if part.format.has_global_scale
-                    else ()
-                )
-                name = f"dequantize_{part.format.name}_{FLOAT_TYPES[dtype].word}"
-                self._start(name, n, packed, block_scales, n, *extra, result.device.ptr)
+                codes = Codes(part.format, packed, block_scales, stored_global, part.kind)
+                y = Values(dtype, result.device.ptr, part.shape)
+                self._start(n, dequantize_call(codes, y))
             result.download(nbytes, self._down, after=self._work)
 
             def take() -> memoryview:
@@ -416,35 +414,34 @@ class Lane:
         result.copied.synchronize()
         return result.host[: 2 * vectors * rows]
 
-    def _start(self, name: str, n: int, *arguments: int) -> None:
+    def _start(self, n: int, call: Call) -> None:
         """Start an elementwise kernel on n elements."""
+        name, arguments = call
         self._kernels.launch(name, (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),), self._work, *arguments)
 
     @contextmanager
     def _panel(
         self, weights: Weights, first: int, last: int, may_stay: bool = False
-    ) -> Iterator[tuple[int, int]]:
-        """Put rows on the device for the work that is started meanwhile.
-
-        Yields (address, elements)
-        """
-        n = (last - first) * weights.shape[1]
+    ) -> Iterator[Values]:
+        """Put rows on the device for the work that is started meanwhile."""
+        shape = last - first, weights.shape[1]
         if (weights, first) in self._resident:
-            yield self._resident[weights, first].ptr, n
+            yield Values(weights.dtype, self._resident[weights, first].ptr, shape)
             return
+        n = shape[0] * shape[1]
         nbytes = n * FLOAT_TYPES[weights.dtype].nbytes
         if read := weights.stored_reader():
             stored = read(first, last)
             place = self._stay(weights, first, nbytes) if may_stay else None
             at = (place or self._hold_decoded(nbytes)).ptr
             with self._decode(stored, n, at):
-                yield at, n
+                yield Values(weights.dtype, at, shape)
             return
         buffer = self._free_arrival(nbytes)
         weights.copy_rows(first, last, buffer.host[:nbytes])
         place = self._stay(weights, first, nbytes) if may_stay else None
         with self._uploaded(buffer, nbytes, place):
-            yield (place or buffer.device).ptr, n
+            yield Values(weights.dtype, (place or buffer.device).ptr, shape)
 
     def _stay(self, weights: Weights, first: int, nbytes: int) -> Any:
         """Take memory for a panel that stays; None without room."""

@@ -23,6 +23,14 @@ from fp4convert.numerics.backends.cuda_stream import (
     Kernels,
     as_device_error,
 )
+from fp4convert.numerics.backends.entry_points import (
+    Call,
+    Codes,
+    Values,
+    amax_call,
+    dequantize_call,
+    quantize_call,
+)
 from fp4convert.numerics.backends.self_check import usable_gpus
 from fp4convert.numerics.codec import (
     Float32s,
@@ -31,13 +39,13 @@ from fp4convert.numerics.codec import (
     global_scale_of,
     weigh,
 )
-from fp4convert.numerics.formats import FLOAT_TYPES, Format, Kind, kernel_of, rule_number
+from fp4convert.numerics.formats import FLOAT_TYPES, Format, Kind
 from fp4convert.numerics.matrices import Quantized
 
 CUDA, CUDA_MANAGED = 2, 13  # DLDeviceType
 LEGACY_STREAM = 1  # as DLPack calls the default stream, which CUDA calls 0
-KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}  # DLDataTypeCode
-DTYPES = {kind.config_name: name for name, kind in FLOAT_TYPES.items()}
+TYPE_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}  # DLDataTypeCode
+DTYPES = {float_type.config_name: name for name, float_type in FLOAT_TYPES.items()}
 
 
 class _Tensor(ctypes.Structure):
@@ -48,7 +56,7 @@ class _Tensor(ctypes.Structure):
         ("device_type", ctypes.c_int32),
         ("device", ctypes.c_int32),
         ("dimensions", ctypes.c_int32),
-        ("kind", ctypes.c_uint8),
+        ("type_code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
         ("lanes", ctypes.c_uint16),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
@@ -96,8 +104,8 @@ class DeviceQuantized:
 def device_of(x: object) -> int | None:
     """Return the number of the GPU that an array lies on; None for others."""
     if hasattr(x, "__dlpack_device__"):
-        kind, number = x.__dlpack_device__()
-        return int(number) if kind in (CUDA, CUDA_MANAGED) else None
+        device_type, number = x.__dlpack_device__()
+        return int(number) if device_type in (CUDA, CUDA_MANAGED) else None
     interface = getattr(x, "__cuda_array_interface__", None)
     if interface is None:
         return None
@@ -170,7 +178,7 @@ class DeviceWork:
         """Wait for the largest magnitude; Inf or NaN where there is one."""
         result = self._cupy.cuda.alloc(ALIGNMENT)
         result.memset_async(0, 4, self._stream)
-        self._start(f"amax_{FLOAT_TYPES[dtype].word}", n, address, n, result.ptr)
+        self._start(n, amax_call(Values(dtype, address, (1, n)), result.ptr))
         return float(np.frombuffer(self.copy_to_host(result.ptr, 4), np.float32)[0])
 
     def quantize(
@@ -181,17 +189,14 @@ class DeviceWork:
         n = rows * columns
         packed = self._cupy.empty((rows, columns // 2), np.uint8)
         block_scales = self._cupy.empty((rows, columns // fmt.block_size), np.uint8)
-        results = packed.data.ptr, block_scales.data.ptr
         check_importance(rule, importance)
-        held, first, choice = [], [], []
-        if fmt.has_global_scale:
-            held.append(self._upload(np.array([amax], np.float32)))
-            first = [held[-1].ptr]
-        if importance is not None:
-            held.append(self._upload(weigh(importance, columns, fmt)))
-            choice = [held[-1].ptr, columns]
-        name = f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}"
-        self._start(name, n, x.address, n, *first, *rule_number(fmt, rule), *choice, *results)
+        group_amax = self._upload(np.array([amax], np.float32)) if fmt.has_global_scale else None
+        weights = None if importance is None else self._upload(weigh(importance, columns, fmt))
+        choice = () if weights is None else (weights.ptr, columns)
+        values = Values(x.dtype, x.address, (rows, columns))
+        codes = Codes(fmt, packed.data.ptr, block_scales.data.ptr)
+        amax_at = None if group_amax is None else group_amax.ptr
+        self._start(n, quantize_call(values, codes, rule, amax_at, choice))
         stored = float(global_scale_of(amax, rule)) if fmt.has_global_scale else None
         return DeviceQuantized(fmt, (rows, columns), packed, block_scales, stored)
 
@@ -202,20 +207,20 @@ class DeviceWork:
         Returns  (rows, columns) float32 or float16; of BF16 its bits, uint16
         Raises   InputError where sizes do not fit; NumericError as check_range
         """
-        n, kind, fmt = math.prod(q.shape), FLOAT_TYPES[dtype], q.format
+        n, float_type, fmt = math.prod(q.shape), FLOAT_TYPES[dtype], q.format
         parts = [self.look_at(part) for part in (q.packed, q.block_scales)]
         for part, nbytes in zip(parts, (n // 2, n // fmt.block_size), strict=True):
             if part.element_nbytes != 1 or part.nbytes != nbytes or q.shape[1] % fmt.block_size:
                 found = f"{part.shape} of {part.element_nbytes} bytes each"
                 detail = f"parts of a matrix {q.shape} have the shape {found}"
                 raise InputError("tensor-shape", f"{detail}; expected {nbytes} bytes")
-        values = self._cupy.empty(q.shape, "u2" if dtype == "BF16" else f"f{kind.nbytes}")
+        values = self._cupy.empty(q.shape, "u2" if dtype == "BF16" else f"f{float_type.nbytes}")
         stored = self._upload(np.array([q.global_scale or 0], np.float32))
-        extra = (stored.ptr, int(q.kind == "divisor")) if fmt.has_global_scale else ()
-        name = f"dequantize_{fmt.name}_{kind.word}"
-        self._start(name, n, *(part.address for part in parts), n, *extra, values.data.ptr)
+        packed_at, scales_at = (part.address for part in parts)
+        codes = Codes(fmt, packed_at, scales_at, stored.ptr, q.kind)
+        self._start(n, dequantize_call(codes, Values(dtype, values.data.ptr, q.shape)))
         # What was rounded to the largest may have been beyond it: the host looks at such a matrix.
-        if dtype != "F32" and not self.amax(dtype, n, values.data.ptr) < kind.largest:
+        if dtype != "F32" and not self.amax(dtype, n, values.data.ptr) < float_type.largest:
             packed, block_scales = (self.copy_to_host(part.address, part.nbytes) for part in parts)
             check_range(
                 Quantized(fmt, q.shape, packed, block_scales, q.global_scale, q.kind), dtype
@@ -224,19 +229,20 @@ class DeviceWork:
 
     def copy_to_host(self, address: int, nbytes: int) -> memoryview:
         """Wait for bytes: an amax, or what is wrong and named in an error."""
-        host, kind = np.empty(nbytes, np.uint8), self._runtime.memcpyDeviceToHost
-        self._runtime.memcpyAsync(host.ctypes.data, address, nbytes, kind, self._stream.ptr)
+        host, direction = np.empty(nbytes, np.uint8), self._runtime.memcpyDeviceToHost
+        self._runtime.memcpyAsync(host.ctypes.data, address, nbytes, direction, self._stream.ptr)
         self._stream.synchronize()
         return host.data
 
     def _upload(self, values: Float32s) -> Any:
         """Put a few numbers on the device, which CUDA copies before it returns."""
-        place, kind = self._cupy.cuda.alloc(values.nbytes), self._runtime.memcpyHostToDevice
+        place, direction = self._cupy.cuda.alloc(values.nbytes), self._runtime.memcpyHostToDevice
         host, stream = values.ctypes.data, self._stream.ptr
-        self._runtime.memcpyAsync(place.ptr, host, values.nbytes, kind, stream)
+        self._runtime.memcpyAsync(place.ptr, host, values.nbytes, direction, stream)
         return place
 
-    def _start(self, name: str, n: int, *arguments: int) -> None:
+    def _start(self, n: int, call: Call) -> None:
+        name, arguments = call
         grid = (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),)
         self._kernels.launch(name, grid, self._stream, *arguments)
 
@@ -257,7 +263,8 @@ class DeviceWork:
             for numbers in (tensor.shape, tensor.strides)
         )
         lanes = f"x{tensor.lanes}" if tensor.lanes != 1 else ""
-        named = f"{KINDS.get(tensor.kind, f'DLPack type {tensor.kind} of ')}{tensor.bits}{lanes}"
+        kind = TYPE_CODES.get(tensor.type_code, f"DLPack type {tensor.type_code} of ")
+        named = f"{kind}{tensor.bits}{lanes}"
         dtype, nbytes = DTYPES.get(named, named), tensor.bits * tensor.lanes // 8
         address = (tensor.data or 0) + tensor.start
         return DeviceArray(address, dtype, nbytes, shape or (), tensor.device, capsule), strides
