@@ -14,7 +14,7 @@ from contextlib import nullcontext, redirect_stdout
 from errno import ENOSPC
 from inspect import getdoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -104,8 +104,7 @@ def main() -> None:
         except Fp4Error as error:
             failure = error
         except Stopped as stopped:
-            command = shell_line("fp4convert", *_without_token(arguments))
-            failure = Interrupted(command, stopped.exit_code, stopped.kept)
+            failure = _interrupted(stopped)
         except Exception as error:
             # What click refuses has a message, a full disk takes no help; else it is our bug.
             if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
@@ -115,10 +114,26 @@ def main() -> None:
                 raise
             else:
                 failure = _bad_usage(error, arguments, " ".join(["fp4convert", *called[:1]]))
-        from fp4convert.cli.screen import Screen
+        _end(failure)
 
-        Screen(is_json="--json" in sys.argv).fail(failure)
-        sys.exit(failure.exit_code)
+
+def end_stopped(stopped: Stopped) -> NoReturn:
+    """Print that the process was told to stop before any work, and exit."""
+    stopped.kept = None
+    with sturdy_streams():
+        _end(_interrupted(stopped))
+
+
+def _end(failure: Fp4Error) -> NoReturn:
+    from fp4convert.cli.screen import Screen
+
+    Screen(is_json="--json" in sys.argv).fail(failure)
+    sys.exit(failure.exit_code)
+
+
+def _interrupted(stopped: Stopped) -> Interrupted:
+    command = shell_line("fp4convert", *_without_token(_as_options(sys.argv[1:])))
+    return Interrupted(command, stopped.exit_code, stopped.kept)
 
 
 def _as_options(words: list[str]) -> list[str]:

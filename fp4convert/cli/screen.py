@@ -19,6 +19,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
 
 from fp4convert.errors import Fp4Error, InputError, OutputError
+from fp4convert.process import stop_listening
 from fp4convert.progress import Meter, Phases, duration_text, size_text
 from fp4convert.report.text import MOST_ALIKE, Document, escape, fold_findings, shorten
 
@@ -111,6 +112,7 @@ class Screen:
             else:
                 draw(self, document)
             sys.stdout.flush()
+            stop_listening()
         except OSError as error:
             _forget_stdout()
             if isinstance(error, BrokenPipeError):
@@ -213,6 +215,7 @@ class Screen:
 
         With JSON its document goes to stdout, too.
         """
+        stop_listening()
         if self.is_json:
             try:
                 print(json.dumps(error.as_json(), indent=2), flush=True)
