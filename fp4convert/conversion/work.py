@@ -79,8 +79,11 @@ class Work(Protocol):
     def carry_out(self, settings: Settings) -> Result:
         """Convert; raise what `quantize` and `quantize_together` raise."""
 
-    def next_steps(self, settings: Settings) -> list[str]:
-        """Return commands that a person may run after it."""
+    def next_steps(self, is_absolute: bool = False) -> list[str]:
+        """Return commands that a person may run once it is whole.
+
+        is_absolute  in any folder: paths begin at the root
+        """
 
     def ended_files(self) -> dict[str, str]:
         """Return the sha256 of every file, once it is done."""

@@ -7,6 +7,7 @@ It needs the output folder alone, so whoever is there when the last task is done
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -215,9 +216,11 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
             next_step = "Run the command that wrote them again: it writes them again."
             raise OutputError("scale-group", f"{detail}: {shards}", next_step)
         ending = write_ending(folder)
-    # What an artifact was made from is known by its name on the Hub alone.
-    source = ("--source", manifest.origin["repo"]) if manifest.origin.get("repo") else ()
-    steps = [shell_line("fp4convert", "verify", root, *source)] if manifest.record else []
+    # Whoever began it knew what it is made from and for; elsewhere its paths are others.
+    steps = list(manifest.next) if os.path.abspath(root) == manifest.root else []
+    if not steps and manifest.record:
+        source = ("--source", manifest.origin["repo"]) if manifest.origin.get("repo") else ()
+        steps = [shell_line("fp4convert", "verify", root, *source)]
     return {
         "output": str(root),
         "format": manifest.identity.get("format"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -366,7 +367,8 @@ def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager
     Raises  what carry_out does at first
     """
     more_nbytes = _check_places(job, output)
-    return open_output(output, job.manifest(), settings, more_nbytes)
+    manifest = replace(job.manifest(), root=os.path.abspath(output), next=settings.next)
+    return open_output(output, manifest, settings, more_nbytes)
 
 
 def check_output(job: Job, output: Path, settings: Settings) -> None:

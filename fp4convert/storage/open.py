@@ -46,6 +46,11 @@ def read_reference(text: str) -> Place:
     return Place(bare if is_repository else text)
 
 
+def absolute(reference: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Name a path from the root; a repository keeps its name."""
+    return Path(os.path.abspath(reference)) if os.path.exists(reference) else reference
+
+
 def _suggest_repository(text: str) -> str:
     """Tell how the repository is named that an address means; "" for others."""
     found = ADDRESS.fullmatch(text)
