@@ -20,6 +20,7 @@ import typer
 
 from fp4convert.cli.commands import COMMANDS
 from fp4convert.cli.help import WIDEST
+from fp4convert.cli.options import flags_of
 from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted, OutputError, shell_line
 from fp4convert.process import Stopped, sturdy_streams, uncovered
@@ -97,7 +98,7 @@ def main() -> None:
         try:
             # The bare command is bad usage, whose answer is the help: on stderr, as uv and ruff do.
             is_bare = not given and not _is_completing()
-            _refuse_empty(given)
+            _refuse_empty(given, called)
             with uncovered(), redirect_stdout(sys.stderr) if is_bare else nullcontext():
                 code = make_app(called)(args=arguments, standalone_mode=False)
             sys.exit(InputError.exit_code if is_bare else code)
@@ -148,17 +149,23 @@ def _as_options(words: list[str]) -> list[str]:
     return words
 
 
-def _refuse_empty(words: list[str]) -> None:
+def _refuse_empty(words: list[str], called: Sequence[str]) -> None:
     """Raise InputError for an empty value, as of a variable that is not set.
 
     Of the options that would then mean nothing; and for an option in place of a value.
     """
+    declared = [each for name in called[:1] for each in COMMANDS[name].declared()]
+    valued = {flag for each in declared if each.type is not bool for flag in flags_of(each)}
+    known = {"--help", "-h"} | {flag for each in declared for flag in flags_of(each)}
     for before, word in zip(["", *words], words, strict=False):
         option, equals, value = word.partition("=")
         named = before if not word else option if equals and not value else ""
         if named in NOT_EMPTY:
             next_step = "Give it a value; look for a variable of the shell that is not set."
             raise InputError("usage", f"{named} is empty", next_step)
+        if before in valued and option in known:
+            detail = f"{before} has no value: {option}, an option, follows it"
+            raise InputError("usage", detail, f"Write its value before {option}.")
         if before in NOT_EMPTY and word.startswith("--"):
             next_step = (
                 f"Give it a value; a name that begins so is written {shell_line(Path(word))}"
