@@ -408,8 +408,6 @@ def test_plain_words_do_not_load_what_typer_checks_values_with(source, tmp_path)
         "2",
         "--workers",
         "1",
-        "--memory",
-        "0.5",
         "--exclude",
         "*q_proj",
         "--exclude",
