@@ -193,9 +193,10 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
     with write_errors_at(root):
         manifest = read_manifest(root) if (root / PLAN_FILE).exists() else None
     if manifest is None:
-        detail = (
-            f"{root} holds no plan of fp4convert ({PLAN_FILE}); expected the output of quantize"
-        )
+        found = f"{root} holds no plan of fp4convert ({PLAN_FILE})"
+        if not root.is_dir():
+            found = f"{root}: {'a file' if root.exists() else 'no such folder'}"
+        detail = f"{found}; expected the output of quantize or prune"
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
     with entered(root, manifest) as folder, folder.leases.hold_when_free(ENDING):
         if missing := [file for task in folder.missing() for file in task.files]:

@@ -396,7 +396,9 @@ def _check_places(job: Job, output: Path) -> int:
 def refuse_inside(source: Source, output: Path) -> None:
     """Raise InputError for an output folder in the source's own."""
     if source.holds(output):
-        detail = f"{output} lies inside the source; expected a folder outside it"
+        is_inside = source.holds(output.resolve().parent)
+        where = "lies inside the source" if is_inside else "is the source's own folder"
+        detail = f"{output} {where}; expected a folder outside it"
         detail += ", so that the source is not changed"
         raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
 

@@ -555,3 +555,53 @@ def test_words_without_names_and_numbers_as_text_are_told_by_name(source, tmp_pa
 def test_dir_lists_the_public_names_alone():
     names = [name for name in dir(fp4convert) if not name.startswith("__")]
     assert set(names) == set(fp4convert.__all__) - {"__version__"}
+
+
+def test_swapped_and_doubled_arguments_are_told_so(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "an artifact"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    swapped = [
+        ("verify", source, "--source", out),
+        ("inspect", source, "--source", out),
+        ("compare", source, source, "--source", out),
+        ("compare", "other", source, "--source", out),
+    ]
+    assert run("quantize", source, "--format", "mxfp4", "-o", "other").code == 0
+    for words in swapped:
+        error = run(*words, "--json").json["error"]
+        step = f"{out} is an artifact: give it first, and --source {source}"
+        assert (error["code"], error["next"]) == ("not-an-artifact", step)
+    for words in (
+        ("verify", out, "--source", out),
+        ("inspect", out, "--source", f"{out}/."),
+        ("compare", out, "other", "--source", out),
+    ):
+        error = run(*words, "--json").json["error"]
+        assert (error["exit"], error["code"]) == (2, "usage")
+        assert "as the artifact and as its source" in error["message"]
+    # An ordinary checkpoint without a source, or with another, is still one to quantize.
+    for words in (("verify", source), ("verify", source, "--source", tmp_path)):
+        assert "fp4convert quantize" in run(*words).err
+
+
+def test_merge_says_what_it_finds_instead_of_a_begun_folder(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    for name, found in (
+        ("nope", "nope: no such folder"),
+        ("file", "file: a file"),
+        ("folder", "folder holds no plan of fp4convert"),
+    ):
+        outcome = run("merge", tmp_path / name, "--json")
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-plan")
+        assert outcome.json["error"]["message"].startswith(f"{tmp_path / found}")
+
+
+def test_a_pruned_checkpoint_is_one_to_quantize(tmp_path):
+    source = write_checkpoint(tmp_path / "source", deepseek_shards(), DEEPSEEK)
+    asked = ("--calibration", calibrated(source), "--keep", 4)
+    assert run("prune", source, "-o", tmp_path / "out", *asked).code == 0
+    error = run("inspect", tmp_path / "out", "--json").json["error"]
+    assert "which prune made" in error["message"]
+    assert error["next"] == f"Quantize it: fp4convert quantize {tmp_path / 'out'} --format nvfp4"
