@@ -131,7 +131,9 @@ class Screen:
     def _wrap(self, to: TextIO, text: object, style: str, label: str = "", hang: int = 0) -> None:
         """Print a line; on a terminal it is wrapped as `line` has it."""
         first, *more = [shown := escape(text)]
-        width = self.width if to is sys.stdout else self.err.width
+        width = PIPE_WIDTH
+        if to.isatty():
+            width = self.width if to is sys.stdout else self.err.width
         if to.isatty() and len(label) + len(shown) > width:
             hang = hang or len(shown) - len(shown.lstrip()) + len(GAP)
             first, *more = wrap(

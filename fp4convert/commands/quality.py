@@ -151,13 +151,8 @@ def _open_first(
             that would be its own source
     """
     given = options.source
-    are_here = given is not None and os.path.exists(given) and os.path.exists(reference)
-    if are_here and os.path.samefile(str(given), reference):
-        detail = f"{reference} is given as the artifact and as its source, which shows no loss"
-        step = "Name the weights that it was made from: --source SOURCE."
-        raise InputError("usage", detail, step)
     try:
-        return open_artifact(os.fspath(reference), options.access())
+        artifact = open_artifact(os.fspath(reference), options.access())
     except InputError as error:
         if error.code != "not-an-artifact" or given is None:
             raise
@@ -167,3 +162,9 @@ def _open_first(
             raise error from None
         step = f"{given} is an artifact: give it first, and {shell_line('--source', reference)}"
         raise InputError(error.code, error.message, step) from None
+    are_here = given is not None and os.path.exists(given) and os.path.exists(reference)
+    if are_here and os.path.samefile(str(given), reference):
+        detail = f"{reference} is given as the artifact and as its source, which shows no loss"
+        step = "Name the weights that it was made from: --source SOURCE."
+        raise InputError("usage", detail, step)
+    return artifact
