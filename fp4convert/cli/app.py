@@ -189,7 +189,8 @@ def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:
         return InputError("usage", f"fp4convert has no command {word!r}", step or see)
     missed = getattr(error, "param", None)
     if type(error).__name__ == "MissingParameter" and missed and missed.opts[0].startswith("-"):
-        return InputError("usage", f"Missing option {missed.opts[0]} {missed.metavar}", see)
+        step = f"Add {min(missed.opts, key=len)} {missed.metavar}. {see}"
+        return InputError("usage", f"Missing option {missed.opts[0]} {missed.metavar}", step)
     return InputError("usage", error.format_message(), see)
 
 
