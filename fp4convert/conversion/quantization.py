@@ -74,7 +74,8 @@ def prepare_quantize(
     recipe, linears, scalars = understand(source, options)
     plan = plan_with(source, recipe, linears, scalars, formats)
     if scalars.calibration:
-        plan = with_statistics(plan, scalars.calibration)
+        is_fitted = (options.target_size, options.target_bits) != (None, None)
+        plan = with_statistics(plan, scalars.calibration, is_fitted)
     # Whoever names an engine does not ask what others do with the result.
     traps = () if options.engine else engine_warnings(plan, source.checkpoint)
     plan = replace(plan, warnings=(*plan.warnings, *traps))
