@@ -27,6 +27,7 @@ from fp4convert.process import Stopped, sturdy_streams, uncovered
 
 # Options that would mean nothing without a word; others refuse an empty one themselves.
 NOT_EMPTY = ("--source", "--output", "-o", "--revision", "--subfolder", "--report", "--sarif")
+REPORT_IT = "Report it, with the command and the traceback on stderr."
 ABOUT = """Quantize safetensors checkpoints to NVFP4 or MXFP4 for inference engines.
 
 Example: fp4convert quantize Qwen/Qwen3-8B --format nvfp4
@@ -112,10 +113,22 @@ def main() -> None:
                 detail = f"standard output cannot be written: {error.strerror}"
                 failure = OutputError("cannot-print", detail)
             elif not hasattr(error, "format_message"):
+                _print_bug(error)
                 raise
             else:
                 failure = _bad_usage(error, arguments, " ".join(["fp4convert", *called[:1]]))
         _end(failure)
+
+
+def _print_bug(error: Exception) -> None:
+    """Print the document of a bug of ours; a traceback follows."""
+    if "--json" in sys.argv:
+        from json import dumps
+        from traceback import format_exception_only
+
+        detail = "".join(format_exception_only(error)).strip()
+        found = Fp4Error("bug", f"a bug of fp4convert: {detail}", REPORT_IT)
+        print(dumps(found.as_json(), indent=2), flush=True)
 
 
 def end_stopped(stopped: Stopped) -> NoReturn:
