@@ -202,7 +202,7 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
         if missing := [file for task in folder.missing() for file in task.files]:
             detail = f"{root}: {len(missing)} of {len(manifest.files)} files are not written yet"
             workers = folder.leases.others()
-            next_step = "Run the command for them."
+            next_step = "Run the command that began it again; of parts, those that are left."
             if workers:
                 next_step = f"{len(workers)} processes are at work on it: wait."
             raise OutputError("unfinished", f"{detail}, the first {missing[0]}", next_step)

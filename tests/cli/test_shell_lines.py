@@ -208,7 +208,12 @@ def test_merge_says_what_was_made_from_what_and_for_whom(name, shell, tmp_path, 
     write_llama(Path(source))
     asked = ("quantize", source, "--for", "sglang", "-o", out)
     for index in range(2):
-        told = run(*asked, "--shard-index", index, "--num-shards", 2).out.splitlines()
+        outcome = run(*asked, "--shard-index", index, "--num-shards", 2)
+        told = outcome.out.splitlines()
+        lines = (outcome.out + outcome.err).splitlines()
+        assert [line for line in lines if "fp4convert merge" in line] == [told[-1]]
+        if index == 0:
+            assert "of parts, those that are left" in run("merge", out).err
     drawn = printed_steps(shell(told[-1].strip(), here))
     steps = run("merge", out, "--json").json["next"]
     assert drawn == steps
