@@ -63,7 +63,7 @@ def choose_share(
 
 
 def describe(share: Share) -> str:
-    """Tell a person which part is done; its result tells how the rest is joined."""
+    """Tell a person which part this process does."""
     whence = f", as {share.named_by} say (--num-shards 1 for the whole)" if share.named_by else ""
     return f"this process does part {share.index} of {share.count}{whence}"
 
