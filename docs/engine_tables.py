@@ -9,7 +9,8 @@ from pathlib import PurePath
 from fp4convert.planning.engines import load_code
 from fp4convert.recipes.engines import Choice, Condition, Engine, Row, known_engines
 
-FAILS = {"garbage": "computes garbage", "refuses": "does not load", "slow": "slow"}
+# Words for what a row says an engine does, but for loading as it should, which has its own table.
+TRAPS = {"garbage": "computes garbage", "refuses": "does not load", "slow": "slow"}
 KERNELS = (  # no engine, and so no file
     "your own kernels",
     "`fp4convert quantize ./Model --format nvfp4 --dialect plain`",
@@ -114,18 +115,18 @@ def linked(source: str) -> str:
 
 
 def traps_of(engine: Engine) -> Iterator[str]:
-    """List what an engine is known to fail at."""
+    """List what an engine is known to fail at, or to do slowly."""
     rows: list[tuple[object, ...]] = [
         (
             versions(row),
-            FAILS[row.effect],
+            TRAPS[row.effect],
             about(row.condition),
             row.says,
             row.instead,
             evidence(row),
         )
         for row in engine.rows
-        if row.effect in FAILS
+        if row.effect in TRAPS
     ]
     headings = ("versions", "effect", "artifacts", "it", "instead", "tried")
     yield from table(headings, rows) if rows else ["Nothing is known to fail."]

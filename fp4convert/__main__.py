@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 
 from fp4convert.process import Stopped, listen, uncovered
 
@@ -25,9 +24,10 @@ def main() -> None:
             from fp4convert.cli.app import main as command_line
 
         command_line()
-    except Stopped as stopped:
-        sys.stderr.write("interrupted\n")
-        sys.exit(stopped.exit_code)
+    except Stopped as stopped:  # before the command line could hear of it
+        from fp4convert.cli.app import end_stopped
+
+        end_stopped(stopped)
     finally:
         gc.freeze()  # the process ends: nothing is to be looked for
 

@@ -78,6 +78,16 @@ def listen() -> None:
     _watch()
 
 
+def stop_listening() -> None:
+    """Let stops do nothing from now on: the last word is being said.
+
+    Where nobody listens, as in Python, nothing changes.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     _raised.append(Stopped(number))

@@ -165,24 +165,60 @@ def is_reading(process: int, out: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_while_the_command_line_is_still_loaded(number):
-    code = f"""
+STOPPING = """
 import os, sys
 import fp4convert.__main__
 
+def stop(*_):
+    os.kill(os.getpid(), {number})
+
 class Stop:
     def find_spec(self, name, path=None, target=None):
-        if name == "typer":
-            os.kill(os.getpid(), {int(number)})
+        if name == "{place}":
+            sys.meta_path.remove(self)
+            stop()
 
 sys.meta_path.insert(0, Stop())
+{more}
 fp4convert.__main__.main()
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+
+
+def stopped_at(number: int, *words: str, place: str = "", more: str = ""):
+    """A command that is told to stop when it loads a module, or calls what `more` replaces."""
+    code = STOPPING.format(number=int(number), place=place, more=more)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("place", ["fp4convert.cli.app", "typer", "fp4convert.cli.screen"])
+def test_while_the_command_line_is_still_loaded(place, number):
+    ended = stopped_at(number, "doctor", "--json", place=place)
+    assert ended.returncode == 128 + number
+    error = json.loads(ended.stdout)["error"]
+    assert (error["code"], error["exit"]) == ("interrupted", 128 + number)
+    assert error["next"].endswith(" with: fp4convert doctor --json")
+    assert "interrupted" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    bare = stopped_at(number, "doctor", place=place)
+    assert (bare.returncode, bare.stdout) == (128 + number, "")
+    assert bare.stderr.startswith("error[interrupted]: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_after_the_last_word_adds_none(number):
+    more = "from fp4convert.cli.screen import Screen; Screen.{} = stop"
+    done = stopped_at(number, "doctor", "--json", more=more.format("end"))
+    assert (done.returncode, "fp4convert" in json.loads(done.stdout)) == (0, True)
+    failed = stopped_at(number, "inspect", "a-b-c", "--json", more=more.format("print_error"))
+    assert failed.returncode == 2
+    assert json.loads(failed.stdout)["error"]["code"] != "interrupted"
 
 
 def test_a_stop_that_other_code_made_an_error_of_its_own_comes_out_again(monkeypatch):

@@ -303,6 +303,7 @@ def _read_identity(
 
     Raises InputError where none of them says what it is
     """
+    quantize = shell_line("fp4convert", "quantize", reference, "--format", "nvfp4")
     begun: object = None
     if not record:
         # A damaged plan says nothing; the folder's own names may still tell what it is.
@@ -310,9 +311,13 @@ def _read_identity(
             begun = _read_json(source, PLAN_FILE).get("identity")
     if isinstance(begun, dict) and begun:
         if begun.get("dialect") is None:
-            detail = f"{reference} holds ordinary weights, which dequantize made or was making"
+            is_pruned = begun.get("format") == "pruned"
+            maker = "prune" if is_pruned else "dequantize"
+            detail = f"{reference} holds ordinary weights, which {maker} made or was making"
             detail = f"{detail}; expected four-bit ones"
             next_step = "Give the artifact that it was made from."
+            if is_pruned:
+                next_step = f"Quantize it: {quantize}"
             raise InputError("not-an-artifact", detail, next_step)
         record = begun
     if record:
@@ -331,7 +336,6 @@ def _read_identity(
     refuse_adapter(source)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}"
     detail = f"{detail}, no record or names of {', '.join(DIALECTS)}"
-    quantize = shell_line("fp4convert", "quantize", reference, "--format", "nvfp4")
     next_step = f"Quantize it: {quantize}"
     raise InputError("not-an-artifact", detail, next_step)
 

@@ -14,18 +14,20 @@ from contextlib import nullcontext, redirect_stdout
 from errno import ENOSPC
 from inspect import getdoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from fp4convert.cli.commands import COMMANDS
 from fp4convert.cli.help import WIDEST
+from fp4convert.cli.options import flags_of
 from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted, OutputError, shell_line
 from fp4convert.process import Stopped, sturdy_streams, uncovered
 
 # Options that would mean nothing without a word; others refuse an empty one themselves.
 NOT_EMPTY = ("--source", "--output", "-o", "--revision", "--subfolder", "--report", "--sarif")
+REPORT_IT = "Report it, with the command and the traceback on stderr."
 ABOUT = """Quantize safetensors checkpoints to NVFP4 or MXFP4 for inference engines.
 
 Example: fp4convert quantize Qwen/Qwen3-8B --format nvfp4
@@ -97,28 +99,55 @@ def main() -> None:
         try:
             # The bare command is bad usage, whose answer is the help: on stderr, as uv and ruff do.
             is_bare = not given and not _is_completing()
-            _refuse_empty(given)
+            _refuse_empty(given, called)
             with uncovered(), redirect_stdout(sys.stderr) if is_bare else nullcontext():
                 code = make_app(called)(args=arguments, standalone_mode=False)
             sys.exit(InputError.exit_code if is_bare else code)
         except Fp4Error as error:
             failure = error
         except Stopped as stopped:
-            command = shell_line("fp4convert", *_without_token(arguments))
-            failure = Interrupted(command, stopped.exit_code, stopped.kept)
+            failure = _interrupted(stopped)
         except Exception as error:
             # What click refuses has a message, a full disk takes no help; else it is our bug.
             if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
                 detail = f"standard output cannot be written: {error.strerror}"
                 failure = OutputError("cannot-print", detail)
             elif not hasattr(error, "format_message"):
+                _print_bug(error)
                 raise
             else:
                 failure = _bad_usage(error, arguments, " ".join(["fp4convert", *called[:1]]))
-        from fp4convert.cli.screen import Screen
+        _end(failure)
 
-        Screen(is_json="--json" in sys.argv).fail(failure)
-        sys.exit(failure.exit_code)
+
+def _print_bug(error: Exception) -> None:
+    """Print the document of a bug of ours; a traceback follows."""
+    if "--json" in sys.argv:
+        from json import dumps
+        from traceback import format_exception_only
+
+        detail = "".join(format_exception_only(error)).strip()
+        found = Fp4Error("bug", f"a bug of fp4convert: {detail}", REPORT_IT)
+        print(dumps(found.as_json(), indent=2), flush=True)
+
+
+def end_stopped(stopped: Stopped) -> NoReturn:
+    """Print that the process was told to stop before any work, and exit."""
+    stopped.kept = None
+    with sturdy_streams():
+        _end(_interrupted(stopped))
+
+
+def _end(failure: Fp4Error) -> NoReturn:
+    from fp4convert.cli.screen import Screen
+
+    Screen(is_json="--json" in sys.argv).fail(failure)
+    sys.exit(failure.exit_code)
+
+
+def _interrupted(stopped: Stopped) -> Interrupted:
+    command = shell_line("fp4convert", *_without_token(_as_options(sys.argv[1:])))
+    return Interrupted(command, stopped.exit_code, stopped.kept)
 
 
 def _as_options(words: list[str]) -> list[str]:
@@ -133,17 +162,23 @@ def _as_options(words: list[str]) -> list[str]:
     return words
 
 
-def _refuse_empty(words: list[str]) -> None:
+def _refuse_empty(words: list[str], called: Sequence[str]) -> None:
     """Raise InputError for an empty value, as of a variable that is not set.
 
     Of the options that would then mean nothing; and for an option in place of a value.
     """
+    declared = [each for name in called[:1] for each in COMMANDS[name].declared()]
+    valued = {flag for each in declared if each.type is not bool for flag in flags_of(each)}
+    known = {"--help", "-h"} | {flag for each in declared for flag in flags_of(each)}
     for before, word in zip(["", *words], words, strict=False):
         option, equals, value = word.partition("=")
         named = before if not word else option if equals and not value else ""
         if named in NOT_EMPTY:
             next_step = "Give it a value; look for a variable of the shell that is not set."
             raise InputError("usage", f"{named} is empty", next_step)
+        if before in valued and option in known:
+            detail = f"{before} has no value: {option}, an option, follows it"
+            raise InputError("usage", detail, f"Write its value before {option}.")
         if before in NOT_EMPTY and word.startswith("--"):
             next_step = (
                 f"Give it a value; a name that begins so is written {shell_line(Path(word))}"
@@ -167,7 +202,8 @@ def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:
         return InputError("usage", f"fp4convert has no command {word!r}", step or see)
     missed = getattr(error, "param", None)
     if type(error).__name__ == "MissingParameter" and missed and missed.opts[0].startswith("-"):
-        return InputError("usage", f"Missing option {missed.opts[0]} {missed.metavar}", see)
+        step = f"Add {min(missed.opts, key=len)} {missed.metavar}. {see}"
+        return InputError("usage", f"Missing option {missed.opts[0]} {missed.metavar}", step)
     return InputError("usage", error.format_message(), see)
 
 

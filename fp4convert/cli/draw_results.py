@@ -87,7 +87,8 @@ def draw_merged(screen: Screen, merged: Document) -> None:
     screen.unwrapped(merged["output"], "bold")
     made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
     size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
-    screen.line(f"  {merged['shards']} shards merged ({made}), {size}, in {seconds}")
+    count = f"{merged['shards']} shard{'s' if merged['shards'] != 1 else ''}"
+    screen.line(f"  {count} merged ({made}), {size}, in {seconds}")
     if fidelity := merged.get("fidelity"):
         screen.line(f"  {fidelity_text(fidelity)}")
     screen.line(f"  digest {merged['digest']}")

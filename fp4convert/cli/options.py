@@ -127,6 +127,13 @@ class Command(Generic[Options]):
             raise typer.Exit(FINDINGS)
 
 
+def flags_of(declared: Declared) -> tuple[str, ...]:
+    """Return all spellings of an option; none of an argument."""
+    if declared.option.is_argument:
+        return ()
+    return declared.option.flags or (f"--{declared.name.replace('_', '-')}",)
+
+
 def parameter_of(declared: Declared) -> Parameter:
     """Return the parameter that typer makes an option or an argument of."""
     name, option, default = declared.name, declared.option, declared.default
@@ -142,11 +149,8 @@ def parameter_of(declared: Declared) -> Parameter:
         how["readable"] = False  # whoever opens the file says what is wrong with it
     if option.words or option.is_recipe or option.is_code:
         how["autocompletion"] = _completion_for(option)
-    made: Any
-    if option.is_argument:
-        made = typer.Argument(**how)
-    else:
-        made = typer.Option(*(option.flags or (f"--{name.replace('_', '-')}",)), **how)
+    making: Any = typer.Argument if option.is_argument else typer.Option
+    made = making(*flags_of(declared), **how)
     kind: Any = list[plain] if option.is_several else plain  # type: ignore[valid-type]
     if is_required(declared):
         default = Parameter.empty

@@ -19,6 +19,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
 
 from fp4convert.errors import Fp4Error, InputError, OutputError
+from fp4convert.process import stop_listening
 from fp4convert.progress import Meter, Phases, duration_text, size_text
 from fp4convert.report.text import MOST_ALIKE, Document, escape, fold_findings, shorten
 
@@ -111,6 +112,7 @@ class Screen:
             else:
                 draw(self, document)
             sys.stdout.flush()
+            stop_listening()
         except OSError as error:
             _forget_stdout()
             if isinstance(error, BrokenPipeError):
@@ -124,20 +126,27 @@ class Screen:
         style  of the label before it, or else of all of it
         hang   column in which it goes on; 0 for two more than it begins in
         """
+        self._wrap(sys.stdout, text, style, label, hang)
+
+    def _wrap(self, to: TextIO, text: object, style: str, label: str = "", hang: int = 0) -> None:
+        """Print a line; on a terminal it is wrapped as `line` has it."""
         first, *more = [shown := escape(text)]
-        if sys.stdout.isatty() and len(label) + len(shown) > self.width:
+        width = PIPE_WIDTH
+        if to.isatty():
+            width = self.width if to is sys.stdout else self.err.width
+        if to.isatty() and len(label) + len(shown) > width:
             hang = hang or len(shown) - len(shown.lstrip()) + len(GAP)
             first, *more = wrap(
                 label + shown,
-                self.width,
+                width,
                 subsequent_indent=" " * hang,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
             first = first.removeprefix(label if first.startswith(label) else label.rstrip())
-        self._print(sys.stdout, first, style, label)
+        self._print(to, first, style, label)
         for part in more:
-            self._print(sys.stdout, part, "" if label else style)
+            self._print(to, part, "" if label else style)
 
     def unwrapped(self, text: str, style: str = "", label: str = "") -> None:
         """Print what is copied, a path or a command, in one line."""
@@ -201,18 +210,19 @@ class Screen:
         for warning in () if self.is_quiet else warnings:
             if warning not in self._warned:
                 self._warned.add(warning)
-                self._print(sys.stderr, warning, "yellow", "warning: ")
+                self._wrap(sys.stderr, warning, "yellow", "warning: ")
 
     def tell(self, line: str) -> None:
         """Print on stderr what a person wants to know meanwhile."""
         if not self.is_quiet:
-            self._print(sys.stderr, line, "dim")
+            self._wrap(sys.stderr, line, "dim")
 
     def fail(self, error: Fp4Error) -> None:
         """Print an error on stderr: what was found, then the next step.
 
         With JSON its document goes to stdout, too.
         """
+        stop_listening()
         if self.is_json:
             try:
                 print(json.dumps(error.as_json(), indent=2), flush=True)
@@ -224,7 +234,7 @@ class Screen:
         """Print an error on stderr, whatever stdout holds."""
         for number, line in enumerate(lines):
             label = f"error[{code}]: " if number == 0 else "       "
-            self._print(sys.stderr, line, "bold red", label)
+            self._wrap(sys.stderr, line, "bold red", label, hang=len(GAP))
         if next_step:
             self._print(sys.stderr, next_step, "bold", " next: ")
 

@@ -42,6 +42,7 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
         sequence_length=options.sequence_length,
     )
     feed.check()
+    _refuse_idle(options)
     with interruptible(output):
         phases.begin("plan")
         return run.calibrate(
@@ -57,3 +58,17 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
                 tell=options.tell,
             )
         )
+
+
+def _refuse_idle(options: CalibrateOptions) -> None:
+    """Raise InputError for an option of the other way to get text."""
+    is_own = options.self_generate is not None
+    name, given = ("samples", options.samples) if is_own else ("hold", options.hold)
+    if given == getattr(CalibrateOptions, name):
+        return
+    if is_own:
+        detail = f"--samples {given} is for --text and --dataset, and --self-generate is given"
+        step = f"Write --self-generate {given}, without --samples."
+        raise InputError("idle-option", detail, step)
+    detail = f"--hold {given:g} is for --self-generate, which is not given"
+    raise InputError("idle-option", detail, "Leave --hold out.")

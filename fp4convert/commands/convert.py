@@ -60,7 +60,10 @@ def quantize(options: QuantizeOptions) -> Result:
         )
         (options.warn or as_warnings)([lost])
         warnings = [*warnings, lost]
-    return replace(result, warnings=warnings, next=work.next_steps(settings), engine=told)
+    steps = work.next_steps()
+    if settings.share:
+        steps = [shell_line("fp4convert", "merge", options.folder)]
+    return replace(result, warnings=warnings, next=steps, engine=told)
 
 
 @public(QuantizeOptions)
@@ -97,7 +100,7 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     if work.verdict:
         settings.tell(verdict_text(work.verdict, work.plan))
     _warn(options, () if is_dry else work.warnings, settings)
-    return work, settings
+    return work, replace(settings, next=tuple(work.next_steps(is_absolute=True)))
 
 
 @public(DequantizeOptions)
@@ -151,8 +154,14 @@ def prune(options: PruneOptions) -> Result:
     settings = options.settings("cpu")
     source, pruned = _plan_pruning(options, settings)
     _warn(options, pruned.plan.warnings, settings)
-    result = pruning.prune(source, pruned, Path(options.output), settings)
-    return replace(result, experts=pruned.experts, warnings=list(pruned.plan.warnings))
+    output, again = Path(options.output), ("fp4convert", "quantize")
+    after = (shell_line(*again, Path(os.path.abspath(output)), "--format", "nvfp4"),)
+    result = pruning.prune(source, pruned, output, replace(settings, next=after))
+    steps = [shell_line(*again, output, "--format", "nvfp4")]
+    if settings.share:
+        steps = [shell_line("fp4convert", "merge", output)]
+    warnings = list(pruned.plan.warnings)
+    return replace(result, experts=pruned.experts, warnings=warnings, next=steps)
 
 
 @public(PruneOptions)

@@ -13,6 +13,7 @@ from inspect import Signature, cleandoc, signature
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast, get_args
 
+from fp4convert.commands.idle_options import refuse_idle_options
 from fp4convert.conversion.options import (
     DEVICES,
     AccessOptions,
@@ -90,7 +91,11 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
                 if isinstance(bound.get(name), str):
                     expected = one_of(kind.__name__ for kind in kinds)
                     raise TypeError(f"{run.__name__}() {name}={bound[name]!r}; expected {expected}")
-            return run(options(*args, **kwargs))
+            return checked(options(*args, **kwargs))
+
+        def checked(given: O) -> R:
+            refuse_idle_options(given)
+            return run(given)
 
         numbers: dict[str, list[type]] = {}  # the types of options that are no texts
         for each in declared_in(kind):
@@ -101,7 +106,7 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
         called.__doc__ = "\n".join([cleandoc(run.__doc__ or ""), "", *rows])
         made: Any = called
         made.__signature__ = own_signature
-        made.run = run
+        made.run = checked
         return cast(Public[P, O, R], made)
 
     return decorate

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.commands.options import (
     CompareOptions,
     InspectOptions,
@@ -14,9 +14,11 @@ from fp4convert.commands.options import (
     as_path,
     public,
 )
+from fp4convert.errors import Fp4Error, InputError, shell_line
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.engines import engine_asked
+from fp4convert.recipes.options import Reference
 from fp4convert.storage.open import open_original
 from fp4convert.storage.source import Source, subfolder_of, uncollected
 
@@ -46,7 +48,7 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
         clear_sarif(sarif)
     engine = None if options.engine is None else engine_asked(options.engine)
     phases = _begin(options)
-    artifact = open_artifact(os.fspath(options.artifact), options.access())
+    artifact = _open_first(options, options.artifact)
     description = inspection.inspect(artifact, _original(options), options.full, phases, engine)
     if sarif:
         write_sarif(sarif, artifact, description["findings"])
@@ -80,7 +82,7 @@ def verify(options: VerifyOptions) -> Verified:
     known = None if calibration is None else open_calibration(calibration)
     engine = None if options.engine is None else engine_asked(options.engine)
     phases = _begin(options)
-    artifact = open_artifact(os.fspath(options.artifact), options.access())
+    artifact = _open_first(options, options.artifact)
     original = _original(options)
     outputs = Outputs(known) if options.outputs or known else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
@@ -112,8 +114,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
     phases = _begin(options)
-    a = open_artifact(os.fspath(options.a), options.access())
-    b = open_artifact(os.fspath(options.b), options.access())
+    a, b = (_open_first(options, each) for each in (options.a, options.b))
     source = open_original(os.fspath(options.source), options.original_access())
     return comparison.compare((a, b), source, Outputs(known), phases)
 
@@ -139,3 +140,31 @@ def _original(options: InspectOptions | VerifyOptions) -> Source | None:
     if not options.source:
         return None
     return open_original(os.fspath(options.source), options.original_access())
+
+
+def _open_first(
+    options: InspectOptions | VerifyOptions | CompareOptions, reference: Reference
+) -> Artifact:
+    """Open an artifact that stands first; the source stands behind --source.
+
+    Raises  what open_artifact raises, and says where they are swapped; InputError for an artifact
+            that would be its own source
+    """
+    given = options.source
+    try:
+        artifact = open_artifact(os.fspath(reference), options.access())
+    except InputError as error:
+        if error.code != "not-an-artifact" or given is None:
+            raise
+        try:
+            open_artifact(os.fspath(given), options.original_access())
+        except Fp4Error:
+            raise error from None
+        step = f"{given} is an artifact: give it first, and {shell_line('--source', reference)}"
+        raise InputError(error.code, error.message, step) from None
+    are_here = given is not None and os.path.exists(given) and os.path.exists(reference)
+    if are_here and os.path.samefile(str(given), reference):
+        detail = f"{reference} is given as the artifact and as its source, which shows no loss"
+        step = "Name the weights that it was made from: --source SOURCE."
+        raise InputError("usage", detail, step)
+    return artifact

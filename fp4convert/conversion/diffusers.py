@@ -7,6 +7,7 @@ model_index.json: without that file nothing takes the folder for a pipeline.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from fp4convert.planning.steps import Plan
 from fp4convert.recipes.engines import Verdict
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
 from fp4convert.storage.disk import write_errors_at
+from fp4convert.storage.open import absolute
 from fp4convert.storage.source import Source
 
 
@@ -244,9 +246,11 @@ class PipelineConversion:
             raise summarize(unsound)
         return results
 
-    def next_steps(self, settings: Settings) -> list[str]:
-        verify = ("fp4convert", "verify", self.options.folder)
-        source = ("--source", self.options.source)
+    def next_steps(self, is_absolute: bool = False) -> list[str]:
+        output, original = self.options.folder, self.options.source
+        if is_absolute:
+            output, original = Path(os.path.abspath(output)), absolute(original)
+        verify, source = ("fp4convert", "verify", output), ("--source", original)
         return [shell_line(*verify, "--subfolder", name, *source) for name in self.conversions]
 
     def ended_files(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fp4convert.numerics.backends import open_backend
 from fp4convert.planning.engines import serve_line, serve_lines
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.engines import Verdict
+from fp4convert.storage.open import absolute
 from fp4convert.storage.source import Source
 
 
@@ -77,15 +79,15 @@ class Conversion:
         formats = self.fitted.rules if self.fitted else ()
         return quantize_together(self.options, formats, (self.source, self.plan), settings)
 
-    def next_steps(self, settings: Settings) -> list[str]:
-        output = self.options.folder
-        if settings.share:
-            return [shell_line("fp4convert", "merge", output)]
+    def next_steps(self, is_absolute: bool = False) -> list[str]:
+        output, original = self.options.folder, self.options.source
+        if self.options.subfolder and not self.source.is_streamed:
+            original = Path(original, self.options.subfolder)
+        if is_absolute:
+            output, original = Path(os.path.abspath(output)), absolute(original)
         words: list[object] = ["fp4convert", "verify", output]
-        if not self.options.subfolder:
-            words += ["--source", self.options.source]
-        elif not self.source.is_streamed:
-            words += ["--source", Path(self.options.source, self.options.subfolder)]
+        if not self.options.subfolder or not self.source.is_streamed:
+            words += ["--source", original]
         checkpoint, folder = self.source.checkpoint, str(output)
         if self.verdict is None:
             return [shell_line(*words), *serve_lines(self.plan, checkpoint, folder)]

@@ -74,8 +74,11 @@ def prepare_quantize(
     recipe, linears, scalars = understand(source, options)
     plan = plan_with(source, recipe, linears, scalars, formats)
     if scalars.calibration:
-        plan = with_statistics(plan, scalars.calibration)
-    plan = replace(plan, warnings=(*plan.warnings, *engine_warnings(plan, source.checkpoint)))
+        is_fitted = (options.target_size, options.target_bits) != (None, None)
+        plan = with_statistics(plan, scalars.calibration, is_fitted)
+    # Whoever names an engine does not ask what others do with the result.
+    traps = () if options.engine else engine_warnings(plan, source.checkpoint)
+    plan = replace(plan, warnings=(*plan.warnings, *traps))
     is_carried = any(step.action == "transcode" for step in plan.steps)
     if is_carried and not source.is_streamed:  # from a Hub each would be a request: the run tells
         for module, q in stored_blocks(plan):

@@ -16,7 +16,7 @@ from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.settings import Result, Settings
-from fp4convert.planning.no_effect import refuse_empty, refuse_unmatched
+from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
 from fp4convert.progress import Phases
 from fp4convert.recipes.engines import Verdict
@@ -79,8 +79,11 @@ class Work(Protocol):
     def carry_out(self, settings: Settings) -> Result:
         """Convert; raise what `quantize` and `quantize_together` raise."""
 
-    def next_steps(self, settings: Settings) -> list[str]:
-        """Return commands that a person may run after it."""
+    def next_steps(self, is_absolute: bool = False) -> list[str]:
+        """Return commands that a person may run once it is whole.
+
+        is_absolute  in any folder: paths begin at the root
+        """
 
     def ended_files(self) -> dict[str, str]:
         """Return the sha256 of every file, once it is done."""
@@ -107,7 +110,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         plan = prepare_quantize(source, options, formats)
         with stopping(source):
             verdict = check_plan(plan, source.checkpoint, options)
-            refuse_unmatched([plan.unmatched])
+            refuse_idle([plan.idle])
             refuse_empty(source.name, [plan])
         return Conversion(options, source, plan, found, verdict)
     if goal:
@@ -129,6 +132,6 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
             verdict = check_plan(plan, component.checkpoint, own)
             conversions[name] = Conversion(own, component, plan, verdict=verdict)
     plans = [conversion.plan for conversion in conversions.values()]
-    refuse_unmatched([plan.unmatched for plan in plans])
+    refuse_idle([plan.idle for plan in plans])
     refuse_empty(source.name, plans)
     return PipelineConversion(options, source, conversions)

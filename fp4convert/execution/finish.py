@@ -7,6 +7,7 @@ It needs the output folder alone, so whoever is there when the last task is done
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -192,15 +193,16 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
     with write_errors_at(root):
         manifest = read_manifest(root) if (root / PLAN_FILE).exists() else None
     if manifest is None:
-        detail = (
-            f"{root} holds no plan of fp4convert ({PLAN_FILE}); expected the output of quantize"
-        )
+        found = f"{root} holds no plan of fp4convert ({PLAN_FILE})"
+        if not root.is_dir():
+            found = f"{root}: {'a file' if root.exists() else 'no such folder'}"
+        detail = f"{found}; expected the output of quantize or prune"
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
     with entered(root, manifest) as folder, folder.leases.hold_when_free(ENDING):
         if missing := [file for task in folder.missing() for file in task.files]:
             detail = f"{root}: {len(missing)} of {len(manifest.files)} files are not written yet"
             workers = folder.leases.others()
-            next_step = "Run the command for them."
+            next_step = "Run the command that began it again; of parts, those that are left."
             if workers:
                 next_step = f"{len(workers)} processes are at work on it: wait."
             raise OutputError("unfinished", f"{detail}, the first {missing[0]}", next_step)
@@ -215,9 +217,11 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
             next_step = "Run the command that wrote them again: it writes them again."
             raise OutputError("scale-group", f"{detail}: {shards}", next_step)
         ending = write_ending(folder)
-    # What an artifact was made from is known by its name on the Hub alone.
-    source = ("--source", manifest.origin["repo"]) if manifest.origin.get("repo") else ()
-    steps = [shell_line("fp4convert", "verify", root, *source)] if manifest.record else []
+    # Whoever began it knew what it is made from and for; elsewhere its paths are others.
+    steps = list(manifest.next) if os.path.abspath(root) == manifest.root else []
+    if not steps and manifest.record:
+        source = ("--source", manifest.origin["repo"]) if manifest.origin.get("repo") else ()
+        steps = [shell_line("fp4convert", "verify", root, *source)]
     return {
         "output": str(root),
         "format": manifest.identity.get("format"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -366,7 +367,8 @@ def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager
     Raises  what carry_out does at first
     """
     more_nbytes = _check_places(job, output)
-    return open_output(output, job.manifest(), settings, more_nbytes)
+    manifest = replace(job.manifest(), root=os.path.abspath(output), next=settings.next)
+    return open_output(output, manifest, settings, more_nbytes)
 
 
 def check_output(job: Job, output: Path, settings: Settings) -> None:
@@ -394,7 +396,9 @@ def _check_places(job: Job, output: Path) -> int:
 def refuse_inside(source: Source, output: Path) -> None:
     """Raise InputError for an output folder in the source's own."""
     if source.holds(output):
-        detail = f"{output} lies inside the source; expected a folder outside it"
+        is_inside = source.holds(output.resolve().parent)
+        where = "lies inside the source" if is_inside else "is the source's own folder"
+        detail = f"{output} {where}; expected a folder outside it"
         detail += ", so that the source is not changed"
         raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
 

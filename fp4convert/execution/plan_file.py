@@ -91,6 +91,8 @@ class Manifest:
               last text is the last file
     last      the file written last; while it is absent the folder is unfinished
     origin    repository and commit that a re-run goes on with
+    root      where the folder was when it was begun
+    next      commands that a person may run once it is whole and there
     """
 
     identity: dict[str, object]
@@ -100,6 +102,8 @@ class Manifest:
     record: dict[str, object] | None
     last: str
     origin: dict[str, str | None] = field(default_factory=dict)
+    root: str = ""
+    next: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -136,6 +140,8 @@ class Manifest:
             "record": self.record,
             "last": self.last,
             "source": self.origin,
+            "root": self.root,
+            "next": self.next,
         }
         return {**document, "sha256": _hash(document)}
 
@@ -158,6 +164,8 @@ class Manifest:
             record=None if entry["record"] is None else dict(entry["record"]),
             last=str(entry["last"]),
             origin=dict(entry["source"]),
+            root=str(entry.get("root", "")),
+            next=tuple(map(str, entry.get("next", ()))),
         )
         for name in (manifest.last, *manifest.files, *(task.key for task in manifest.tasks)):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:

@@ -44,6 +44,7 @@ class Settings:
     is_joining  one of several processes that begin together: none of them may replace a plan
     share       the part of the tasks that this process does; None for all that nobody else does
     tell        gets a line for people when everything has to wait
+    next        commands that whoever ends the work may run after it; `merge` prints them
     named       called with the path, the name and the sha256 of every file that this process has
                 finished, by several threads at times
     """
@@ -55,6 +56,7 @@ class Settings:
     is_joining: bool = False
     share: Share | None = None
     tell: Callable[[str], None] = lambda line: None
+    next: tuple[str, ...] = ()
     on_named: OnNamed = lambda path, file, sha256: None
 
 

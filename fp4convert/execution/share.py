@@ -63,10 +63,9 @@ def choose_share(
 
 
 def describe(share: Share) -> str:
-    """Tell a person about a part, and about the rest."""
+    """Tell a person which part this process does."""
     whence = f", as {share.named_by} say (--num-shards 1 for the whole)" if share.named_by else ""
-    part = f"this process does part {share.index} of {share.count}{whence}"
-    return f"{part}; when every part is done: fp4convert merge"
+    return f"this process does part {share.index} of {share.count}{whence}"
 
 
 def find_share(

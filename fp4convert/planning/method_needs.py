@@ -62,9 +62,10 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     return None if file is None else open_calibration(file)
 
 
-def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
+def with_statistics(plan: Plan, calibration: Calibration, is_fitted: bool = False) -> Plan:
     """Put the file into the plan; warn of what it does not change.
 
+    is_fitted  the file chose formats of modules, too
     Raises InputError where the file lacks what method and rule take of a linear layer
     """
     # the linear layers whose inputs method and rule want to know
@@ -89,7 +90,9 @@ def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
         for statistic in taken:
             statistic(module)
     return replace(
-        plan, calibration=str(calibration.path), warnings=(*plan.warnings, *_untouched(plan))
+        plan,
+        calibration=str(calibration.path),
+        warnings=(*plan.warnings, *_untouched(plan, is_fitted)),
     )
 
 
@@ -134,10 +137,10 @@ def rounded(plan: Plan) -> Iterator[Step]:
     )
 
 
-def _untouched(plan: Plan) -> Iterator[str]:
+def _untouched(plan: Plan, is_fitted: bool) -> Iterator[str]:
     """Say what method, rule and file do not change."""
     if not takes_statistics(plan.target):
-        if all(step.scalar is None for step in plan.steps):
+        if not is_fitted and all(step.scalar is None for step in plan.steps):
             yield (
                 "--calibration has no effect: --method rtn uses statistics only with"
                 " --scale-rule importance"

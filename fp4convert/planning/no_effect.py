@@ -5,85 +5,99 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.planning.steps import Plan, Step, module_of
+from fp4convert.planning.steps import Idle, Plan, Step, module_of
 from fp4convert.recipes.patterns import compiled, matches
-from fp4convert.recipes.recipe import EXCLUDED, Recipe
+from fp4convert.recipes.recipe import Recipe
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Checkpoint
 
 MOST_REASONS = 4  # that a message counts
+UNMATCHED = "matches no module; a module's name is its tensor's without .weight"
+PACKED = "modules that are packed already (FP8, int4, FP4)"
+STACK = "stacks of experts"
 REGEX_SIGNS = re.compile(r"\.\*|\\|\^|\$|\.\+|\|")
 
 
-def find_unmatched(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> dict[str, str]:
-    """Find what a person asks for that matches no module and no stack.
+def find_idle(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> tuple[Idle, ...]:
+    """Find what a person asks for that changes nothing.
 
-    Returns  what to give instead, "" for nothing alike, by the option with its pattern
+    Patterns that match no module and no stack, and options for what the source lacks
     """
+    stacks = [linear.stack for linear in linears.of.values() if linear.stack]
+    has_stacks = bool(stacks or linears.unruled)
+    lacking = {
+        "--keep-packed": recipe.keeps_packed and not linears.is_packed and PACKED,
+        "--stack-order": recipe.options.stack_order and not has_stacks and STACK,
+    }
+    found = [
+        Idle(option, f"is for {what}; the source has none", is_pattern=False)
+        for option, what in lacking.items()
+        if what
+    ]
     asked = {
         "--include": [(pattern,) for pattern in recipe.include],
         "--exclude": [(pattern,) for pattern in recipe.exclude],
         **recipe.asked,
     }
     if not any(asked.values()):
-        return {}
-    stacks = (linear.stack for linear in linears.of.values() if linear.stack)
+        return tuple(found)
     modules = {
         *linears.of,
         *(stack.name.removesuffix(WEIGHT) for stack in stacks),
         *(module_of(ref.name) for ref in checkpoint.tensors),
     } - {""}
-    found = {}
     for option, requests in asked.items():
         for patterns in requests:
             if patterns and not any(
                 pattern in modules or any(matches(pattern, module) for module in modules)
                 for pattern in patterns
             ):
-                instead = _suggest(option, patterns[0], modules)
-                found[f"{option} {', '.join(map(repr, patterns))}"] = instead
-    return found
+                words = f"{option} {', '.join(map(repr, patterns))}"
+                better = _suggest(patterns[0], modules)
+                count = sum(any(matches(one, module) for one in better) for module in modules)
+                line = " ".join(shell_line(option, one) for one in better)
+                found.append(Idle(words, UNMATCHED, line, count))
+    return tuple(found)
 
 
-def refuse_unmatched(unmatched: Sequence[Mapping[str, str]]) -> None:
-    """Raise InputError for a pattern that matches no module.
+def refuse_idle(found: Sequence[Sequence[Idle]]) -> None:
+    """Raise InputError for a request that changes nothing.
 
-    unmatched  what find_unmatched found of a checkpoint, or of all components of a pipeline
+    found  what find_idle found of a checkpoint, or of all components of a pipeline
     """
-    first, *others = unmatched
-    found = {words: hint for words, hint in first.items() if all(words in own for own in others)}
-    if not found:
+    first, *others = ({idle.asked: idle for idle in own} for own in found)
+    everywhere = [
+        next((own[asked] for own in (first, *others) if own[asked].better), idle)
+        for asked, idle in first.items()
+        if all(asked in own for own in others)
+    ]
+    if not everywhere:
         return
-    what = "matches no module; a module's name is its tensor's without .weight"
-    hints = [next(filter(None, (own[words] for own in (first, *others))), "") for words in found]
     lines = tuple(
-        f"{words} {what}" + (f"; did you mean {hint}?" if hint else "")
-        for words, hint in zip(found, hints, strict=True)
+        f"{idle.asked} {idle.why}"
+        + (f"; did you mean {idle.better} ({_modules(idle.modules)})?" if idle.better else "")
+        for idle in everywhere
     )
-    better = [hint.rpartition(" (")[0] for hint in hints if hint]
+    better = [idle.better for idle in everywhere if idle.better]
     next_step = f"Use {' '.join(better)}" if better else ""
-    raise InputError("unmatched-pattern", lines, next_step)
+    code = "unmatched-pattern" if everywhere[0].is_pattern else "idle-option"
+    raise InputError(code, lines, next_step)
 
 
-def _suggest(option: str, pattern: str, modules: Collection[str]) -> str:
-    """Return options that match, with the number of modules; "" for none."""
+def _suggest(pattern: str, modules: Collection[str]) -> list[str]:
+    """Return patterns that match modules and may have been meant."""
     if "," in pattern and not pattern.startswith("re:"):
         parts = [part.strip() for part in pattern.split(",") if part.strip()]
         likely = (next(_better(part, modules, is_itself=True), "") for part in parts)
-        better = [one for one in likely if one]
-        count = sum(any(matches(one, module) for one in better) for module in modules)
-        text = " ".join(shell_line(option, one) for one in better)
-        return f"{text} ({_modules(count)})" if count else ""
-    for one in _better(pattern, modules):
-        count = sum(matches(one, module) for module in modules)
-        return f"{shell_line(option, one)} ({_modules(count)})"
-    return ""
+        return [one for one in likely if one]
+    return list(islice(_better(pattern, modules), 1))
 
 
 def _better(pattern: str, modules: Collection[str], is_itself: bool = False) -> Iterator[str]:
@@ -127,7 +141,7 @@ def refuse_empty(source: str, plans: Sequence[Plan]) -> None:
     why = "; ".join(listed) or "it has no tensors"
     detail = f"{source}: nothing becomes {plans[0].target.format}: {why}"
     next_step = ""
-    if any(reason.startswith(EXCLUDED) for reason, _ in reasons):
+    if any(plan.excluded for plan in plans):
         next_step = "Exclude fewer modules: a narrower --exclude 'PATTERN'."
     elif any(ref.dtype not in FLOAT_TYPES for step in matrices for ref in step.refs):
         next_step = "Start from the original weights, in bf16, fp16 or fp32."

@@ -30,7 +30,7 @@ from fp4convert.planning.decisions import Verdict, decide, skipped_experts, unev
 from fp4convert.planning.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kv_cache_scales import Cache
-from fp4convert.planning.no_effect import find_unmatched
+from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.steps import (
     Plan,
     Step,
@@ -40,6 +40,7 @@ from fp4convert.planning.steps import (
     refuse_collisions,
     spec_of,
 )
+from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import (
     Recipe,
     ScaleGroup,
@@ -133,9 +134,9 @@ def plan_quantize(
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
-    stacks = _stack_rules(linears, recipe)
-    unmatched = find_unmatched(recipe, checkpoint, linears)
-    return Plan(recipe.target, tuple(tasks), ignored, warnings, stacks, unmatched=unmatched)
+    made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
+    excluded = sum(matches_any(recipe.exclude, module) for module in verdicts)
+    return Plan(*made, idle=find_idle(recipe, checkpoint, linears), excluded=excluded)
 
 
 class _StepMaker:

@@ -139,13 +139,31 @@ class Task:
         return [ref for shard in self.shards for ref in shard.outputs]
 
 
+class Idle(NamedTuple):
+    """A request that changes nothing.
+
+    asked   the option with its value
+    why     it changes nothing, after those words
+    better  options to give instead, as one types them; "" where nothing is alike
+    modules how many modules these match
+    is_pattern  on names of modules; else it is for what the source lacks
+    """
+
+    asked: str
+    why: str
+    better: str = ""
+    modules: int = 0
+    is_pattern: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Every task, and what the result's records need to know.
 
     stacks       how the source's stacks of experts were read
     folds        where factors are folded in
-    unmatched    requests that match no module, with what may have been meant
+    idle         requests that change nothing
+    excluded     how many linear layers --exclude keeps
     calibration  path of the file of statistics, whose sha256 the target has
     """
 
@@ -156,7 +174,8 @@ class Plan:
     stacks: tuple[StackRule, ...] = ()
     calibration: str | None = None
     folds: tuple[FoldUse, ...] = ()
-    unmatched: Mapping[str, str] = field(default_factory=dict)
+    idle: tuple[Idle, ...] = ()
+    excluded: int = 0
 
     @property
     def steps(self) -> Iterator[Step]:

@@ -19,7 +19,7 @@ from fp4convert.numerics.codec import as_floats
 from fp4convert.numerics.error_sums import decibels
 from fp4convert.numerics.formats import FORMATS, FP8, NVFP4
 from fp4convert.planning.decisions import NAME_SOME, decide
-from fp4convert.planning.no_effect import find_unmatched, refuse_unmatched
+from fp4convert.planning.no_effect import find_idle, refuse_idle
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.losses import (
@@ -150,7 +150,7 @@ def _find_quantizable(source: Source, options: RecipeOptions) -> dict[str, Linea
     target = Target(NVFP4.name, "compressed-tensors")
     recipe = build_recipe(target, source.checkpoint.config, options)
     linears = find_linears(source, recipe)
-    refuse_unmatched([find_unmatched(recipe, source.checkpoint, linears)])
+    refuse_idle([find_idle(recipe, source.checkpoint, linears)])
     verdicts = decide(linears, recipe, dialect_to_write(recipe.target))
     return {
         module: verdict.linear

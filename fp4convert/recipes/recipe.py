@@ -54,7 +54,6 @@ EXPERT_WORDS = ("expert", ".moe.", "_moe.")
 # What stands beside a stack, one for each expert.
 BESIDE_STACKS = ("_scale", "_scales", "_scale_inv", "_bias", ".bias")
 STACK_DIMENSIONS = 3
-EXCLUDED = "excluded by "  # how reasons begin that --exclude gives
 
 
 class ScaleGroup(NamedTuple):
@@ -154,7 +153,7 @@ class Recipe:
         """
         if matches_any(self.exclude, module):
             return next(
-                f"{EXCLUDED}{pattern!r}" for pattern in self.exclude if matches(pattern, module)
+                f"excluded by {pattern!r}" for pattern in self.exclude if matches(pattern, module)
             )
         if matches_any(self.include, module):
             return None

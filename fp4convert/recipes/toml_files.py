@@ -382,7 +382,8 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
         if text is None:
             near = did_you_mean(name, known_names())
             detail = f"recipe {str(path)!r} is not known; expected the name of one of the"
-            detail += f" {len(known_names())} recipes, or the path of a TOML file{near}"
+            detail += f" {len(known_names())} recipes, or the path of a TOML file; a model type"
+            detail += f" without one of its own takes the recipe default{near}"
             raise InputError("unknown-recipe", detail, "See: fp4convert recipes")
         file, folder = parse(text, os.path.normpath(path), is_users=True), path.parent
     if file.name in above or len(above) > MOST_BASES:

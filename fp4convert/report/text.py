@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +15,7 @@ Document = dict[str, Any]  # what --json prints
 # Control, format (bidi), surrogate, private, unassigned, separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 CELL_WIDTH = 100
-MOST_ALIKE = 4  # lines of findings that are alike but for names and numbers
-_NUMBER = re.compile(r"\d[\d.,]*(e[+-]?\d+)?")
+MOST_ALIKE = 4  # lines of findings of one code
 _MEASURED = ("sqnr-low", "nmse-high", "output-error-high")  # verify lists the worst first
 
 
@@ -153,17 +151,16 @@ def fold_findings(
     """Write findings in few lines, for people.
 
     Those that say the same of several tensors share a line, under the pattern of their names. Many
-    that differ in numbers alone share one, too, with the worst of them.
+    of one code share one, too, with the worst of them.
 
     of    so many tensors were measured, where that is known
-    most  lines of findings that are alike but for names and numbers
+    most  lines of findings of one code
     """
-    alike: dict[tuple[str, str, str], list[Document]] = defaultdict(list)
+    alike: dict[tuple[str, str], list[Document]] = defaultdict(list)
     for finding in findings:
-        said = _NUMBER.sub("#", finding["detail"])
-        alike[finding["level"], finding["code"], said].append(finding)
+        alike[finding["level"], finding["code"]].append(finding)
     lines: list[FoldedFinding] = []
-    for (level, code, _), held in alike.items():
+    for (level, code), held in alike.items():
         own = [FoldedFinding(level, code, "", *line) for line in _share_lines(held)]
         lines += own if len(own) <= most else [_fold_all(level, code, held, of)]
     return lines

@@ -145,14 +145,18 @@ def check_index(homes: dict[str, str], weight_map: dict[str, str], index: str) -
 
 
 def choose_shards(
-    where: object, names: Collection[str], weight_map: dict[str, str] | None
+    where: object,
+    names: Collection[str],
+    weight_map: dict[str, str] | None,
+    may_lack: bool = False,
 ) -> list[str]:
     """Choose the files that are the checkpoint.
 
     What the index names, or else what engines read.
 
-    where   how messages name the place
-    names   of the files beside one another
+    where     how messages name the place
+    names     of the files beside one another
+    may_lack  accept fewer shards than their names say
     Raises  InputError where there are none, or where names contradict the index
     """
     found = sorted(name for name in names if name.endswith(WEIGHTS))
@@ -183,7 +187,7 @@ def choose_shards(
         (match[1], int(match[3])) for name in shards if (match := NUMBERED.fullmatch(name))
     )
     for (stem, expected), count in sets.items():
-        if count < expected:
+        if count < expected and not may_lack:
             detail = f"{stem}*{WEIGHTS}: {count} shards, whose names say that there are {expected}"
             next_step = "Download the whole checkpoint again."
             if PLAN_FILE.partition("/")[0] in names:

@@ -48,7 +48,7 @@ class LocalSource:
     is_streamed = False
     held_nbytes = 0
 
-    def __init__(self, path: Path, may_be_empty: bool = False, subfolder: str = "") -> None:
+    def __init__(self, path: Path, may_lack: bool = False, subfolder: str = "") -> None:
         self._root = path if path.is_dir() else path.parent
         self._folder = self._root / subfolder
         self._single = None if path.is_dir() else path.name
@@ -59,7 +59,7 @@ class LocalSource:
         self._streams: dict[str, BinaryIO] = {}
         self._lock = threading.Lock()
         self._stamps: dict[str, str] = {}  # of what was there when headers were read
-        self.checkpoint = self._open(may_be_empty)
+        self.checkpoint = self._open(may_lack)
         self._stamps = self.checkpoint.stamps
 
     def read(self, ref: TensorRef) -> memoryview:
@@ -151,7 +151,7 @@ class LocalSource:
         place, root = path.resolve(), self._root.resolve()
         return place == root if self._single else place.is_relative_to(root)
 
-    def _open(self, may_be_empty: bool) -> Checkpoint:
+    def _open(self, may_lack: bool) -> Checkpoint:
         try:
             names = [self._single] if self._single else sorted(os.listdir(self._folder))
         except OSError as error:
@@ -171,8 +171,10 @@ class LocalSource:
         # The shards: one file, or what the index or their names say.
         index = find_index(names)
         weight_map = read_index(read_whole(self, index), index) if index else None
-        shards = [self._single] if self._single else choose_shards(self._folder, names, weight_map)
-        if not shards and not may_be_empty:
+        shards = [str(self._single)]
+        if not self._single:
+            shards = choose_shards(self._folder, names, weight_map, may_lack)
+        if not shards and not may_lack:
             raise no_weights(self._folder, names, self._step_to_weights(names))
         headers = tuple(self._header(name) for name in shards)
         homes = find_homes(headers)

@@ -46,6 +46,11 @@ def read_reference(text: str) -> Place:
     return Place(bare if is_repository else text)
 
 
+def absolute(reference: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Name a path from the root; a repository keeps its name."""
+    return Path(os.path.abspath(reference)) if os.path.exists(reference) else reference
+
+
 def _suggest_repository(text: str) -> str:
     """Tell how the repository is named that an address means; "" for others."""
     found = ADDRESS.fullmatch(text)
@@ -62,16 +67,16 @@ def _suggest_repository(text: str) -> str:
     return f"Name the repository: {shell_line(*words)}"
 
 
-def open_source(reference: str, access: Access | None = None, may_be_empty: bool = False) -> Source:
+def open_source(reference: str, access: Access | None = None, may_lack: bool = False) -> Source:
     """Open the checkpoint of that name, on this disk or on the Hub.
 
-    reference     a folder, one file, or a repository
-    may_be_empty  accept a folder without weights: a conversion that has not got to its first shard
-    Raises        InputError where it is none of them, or is not a sound checkpoint, or is a
-                  pipeline of several; SourceError where the Hub cannot be reached or has nothing
-                  cached, AccessError where it gives no access
+    reference  a folder, one file, or a repository
+    may_lack   accept a folder whose shards are not all there: a conversion that did not end
+    Raises     InputError where it is none of them, or is not a sound checkpoint, or is a
+               pipeline of several; SourceError where the Hub cannot be reached or has nothing
+               cached, AccessError where it gives no access
     """
-    source = _open(reference, access or Access(), may_be_empty)
+    source = _open(reference, access or Access(), may_lack)
     if source.checkpoint.components:
         raise _pipeline(reference, source)
     return source
@@ -124,7 +129,7 @@ def _pipeline(reference: str, source: Source) -> InputError:
     return InputError("pipeline", detail, f"Name the folder: {shell_line('--subfolder', names[0])}")
 
 
-def _open(reference: str, access: Access, may_be_empty: bool = False) -> Source:
+def _open(reference: str, access: Access, may_lack: bool = False) -> Source:
     path = Path(reference)
     try:
         is_there = path.exists()
@@ -138,7 +143,7 @@ def _open(reference: str, access: Access, may_be_empty: bool = False) -> Source:
     if is_there and reference:  # the path of no words is that of the current folder
         from fp4convert.storage.local import LocalSource
 
-        return LocalSource(path, may_be_empty, subfolder_of(access))
+        return LocalSource(path, may_lack, subfolder_of(access))
     if not re.fullmatch(REPOSITORY, reference):
         name = reference or "the source without a name"
         expected = "expected a checkpoint on this disk, or organisation/name on the Hub"

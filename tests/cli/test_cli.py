@@ -178,6 +178,11 @@ def test_words_of_other_tools_are_answered_and_none_misleads(words, told):
 def test_an_option_that_is_missing_is_named_with_its_words():
     outcome = run("quantize", "M")
     assert outcome.err.startswith("error[usage]: Missing option --format [nvfp4|mxfp4]\n")
+    for words, step in (
+        (("dequantize", "M"), "Add -o <path>. See: fp4convert dequantize --help"),
+        (("transcode", "M", "-o", "x"), "Add --dialect <name>. See: fp4convert transcode --help"),
+    ):
+        assert run(*words, "--json").json["error"]["next"] == step
 
 
 def test_options_of_others_are_answered_with_options_that_exist():
@@ -408,8 +413,6 @@ def test_plain_words_do_not_load_what_typer_checks_values_with(source, tmp_path)
         "2",
         "--workers",
         "1",
-        "--memory",
-        "0.5",
         "--exclude",
         "*q_proj",
         "--exclude",

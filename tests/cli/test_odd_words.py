@@ -34,10 +34,32 @@ def test_an_option_is_no_value_of_another(tmp_path, monkeypatch):
     write_llama(tmp_path / "M")
     outcome = run("quantize", "M", "--format", "nvfp4", "-o", "--dry-run")
     assert outcome.code == 2
-    assert "-o has no value: --dry-run follows it" in outcome.err
-    assert outcome.err.endswith("is written ./--dry-run\n")
+    assert "-o has no value: --dry-run, an option, follows it" in outcome.err
+    assert outcome.err.endswith("next: Write its value before --dry-run.\n")
+    unknown = run("quantize", "M", "--format", "nvfp4", "-o", "--dry")
+    assert unknown.err.endswith("is written ./--dry\n")
     assert [each.name for each in tmp_path.iterdir()] == ["M"]
     assert run("quantize", "M", "--format", "nvfp4", "-o", "./--dry-run").code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "M", "--exclude", "--json"),
+        ("verify", "M", "--source", "--json"),
+        ("verify", "M", "--calibration", "--report=a.html", "--json"),
+        ("calibrate", "M", "--text", "-o", "a", "--json"),
+        ("quantize", "M", "--for", "--json"),
+        ("quantize", "M", "--token", "-q", "--json"),
+    ],
+)
+def test_an_option_of_the_command_is_the_value_of_none(words):
+    outcome = run(*words)
+    error = outcome.json["error"]
+    assert (outcome.code, error["code"]) == (2, "usage")
+    follows = words[3].partition("=")[0]
+    assert error["message"] == f"{words[2]} has no value: {follows}, an option, follows it"
+    assert error["next"] == f"Write its value before {follows}."
 
 
 def test_one_letter_means_nothing():

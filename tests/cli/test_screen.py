@@ -170,7 +170,8 @@ def test_a_drawn_merge_claims_no_reading(tmp_path):
         r"  2 shards merged \(nvfp4, compressed-tensors\), 49\.\d kB, in \S+ s", lines[1]
     )
     assert lines[2].startswith("  SQNR 21.")
-    assert lines[3:] == [f"  digest {digest}", f"next: fp4convert verify {out}"]
+    steps = [f"next: fp4convert verify {out} --source {source}", f"      vllm serve {out}"]
+    assert lines[3:] == [f"  digest {digest}", *steps]
 
 
 SHOWN = """
@@ -249,6 +250,22 @@ def test_on_a_terminal_results_are_wrapped_at_words(width, tmp_path):
         assert width > 50 or any(len(line) > width for line in run(*words).out.splitlines()), words
     shown = shown_on_a_terminal(width, "inspect", str(out), CI="1")
     assert " ".join(shown).split() == run("inspect", out).out.split(), "no word is lost"
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_on_a_terminal_warnings_and_errors_are_wrapped_at_words(width, tmp_path):
+    """But for the next step, which is copied."""
+    source, out = write_llama(tmp_path / "m"), tmp_path / "out"
+    warned = ("quantize", source, "--format", "mxfp4", "-o", out, "--for", "vllm")
+    failed = ("inspect", source)
+    for words, label in ((warned, "warning: "), (failed, "error[not-an-artifact]: ")):
+        lines = shown_on_a_terminal(width, *map(str, words), CI="1")
+        shown = [line for line in lines if str(tmp_path) not in line]
+        assert any(line.startswith(label) for line in lines)
+        long = [line for line in shown if len(line) > width]
+        assert all(" " not in line.strip() for line in long), long
+        told = run(*words, *(["--force"] if words is warned else [])).err.split()
+        assert [word for word in told if word not in " ".join(lines).split()] == []
 
 
 @pytest.mark.sweep(2)

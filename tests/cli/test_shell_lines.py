@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import hidden_characters, run, weight, write_llama, write_single
+from checkpoints import (
+    WAIT_SECONDS,
+    hidden_characters,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
+from pruned_deepseek import DEEPSEEK, calibrated, deepseek_shards
 
 from fp4convert.errors import shell_line
 
@@ -135,18 +145,101 @@ def test_the_folder_that_a_file_s_name_becomes_is_quoted(name, tmp_path, monkeyp
     assert Path(words[1]).resolve() == tmp_path / name.removesuffix(".gguf")
 
 
-def test_merge_ends_with_the_next_step(tmp_path):
-    source, out = write_llama(tmp_path / "source"), tmp_path / "it's out"
+PLACES = ['it\'s a "quote" $HOME `id`', "-x es\x1bc"]
+VLLM = '#!/bin/bash\n[ "$1" = serve ] && [ -f "$2/config.json" ] && echo served\n'
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Run a line as a person does, in that folder; `vllm` looks for the model it is to serve."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "vllm").write_text(VLLM)
+    (programs / "vllm").chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    def type_line(line: str, folder: Path) -> str:
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=folder,
+            env=os.environ | {"PATH": path},
+            capture_output=True,
+            check=False,
+            text=True,
+            timeout=WAIT_SECONDS,
+        )
+        assert done.returncode == 0, (line, done.stderr)
+        return done.stdout
+
+    return type_line
+
+
+def printed_steps(told: str) -> list[str]:
+    """What stands after "next: ", and below it."""
+    _, _, steps = told.rpartition("next: ")
+    return [line.strip() for line in steps.splitlines()]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_next_lines_of_every_command_run_as_printed(name, shell, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    source, out, other = (f"./{name} {word}" for word in ("source", "out", "other"))
+    write_llama(Path(source))
+    made = printed_steps(run("quantize", source, "--for", "vllm", "-o", out).out)
+    assert [words_of(line)[0] for line in made] == ["fp4convert", "vllm"]
+    assert words_of(made[0])[-2:] == ["--source", source]
+    carried = printed_steps(run("transcode", out, "-o", other, "--dialect", "modelopt").out)
+    assert [words_of(line)[0] for line in carried] == ["fp4convert", "vllm"]
+    for line in (*made, *carried):
+        assert shell(line, here)
+    restored = run("dequantize", out, "-o", f"{other} 2")
+    assert (restored.code, "next" in restored.out) == (0, False)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_merge_says_what_was_made_from_what_and_for_whom(name, shell, tmp_path, monkeypatch):
+    """What whoever began it knew; in any folder."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    monkeypatch.chdir(here)
+    source, out = f"./{name} source", f"./{name} out"
+    write_llama(Path(source))
+    asked = ("quantize", source, "--for", "sglang", "-o", out)
+    for index in range(2):
+        outcome = run(*asked, "--shard-index", index, "--num-shards", 2)
+        told = outcome.out.splitlines()
+        lines = (outcome.out + outcome.err).splitlines()
+        assert [line for line in lines if "fp4convert merge" in line] == [told[-1]]
+        if index == 0:
+            assert "of parts, those that are left" in run("merge", out).err
+    drawn = printed_steps(shell(told[-1].strip(), here))
+    steps = run("merge", out, "--json").json["next"]
+    assert drawn == steps
+    place = here / f"{name} out"
+    verify, serve = map(words_of, steps)
+    whole = [str(place), "--source", str(here / f"{name} source")]
+    assert verify == ["fp4convert", "verify", *whole]
+    assert serve == ["python", "-m", "sglang.launch_server", "--model-path", str(place)]
+    shell(steps[0], there)
+    assert "next: " not in run("merge", out, "-q").out
+    moved = there / f"{name} moved"
+    place.rename(moved)
+    (alone,) = run("merge", moved, "--json").json["next"]
+    assert words_of(alone) == ["fp4convert", "verify", str(moved)]
+    shell(alone, there)
+
+
+def test_a_pruned_model_is_quantized_by_the_next_line(shell, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source, (name, _) = write_checkpoint(tmp_path / "source", deepseek_shards(), DEEPSEEK), PLACES
+    asked = ("prune", source, "--calibration", calibrated(source), "--keep", 4, "-o")
+    (line,) = printed_steps(run(*asked, name).out)
+    assert words_of(line) == ["fp4convert", "quantize", name, "--format", "nvfp4"]
+    assert f"{name}-NVFP4" in shell(line, tmp_path)
     for index in range(2):
         part = ("--shard-index", index, "--num-shards", 2)
-        told = run("quantize", source, "--format", "nvfp4", "-o", out, *part).out.splitlines()
-    assert words_of(told[-1].strip()) == ["fp4convert", "merge", str(out)]
-    merged = run("merge", out)
-    last = merged.out.splitlines()[-1]
-    assert last.startswith("next: ")
-    words = words_of(last.removeprefix("next: "))
-    assert words == ["fp4convert", "verify", str(out)]
-    assert run(*words[1:]).code == 0
-    again = run("merge", out, "--json").json
-    assert again["next"] == [last.removeprefix("next: ")]
-    assert "next: " not in run("merge", out, "-q").out
+        told = run(*asked, "parts", *part).out.splitlines()
+    (line,) = printed_steps(shell(told[-1].strip(), tmp_path))
+    assert words_of(line)[2] == str(tmp_path / "parts")

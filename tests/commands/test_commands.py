@@ -231,7 +231,7 @@ def test_what_is_not_said_is_what_the_command_line_does_not_say(
         ({"exclude": f"{LAYER}.mlp.*", "kv_cache": "fp8"}, None),
         ({"exclude": [f"{LAYER}.mlp.*", "re:.*o_proj"], "workers": 1, "device": "cpu"}, None),
         ({"target_bits": 6.0}, None),
-        ({"via": "fp8", "keep_packed": True, "memory": 0.5}, None),
+        ({"via": "fp8", "exclude": "*o_proj", "scale_rule": "amax"}, None),
     ],
 )
 def test_every_word_does_what_its_option_does(words, options, source, tmp_path):
@@ -393,7 +393,7 @@ def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_p
         (
             fp4convert.InputError,
             "usage",
-            lambda source, out: fp4convert.inspect(source, memory=float("nan")),
+            lambda source, out: fp4convert.inspect("org/name", memory=float("nan")),
         ),
         (
             fp4convert.OutputError,

@@ -105,3 +105,13 @@ def test_an_unfinished_output_says_what_continues(shards, tmp_path):
         assert error["exit"] == 2, words
         assert "run its command again, which continues" in error["next"], words
     assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+
+
+def test_the_source_s_own_folder_is_called_so(tmp_path):
+    source = write_llama(tmp_path / "m")
+    for place, said in ((".", "is the source's own folder"), ("q", "lies inside the source")):
+        asked = ("quantize", source, "--format", "nvfp4", "-o", f"{source}/{place}", "--json")
+        for dry in ((), ("--dry-run",)):
+            error = run(*asked, *dry).json["error"]
+            assert (error["exit"], error["code"]) == (2, "output-in-source")
+            assert f" {said}; expected a folder outside" in error["message"]

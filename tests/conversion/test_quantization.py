@@ -366,3 +366,11 @@ def test_what_is_dequantized_is_a_source_again(tmp_path):
     quantize(write_checkpoint(tmp_path / "source", shards), tmp_path / "q")
     assert run("dequantize", tmp_path / "q", "-o", tmp_path / "plain").code == 0
     assert quantize(tmp_path / "plain", tmp_path / "again")["tensors"]["quantized"] == 5
+
+
+def test_whoever_names_an_engine_is_not_told_what_others_do_with_the_result(tmp_path):
+    source, told = write_llama(tmp_path / "m"), []
+    for more in ((), ("--for", "vllm")):
+        asked = ("quantize", source, "--format", "mxfp4", *more, "--dry-run", "--json")
+        told.append([line.split()[0] for line in run(*asked).json["warnings"] if "MXFP4" in line])
+    assert told == [["SGLang"], []]

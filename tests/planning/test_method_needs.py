@@ -60,6 +60,12 @@ def test_a_file_that_changes_no_weight_is_a_warning(source, calibration, tmp_pat
     assert any("--calibration has no effect" in warning for warning in plan["warnings"])
 
 
+def test_a_file_that_chooses_formats_has_an_effect(source, calibration, tmp_path):
+    asked = ("--calibration", calibration, "--target-bits", 5, "--dry-run")
+    plan = quantize(source, tmp_path / "out", *asked)
+    assert not any("--calibration has no effect" in warning for warning in plan["warnings"])
+
+
 def test_a_run_is_not_continued_with_other_statistics(source, calibration, tmp_path):
     """Another file means another plan: what is finished by the first is not taken for the
     second's.

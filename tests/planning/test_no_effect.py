@@ -76,6 +76,20 @@ def test_a_model_of_which_nothing_is_quantized_is_refused_with_counted_reasons(t
     assert "1-dimensional" not in error["message"]
 
 
+def test_an_option_for_what_the_source_lacks(tmp_path):
+    """Those that have it are in test_decisions.py and test_expert_stacks.py."""
+    source = write_llama(tmp_path / "m")
+    for words in (("--keep-packed",), ("--stack-order", "out_in", "--stack-rows", "concatenated")):
+        error = refuse(source, tmp_path, *words)
+        assert (error["code"], error["next"]) == ("idle-option", "Leave the option out.")
+        assert error["message"].startswith(f"{words[0]} is for ")
+        assert error["message"].endswith("; the source has none")
+    gguf = write_donor(tmp_path / "m.gguf", model())
+    assert refuse(gguf, tmp_path, "--keep-packed", "--dialect", "gguf", fmt="mxfp4")["code"] == (
+        "idle-option"
+    )
+
+
 def test_the_next_step_of_an_empty_plan_is_that_of_its_reason(tmp_path):
     source = write_single(tmp_path / "m", {f"{LAYER}.self_attn.o_proj.weight": weight()})
     assert "--exclude" in refuse(source, tmp_path, "--exclude", "*")["next"]

@@ -269,7 +269,10 @@ def test_include_overrides_the_recipe_and_exclude_overrides_include(tmp_path):
 
 def test_a_plan_knows_the_patterns_that_fit_nothing(tmp_path):
     plan = plan_of(write_llama(tmp_path / "m"), include=["nope"], exclude=["re:zz", "*"])
-    assert plan.unmatched == {"--include 'nope'": "", "--exclude 're:zz'": ""}
+    assert [(idle.asked, idle.better) for idle in plan.idle] == [
+        ("--include 'nope'", ""),
+        ("--exclude 're:zz'", ""),
+    ]
 
 
 def test_what_is_left_out_and_what_is_not_there_is_told(tmp_path):

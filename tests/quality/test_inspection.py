@@ -401,3 +401,29 @@ def test_quarks_record_names_every_kept_layer_exactly(tmp_path):
     (made / "config.json").write_text(json.dumps(config))
     codes = {each["code"] for each in run("inspect", made, "--json").json["findings"]}
     assert "exclude-wildcard" not in codes
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_folder_that_lacks_numbered_shards_is_unfinished(written, tmp_path):
+    """A part was done, and no other."""
+    out, part = tmp_path / "out", ("--shard-index", 0, "--num-shards", 2)
+    asked = ("quantize", write_llama(tmp_path / "m"), "--format", "nvfp4", "-o", out)
+    assert run(*asked, *part).code == 0
+    made = sorted(out.glob("*.safetensors"))
+    assert len(made) == 1
+    if not written:
+        made[0].unlink()
+    for command in ("inspect", "verify"):
+        outcome = run(command, out, "--json")
+        first = outcome.json["findings"][0]
+        assert (outcome.code, first["level"], first["code"]) == (6, "error", "unfinished")
+    for command in (("dequantize", out), ("transcode", out, "--dialect", "modelopt")):
+        error = run(*command, "-o", tmp_path / "other", "--json").json["error"]
+        assert error["exit"] == 2
+        assert "run its command again" in error["next"]
+    # Of a checkpoint that nobody here began, something is lost.
+    (foreign := tmp_path / "foreign").mkdir()
+    (foreign / "model-00001-of-00002.safetensors").write_bytes(
+        made[0].read_bytes() if written else b""
+    )
+    assert run("inspect", foreign, "--json").code == 2

@@ -1,0 +1,39 @@
+"""Refuse options of the Hub where everything lies on this disk."""
+
+from __future__ import annotations
+
+import os
+
+from fp4convert.conversion.options import AccessOptions
+from fp4convert.errors import InputError
+from fp4convert.recipes.options import declared_in
+
+
+def refuse_idle_options(options: object) -> None:
+    """Raise InputError for an option that only the Hub would use.
+
+    What is on this disk is no repository; a name that is nowhere is told of later.
+    """
+    if not isinstance(options, AccessOptions):
+        return
+    declared = {each.name: each for each in declared_in(type(options))}
+    read = [name for name, each in declared.items() if each.option.is_argument]
+    if not _are_here(options, read):
+        return
+    # The source of an artifact is read at its own revision; a token may write, too.
+    idle = ["revision"]
+    if _are_here(options, ["source"]):
+        idle += ["memory", "transport"]
+        idle += [] if getattr(options, "push_to_hub", None) else ["token"]
+    for name in idle:
+        if getattr(options, name) not in ("", declared[name].default):
+            what = " and ".join(str(getattr(options, each)) for each in read)
+            detail = f"--{name} is for the Hub, and {what} {'is' if len(read) == 1 else 'are'} here"
+            step = f"Leave --{name} out; a repository is named as ORG/NAME."
+            raise InputError("idle-option", f"{detail}, on this disk", step)
+
+
+def _are_here(options: AccessOptions, names: list[str]) -> bool:
+    """Tell whether all that is named is on this disk."""
+    given = (getattr(options, name, None) for name in names)
+    return all(one is None or os.path.exists(one) for one in given)
