@@ -33,36 +33,34 @@ BUSY_NBYTES, BUSY_COPIES = (
 )  # some milliseconds: more than it takes to queue REPEATS * LAUNCHES runs
 SLOT_NBYTES = 128  # a cache line: each run has an amax of its own, zero at first
 THREADS = 256
-PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
-    **{
-        "amax": 8192,
-        "quantize": 8192,
-        "search": 8192,
-        "weigh": 8192,
-        "dequantize": 8192,
-        "gemv": 32,
-        "compare": 8,
-        "count": 131072,
-    },
-    **{
-        "quantize_naive": 128,
-        "dequantize_naive": 256,
-        "gemv_naive": 256,
-        "gemv_coalesced": 8,
-        "gemv_one_tile": 32,
-    },
+ELEMENTWISE = ("amax", "quantize", "search", "weigh", "dequantize", "decode")
+PER_BLOCK = {  # elements, or rows and vectors or columns, to a block of threads
+    **dict.fromkeys(ELEMENTWISE, (8192, 1)),
+    "gemv": (32, 2),
+    "compare": (8, 1),
+    "count": (131072, 1),
+    "transpose_2": (128, 128),
+    "transpose_4": (64, 64),
+    "quantize_naive": (128, 1),
+    "quantize_naive_mxfp4": (256, 1),
+    "dequantize_naive": (256, 1),
+    "gemv_naive": (256, 1),
+    "gemv_coalesced": (8, 1),
+    "gemv_one_tile": (32, 1),
+    "gemv_three_tiles": (32, 1),
+    "gemv_batch": (32, 1),
 }
-GEMV_VECTORS = 2  # to a block of threads
-BASELINES = tuple(name for name in PER_BLOCK if "_" in name)
+BASELINES = tuple(name for name in PER_BLOCK if "_" in name and not name.startswith("transpose"))
+LADDER = tuple(name for name in BASELINES if name.startswith("gemv") and name != "gemv_batch")
 SUMMED_COLUMNS = 8192  # of the matrices that compare_* is measured on
 FILES = {
-    "amax": "quantize.cu",
-    "quantize": "quantize.cu",
-    "search": "search.cu",
-    "weigh": "search.cu",
+    **dict.fromkeys(("amax", "quantize"), "quantize.cu"),
+    **dict.fromkeys(("search", "weigh"), "search.cu"),
+    "dequantize": "dequantize.cu",
+    "gemv": "gemv.cu",
+    **dict.fromkeys(("compare", "count"), "compare.cu"),
+    **dict.fromkeys(("decode", "transpose"), "decode.cu"),
 }
-FILES |= {"dequantize": "dequantize.cu", "gemv": "gemv.cu"}
-FILES |= {"compare": "compare.cu", "count": "compare.cu"}
 HEADINGS = ["what", "ms", "GB/s", "% of copy", "bar", "output"]
 
 Values = np.ndarray
@@ -70,16 +68,16 @@ Work = Callable[[int], object]  # takes the number of the run
 
 
 def family(name: str) -> str:
-    """amax, quantize, dequantize, gemv, compare or count."""
+    """amax, quantize, dequantize, gemv, compare, count, decode or transpose."""
     return name.partition("_")[0]
 
 
-def grid_of(name: str, count: int, vectors: int = 1) -> tuple[int, int]:
-    """Blocks of threads for that many elements, or rows and vectors, as the head comments of the
-    .cu files say.
+def grid_of(name: str, first: int, second: int = 1) -> tuple[int, int]:
+    """Blocks of threads for that many elements, or rows and vectors or columns, as the head
+    comments of the .cu files say.
     """
-    per_block = PER_BLOCK[name if name in BASELINES else family(name)]
-    return -(-count // per_block), -(-vectors // GEMV_VECTORS)
+    across, down = PER_BLOCK.get(name) or PER_BLOCK[family(name)]
+    return -(-first // across), -(-second // down)
 
 
 def baselines_source(folder: Path) -> Path:
@@ -120,10 +118,11 @@ class Rung:
     kernels: Kernels
     name: str
 
-    def launch(self, count: int, *arguments: Any, vectors: int = 1) -> None:
+    def launch(self, count: int | tuple[int, int], *arguments: Any) -> None:
         """Start it; arguments are integers, addresses or arrays of the device."""
         words = tuple(a if isinstance(a, int) else int(a.data.ptr) for a in arguments)
-        self.kernels.function(self.name)(grid_of(self.name, count, vectors), (THREADS,), words)
+        counts = (count,) if isinstance(count, int) else count
+        self.kernels.function(self.name)(grid_of(self.name, *counts), (THREADS,), words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +154,7 @@ class Device:
         self.verdicts: dict[Rung, str] = {}
         self._busy = [self.empty(BUSY_NBYTES) for _ in range(2)]
         self._slots = self.empty(SLOT_NBYTES * (WARM_UP + REPEATS * LAUNCHES))
+        self._slots.data.memset_async(0, self._slots.nbytes)
 
     def is_late(self) -> bool:
         return time.monotonic() > self._deadline

@@ -23,7 +23,7 @@ from paths import ROOT
 from simt import KERNELS, compile_for_host
 
 from fp4convert.numerics.backends import cubins, gpus
-from gpu import beside_quantizers, compare, device, kernels
+from gpu import beside_quantizers, compare, device, kernels, packed, products
 from gpu.first_run import touch, whole
 
 ELF = b"\x7fELF" + bytes(60)  # without any table
@@ -68,8 +68,13 @@ def gpu(
             "WARM_UP": 1,
             "BUSY_COPIES": 1,
         },
-        kernels: {"M": 1 << 7, "WEIGHED_COLUMNS": 64, "GEMV_SHAPES": ((64, 64), (72, 128))},
-        compare: {"M": 1 << 12, "DEQUANTIZED_SHAPE": (64, 64), "GEMV_SHAPE": (45, 128)},
+        kernels: {"M": 1 << 7, "WEIGHED_COLUMNS": 64},
+        products: {"M": 1 << 7, "SHAPES": ((64, 64), (72, 128))},
+        packed: {"M": 1 << 7, "SHAPE": (64, 128)},
+        compare: {
+            **{"M": 1 << 12, "DEQUANTIZED_SHAPE": (64, 64), "GEMV_SHAPE": (45, 128)},
+            "DECODED_SHAPE": (29, 160),
+        },
         beside_quantizers: {"SHAPE": (16, 64)},
     }
     for module, values in small.items():
@@ -114,6 +119,7 @@ def test_every_entry_point_is_touched(gpu, capsys):
     }
     expected |= {f"amax_{word}" for word in words} | {"count_codes"}
     expected |= {f"gemv_{fmt}_{x}" for fmt in ("nvfp4", "mxfp4") for x in ("bf16", "fp16", "nvfp4")}
+    expected |= set(touch.DECODERS)
     assert expected <= gpu.launched
     gpu.check_margins()
 

@@ -105,6 +105,7 @@ class Gpu:
         )
         cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
         cupy.cuda = SimpleNamespace(
+            set_allocator=lambda allocate: None,
             Event=Event,
             Device=Device,
             get_elapsed_time=lambda start, stop: 1e3 * (stop.seconds - start.seconds) + 1e-6,
