@@ -35,6 +35,7 @@ from fp4convert.numerics.formats import (
     rule_number,
 )
 from gpu import beside_quantizers, packed, products
+from gpu.bars import SHARES
 from gpu.compare import compare_all
 from gpu.device import (
     BASELINES,
@@ -51,8 +52,6 @@ from gpu.device import (
 )
 from harness.measure import RESULTS, ROOT
 
-BARS = {"amax": 97, "quantize": 92, "dequantize": 92}  # % of the copy's rate
-SEARCH_BARS = {False: 12, True: 30}  # by whether the hardware converts to E2M1
 WEIGHED_COLUMNS = 8192
 SECONDS = 270
 
@@ -96,12 +95,13 @@ class Elementwise:
         naive = {
             name: [Rung(self._device.kernels, name)] if word == "bf16" else [] for name in BASELINES
         }
-        yield self._case(Rung(self._device.kernels, f"amax_{word}"), self._measure, parts=0)
+        amax = Rung(self._device.kernels, f"amax_{word}")
+        yield self._case(amax, partial(self._measure, amax), parts=0)
         for rung in naive["quantize_naive"] + rungs(f"quantize_nvfp4_{word}"):
             yield self._case(rung, partial(self._quantize, rung, self._amax))
         rung = Rung(self._device.kernels, f"quantize_nvfp4_{word}")
         yield self._case(
-            rung, partial(self._measure_and_quantize, rung), f" after amax_{word}", passes=2
+            rung, partial(self._measure_and_quantize, amax, rung), f" after amax_{word}", passes=2
         )
         for rung in [
             *naive["dequantize_naive"],
@@ -144,28 +144,20 @@ class Elementwise:
         """passes: over the values; parts: how often codes and scales pass."""
         block_size = MXFP4.block_size if "mxfp4" in rung.name else NVFP4.block_size
         moved = passes * self._nbytes + parts * (self._n // 2 + self._n // block_size)
-        return self._device.case(rung, work, moved, self._bar(rung, note), note)
+        return self._device.case(rung, work, moved, self._bar(rung), note)
 
-    def _bar(self, rung: Rung, note: str) -> int | None:
-        """% of the copy's rate; rules that search have one for mse, of 16-bit weights."""
-        if rung.name in BASELINES or self._is_cached:
-            return None
-        if family(rung.name) in BARS:
-            return BARS[family(rung.name)]
-        return (
-            SEARCH_BARS[rung.kernels.target.has_cvt]
-            if note == " mse" and self._word != "fp32"
-            else None
-        )
+    def _bar(self, rung: Rung) -> int | None:
+        """% of the copy's rate; rules that search are bound by instructions, and have none."""
+        is_judged = rung.name not in BASELINES and not self._is_cached
+        return SHARES.get(family(rung.name)) if is_judged else None
 
     def _copy(self, run: int) -> None:
         turn = run % self._sets
         self._device.copy(self._y[turn], self._x[turn])
 
-    def _measure(self, run: int) -> None:
-        Rung(self._device.kernels, f"amax_{self._word}").launch(
-            self._n, self._x[run % self._sets], self._n, self._device.amax_slot(run)
-        )
+    def _measure(self, rung: Rung, run: int) -> None:
+        x = self._x[run % self._sets]
+        rung.launch(self._n, x, self._n, self._device.amax_slot(run))
 
     def _quantize(self, rung: Rung, *arguments: object) -> None:
         """arguments: those of the rule, then the number of the run"""
@@ -175,8 +167,8 @@ class Elementwise:
             self._n, self._x[turn], self._n, *choice, self._packed[turn], self._block_scales[turn]
         )
 
-    def _measure_and_quantize(self, rung: Rung, run: int) -> None:
-        self._measure(run)
+    def _measure_and_quantize(self, amax: Rung, rung: Rung, run: int) -> None:
+        self._measure(amax, run)
         self._quantize(rung, self._device.amax_slot(run), run)
 
     def _dequantize(self, rung: Rung, extra: tuple[object, ...], run: int) -> None:

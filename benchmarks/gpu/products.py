@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 
 from fp4convert.numerics.formats import MXFP4, NVFP4, Format
+from gpu.bars import GEMV_SHARES
 from gpu.compare import vectors_of
 from gpu.device import BASELINES, LADDER, Case, Device, M, Rung
 
-BARS = {False: 60, True: 90}  # % of the copy's rate, by whether the hardware decodes E2M1
 SHAPES = ((16384, 16384), (28672, 8192))
 MATRICES = 8  # of a batch
 
@@ -60,7 +60,7 @@ class Products:
     def _case(self, rung: Rung, fmt: Format, kind: str, vectors: int) -> Case:
         n = self._rows * self._columns
         bar = (
-            BARS[self._device.software is not None]
+            GEMV_SHARES[self._device.software is not None]
             if vectors == 1 and rung.name not in BASELINES
             else None
         )

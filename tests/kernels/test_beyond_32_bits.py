@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,6 @@ DEVICE_NBYTES = 12 * N
 )
 def device(
     request: pytest.FixtureRequest,
-    simt_libraries: dict[str, ctypes.CDLL],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patched:
@@ -61,9 +61,11 @@ def device(
             yield Device(found.gpus[0], 600)
             return
         folder = tmp_path_factory.mktemp("large")
+        simt_libraries = request.getfixturevalue("simt_libraries")
         made = dict(simt_libraries)
 
-        def build(stem: str, has_cvt: bool) -> ctypes.CDLL:
+        def build(cubin: Path) -> ctypes.CDLL:
+            stem = cubin.name.partition("-")[0]
             if request.param == "ptx" and made[stem] is simt_libraries[stem]:
                 made[stem] = compile_ptx(KERNELS / f"{stem}.cu", folder)
             return made[stem]

@@ -41,6 +41,8 @@ pytestmark = pytest.mark.gpu
 CHUNK_NBYTES = 128 << 20
 CHUNKS = 9  # 1.2 GB of every dtype
 COLUMNS = 4096
+LAYERS = 4  # of whole conversions
+PRODUCTS = ((33, 64, 1), (1000, 2112, 3), (4096, 4096, 8))  # rows, columns, vectors
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -257,7 +259,7 @@ def test_dequantize(gpu, dtype, fmt, kind):
 @pytest.mark.parametrize("kind", ["BF16", "F16", "nvfp4"])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_products_with_vectors(gpu, fmt, kind):
-    for rows, columns, vectors in ((33, 64, 1), (1000, 2112, 3), (4096, 4096, 8)):
+    for rows, columns, vectors in PRODUCTS:
         weights = generator(1, rows).standard_normal((rows, columns), np.float32)
         wide = generator(2, rows).standard_normal((vectors, columns), np.float32)
         q = codec.quantize(weights, fmt, fmt.default_rule)
@@ -319,7 +321,7 @@ def test_the_same_artifact_as_on_the_cpu(gpu, fmt, dialect, tmp_path):
                 shape,
                 bf16(*shape, seed=layer),
             )
-            for layer in range(4)
+            for layer in range(LAYERS)
             for name, shape in shapes.items()
             if (name == "k_proj") == bool(number)
         }

@@ -20,7 +20,7 @@ from lazy_cuda import CUDADriverError, CUDARuntimeError, OutOfMemoryError
 from simt import guarded, is_intact, launch
 
 MAP_NORESERVE = 0x4000  # Linux; Python's mmap has no name for it before 3.13
-Build = Callable[[str, bool], ctypes.CDLL]
+Build = Callable[[Path], ctypes.CDLL]
 
 
 class Pointer:
@@ -79,7 +79,7 @@ class Device:
 class Gpu:
     """One GPU, as the module that `import cupy` gives.
 
-    build  (stem of a .cu file, whether with E2M1 instructions) -> its kernels for the host
+    build  path of a cubin -> its kernels for the host
     last   of each launch so many columns of the grid are run, the last ones; None: all
     """
 
@@ -109,7 +109,7 @@ class Gpu:
         cupy._environment = real_cupy._environment  # NVRTC, which is the real one, asks it
         cupy.empty, cupy.zeros = self.empty, self.zeros
         cupy.RawModule = lambda path: SimpleNamespace(
-            get_function=lambda name: self._function(Path(path).name, name)
+            get_function=lambda name: self._function(Path(path), name)
         )
         cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
         cupy.cuda = SimpleNamespace(
@@ -125,9 +125,8 @@ class Gpu:
         )
         return cupy
 
-    def _function(self, file: str, name: str) -> Callable[..., None]:
-        stem, arch, *_ = file.split("-")
-        library = self.build(stem, "cvt" in file or arch.endswith("a"))
+    def _function(self, cubin: Path, name: str) -> Callable[..., None]:
+        library = self.build(cubin)
 
         def start(
             grid: Sequence[int],

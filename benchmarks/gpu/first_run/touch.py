@@ -1,6 +1,6 @@
 """Launch every kernel once, for compute-sanitizer and for ncu.
 
-    PYTHONPATH=benchmarks python benchmarks/gpu/first_run/touch.py small|large
+    PYTHONPATH=benchmarks python benchmarks/gpu/first_run/touch.py small|large [PART ...]
 
 small has tails and odd sizes and takes seconds under a sanitizer, which sees every array's end:
 CuPy's pool, where arrays lie side by side, is left aside. large has 64M elements of bf16. What the
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,11 +32,11 @@ SIZES = {  # dtypes; elements; shapes of products, of what is compared, of what 
         ((1, 32), (37, 544)),
         ((1, 128), (130, 96), (37, 544)),
     ),
-    "large": (("BF16",), (64 << 20,), products.SHAPES, ((8192, 8192),), (packed.SHAPE,)),
+    "large": (("BF16",), (64 * kernels.M,), products.SHAPES, (packed.SHAPE,), (packed.SHAPE,)),
 }
 
 
-def main(size: str) -> None:
+def main(size: str, *parts: str) -> None:
     found = gpus.survey()
     if not found.gpus:
         sys.exit(f"{found.problem}. {found.next_step}")
@@ -46,28 +47,24 @@ def main(size: str) -> None:
         kernels.M = packed.M = products.M = 1 << 12
         kernels.WEIGHED_COLUMNS, device_module.BUSY_NBYTES = 32, 1 << 12
     device = Device(found.gpus[0], SECONDS)
-    dtypes, elements, multiplied, compared, decoded = SIZES[size]
-    for dtype in dtypes:
-        for n in elements:
-            for case in kernels.Elementwise(device, dtype, n)._cases():
-                case.work(0)
-            device.release()
-    for shape in multiplied:
-        for case in products.Products(device, *shape)._cases():
-            case.work(0)
-        device.release()
-    for shape in compared:
-        _compare(device, dtypes, *shape)
-        device.release()
-    for shape in decoded:
-        for case in packed.Decoders(device, shape)._cases():
-            case.work(0)
-        device.release()
-    print(f"touched every kernel, {size}")
+    dtypes, *shapes = SIZES[size]
+    works = {  # of every case the first run
+        "elements": lambda n: [kernels.Elementwise(device, dtype, n)._cases() for dtype in dtypes],
+        "products": lambda shape: [products.Products(device, *shape)._cases()],
+        "reports": lambda shape: _compare(device, dtypes, *shape),
+        "packed": lambda shape: [packed.Decoders(device, shape)._cases()],
+    }
+    for part, own in zip(works, shapes, strict=True):
+        for shape in own if part in parts or not parts else ():
+            for cases in works[part](shape):
+                for case in cases:
+                    case.work(0)
+                device.release()
+    print(f"touched every kernel of {', '.join(parts or works)}; {size}")
 
 
-def _compare(device: Device, dtypes: Sequence[str], rows: int, columns: int) -> None:
-    """Launch compare.cu on shapes with tails, which the benchmark does not have."""
+def _compare(device: Device, dtypes: Sequence[str], rows: int, columns: int) -> list[Any]:
+    """Launch compare.cu on shapes with tails, which the benchmark does not have; no cases."""
     n = rows * columns
     codes = device.filled(np.arange(256, dtype=np.uint8), n // 2)
     scales = device.filled(np.full(64, 0x38, np.uint8), n // 16)
@@ -83,7 +80,8 @@ def _compare(device: Device, dtypes: Sequence[str], rows: int, columns: int) -> 
     Rung(device.kernels, "count_codes").launch(n, codes, n // 2, counts)
     total = int(counts.get().view(np.int64).sum())
     assert total == n, f"count_codes counted {total} of {n}"
+    return []
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
