@@ -19,10 +19,7 @@
  */
 #include "block_amax.h"
 
-#define FINE 0x1p-70f
-#define COARSE 0x1p100f
-#define SMALLEST_STEP 0x1p-50f
-enum { GROUP = 256, PARTS = 16 / SIDE, SUMS = 5 };
+enum { PARTS = 16 / SIDE };
 
 typedef VECTOR(float, 16) f32x4;
 typedef VECTOR(float, 32) f32x8;
@@ -106,19 +103,19 @@ INLINE sixteen load16_bf16(const uint16_t *restrict x) {
 #endif
 INLINE const uint8_t *twice_of(const uint8_t *restrict packed, size_t n, int is_apart, uint8_t *restrict room) {
     const u8x16 twice = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
-    uint8_t padded[GROUP / 2]; /* whole vectors are read */
-    if (n < GROUP) {
+    uint8_t padded[SUM_GROUP / 2]; /* whole vectors are read */
+    if (n < SUM_GROUP) {
         memset(padded, 0, sizeof padded);
         packed = memcpy(padded, packed, n / 2);
     }
     if (is_apart) {
-        for (int i = 0; i < GROUP / 2; i += WIDTH) {
+        for (int i = 0; i < SUM_GROUP / 2; i += WIDTH) {
             u8v pairs = LOAD(u8v, packed + i);
             STORE(room + i, LOOKUPS(twice, pairs & 15));
-            STORE(room + GROUP / 2 + i, LOOKUPS(twice, (u8v)((u16v)pairs >> 4) & 15));
+            STORE(room + SUM_GROUP / 2 + i, LOOKUPS(twice, (u8v)((u16v)pairs >> 4) & 15));
         }
     } else {
-        for (int i = 0; i < GROUP / 2; i += WIDTH / 2) {
+        for (int i = 0; i < SUM_GROUP / 2; i += WIDTH / 2) {
             u16v pairs = __builtin_convertvector(LOAD(VECTOR(uint8_t, WIDTH / 2), packed + i), u16v);
             STORE(room + 2 * i, LOOKUPS(twice, (u8v)((pairs | pairs << 4) & 0x0F0F)));
         }
@@ -126,7 +123,7 @@ INLINE const uint8_t *twice_of(const uint8_t *restrict packed, size_t n, int is_
     return room;
 }
 INLINE sixteen decode16(const uint8_t *restrict twice, size_t i, float half_step, int is_apart) {
-    const uint8_t *first = twice + (is_apart ? i / 2 : i), *second = first + (is_apart ? GROUP / 2 : 8);
+    const uint8_t *first = twice + (is_apart ? i / 2 : i), *second = first + (is_apart ? SUM_GROUP / 2 : 8);
     sixteen y;
     for (int p = 0; p < PARTS; p++) {
         const uint8_t *bytes = (p < PARTS / 2 ? first : second) + p % (PARTS / 2) * SIDE;
@@ -222,7 +219,7 @@ INLINE float fp4_from_fp32(float value) { return value; }
                               const uint8_t *restrict block_scales, size_t width, const table256 *restrict table) {         \
         squares group = {0};                                                                                                \
         extremes seen = row->seen;                                                                                          \
-        uint8_t room[GROUP];                                                                                                \
+        uint8_t room[SUM_GROUP];                                                                                                \
         const uint8_t *twice = twice_of(packed, n, APART_##dtype, room);                                                    \
         for (size_t i = 0; i < n; i += 16) {                                                                                \
             size_t byte = block_scales[i / width];                                                                          \
@@ -237,8 +234,8 @@ INLINE float fp4_from_fp32(float value) { return value; }
                                 double *restrict sums) {                                                                    \
         for (int64_t r = 0; r < rows; r++, sums += SUMS) {                                                                  \
             row_sums row = {0};                                                                                             \
-            for (int64_t left = columns; left > 0; left -= GROUP) {                                                         \
-                size_t n = left < GROUP ? (size_t)left : GROUP;                                                             \
+            for (int64_t left = columns; left > 0; left -= SUM_GROUP) {                                                         \
+                size_t n = left < SUM_GROUP ? (size_t)left : SUM_GROUP;                                                             \
                 group_##dtype(&row, x, n, packed, block_scales, width, table);                                              \
                 x += n, packed += n / 2, block_scales += n / width;                                                         \
             }                                                                                                               \
@@ -263,8 +260,8 @@ INLINE float fp4_from_fp32(float value) { return value; }
                                       double *restrict sums) {                                                              \
         for (int64_t r = 0; r < rows; r++, sums += SUMS) {                                                                  \
             row_sums row = {0};                                                                                             \
-            for (int64_t left = columns; left > 0; left -= GROUP) {                                                         \
-                int n = left < GROUP ? (int)left : GROUP;                                                                   \
+            for (int64_t left = columns; left > 0; left -= SUM_GROUP) {                                                         \
+                int n = left < SUM_GROUP ? (int)left : SUM_GROUP;                                                                   \
                 double lanes[3][16] = {{0}};                                                                                \
                 squares group = {0};                                                                                        \
                 extremes seen = row.seen;                                                                                   \

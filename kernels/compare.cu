@@ -8,104 +8,157 @@
  * Launch: 256 threads; compare grid = ceil(rows / 8), count_codes grid = ceil(nbytes / 65536), so that few atomics meet.
  * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125; count_codes 0.5.
  *
- * A warp owns a row, and each half of it every second group of 256 elements: a thread is one of the group's 16 lanes.
+ * A warp owns a row, or up to 16 that are short.  It takes 16 groups of 256 elements at a time: two threads a group, eight of its 16
+ * lanes each, which lie beside each other and are read at once.  What groups add to their row goes through shared memory, and from
+ * there to the row's sums in order.
  */
 #include "device.h"
 
-enum { HALF = 16, GROUP = 256, SUMS = 5, ROWS_HERE = THREADS / WARP, CODES = 16, COUNT_NBYTES = 1 << 16 };
+enum { GROUP_LANES = 16, LANES_HERE = 8, SLOTS = WARP * LANES_HERE / GROUP_LANES, SQUARES = 3, QUARTERS = 4 };
+enum { ROWS_HERE = THREADS / WARP, CODES = 16, COUNT_NBYTES = 1 << 16 };
 typedef unsigned long long u64;
+#ifndef COMPARE_UNROLL
+#define COMPARE_UNROLL 2 /* 1, 2 or 4: units of 16 elements that a thread has on their way; the bytes are the same */
+#endif
 
-struct NvFp4Steps {
-    enum { BLOCK_SIZE = 16 };
-    float stored_global;
-    bool is_divisor;
-    MEMBER float operator()(u32 stored) const {
-        float block_scale = e4m3_decode(stored);
-        return is_divisor ? block_scale / stored_global : __fmul_rn(block_scale, stored_global);
-    }
-};
-struct MxFp4Steps {
-    enum { BLOCK_SIZE = 32 };
-    MEMBER float operator()(u32 stored) const { return e8m0_decode(stored); }
-};
+/* Sums of squares of a group, each as its four: of x, of x - y, of y. */
+struct Slot { double sums[SQUARES][QUARTERS]; };
 
-/* Three sums of squares: of x, of x - y, of y. */
-template <class Real> struct Squares {
-    Real signal, noise, output;
-    MEMBER void add(float x, float difference, float y) {
-        signal += (Real)x * (Real)x;
-        noise += (Real)difference * (Real)difference;
-        output += (Real)y * (Real)y;
-    }
-    MEMBER Squares with_lane(int distance) const {
-        return {signal + __shfl_xor_sync(ALL_LANES, signal, distance), noise + __shfl_xor_sync(ALL_LANES, noise, distance),
-                output + __shfl_xor_sync(ALL_LANES, output, distance)};
-    }
-    /* Lanes 2j and 2j + 1 added, then of these eight j and j + 4: every thread gets one of the four. */
-    MEMBER Squares folded() const { return with_lane(1).with_lane(8); }
-};
-
-DEVICE bool is_held(Squares<float> s) { /* by float32: kernels/compare.c */
-    const float fine = 0x1p-70f, coarse = 0x1p100f;
-    return s.signal >= fine && s.noise >= fine && s.signal <= coarse && s.noise <= coarse && s.output <= coarse;
+DEVICE void widened(const u32 *w, float *v, Fp32) {
+#pragma unroll
+    for (int i = 0; i < LANES_HERE; i++) v[i] = fp4_float(w[i]);
+}
+template <class T> DEVICE void widened(const u32 *w, float *v, T) {
+#pragma unroll
+    for (int i = 0; i < LANES_HERE / 2; i++) v[2 * i] = T::low(w[i]), v[2 * i + 1] = T::high(w[i]);
 }
 
-/* A lane of a group: elements start, start + 16, ... of n. */
-template <class T, class Steps> struct Lane {
+/* Eight of a group's 16 lanes: elements start + 0..7, start + 16 + 0..7, ... below start + n. */
+template <class T, class Steps> struct Lanes {
     const void *x;
     const u8 *packed, *block_scales;
     Steps step_of;
     u32 max_abs, clipped; /* the first as bits, of which those of NaN are the largest */
-    bool is_coarse;
 
-    template <class Real> MEMBER Squares<Real> add(i64 start, int n) {
-        Squares<Real> sums = {0, 0, 0};
-        for (int i = threadIdx.x % HALF; i < n; i += HALF) {
-            float value = T::one(x, start + i), step = step_of(block_scales[(start + i) / Steps::BLOCK_SIZE]);
-            float y = __fmul_rn(e2m1_decode(packed[(start + i) / 2] >> (i & 1) * 4 & 15u), step), difference = value - y;
-            sums.add(value, difference, y);
-            max_abs = max(max_abs, fp4_bits(fabsf(difference)));
-            clipped += sizeof(Real) == 4 && fabsf(value) > fabsf(__fmul_rn(6.0f, step)); /* once, also where both sums are made */
-            is_coarse = is_coarse && step >= 0x1p-50f;
+    /* In float32: sums of two lanes each. Returns whether no step is too small. */
+    MEMBER bool add(i64 start, u32 n, float (*pairs)[QUARTERS]) {
+        float lanes[SQUARES][LANES_HERE] = {}, largest = 0.0f, least_step = SMALLEST_STEP; /* NaN gets lost here: no sum holds it */
+        const Words4 *from = (const Words4 *)x + start / LANES_HERE * (T::WORDS / 8);
+        const u32 *codes = (const u32 *)packed + start / LANES_HERE;
+        const u8 *stored = block_scales + start / Steps::BLOCK_SIZE;
+#pragma unroll COMPARE_UNROLL
+        for (u32 unit = 0; unit < n / UNIT; unit++, from += T::WORDS / 4, codes += UNIT / LANES_HERE) {
+            u32 w[T::WORDS / 2], halves[LANES_HERE / 2];
+            float v[LANES_HERE], step = step_of(stored[unit * UNIT / Steps::BLOCK_SIZE]), limit = fabsf(__fmul_rn(6.0f, step));
+#pragma unroll
+            for (int i = 0; i < T::WORDS / 8; i++) {
+                Words4 four = from[i];
+#pragma unroll
+                for (int k = 0; k < 4; k++) w[4 * i + k] = four.w[k];
+            }
+            widened(w, v, T());
+            widen8(*codes, halves);
+            least_step = fminf(least_step, step);
+#pragma unroll
+            for (int k = 0; k < LANES_HERE; k++) {
+                float y = __fmul_rn(widen_fp16((u16)(halves[k / 2] >> k % 2 * 16)), step), difference = __fadd_rn(v[k], -y);
+                lanes[0][k] = __fadd_rn(lanes[0][k], __fmul_rn(v[k], v[k]));
+                lanes[1][k] = __fadd_rn(lanes[1][k], __fmul_rn(difference, difference));
+                lanes[2][k] = __fadd_rn(lanes[2][k], __fmul_rn(y, y));
+                largest = fmaxf(largest, fabsf(difference));
+                clipped += fabsf(v[k]) > limit;
+            }
         }
-        return sums;
+        max_abs = max(max_abs, fp4_bits(largest));
+#pragma unroll
+        for (int s = 0; s < SQUARES; s++)
+#pragma unroll
+            for (int k = 0; k < QUARTERS; k++) pairs[s][k] = __fadd_rn(lanes[s][2 * k], lanes[s][2 * k + 1]);
+        return least_step >= SMALLEST_STEP;
+    }
+    /* In double: the four sums, with the lanes of the thread beside; to `slot` where it is wanted. */
+    MEMBER void add_exactly(i64 start, u32 n, bool is_wanted, Slot *slot) {
+#pragma unroll 1
+        for (u32 k = 0; k < QUARTERS; k++) {
+            double two[2][SQUARES] = {};
+#pragma unroll 1
+            for (u32 i = 2 * k; i < n; i += GROUP_LANES)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    i64 at = start + i + j;
+                    float value = T::one(x, at), step = step_of(block_scales[at / Steps::BLOCK_SIZE]);
+                    float y = __fmul_rn(e2m1_decode(packed[at / 2] >> j * 4 & 15u), step), difference = value - y;
+                    two[j][0] += (double)value * value;
+                    two[j][1] += (double)difference * difference;
+                    two[j][2] += (double)y * y;
+                    max_abs = max(max_abs, fp4_bits(fabsf(difference)));
+                }
+#pragma unroll
+            for (int s = 0; s < SQUARES; s++) {
+                double pair = two[0][s] + two[1][s];
+                pair += __shfl_xor_sync(ALL_LANES, pair, 1);
+                if (is_wanted) slot->sums[s][k] = pair;
+            }
+        }
     }
 };
 
-template <class T, class Steps> DEVICE void compare(Lane<T, Steps> lane, i64 rows, i64 columns, double *sums) {
-    int half = threadIdx.x % WARP / HALF;
-    i64 row = (i64)blockIdx.x * ROWS_HERE + threadIdx.x / WARP;
-    i64 start = min(row, rows - 1) * columns; /* of a warp without a row: it meets the others, and writes nothing */
-    Squares<double> total = {0, 0, 0};
-    for (i64 first = 0; first < columns; first += 2 * GROUP) {
-        i64 own = first + half * GROUP, left = columns - own;
-        int n = (int)max(min(left, (i64)GROUP), (i64)0);
-        lane.is_coarse = true;
-        Squares<float> fast = lane.template add<float>(start + own, n).folded();
-        u32 is_sound = n == 0 || (lane.is_coarse && is_held(fast));
+/* A thread's sums of two lanes to the group's four, two of which it writes; whether float32 holds them. */
+DEVICE bool fold(const float (*pairs)[QUARTERS], bool is_second, Slot *slot) {
+    bool is_held = true;
 #pragma unroll
-        for (int distance = 1; distance < HALF; distance *= 2) is_sound &= __shfl_xor_sync(ALL_LANES, is_sound, distance);
-        Squares<double> found = {fast.signal, fast.noise, fast.output};
-        if (!(is_sound & __shfl_xor_sync(ALL_LANES, is_sound, HALF))) {
-            Squares<double> exact = lane.template add<double>(start + own, n).folded();
-            if (!is_sound) found = exact;
+    for (int s = 0; s < SQUARES; s++) {
+        float four[QUARTERS];
+#pragma unroll
+        for (u32 k = 0; k < QUARTERS; k++) {
+            four[k] = __fadd_rn(pairs[s][k], __shfl_xor_sync(ALL_LANES, pairs[s][k], 1));
+            is_held = is_held && four[k] <= COARSE && (s == 2 || four[k] >= FINE);
         }
-        Squares<double> other = {__shfl_xor_sync(ALL_LANES, found.signal, HALF), __shfl_xor_sync(ALL_LANES, found.noise, HALF),
-                                 __shfl_xor_sync(ALL_LANES, found.output, HALF)};
-        Squares<double> even = half ? other : found, odd = half ? found : other;
-        total = {total.signal + even.signal, total.noise + even.noise, total.output + even.output};
-        total = {total.signal + odd.signal, total.noise + odd.noise, total.output + odd.output};
-    }
-    total = total.with_lane(4).with_lane(2); /* the four as (0 + 2) + (1 + 3) */
-    u32 max_abs = lane.max_abs, clipped = lane.clipped;
 #pragma unroll
-    for (int distance = 1; distance < WARP; distance *= 2) {
+        for (int k = 0; k < 2; k++) slot->sums[s][is_second * 2 + k] = is_second ? four[k + 2] : four[k];
+    }
+    return is_held;
+}
+
+template <class T, class Steps> DEVICE void compare(Lanes<T, Steps> lanes, i64 rows, i64 columns, double *sums) {
+    __shared__ Slot all_slots[ROWS_HERE][SLOTS];
+    Slot *slots = all_slots[threadIdx.x / WARP];
+    const u32 lane = threadIdx.x % WARP, slot = lane / 2, groups = (u32)((columns + SUM_GROUP - 1) / SUM_GROUP);
+    const u32 shift = groups > 1 ? min(32 - __clz((int)(groups - 1)), 4) : 0, row_slots = 1u << shift; /* a power of two, up to SLOTS */
+    const i64 first_row = ((i64)blockIdx.x * ROWS_HERE + threadIdx.x / WARP) * (SLOTS >> shift);
+    if (first_row >= rows) return;
+    const i64 row = first_row + (slot >> shift);
+    const u32 rows_here = (u32)min(rows - first_row, (i64)(SLOTS >> shift));
+    const double *own = &slots->sums[0][0] + min(lane, (u32)(SQUARES * QUARTERS - 1));
+    double total = 0;
+    for (u32 first = 0; first < groups; first += row_slots) {
+        i64 at = (i64)(first + (slot & (row_slots - 1))) * SUM_GROUP, start = row * columns + at + lane % 2 * LANES_HERE;
+        u32 n = row < rows && at < columns ? (u32)min(columns - at, (i64)SUM_GROUP) : 0;
+        float pairs[SQUARES][QUARTERS];
+        bool is_coarse = lanes.add(start, n, pairs), is_held = fold(pairs, lane % 2, slots + slot);
+        bool is_exact = n && !(is_coarse && is_held);
+        if (__any_sync(ALL_LANES, is_exact)) lanes.add_exactly(start, n, is_exact, slots + slot);
+        __syncwarp();
+        for (u32 r = 0; r < rows_here; r++) {
+            const double *group = own + (r << shift) * (SQUARES * QUARTERS);
+#pragma unroll 4
+            for (u32 s = 0; s < min(row_slots, groups - first); s++, group += SQUARES * QUARTERS) total += *group;
+            if (first + row_slots < groups) continue;
+            total += __shfl_xor_sync(ALL_LANES, total, 2); /* the four as (0 + 2) + (1 + 3) */
+            total += __shfl_xor_sync(ALL_LANES, total, 1);
+            if (lane % QUARTERS == 0 && lane < SQUARES * QUARTERS) sums[(first_row + r) * SUMS + lane / QUARTERS] = total;
+            total = 0;
+        }
+        __syncwarp();
+    }
+    u32 max_abs = lanes.max_abs, clipped = lanes.clipped;
+#pragma unroll 1
+    for (u32 distance = 1; distance < 2 * row_slots; distance *= 2) {
         max_abs = max(max_abs, __shfl_xor_sync(ALL_LANES, max_abs, distance));
         clipped += __shfl_xor_sync(ALL_LANES, clipped, distance);
     }
-    if (threadIdx.x % WARP || row >= rows) return;
-    double *own = sums + row * SUMS;
-    own[0] = total.signal, own[1] = total.noise, own[2] = total.output, own[3] = fp4_float(max_abs), own[4] = clipped;
+    if (lane & (2 * row_slots - 1) || row >= rows) return;
+    sums[row * SUMS + SQUARES] = fp4_float(max_abs), sums[row * SUMS + SQUARES + 1] = clipped;
 }
 
 /* Adds how often each code is among 32. Bit b of every code goes to a word of its own; the codes k are where all four agree. */
@@ -155,14 +208,14 @@ KERNEL(4) count_codes(const u8 *packed, i64 nbytes, u64 *counts) {
 }
 
 #define ENTRIES(dtype, T)                                                                                                       \
-    KERNEL(4) compare_nvfp4_##dtype(const void *x, i64 rows, i64 columns, const u8 *packed, const u8 *block_scales,             \
+    KERNEL(3) compare_nvfp4_##dtype(const void *x, i64 rows, i64 columns, const u8 *packed, const u8 *block_scales,             \
                                     const float *stored_global, i64 is_divisor, double *sums) {                                 \
         NvFp4Steps steps = {*stored_global, is_divisor != 0};                                                                   \
-        compare(Lane<T, NvFp4Steps>{x, packed, block_scales, steps, 0, 0, true}, rows, columns, sums);                       \
+        compare(Lanes<T, NvFp4Steps>{x, packed, block_scales, steps, 0, 0}, rows, columns, sums);                            \
     }                                                                                                                           \
-    KERNEL(4) compare_mxfp4_##dtype(const void *x, i64 rows, i64 columns, const u8 *packed, const u8 *block_scales,             \
+    KERNEL(3) compare_mxfp4_##dtype(const void *x, i64 rows, i64 columns, const u8 *packed, const u8 *block_scales,             \
                                     double *sums) {                                                                             \
-        compare(Lane<T, MxFp4Steps>{x, packed, block_scales, MxFp4Steps(), 0, 0, true}, rows, columns, sums);                \
+        compare(Lanes<T, MxFp4Steps>{x, packed, block_scales, MxFp4Steps(), 0, 0}, rows, columns, sums);                     \
     }
 ENTRIES(bf16, Bf16)
 ENTRIES(fp16, Fp16)

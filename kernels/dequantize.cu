@@ -31,20 +31,6 @@ struct ToFp32 {
     }
 };
 
-struct NvFp4Steps {
-    enum { BLOCK_SIZE = 16 };
-    float stored_global;
-    bool is_divisor;
-    MEMBER float operator()(u32 stored) const {
-        float block_scale = e4m3_decode(stored);
-        return is_divisor ? block_scale / stored_global : block_scale * stored_global;
-    }
-};
-struct MxFp4Steps {
-    enum { BLOCK_SIZE = 32 };
-    MEMBER float operator()(u32 stored) const { return e8m0_decode(stored); }
-};
-
 template <class To, class Steps> DEVICE void dequantize(const u8 *packed, const u8 *block_scales, i64 n, Steps step_of, void *y) {
     const int per_block = Steps::BLOCK_SIZE / GROUP;
     i64 start = (i64)blockIdx.x * LAUNCH_GROUPS, left = n / GROUP - start;

@@ -17,7 +17,12 @@ typedef long long i64;
 struct alignas(8) Words2 { u32 w[2]; };
 struct alignas(16) Words4 { u32 w[4]; };
 
-enum { THREADS = 256, WARP = 32, UNIT = 16, UNITS = 2, LAUNCH_UNITS = THREADS * UNITS }; /* a thread takes UNITS units of 16 elements */
+/* Variants that only a GPU can choose between; the bytes are the same. Units: how many of 16 elements a thread of the elementwise
+ * kernels takes, 1, 2 or 4; a grid is ceil(n / (4096 * units)). */
+#ifndef FP4_UNITS
+#define FP4_UNITS 2
+#endif
+enum { THREADS = 256, WARP = 32, UNIT = 16, UNITS = FP4_UNITS, LAUNCH_UNITS = THREADS * UNITS };
 #define ALL_LANES 0xFFFFFFFFu
 
 #ifdef __CUDACC__
@@ -215,5 +220,20 @@ template <class T> DEVICE void load_unit(const void *x, int unit, u32 *w) {
         for (int k = 0; k < 4; k++) w[4 * i + k] = v.w[k];
     }
 }
+
+/* Steps of elements from stored block scales. */
+struct NvFp4Steps {
+    enum { BLOCK_SIZE = 16 };
+    float stored_global;
+    bool is_divisor;
+    MEMBER float operator()(u32 stored) const {
+        float block_scale = e4m3_decode(stored);
+        return is_divisor ? block_scale / stored_global : block_scale * stored_global;
+    }
+};
+struct MxFp4Steps {
+    enum { BLOCK_SIZE = 32 };
+    MEMBER float operator()(u32 stored) const { return e8m0_decode(stored); }
+};
 
 #endif

@@ -148,4 +148,14 @@ enum { LARGEST_CODE = 126, CODES_PER_BINADE = 8, ALL_CODES_BELOW = 16, LOWEST_EX
 #define TINY_WEIGHTED 0x1p-34f
 #define LEAST_GLOBAL_SCALE 0x1p-60f
 
+/* What values lose, in compare.c and compare.cu; fp4convert/numerics/error_sums.py says why.
+ *
+ *   SUM_GROUP          elements of a row whose squares are added in float32
+ *   FINE, COARSE       sums that float32 holds; SMALLEST_STEP: steps from which on it does
+ *   SUMS               of a row */
+enum { SUM_GROUP = 256, SUMS = 5 };
+#define FINE 0x1p-70f
+#define COARSE 0x1p100f
+#define SMALLEST_STEP 0x1p-50f
+
 #endif

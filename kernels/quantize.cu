@@ -8,9 +8,13 @@
  * Nothing is read on the host: *amax may come from a kernel earlier in the same stream.
  * Bytes equal quantize in fp4convert/numerics/codec.py.  Bytes moved per bf16 element: amax 2, NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
  *
- * A thread owns two units of 16 elements, THREADS apart: an NVFP4 block each, or half an MXFP4 block whose amax two lanes share.
+ * A thread owns two units of 16 elements (FP4_UNITS), THREADS apart: an NVFP4 block each, or half an MXFP4 block whose amax two lanes share.
  */
 #include "codes.cuh"
+
+#ifndef QUANTIZE_BLOCKS
+#define QUANTIZE_BLOCKS 5 /* to a multiprocessor; 4 leaves 64 registers instead of 48 */
+#endif
 
 template <class T> DEVICE void amax(const void *x, i64 n, u32 *amax_bits) {
     int last = units_here(n) - 1;
@@ -53,6 +57,6 @@ template <class T, class Make> DEVICE void quantize(const void *x, i64 n, Make f
     KERNEL(blocks) quantize_mxfp4_##dtype(const void *x, i64 n, i64 rule, u8 *packed, u8 *block_scales) {           \
         quantize<T>(x, n, [=] { return MxFp4{rule}; }, packed, block_scales);                                       \
     }
-ENTRIES(bf16, Bf16, 5)
-ENTRIES(fp16, Fp16, 5)
+ENTRIES(bf16, Bf16, QUANTIZE_BLOCKS)
+ENTRIES(fp16, Fp16, QUANTIZE_BLOCKS)
 ENTRIES(fp32, Fp32, 4)

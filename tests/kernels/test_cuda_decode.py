@@ -10,8 +10,9 @@ import ctypes
 import numpy as np
 import pytest
 from adversarial import generator
+from ptx import BUILDS
 from scale_grids import EVERY_LAYOUT, same, some_scales
-from simt import KERNELS, aligned, compile_for_host, guarded, is_intact, launch
+from simt import KERNELS, aligned, guarded, is_intact, launch
 
 from fp4convert.numerics import fp8_int
 from fp4convert.numerics.fp8_int import Grid
@@ -19,9 +20,13 @@ from fp4convert.numerics.fp8_int import Grid
 Array = np.ndarray
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compile_for_host(KERNELS / "decode.cu", tmp_path_factory.mktemp("decode"))
+@pytest.fixture(scope="module", params=BUILDS)
+def library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ctypes.CDLL:
+    build, has_cvt = request.param
+    made: ctypes.CDLL = build(KERNELS / "decode.cu", tmp_path_factory.mktemp("decode"), has_cvt)
+    return made
 
 
 def raw(values: Array) -> memoryview:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 
-from fp4convert.numerics import codec
+from fp4convert.numerics import codec, error_sums
 
 KERNELS = ROOT / "kernels"
 PROGRAM = """
@@ -32,6 +32,7 @@ EACH(to_fp16, float, unsigned short, fp4_to_fp16)
 double bounds[] = {
     LARGEST_CODE, CODES_PER_BINADE, ALL_CODES_BELOW, LOWEST_EXPONENT, TINY, TINY_WEIGHTED,
     LEAST_GLOBAL_SCALE};
+double held[] = {SUM_GROUP, SUMS, FINE, COARSE, SMALLEST_STEP};
 """
 ALL_16 = np.arange(1 << 16).astype(np.uint16)
 
@@ -134,6 +135,12 @@ def test_bounds_of_the_search_are_the_codecs(header):
     )
     ours += (codec.TINY, codec.TINY_WEIGHTED, codec.LEAST_GLOBAL_SCALE)
     assert tuple((ctypes.c_double * len(ours)).in_dll(header, "bounds")) == ours
+
+
+def test_sums_that_float32_holds_are_those_of_error_sums(header):
+    ours = (error_sums.GROUP, len(error_sums.COLUMNS))
+    ours += (error_sums.FINE, error_sums.COARSE, error_sums.SMALLEST_STEP)
+    assert tuple((ctypes.c_double * len(ours)).in_dll(header, "held")) == ours
 
 
 def test_under_the_bounds_of_the_search_nothing_is_subnormal():

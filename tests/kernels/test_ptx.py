@@ -1,7 +1,8 @@
 """PTX on the host: what ptx.py makes of it computes as the ISA says, and wrong PTX is noticed.
 
 The kernels' own tests run on NVRTC's PTX in test_cuda_kernels.py, test_kernels.py, test_gemv.py,
-test_search_hostile.py and test_error_sums.py, as the builds ptx-90 and ptx-120a.
+test_search_hostile.py, test_cuda_decode.py and test_error_sums.py, as the builds ptx-90 and
+ptx-120a.
 """
 
 from __future__ import annotations
@@ -97,6 +98,18 @@ SWAPPED = {
         "search",
         False,
         r"(selp.f32 \s*%f\d+), (%f\d+), (%f\d+),",
+        r"\1, \3, \2,",
+    ),
+    "an integer's origin": (
+        "decode",
+        False,
+        r"add.rn.f32 \s*(%f\d+), (%f\d+), %f\d+;",
+        r"mov.b32 \1, \2;",
+    ),
+    "halves of a square": (
+        "decode",
+        True,
+        r"(prmt.b32 \s*%r\d+), (%r\d+), (%r\d+),",
         r"\1, \3, \2,",
     ),
     "-0.0 kept": (

@@ -34,7 +34,7 @@ STANDS_FOR = {
 }  # in the head comments
 BLOCKS = {  # to a multiprocessor
     **{"quantize_fp32": 4, "amax_fp32": 4, "quantize": 5, "amax": 5, "dequantize": 4, "gemv": 2},
-    **{"compare": 4, "count": 4, "search": 3, "weigh": 2, "decode": 4, "transpose": 3},
+    **{"compare": 3, "count": 4, "search": 3, "weigh": 2, "decode": 4, "transpose": 3},
 }
 REGISTERS, THREADS = (
     65536,
@@ -243,7 +243,8 @@ def test_e2m1_instructions_are_used_where_the_target_has_them(built):
     costs, go by bits everywhere.
 
     gemv decodes 4 rows of 16 pairs of weights, in the code for one vector and in that for two;
-    dequantize 4 groups of 8 codes; searches for NVFP4 scales round a unit to find a cost.
+    dequantize 4 groups of 8 codes; compare 8 codes of a unit; searches for NVFP4 scales round a
+    unit to find a cost.
     """
     for kernel in built.kernels:
         rounding, decoding = (
@@ -252,7 +253,9 @@ def test_e2m1_instructions_are_used_where_the_target_has_them(built):
         )
         is_searching = kernel.name.startswith(("search_nvfp4", "weigh_nvfp4"))
         rounded = UNITS_IN_CODE.get(kernel.kind, 0) + is_searching
-        least = {"gemv": 2 * 4 * 16, "dequantize": 16}.get(kernel.kind, is_searching * UNIT // 2)
+        least = {"gemv": 2 * 4 * 16, "dequantize": 16, "compare": 8}.get(
+            kernel.kind, is_searching * UNIT // 2
+        )
         if not built.has_cvt:
             rounded = least = 0
         assert rounding == rounded * UNIT // 2, kernel.name
@@ -322,11 +325,66 @@ TURNS, DOUBTFUL, DOUBTS = (0.84, 3.03), 0.011, 2
 SEARCH_BUDGETS = {"sm_90": 89.7, "sm_100a": 78.1, "sm_120a": 78.9}
 
 
+# An element in the loop of compare_* over 16 units of a group, for bf16; what folds a group's sums
+# and adds them to the row's is about 1.3 more.
+COMPARE_BUDGETS = {
+    "sm_80": {"nvfp4": 19.0, "mxfp4": 17.9},
+    "sm_90": {"nvfp4": 19.0, "mxfp4": 17.8},
+    "sm_100a": {"nvfp4": 18.5, "mxfp4": 15.5},
+    "sm_120a": {"nvfp4": 18.8, "mxfp4": 15.8},
+}
+
+
+def test_comparing_takes_no_more_instructions_than_it_did(built):
+    """All of x is read by wide loads, in the first of the inner loops."""
+    for kernel in built.of("compare"):
+        loops, lines = Loops(kernel.listing, small=0), dict(kernel.listing)
+        low, high = next(
+            (low, high)
+            for low, high in loops.inner
+            if any("LDG" in line for at, line in lines.items() if low <= at <= high)
+        )
+        loads = [line for at, line in lines.items() if low <= at <= high and "LDG" in line]
+        wide = sum("LDG.E.128" in line for line in loads)
+        elements = wide * 16 / NBYTES[kernel.dtype]
+        assert elements == 16, kernel.name
+        codes, scales = elements / 8, elements / (8 if "nvfp4" in kernel.name else 16)
+        assert len(loads) - wide in (codes + scales, 2 * codes), kernel.name
+        fmt = kernel.name.split("_")[1]
+        if kernel.dtype == "bf16" and built.arch in COMPARE_BUDGETS:
+            count = loops.longest((low, high)) / elements
+            assert count <= COMPARE_BUDGETS[built.arch][fmt], kernel.name
+
+
 def test_counting_takes_no_more_instructions_than_it_did(built):
     """Two turns of 32 codes to a thread's loop; rolled up, so that nothing but the loop counts."""
     (listing,) = [k.listing for k in built.kernels if k.name == "count_codes"]
     (loop,) = Loops(listing).inner or [Loops(listing).outer]
     assert Loops(listing).longest(loop) / 64 <= 3.4
+
+
+# A unit of decode_*, with half of what comes before a thread's two; an element of transpose_*.
+DECODE_BUDGETS = {
+    "sm_80": {"fp8": 20.9, "int4": 14.4, "int8": 14.4, "2": 3.4, "4": 8.0},
+    "sm_90": {"fp8": 20.9, "int4": 14.9, "int8": 15.0, "2": 3.5, "4": 8.2},
+    "sm_100a": {"fp8": 21.0, "int4": 15.0, "int8": 13.5, "2": 3.4, "4": 8.0},
+    "sm_120a": {"fp8": 20.9, "int4": 14.7, "int8": 13.2, "2": 3.2, "4": 7.5},
+}
+
+
+def test_decoding_takes_no_more_instructions_than_it_did(built):
+    """What lies in several blocks or at an edge is rolled up in every loop but that over units."""
+    budgets = DECODE_BUDGETS.get(built.arch, {})
+    counts = {}
+    for kernel in built.of("decode", "transpose"):
+        name = kernel.name.partition("_")[2]
+        if kernel.kind == "transpose":
+            counts[name] = fast_instructions(kernel.listing) / (16 // int(name)) ** 2
+        else:
+            loops = Loops(kernel.listing, small=len(kernel.listing))
+            counts[name] = (loops.before() / 2 + loops.once()) / UNIT
+    assert counts.keys() == {"fp8", "int4", "int8", "2", "4"}
+    assert {n: count for n, count in counts.items() if count > budgets.get(n, count)} == {}
 
 
 def test_the_search_takes_no_more_instructions_than_it_did(built):

@@ -204,6 +204,26 @@ def test_what_float32_would_not_hold(backends: Backends, dtype: str, fmt: Format
             assert found.signal == pytest.approx(expected["signal"], rel=7e-7)
 
 
+SHAPES = [(35, 32), (19, 288), (9, 800), (5, 1536), (3, 2304), (2, 4096), (2, 4128), (1, 8224)]
+
+
+@pytest.mark.sweep(2)
+@EVERY_FORMAT
+@EVERY_DTYPE
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_any_number_of_groups(
+    backends: Backends, dtype: str, fmt: Format, shape: tuple[int, int]
+) -> None:
+    """Every third group is added in double; the kernels take 16 groups of a row, or short rows."""
+    rows, columns = shape
+    values = generator(36, columns).normal(0, 1, shape)
+    values *= np.where((np.arange(columns) // 256 + np.arange(rows)[:, None]) % 3 == 1, 0, 1)
+    values[:, ::32] += 2.0**-12
+    narrow = rounded(values, dtype)
+    q = codec.quantize(narrow.astype(np.float32), fmt, RULE[fmt])
+    check(backends, narrow, dtype, q)
+
+
 @EVERY_FORMAT
 def test_codes_of_other_values(backends: Backends, fmt: Format) -> None:
     """x, x - y and y, each alone at both sides of what float32 sums hold; 64 squares to a sum, 8.6

@@ -56,8 +56,12 @@ EXTREMES(s32, int32_t, B32)
 EXTREMES(u32, uint32_t, B32)
 EXTREMES(s64, int64_t, B64)
 EXTREMES(u64, uint64_t, B64)
+/* By zero the result is unspecified. */
+OPERATION(div_u32, B32, (must(b, "a division by zero"), a / b))
+OPERATION(div_u64, B64, (must(b, "a division by zero"), a / b))
 OPERATION(rem_u32, B32, a % b)
 OPERATION(rem_s64, B64, (int64_t)a % (int64_t)b)
+static inline B32 mad_lo_s32(B32 a, B32 b, B32 c) { return a * b + c; }
 static inline B32 mul_wide_u16(B16 a, B16 b) { return (B32)a * b; }
 static inline B64 mul_wide_u32(B32 a, B32 b) { return (B64)a * b; }
 static inline B64 mul_wide_s32(B32 a, B32 b) { return (B64)((int64_t)(int32_t)a * (int32_t)b); }
@@ -74,6 +78,7 @@ static inline B32 shl_b32(B32 a, B32 by) { return by > 31 ? 0 : a << by; }
 static inline B64 shl_b64(B64 a, B32 by) { return by > 63 ? 0 : a << by; }
 static inline B32 shr_u32(B32 a, B32 by) { return by > 31 ? 0 : a >> by; }
 static inline B64 shr_u64(B64 a, B32 by) { return by > 63 ? 0 : a >> by; }
+static inline B16 shr_u16(B16 a, B32 by) { return by > 15 ? 0 : a >> by; }
 static inline B32 shr_s32(B32 a, B32 by) { return (B32)((int32_t)a >> (by > 31 ? 31 : by)); }
 static inline B64 shr_s64(B64 a, B32 by) { return (B64)((int64_t)a >> (by > 63 ? 63 : by)); }
 
@@ -277,15 +282,16 @@ template <class Word> static inline Word *at(B64 address, int words = 1) {
     must(address % (words * sizeof(Word)) == 0, "an access that is not aligned");
     return (Word *)address;
 }
-#define LOADED(type, B)                                                                             \
-    static inline B ld_global_##type(B64 address) { return *at<B>(address); }                       \
-    static inline void st_global_##type(B64 address, B64 value) { *at<B>(address) = (B)value; }
-LOADED(u8, B8)
-LOADED(u16, B16)
-LOADED(u32, B32)
-LOADED(f32, B32)
-LOADED(u64, B64)
-LOADED(f64, B64)
+#define LOADED(type, B)                                                                   \
+    static inline B ld_##type(B64 address) { return *at<B>(address); }                    \
+    static inline void st_##type(B64 address, B64 value) { *at<B>(address) = (B)value; }
+LOADED(global_u8, B8)
+LOADED(global_u16, B16)
+LOADED(global_u32, B32)
+LOADED(global_f32, B32)
+LOADED(global_u64, B64)
+LOADED(global_f64, B64)
+LOADED(shared_f64, B64) /* static: nothing in it goes from warp to warp, which run one after the other */
 #define VECTORS(type)                                                                                                          \
     static inline void ld_global_v2_##type(B64 address, B32 &a, B32 &b) { B32 *from = at<B32>(address, 2); a = from[0], b = from[1]; } \
     static inline void ld_global_v4_##type(B64 address, B32 &a, B32 &b, B32 &c, B32 &d) {                                      \
@@ -315,6 +321,10 @@ static inline B64 atom_global_add_u64(B64 address, B64 value) {
 static inline B32 shfl_sync_bfly_b32(int place, B32 value, B32 mask, B32 clamp, B32 lanes) {
     must(clamp == 31 && lanes == ~0u && mask < 32, "an exchange of fewer than 32 lanes");
     return (B32)simt::meet(value, place)[simt::current ^ (int)mask];
+}
+static inline void bar_warp_sync(int place, B32 lanes) {
+    must(lanes == ~0u, "a meeting of fewer than 32 lanes");
+    simt::meet(0, place);
 }
 static inline PRED vote_sync_any_pred(int place, PRED claim, B32 lanes) {
     must(lanes == ~0u, "a vote of fewer than 32 lanes");

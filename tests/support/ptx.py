@@ -28,6 +28,7 @@ ENTRY = re.compile(
 )
 LABEL = re.compile(r"\$(\w+):\s*")
 REGISTERS = re.compile(r"\.reg\s+\.([a-z]+)(\d*)\s+(.*)", re.DOTALL)
+SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d+)\]")
 INSTRUCTION = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.]*)\s*(.*)", re.DOTALL)
 OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 SPECIAL = {
@@ -139,6 +140,10 @@ def _function(name: str, parameters: list[str], body: str, places: Iterator[int]
 def _statement(text: str, places: Iterator[int]) -> str:
     if match := REGISTERS.fullmatch(text):
         return _declaration(*match.groups())
+    if match := SHARED.fullmatch(text):
+        alignment, name, nbytes = match.groups()
+        memory = f"alignas({alignment}) static B8 {name}_memory[{nbytes}];"
+        return f"{memory} const B64 {name} = (B64){name}_memory;"
     match = INSTRUCTION.fullmatch(text)
     if not match:
         raise UnknownPtxError(text)
@@ -168,6 +173,8 @@ def _instruction(opcode: str, operands: list[str], places: Iterator[int]) -> str
     target, *sources = operands
     if opcode.startswith("ld.param."):
         return f"{_word(target)} = {sources[0].strip('[] ')};"
+    if opcode == "bar.warp.sync":
+        return f"{function}({next(places)}, {_word(target)});"
     if opcode.startswith("st."):
         return f"{function}({', '.join(_words(target) + _words(sources[0]))});"
     if opcode.startswith("ld.") and target.startswith("{"):

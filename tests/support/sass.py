@@ -130,9 +130,12 @@ class Loops:
 
 
 def _ways(line: str, following: int | None) -> list[int]:
-    """Where an instruction may go on; nowhere after a call, which is rare."""
+    """Where an instruction may go on; nowhere after a call, which is rare.
+
+    A call that is guarded is passed by: ptxas 12.9 leaves loops so for sm_80.
+    """
     if "CALL" in line or re.search(r"\bRET\b", line):
-        return []
+        return [following] if line.startswith("@") and following is not None else []
     match = BRANCH.fullmatch(line)
     is_last = "EXIT" in line and not line.startswith("@")
     ways = [int(match[1], 16)] if match else []

@@ -17,6 +17,7 @@
 #define MEMBER inline
 #define KERNEL(blocks) extern "C" __attribute__((visibility("default"))) void
 #define OPAQUE(word) (void)(word)
+#define __shared__ static /* nothing in it goes from warp to warp, which run one after the other */
 
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
@@ -73,6 +74,7 @@ template <class T> static inline void atomicMax(T *place, T value) { *place = ma
 
 /* ----------------------------------------------------------------------------------------------------------- exchanges */
 
+static inline void __syncwarp() { simt::meet(0); }
 static inline int __any_sync(unsigned, bool claim) {
     unsigned long long *slot = simt::meet(claim), found = 0;
     for (int i = 0; i < simt::LANES; i++) found |= slot[i];
