@@ -61,18 +61,19 @@ class Knob:
 
 
 KNOBS = (
-    Knob("quantize.cu", "UNITS", (1, 4), widens=True),
+    Knob("quantize.cu", "FP4_UNITS", (1, 4), widens=True),
     Knob("quantize.cu", "THREADS", (128, 512), widens=True),
-    Knob("quantize.cu", "blocks", (3, 4, 6), pattern=r"ENTRIES\(bf16, Bf16, (\d+)\)"),
-    Knob("dequantize.cu", "UNITS", (1, 4), widens=True),
+    Knob("quantize.cu", "QUANTIZE_BLOCKS", (3, 4, 6)),
+    Knob("dequantize.cu", "FP4_UNITS", (1, 4), widens=True),
     Knob("dequantize.cu", "THREADS", (128, 512), widens=True),
-    Knob("search.cu", "UNITS", (1, 4), widens=True),
+    Knob("search.cu", "FP4_UNITS", (1, 4), widens=True),
     Knob("search.cu", "THREADS", (128,), widens=True),
     Knob("search.cu", "blocks", (2, 4), pattern=r"KERNEL\((\d+)\) search_nvfp4_##"),
     Knob("gemv.cu", "ROWS", (2, 8), widens=True),
     Knob("gemv.cu", "THREADS", (128, 512), widens=True),
+    Knob("compare.cu", "COMPARE_UNROLL", (1, 4)),
     Knob("compare.cu", "THREADS", (128, 512), widens=True),
-    Knob("decode.cu", "UNITS", (1, 4), widens=True),
+    Knob("decode.cu", "FP4_UNITS", (1, 4), widens=True),
     Knob("decode.cu", "THREADS", (128, 512), widens=True),
 )
 MEASURED = {  # the labels of cases

@@ -119,6 +119,19 @@ def test_a_form_of_a_kernel_has_other_numbers_in_one_place_each(file):
         assert all(int(changed[n].found(text)[1]) == v for n, v in form.numbers.items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120a"])
+@pytest.mark.parametrize("file", variants.MEASURED)
+def test_the_forms_farthest_off_compile(file, arch, tmp_path, monkeypatch):
+    """The smallest of all numbers, and the largest."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = cubins.Target(arch, has_cvt=arch.endswith("a"))
+    numbers = {knob.name: sorted(knob.values) for knob in variants.KNOBS if knob.file == file}
+    for end in (0, -1):
+        form = variants.Variant(target, file, {name: own[end] for name, own in numbers.items()})
+        assert variants.compiled(form.path, target) == "", form.label
+
+
 def test_a_number_that_stands_in_no_place_or_in_two_is_refused():
     for text in ("enum { OTHER = 2 };", "enum { UNITS = 2 };\n#define UNITS 2"):
         with pytest.raises(ValueError, match="places of UNITS; expected one"):
@@ -129,12 +142,12 @@ def test_a_number_that_stands_in_no_place_or_in_two_is_refused():
 def test_a_form_that_gives_other_bytes_is_not_the_fastest(gpu, monkeypatch, capsys):
     """A launch that leaves out half of the elements, and would win."""
     monkeypatch.setattr(variants.Variant, "shape", lambda own, name, n: ((1, 1), own._threads))
-    half = variants.Knob("quantize.cu", "UNITS", (1,), widens=True)
+    half = variants.Knob("quantize.cu", "FP4_UNITS", (1,), widens=True)
     monkeypatch.setattr(variants, "KNOBS", (half,))
     sweep = variants.Sweep(Device(gpus.survey().gpus[0], 600), "quantize.cu")
     with ThreadPoolExecutor(1) as pool:
         text = sweep.text(pool)
-    assert "| quantize_nvfp4_bf16 | UNITS 1 |  | DIFFERS |" in text
+    assert "| quantize_nvfp4_bf16 | FP4_UNITS 1 |  | DIFFERS |" in text
     assert "- quantize_nvfp4_bf16: the shipped form is the fastest" in text
 
 

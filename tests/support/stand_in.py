@@ -22,7 +22,7 @@ from fp4convert.numerics.backends import cubins, cuda_stream, gpus, self_check
 
 ELF = b"\x7fELF" + bytes(60)  # without any table
 BENCHMARKS = ("bench.py", "touch.py")
-FEW = {"quantize.cu": "UNITS", "decode.cu": "THREADS", "compare.cu": "THREADS"}  # forms
+FEW = {"quantize.cu": "FP4_UNITS", "decode.cu": "THREADS", "compare.cu": "THREADS"}  # forms
 SITE = """import sys
 sys.path[:0] = {paths!r}
 import stand_in
