@@ -8,6 +8,7 @@ is not there, or was not finished, is not run.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import re
@@ -217,7 +218,9 @@ def rows_of(results: Path) -> list[tuple[str, ...]]:
 
 
 def main(arguments: list[str]) -> int:
-    folder = Path(arguments[0])
+    parser = argparse.ArgumentParser(prog="bench.py bars", description="Judge every bar of a GPU.")
+    parser.add_argument("folder", type=Path, help="what first_run.sh has left in $OUT")
+    folder = parser.parse_args(arguments).folder
     found = document(folder)
     name = re.sub(r"[^a-z0-9]+", "-", str(found["gpu"]).lower()).strip("-")
     path = folder / f"gpu-{name}.json"
