@@ -31,9 +31,9 @@ system: $(VENV)/test.stamp
 	$(BIN)/pytest -m system
 
 # On a machine with an NVIDIA GPU; nothing is downloaded, a failure stops nothing, all results are in build/gpu.
-# Its gpu.md is what benchmarks/results/gpu-NAME.md is to be.
+# Its gpu.md and gpu-NAME.json are what benchmarks/results/gpu-NAME.md and gpu-NAME.json are to be.
 gpu:
-	for part in first bytes whole; do \
+	for part in first bytes whole variants page; do \
 		OUT=$(CURDIR)/build/gpu PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/gpu/first_run/first_run.sh $$part; \
 	done
 

@@ -145,6 +145,15 @@ def dialects() -> Iterator[str]:
     )
 
 
+def gpu_bars() -> Iterator[str]:
+    """Tell of every bar of a GPU whether it is met, by the results that are committed."""
+    sys.path.append(str(RESULTS.parent))
+    from gpu.bars import rows_of
+
+    head, *rows = rows_of(RESULTS)
+    yield from table(head, rows)
+
+
 def offsets(layout: Layout) -> np.ndarray:
     """Return where the byte of every scale lies, (rows, blocks)."""
     rows, columns = TILE
@@ -286,7 +295,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
         *(blocks, formats, codes, scales, dialects, layouts, options, tree),
-        *(errors, findings, engines, serve, chosen, judged, whole_engine),
+        *(errors, findings, engines, serve, chosen, judged, whole_engine, gpu_bars),
     )
 } | {
     f"traps-{engine.key.replace('.', '')}": partial(traps_of, engine) for engine in known_engines()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fp4convert.numerics import codec
-from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import (
     CODES,
@@ -26,15 +26,20 @@ from fp4convert.numerics.formats import (
     kernel_of,
     rule_number,
 )
-from fp4convert.numerics.matrices import Quantized
-from gpu.device import BASELINES, Device, M, Rung, Values
+from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.matrices import Matrix, Quantized
+from gpu.device import LADDER, Device, M, Rung, Values
 from harness.measure import SUPPORT
 
 sys.path.append(str(SUPPORT))
 import adversarial
 
 DEQUANTIZED_SHAPE = (1024, 1024)  # of M elements
-GEMV_SHAPE = (1049, 1088)  # tails everywhere
+GEMV_SHAPE = (1049, 3136)  # tails everywhere, four turns of a warp
+MATRICES = 5  # of a batch
+NAIVE_RULES = {"nvfp4": ("amax",), "mxfp4": ("floor", "even", "ceil")}
+DECODED_SHAPE = (997, 1056)  # tails of units, and of int8 and int4 scale blocks
+SCALE_BLOCKS = {"decode_fp8": (128, 128), "decode_int4": (1, 32), "decode_int8": (1, 1 << 20)}
 
 
 def compare(
@@ -63,8 +68,9 @@ def inputs(dtype: str, fmt: Format, rule: str) -> Iterator[tuple[Values, float]]
 def compare_quantizers(device: Device, dtype: str, fmt: Format, rule: str) -> None:
     word, cpu = FLOAT_TYPES[dtype].word, Cpu()
     rungs = device.rungs(f"{kernel_of(fmt, rule)}_{word}")
-    if (fmt, dtype, rule) == (NVFP4, "BF16", "amax"):
-        rungs.append(Rung(device.kernels, "quantize_naive"))
+    if dtype == "BF16" and rule in NAIVE_RULES[fmt.name]:
+        name = "quantize_naive" if fmt is NVFP4 else "quantize_naive_mxfp4"
+        rungs.append(Rung(device.kernels, name))
     for values, group_amax in inputs(dtype, fmt, rule):
         matrix = adversarial.matrix(values, dtype)
         importance, columns = adversarial.importance_for(rule, values.shape[1]), values.shape[1]
@@ -225,9 +231,8 @@ def compare_gemv(device: Device, fmt: Format, kind: str, vectors: int) -> None:
 
     def check(rung: Rung) -> None:
         y = device.poisoned(2 * vectors * rows)
-        rung.launch(
-            rows, *arguments, 0, rows, columns, *vector_arguments, vectors, y, vectors=vectors
-        )
+        shape = (rows, columns)
+        rung.launch((rows, vectors), *arguments, 0, *shape, *vector_arguments, vectors, y)
         off = np.abs(y.get().view(np.float16).reshape(vectors, rows) - expected) / reach
         assert off.max() <= 1, (
             f"{rung.name}: {off.max():.3g} times as far from float64 as float32 may be"
@@ -235,9 +240,90 @@ def compare_gemv(device: Device, fmt: Format, kind: str, vectors: int) -> None:
 
     rungs = device.rungs(f"gemv_{fmt.name}_{kind}")
     if (fmt, kind, vectors) == (NVFP4, "fp16", 1):
-        rungs += [Rung(device.kernels, name) for name in BASELINES if name.startswith("gemv")]
+        rungs += [Rung(device.kernels, name) for name in LADDER]
     for rung in rungs:
         compare(device, rung, check, success="product right")
+
+
+def compare_batch(device: Device) -> None:
+    """Many matrices in one launch, each with its own vector."""
+    rows, columns = GEMV_SHAPE
+    shape = (MATRICES * rows, columns)
+    weights = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
+    q = codec.quantize(weights, NVFP4, "amax")
+    (raw, *_), x = vectors_of("fp16", MATRICES, columns)
+    products, reaches = product_and_reach(q, x)
+    own = np.arange(MATRICES)  # of all vectors with all matrices, each with its own
+    expected, reach = (
+        part.reshape(MATRICES, MATRICES, rows)[own, own] for part in (products, reaches)
+    )
+    parts = (q.packed, q.block_scales, np.float32(q.global_scale))
+    arguments = [device.upload(part) for part in parts]
+
+    def check(rung: Rung) -> None:
+        y = device.poisoned(2 * MATRICES * rows)
+        vector = (device.upload(raw), 0, 0, 1)
+        rung.launch((rows, MATRICES), *arguments, 0, rows, columns, *vector, y)
+        off = np.abs(y.get().view(np.float16).reshape(MATRICES, rows) - expected) / reach
+        assert off.max() <= 1, f"{rung.name}: {off.max():.3g} times as far as float32 may be"
+
+    compare(device, Rung(device.kernels, "gemv_batch"), check, success="product right")
+
+
+def compare_decoders(device: Device, name: str) -> None:
+    """Codes under scales of any size; integers with and without zero points."""
+    rng, (rows, columns) = np.random.default_rng(3), DECODED_SHAPE
+    bits = 8 if name == "decode_fp8" else int(name[-1])
+    codes = rng.integers(0, 256, (rows, -(-columns * bits // 32) * 4)).astype(np.uint8)
+    codes = codes[:, :columns] if name == "decode_fp8" else codes
+    flat, block = np.ascontiguousarray(codes).reshape(-1), SCALE_BLOCKS[name]
+    counts = (-(-rows // block[0]), -(-columns // block[1]))
+    scales = np.ldexp(rng.normal(size=counts), rng.integers(-145, 119, counts))
+    grid = Grid(scales.astype(np.float32), block)
+    zeros = rng.integers(-(1 << bits - 1), 1 << bits - 1, counts).astype(np.float32)
+    for zero_points in (None,) if name == "decode_fp8" else (None, zeros):
+        if name == "decode_fp8":
+            expected, more = Cpu().decode_fp8(flat.data, DECODED_SHAPE, grid), []
+        else:
+            expected = Cpu().decode_integers(flat.data, DECODED_SHAPE, grid, bits, zero_points)
+            more = [0 if zero_points is None else device.upload(zero_points)]
+        own, layout = (device.upload(part) for part in native_grid(grid, DECODED_SHAPE))
+        tables = (device.upload(flat), own, *more, layout)
+
+        def check(
+            rung: Rung,
+            expected: Values = expected,
+            tables: Any = tables,
+        ) -> None:
+            y = device.poisoned(expected.nbytes)
+            rung.launch(expected.size, *tables, y)
+            found = y.get().view(np.float32).reshape(expected.shape)
+            adversarial.assert_same_values(found, expected, rung.name)
+
+        compare(device, Rung(device.kernels, name), check)
+
+
+def compare_transposes(device: Device, name: str) -> None:
+    """All columns, and every second from either of the first; whole squares and edges."""
+    nbytes, dtype = int(name[-1]), {"2": "BF16", "4": "F32"}[name[-1]]
+    for rows, width in ((M >> 10, 1024), (997, 1057)):
+        table = np.random.default_rng(5).integers(0, 256, rows * width * nbytes).astype(np.uint8)
+        x = device.upload(table)
+        for first, step in ((0, 1), (0, 2), (1, 2)):
+            columns = range(first, width, step)
+            expected = Cpu().transpose(Matrix(table.data, dtype, (rows, width)), columns)
+
+            def check(
+                rung: Rung,
+                expected: bytes = bytes(expected.data),
+                x: Any = x,
+                shape: tuple[int, ...] = (rows, width, first, step, len(columns)),
+            ) -> None:
+                y = device.poisoned(len(expected))
+                rung.launch((shape[0], shape[-1]), x, *shape, y)
+                assert y.get().tobytes() == expected, f"{rung.name}: {shape}"
+
+            compare(device, Rung(device.kernels, name), check)
 
 
 def compare_all(device: Device) -> str:
@@ -250,10 +336,15 @@ def compare_all(device: Device) -> str:
         FORMATS.values(), ("bf16", "fp16", "nvfp4"), (1, 3, 8)
     ):
         compare_gemv(device, fmt, kind, vectors)
+    compare_batch(device)
+    for name in SCALE_BLOCKS:
+        compare_decoders(device, name)
+    for name in ("transpose_2", "transpose_4"):
+        compare_transposes(device, name)
     different = [f"- {text}" for text in device.verdicts.values() if text.startswith("DIFFERS")]
     about = (
-        "Quantizers, dequantizers, amax and sums of reports against the CPU backend, products "
-        "against float64; a million elements or more each."
+        "Quantizers, dequantizers, decoders of packed weights, amax and sums of reports against "
+        "the CPU backend, products against float64; a million elements or more each."
     )
     found = "\n".join(different) or f"All {len(device.verdicts)} kernels agree."
     return f"{about}\n\n{found}\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import statistics
 import sys
 import tempfile
@@ -33,36 +34,35 @@ BUSY_NBYTES, BUSY_COPIES = (
 )  # some milliseconds: more than it takes to queue REPEATS * LAUNCHES runs
 SLOT_NBYTES = 128  # a cache line: each run has an amax of its own, zero at first
 THREADS = 256
-PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
-    **{
-        "amax": 8192,
-        "quantize": 8192,
-        "search": 8192,
-        "weigh": 8192,
-        "dequantize": 8192,
-        "gemv": 32,
-        "compare": 8,
-        "count": 131072,
-    },
-    **{
-        "quantize_naive": 128,
-        "dequantize_naive": 256,
-        "gemv_naive": 256,
-        "gemv_coalesced": 8,
-        "gemv_one_tile": 32,
-    },
+ELEMENTWISE = ("amax", "quantize", "search", "weigh", "dequantize", "decode")
+PER_BLOCK = {  # elements, or rows and vectors or columns, to a block of threads
+    **dict.fromkeys(ELEMENTWISE, (8192, 1)),
+    "gemv": (32, 2),
+    "compare": (8, 1),
+    "count": (131072, 1),
+    "transpose_2": (128, 128),
+    "transpose_4": (64, 64),
+    "quantize_naive": (128, 1),
+    "quantize_naive_mxfp4": (256, 1),
+    "dequantize_naive": (256, 1),
+    "gemv_naive": (256, 1),
+    "gemv_coalesced": (8, 1),
+    "gemv_one_tile": (32, 1),
+    "gemv_three_tiles": (32, 1),
+    "gemv_batch": (32, 1),
 }
-GEMV_VECTORS = 2  # to a block of threads
-BASELINES = tuple(name for name in PER_BLOCK if "_" in name)
+BASELINES = tuple(name for name in PER_BLOCK if "_" in name and not name.startswith("transpose"))
+LADDER = tuple(name for name in BASELINES if name.startswith("gemv") and name != "gemv_batch")
 SUMMED_COLUMNS = 8192  # of the matrices that compare_* is measured on
 FILES = {
-    "amax": "quantize.cu",
-    "quantize": "quantize.cu",
-    "search": "search.cu",
-    "weigh": "search.cu",
+    **dict.fromkeys(("amax", "quantize"), "quantize.cu"),
+    **dict.fromkeys(("search", "weigh"), "search.cu"),
+    "dequantize": "dequantize.cu",
+    "gemv": "gemv.cu",
+    **dict.fromkeys(("compare", "count"), "compare.cu"),
+    **dict.fromkeys(("decode", "transpose"), "decode.cu"),
 }
-FILES |= {"dequantize": "dequantize.cu", "gemv": "gemv.cu"}
-FILES |= {"compare": "compare.cu", "count": "compare.cu"}
+INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 HEADINGS = ["what", "ms", "GB/s", "% of copy", "bar", "output"]
 
 Values = np.ndarray
@@ -70,24 +70,41 @@ Work = Callable[[int], object]  # takes the number of the run
 
 
 def family(name: str) -> str:
-    """amax, quantize, dequantize, gemv, compare or count."""
+    """amax, quantize, dequantize, gemv, compare, count, decode or transpose."""
     return name.partition("_")[0]
 
 
-def grid_of(name: str, count: int, vectors: int = 1) -> tuple[int, int]:
-    """Blocks of threads for that many elements, or rows and vectors, as the head comments of the
-    .cu files say.
+def grid_of(name: str, first: int, second: int = 1, widened: float = 1) -> tuple[int, int]:
+    """Blocks of threads for that many elements, or rows and vectors or columns, as the head
+    comments of the .cu files say.
+
+    widened  how many times as many elements a block takes
     """
-    per_block = PER_BLOCK[name if name in BASELINES else family(name)]
-    return -(-count // per_block), -(-vectors // GEMV_VECTORS)
+    across, down = PER_BLOCK.get(name) or PER_BLOCK[family(name)]
+    return -(-first // round(across * widened)), -(-second // down)
+
+
+def one_text(source: Path) -> str:
+    """A .cu file with the text of what it includes, of the product's too."""
+    folders = (source.parent, kernels_folder())
+    seen: set[str] = set()
+
+    def text_of(path: Path) -> str:
+        return INCLUDE.sub(included, path.read_text(encoding="utf-8"))
+
+    def included(line: re.Match[str]) -> str:
+        if line[1] in seen:
+            return ""
+        seen.add(line[1])
+        return text_of(next(path for folder in folders if (path := folder / line[1]).is_file()))
+
+    return text_of(source)
 
 
 def baselines_source(folder: Path) -> Path:
     """baselines.cu as one text, for NVRTC is given no header but the product's."""
-    text = Path(__file__).with_name("baselines.cu").read_text(encoding="utf-8")
-    product = (kernels_folder() / "gemv.cu").read_text(encoding="utf-8")
     path = folder / "baselines.cu"
-    path.write_text(text.replace('\n#include "gemv.cu"\n', f"\n{product}\n"), encoding="utf-8")
+    path.write_text(one_text(Path(__file__).with_name("baselines.cu")), encoding="utf-8")
     return path
 
 
@@ -98,19 +115,24 @@ class Kernels:
         self.target = target
         self._functions: dict[str, Any] = {}
 
-    def function(self, name: str) -> Any:
+    def source(self, name: str) -> Path:
+        """The .cu file that has a kernel."""
+        if name in BASELINES:
+            return baselines_source(Path(tempfile.mkdtemp()))
+        return kernels_folder() / FILES[family(name)]
+
+    def shape(self, name: str, *counts: int) -> tuple[tuple[int, int], int]:
+        """Grid and threads of a launch."""
+        return grid_of(name, *counts), THREADS
+
+    def start(self, name: str, counts: tuple[int, ...], words: tuple[int, ...]) -> None:
         import cupy
 
         if name not in self._functions:
-            source = (
-                baselines_source(Path(tempfile.mkdtemp()))
-                if name in BASELINES
-                else kernels_folder() / FILES[family(name)]
-            )
-            self._functions[name] = cupy.RawModule(
-                path=str(cubin_path(source, self.target))
-            ).get_function(name)
-        return self._functions[name]
+            path = cubin_path(self.source(name), self.target)
+            self._functions[name] = cupy.RawModule(path=str(path)).get_function(name)
+        grid, threads = self.shape(name, *counts)
+        self._functions[name](grid, (threads,), words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +142,11 @@ class Rung:
     kernels: Kernels
     name: str
 
-    def launch(self, count: int, *arguments: Any, vectors: int = 1) -> None:
+    def launch(self, count: int | tuple[int, int], *arguments: Any) -> None:
         """Start it; arguments are integers, addresses or arrays of the device."""
         words = tuple(a if isinstance(a, int) else int(a.data.ptr) for a in arguments)
-        self.kernels.function(self.name)(grid_of(self.name, count, vectors), (THREADS,), words)
+        counts = (count,) if isinstance(count, int) else count
+        self.kernels.start(self.name, counts, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +177,8 @@ class Device:
         )
         self.verdicts: dict[Rung, str] = {}
         self._busy = [self.empty(BUSY_NBYTES) for _ in range(2)]
-        self._slots = self.empty(SLOT_NBYTES * (WARM_UP + REPEATS * LAUNCHES))
+        self.slots = self.empty(SLOT_NBYTES * (WARM_UP + REPEATS * LAUNCHES))
+        self.slots.data.memset_async(0, self.slots.nbytes)
 
     def is_late(self) -> bool:
         return time.monotonic() > self._deadline
@@ -202,10 +226,10 @@ class Device:
 
     def amax_slot(self, run: int) -> int:
         """Where a run finds a zero to put its amax in."""
-        return int(self._slots.data.ptr) + SLOT_NBYTES * run
+        return int(self.slots.data.ptr) + SLOT_NBYTES * run
 
     def median_ms(self, work: Work) -> float:
-        self._slots.data.memset_async(0, self._slots.nbytes)
+        self.slots.data.memset_async(0, self.slots.nbytes)
         for run in range(WARM_UP):
             work(run)
         pairs = [(self.cupy.cuda.Event(), self.cupy.cuda.Event()) for _ in range(REPEATS)]

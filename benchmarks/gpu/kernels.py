@@ -32,11 +32,11 @@ from fp4convert.numerics.formats import (
     MXFP4,
     NVFP4,
     ROW_SUMS,
-    Format,
     rule_number,
 )
-from gpu import beside_quantizers
-from gpu.compare import compare_all, vectors_of
+from gpu import beside_quantizers, packed, products
+from gpu.bars import SHARES
+from gpu.compare import compare_all
 from gpu.device import (
     BASELINES,
     LAUNCHES,
@@ -52,11 +52,7 @@ from gpu.device import (
 )
 from harness.measure import RESULTS, ROOT
 
-BARS = {"amax": 97, "quantize": 92, "dequantize": 92}  # % of the copy's rate
-SEARCH_BARS = {False: 12, True: 30}  # by whether the hardware converts to E2M1
-GEMV_BARS = {False: 60, True: 90}  # by whether the hardware decodes E2M1
 WEIGHED_COLUMNS = 8192
-GEMV_SHAPES = ((16384, 16384), (28672, 8192))
 SECONDS = 270
 
 
@@ -99,18 +95,21 @@ class Elementwise:
         naive = {
             name: [Rung(self._device.kernels, name)] if word == "bf16" else [] for name in BASELINES
         }
-        yield self._case(Rung(self._device.kernels, f"amax_{word}"), self._measure, parts=0)
+        amax = Rung(self._device.kernels, f"amax_{word}")
+        yield self._case(amax, partial(self._measure, amax), parts=0)
         for rung in naive["quantize_naive"] + rungs(f"quantize_nvfp4_{word}"):
             yield self._case(rung, partial(self._quantize, rung, self._amax))
         rung = Rung(self._device.kernels, f"quantize_nvfp4_{word}")
         yield self._case(
-            rung, partial(self._measure_and_quantize, rung), f" after amax_{word}", passes=2
+            rung, partial(self._measure_and_quantize, amax, rung), f" after amax_{word}", passes=2
         )
         for rung in [
             *naive["dequantize_naive"],
             Rung(self._device.kernels, f"dequantize_nvfp4_{word}"),
         ]:
             yield self._case(rung, partial(self._dequantize, rung, (self._amax, 0)))
+        for rung in naive["quantize_naive_mxfp4"]:
+            yield self._case(rung, partial(self._quantize, rung, 1), " even")
         for number, rule in enumerate(("floor", "even", "ceil")):
             for rung in rungs(f"quantize_mxfp4_{word}"):
                 yield self._case(rung, partial(self._quantize, rung, number), f" {rule}")
@@ -145,28 +144,20 @@ class Elementwise:
         """passes: over the values; parts: how often codes and scales pass."""
         block_size = MXFP4.block_size if "mxfp4" in rung.name else NVFP4.block_size
         moved = passes * self._nbytes + parts * (self._n // 2 + self._n // block_size)
-        return self._device.case(rung, work, moved, self._bar(rung, note), note)
+        return self._device.case(rung, work, moved, self._bar(rung), note)
 
-    def _bar(self, rung: Rung, note: str) -> int | None:
-        """% of the copy's rate; rules that search have one for mse, of 16-bit weights."""
-        if rung.name in BASELINES or self._is_cached:
-            return None
-        if family(rung.name) in BARS:
-            return BARS[family(rung.name)]
-        return (
-            SEARCH_BARS[rung.kernels.target.has_cvt]
-            if note == " mse" and self._word != "fp32"
-            else None
-        )
+    def _bar(self, rung: Rung) -> int | None:
+        """% of the copy's rate; rules that search are bound by instructions, and have none."""
+        is_judged = rung.name not in BASELINES and not self._is_cached
+        return SHARES.get(family(rung.name)) if is_judged else None
 
     def _copy(self, run: int) -> None:
         turn = run % self._sets
         self._device.copy(self._y[turn], self._x[turn])
 
-    def _measure(self, run: int) -> None:
-        Rung(self._device.kernels, f"amax_{self._word}").launch(
-            self._n, self._x[run % self._sets], self._n, self._device.amax_slot(run)
-        )
+    def _measure(self, rung: Rung, run: int) -> None:
+        x = self._x[run % self._sets]
+        rung.launch(self._n, x, self._n, self._device.amax_slot(run))
 
     def _quantize(self, rung: Rung, *arguments: object) -> None:
         """arguments: those of the rule, then the number of the run"""
@@ -176,8 +167,8 @@ class Elementwise:
             self._n, self._x[turn], self._n, *choice, self._packed[turn], self._block_scales[turn]
         )
 
-    def _measure_and_quantize(self, rung: Rung, run: int) -> None:
-        self._measure(run)
+    def _measure_and_quantize(self, amax: Rung, rung: Rung, run: int) -> None:
+        self._measure(amax, run)
         self._quantize(rung, self._device.amax_slot(run), run)
 
     def _dequantize(self, rung: Rung, extra: tuple[object, ...], run: int) -> None:
@@ -198,78 +189,6 @@ class Elementwise:
 def elementwise(device: Device, dtype: str, n: int, is_cached: bool = False) -> str:
     """A table; of cached data it is no measure of memory, but shows how far off that is."""
     return Elementwise(device, dtype, n, is_cached).table()
-
-
-class Products:
-    """Matrices of random codes in buffers that take turns, times vectors; bytes counted: the
-    matrix, once.
-    """
-
-    def __init__(self, device: Device, rows: int, columns: int) -> None:
-        self._device, self._rows, self._columns = device, rows, columns
-        n = rows * columns
-        self._sets = device.sets(n // 2)
-        rng = np.random.default_rng(0)
-        codes, scales = (rng.integers(0, high, 16 * M).astype(np.uint8) for high in (256, 127))
-        self._packed, self._target = (
-            [device.filled(codes, n // 2) for _ in range(self._sets)] for _ in range(2)
-        )
-        self._block_scales = [device.filled(scales, n // 16) for _ in range(self._sets)]
-        self._stored = device.upload(np.float32(2.0**-20))
-        self._vectors = {
-            (kind, vectors): [device.upload(part) for part in vectors_of(kind, vectors, columns)[0]]
-            for kind, vectors in (("fp16", 1), ("fp16", 2), ("fp16", 8), ("bf16", 1), ("nvfp4", 1))
-        }
-        self._y = device.empty(2 * 8 * rows)
-
-    def table(self) -> str:
-        return self._device.measure(
-            Case("copy", self._rows * self._columns, self._copy), self._cases()
-        )
-
-    def _cases(self) -> Iterator[Case]:
-        lower = [Rung(self._device.kernels, name) for name in BASELINES if name.startswith("gemv")]
-        for fmt in (NVFP4, MXFP4):
-            for kind, vectors in self._vectors:
-                rungs = self._device.rungs(f"gemv_{fmt.name}_{kind}")[::-1]
-                for rung in lower + rungs if (fmt, kind, vectors) == (NVFP4, "fp16", 1) else rungs:
-                    yield self._case(rung, fmt, kind, vectors)
-
-    def _case(self, rung: Rung, fmt: Format, kind: str, vectors: int) -> Case:
-        n = self._rows * self._columns
-        bar = (
-            GEMV_BARS[self._device.software is not None]
-            if vectors == 1 and rung.name not in BASELINES
-            else None
-        )
-        work = partial(self._multiply, rung, kind, vectors)
-        return self._device.case(
-            rung,
-            work,
-            n // 2 + n // fmt.block_size,
-            bar,
-            f", {vectors} vectors" if vectors > 1 else "",
-        )
-
-    def _copy(self, run: int) -> None:
-        self._device.copy(self._target[run % self._sets], self._packed[run % self._sets])
-
-    def _multiply(self, rung: Rung, kind: str, vectors: int, run: int) -> None:
-        matrix = (
-            self._packed[run % self._sets],
-            self._block_scales[run % self._sets],
-            self._stored,
-            0,
-            self._rows,
-            self._columns,
-        )
-        rung.launch(
-            self._rows, *matrix, *self._vectors[kind, vectors], vectors, self._y, vectors=vectors
-        )
-
-
-def products(device: Device, rows: int, columns: int) -> str:
-    return Products(device, rows, columns).table()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -369,10 +288,11 @@ def main(arguments: list[str]) -> int:
         "Comparison": compare_all,
         "256M elements, bf16": partial(elementwise, dtype="BF16", n=256 * M),
         **{
-            f"Products, {rows} x {columns}": partial(products, rows=rows, columns=columns)
-            for rows, columns in GEMV_SHAPES
+            f"Products, {rows} x {columns}": partial(products.products, rows=rows, columns=columns)
+            for rows, columns in products.SHAPES
         },
         "64M elements, bf16": partial(elementwise, dtype="BF16", n=64 * M),
+        "Packed weights, 64M elements": partial(packed.decoders, shape=packed.SHAPE),
         "16M elements, bf16, again and again in one buffer (in the L2 cache)": partial(
             elementwise, dtype="BF16", n=16 * M, is_cached=True
         ),

@@ -18,13 +18,13 @@ from simt import KERNELS, aligned, compile_for_host, guarded, is_intact, launch
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import NVFP4
+from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.matrices import Quantized
 from gpu.compare import product_and_reach
-from gpu.device import BASELINES, THREADS, baselines_source, grid_of
+from gpu.device import BASELINES, LADDER, THREADS, baselines_source, grid_of
 
-ROWS, COLUMNS = 37, 1088  # neither a whole number of blocks of threads nor of warps' tiles
-RUNGS = ("gemv_naive", "gemv_coalesced", "gemv_one_tile")
+ROWS, COLUMNS = 37, 3136  # no whole number of blocks of threads, nor of the tiles of three turns
+MATRICES = 3
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,11 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compile_for_host(KERNELS / "gemv.cu", tmp_path_factory.mktemp("product"))
 
 
-def run(library: ctypes.CDLL, name: str, count: int, *arguments: np.ndarray | int) -> None:
+def run(
+    library: ctypes.CDLL, name: str, count: int, *arguments: np.ndarray | int, second: int = 1
+) -> None:
     words = [a if isinstance(a, int) else a.ctypes.data for a in arguments]
-    launch(library, name, grid_of(name, count), words, THREADS)
+    launch(library, name, grid_of(name, count, second), words, THREADS)
     assert all(isinstance(a, int) or is_intact(a) for a in arguments[-2:]), (
         "written beside the result"
     )
@@ -63,6 +65,19 @@ def test_naive_quantizer_gives_the_codec_s_bytes(baselines, make):
         block_scales,
     )
     found = Quantized(NVFP4, values.shape, packed.data, block_scales.data, expected.global_scale)
+    assert_same_bytes(found, expected, values, make.__name__)
+
+
+@pytest.mark.parametrize("number", range(3), ids=["floor", "even", "ceil"])
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_naive_mxfp4_quantizer_gives_the_codec_s_bytes(baselines, make, number):
+    values = make("BF16", 9, 96)
+    expected = codec.quantize(values.astype(np.float32), MXFP4, ("floor", "even", "ceil")[number])
+    packed, block_scales = guarded(values.size // 2), guarded(values.size // 32)
+    x = aligned(values.tobytes())
+    name = "quantize_naive_mxfp4"
+    run(baselines, name, values.size, x, values.size, number, packed, block_scales)
+    found = Quantized(MXFP4, values.shape, packed.data, block_scales.data, None)
     assert_same_bytes(found, expected, values, make.__name__)
 
 
@@ -92,7 +107,7 @@ def test_naive_dequantizer_gives_the_codec_s_values(baselines, kind):
     assert_same_values(found.view(bf16).reshape(q.shape), expected.astype(bf16), kind)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", LADDER)
 def test_every_rung_gives_the_product(baselines, product, rung):
     """Within what float32 sums in different orders may differ by, then one rounding to fp16."""
     rng = generator(20)
@@ -108,6 +123,24 @@ def test_every_rung_gives_the_product(baselines, product, rung):
         expected, reach = product_and_reach(q, x.astype(np.float64))
         assert (np.abs(found - expected) <= reach).all(), name
     assert expected.any()
+
+
+def test_a_batch_gives_the_product_of_each_matrix_with_its_vector(baselines):
+    """Against float64; other matrices' and vectors' products are far off."""
+    rng = generator(21)
+    shape = (MATRICES * ROWS, COLUMNS)
+    q = codec.quantize(rng.standard_normal(shape).astype(np.float32), NVFP4, "amax")
+    x = rounded(rng.standard_normal((MATRICES, COLUMNS)), "F16")
+    parts = [aligned(q.packed), aligned(q.block_scales), np.array([q.global_scale], np.float32)]
+    y = guarded(2 * MATRICES * ROWS)
+    arguments = (*parts, 0, ROWS, COLUMNS, aligned(x.tobytes()), 0, 0, 1, y)
+    run(baselines, "gemv_batch", ROWS, *arguments, second=MATRICES)
+    found = y.view(np.float16).astype(np.float64).reshape(MATRICES, ROWS)
+    dense = codec.dequantize(q).astype(np.float64).reshape(MATRICES, ROWS, COLUMNS)
+    expected = np.einsum("mrc,mc->mr", dense, x.astype(np.float64))
+    size = np.einsum("mrc,mc->mr", abs(dense), abs(x.astype(np.float64)))
+    reach = 1.01 * COLUMNS * 2.0**-24 * size + 2.0**-11 * abs(expected) + 2.0**-25
+    assert (abs(found - expected) <= reach).all()
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120a"])

@@ -7,81 +7,55 @@ A slip of the pen in it would cost the first minutes on a GPU that is lent.
 from __future__ import annotations
 
 import ctypes
-import itertools
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 from checkpoints import run
 from numpy_cuda import Gpu
 from paths import ROOT
-from simt import KERNELS, compile_for_host
+from simt import KERNELS
+from stand_in import Builds, compile_source, shrink, site, torch_without_dlpack
 
 from fp4convert.numerics.backends import cubins, gpus
-from gpu import beside_quantizers, compare, device, kernels
+from gpu import beside_quantizers, kernels, variants
+from gpu.device import Device, grid_of, one_text
 from gpu.first_run import touch, whole
 
-ELF = b"\x7fELF" + bytes(60)  # without any table
 FIRST_RUN = ROOT / "benchmarks" / "gpu" / "first_run"
+
+
+@pytest.fixture(scope="module")
+def builds(
+    simt_libraries: dict[str, ctypes.CDLL], tmp_path_factory: pytest.TempPathFactory
+) -> Builds:
+    made = Builds(tmp_path_factory.mktemp("builds"))
+    made.keep(simt_libraries)
+    return made
 
 
 @pytest.fixture
 def gpu(
     request: pytest.FixtureRequest,
-    simt_libraries: dict[str, ctypes.CDLL],
+    builds: Builds,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Gpu:
     """A GPU with (12.0) or without E2M1 instructions, and a benchmark of few and small inputs."""
-    made: dict[tuple[str, bool], ctypes.CDLL] = {
-        (stem, False): library for stem, library in simt_libraries.items()
-    }
-
-    def build(stem: str, has_cvt: bool) -> ctypes.CDLL:
-        if (stem, has_cvt) not in made:
-            folder = tmp_path / f"{stem}-{has_cvt}"
-            folder.mkdir()
-            source = KERNELS / f"{stem}.cu"
-            if stem == "baselines":
-                source = device.baselines_source(folder)
-            made[stem, has_cvt] = compile_for_host(source, folder, has_cvt)
-        return made[stem, has_cvt]
-
-    found = Gpu(build, request.param)
+    found = Gpu(builds, request.param)
     monkeypatch.setitem(sys.modules, "cupy", found.module())
-    torch = ModuleType("torch")  # which cannot take these arrays, and is slow to import
-    torch.cuda = SimpleNamespace(empty_cache=lambda: None)
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch", torch_without_dlpack())
     monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
-    monkeypatch.setattr(cubins, "compile_cubin", lambda *_: (ELF, ""))
+    monkeypatch.setattr(cubins, "compile_cubin", compile_source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    small = {
-        device: {
-            "BUSY_NBYTES": 1 << 10,
-            "REPEATS": 1,
-            "LAUNCHES": 2,
-            "WARM_UP": 1,
-            "BUSY_COPIES": 1,
-        },
-        kernels: {"M": 1 << 7, "WEIGHED_COLUMNS": 64, "GEMV_SHAPES": ((64, 64), (72, 128))},
-        compare: {"M": 1 << 12, "DEQUANTIZED_SHAPE": (64, 64), "GEMV_SHAPE": (45, 128)},
-        beside_quantizers: {"SHAPE": (16, 64)},
-    }
-    for module, values in small.items():
-        for name, value in values.items():
-            monkeypatch.setattr(module, name, value)
-    every = compare.inputs
-    monkeypatch.setattr(
-        compare,
-        "inputs",
-        lambda *which: ((v[:1, :512], amax) for v, amax in itertools.islice(every(*which), 4, 7)),
-    )
-    kernels.noise.cache_clear()
+    shrink(monkeypatch)
     return found
 
 
@@ -114,26 +88,104 @@ def test_every_entry_point_is_touched(gpu, capsys):
     }
     expected |= {f"amax_{word}" for word in words} | {"count_codes"}
     expected |= {f"gemv_{fmt}_{x}" for fmt in ("nvfp4", "mxfp4") for x in ("bf16", "fp16", "nvfp4")}
+    expected |= set(touch.DECODERS)
     assert expected <= gpu.launched
     gpu.check_margins()
 
 
+PARTS = ("first", "bytes", "whole", "variants", "page")
+LEFT = {  # what every part leaves in $OUT
+    "first": {"machine.txt", "brief.txt", "gpu.log", "sanitizer.txt", "ncu.csv"},
+    "bytes": {"bytes.txt"},
+    "whole": {"whole.txt"},
+    "variants": {"variants.log"},
+    "page": set(),
+}
+
+
+@pytest.mark.parametrize("file", variants.MEASURED)
+def test_a_form_of_a_kernel_has_other_numbers_in_one_place_each(file):
+    """The shipped one has its own text and launch; every number that is tried is found."""
+    target = cubins.Target("sm_90", has_cvt=False)
+    shipped, *others = variants.variants(target, file)
+    assert shipped.path.read_text() == one_text(KERNELS / file)
+    name = variants.MEASURED[file][0].split()[0]
+    assert shipped.shape(name, 1 << 20) == (grid_of(name, 1 << 20), 256)
+    assert others
+    assert len({form.path.read_text() for form in others}) == len(others)
+    for form in others:
+        changed = {knob.name: knob for knob in variants.KNOBS if knob.file == file}
+        text = form.path.read_text()
+        assert all(int(changed[n].found(text)[1]) == v for n, v in form.numbers.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120a"])
+@pytest.mark.parametrize("file", variants.MEASURED)
+def test_the_forms_farthest_off_compile(file, arch, tmp_path, monkeypatch):
+    """The smallest of all numbers, and the largest."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = cubins.Target(arch, has_cvt=arch.endswith("a"))
+    numbers = {knob.name: sorted(knob.values) for knob in variants.KNOBS if knob.file == file}
+    for end in (0, -1):
+        form = variants.Variant(target, file, {name: own[end] for name, own in numbers.items()})
+        assert variants.compiled(form.path, target) == "", form.label
+
+
+def test_a_number_that_stands_in_no_place_or_in_two_is_refused():
+    for text in ("enum { OTHER = 2 };", "enum { UNITS = 2 };\n#define UNITS 2"):
+        with pytest.raises(ValueError, match="places of UNITS; expected one"):
+            variants.Knob("quantize.cu", "UNITS", (4,)).found(text)
+
+
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
+def test_a_form_that_gives_other_bytes_is_not_the_fastest(gpu, monkeypatch, capsys):
+    """A launch that leaves out half of the elements, and would win."""
+    monkeypatch.setattr(variants.Variant, "shape", lambda own, name, n: ((1, 1), own._threads))
+    half = variants.Knob("quantize.cu", "FP4_UNITS", (1,), widens=True)
+    monkeypatch.setattr(variants, "KNOBS", (half,))
+    sweep = variants.Sweep(Device(gpus.survey().gpus[0], 600), "quantize.cu")
+    with ThreadPoolExecutor(1) as pool:
+        text = sweep.text(pool)
+    assert "| quantize_nvfp4_bf16 | FP4_UNITS 1 |  | DIFFERS |" in text
+    assert "- quantize_nvfp4_bf16: the shipped form is the fastest" in text
+
+
 def first_run(
-    tmp_path: Path, tools: Path, limit: str, parts: Sequence[str] = ("first", "bytes", "whole")
+    tmp_path: Path, tools: Path, parts: Sequence[str] = PARTS, **environment: str
 ) -> dict[str, str]:
     """What parts of the first run leave in $OUT, by file."""
-    places = {"OUT": str(tmp_path / "out"), "SITE": str(tmp_path / "site"), "LIMIT": limit}
-    environment = {**os.environ, **places, "PATH": f"{tools}:{os.environ['PATH']}"}
+    places = {"OUT": str(tmp_path / "out"), "SITE": str(tmp_path / "site"), **environment}
+    own = {**os.environ, **places, "PATH": f"{tools}:{os.environ['PATH']}"}
     for part in parts:
+        before = {path.name for path in (tmp_path / "out").glob("*")}
         command = ["bash", FIRST_RUN / "first_run.sh", part]
-        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
+        subprocess.run(command, check=True, env=own, capture_output=True, timeout=1200)
+        left = {path.name for path in (tmp_path / "out").iterdir()}
+        assert LEFT[part] <= left
+        assert len(left - before) <= 8  # as many come back from a machine that is lent
     return {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
 
 
 def test_the_first_run_begins_nothing_when_its_time_is_up(tmp_path):
-    left = first_run(tmp_path, tmp_path, "0")
+    left = first_run(tmp_path, tmp_path, LIMIT="0")
     assert all("the time is up" in text and "rc" not in text for text in left.values())
     assert left["sanitizer.txt"].count("the time is up") == 4
+
+
+def test_the_stages_of_a_part_take_less_than_a_call():
+    """As the script names them; the limit of a call is 600 s, of which a kill takes up to 10."""
+    script = (FIRST_RUN / "first_run.sh").read_text()
+    limit = int(re.search(r"LIMIT:-(\d+)", script)[1])
+    functions, cases = script.split("case $part in\n")
+    (build,) = re.findall(r"run build (\d+)", functions)
+    for case in cases.split(";;")[:-2]:  # without what is no part
+        stages = [*re.findall(r"^\s*run [\w-]+ (\d+)", case, re.MULTILINE)]
+        stages += re.findall(r"^\s*profile [\w-]+ (\d+)", case, re.MULTILINE)
+        stages += 4 * re.findall(r'^\s*run "\$tool" (\d+)', case, re.MULTILINE)
+        stages += [build] * len(re.findall(r"^\s*build$", case, re.MULTILINE))
+        assert stages
+        assert sum(map(int, stages)) <= limit <= 580
 
 
 def tool(folder: Path, name: str, text: str) -> None:
@@ -142,39 +194,128 @@ def tool(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_without_a_gpu_every_program_of_the_first_run_says_so(tmp_path):
-    """Each is found and imports what it needs; the sanitizer runs what it is given."""
+def checked_tool(folder: Path, name: str, options: str) -> None:
+    """A tool that wants its options to be known, then runs the program it is given."""
+    (folder / f"{name}.py").write_text(
+        f"""import argparse, os, sys
+parser = argparse.ArgumentParser(allow_abbrev=False)
+{options}
+parser.add_argument("program", nargs=argparse.REMAINDER)
+given = parser.parse_args()
+os.execvp(given.program[0], given.program)
+"""
+    )
+    tool(folder, name, f'exec {sys.executable} -S {folder / name}.py "$@"')
+
+
+# As compute-sanitizer 2026.4 --help has them; those of the first run, and some beside them.
+SANITIZER_OPTIONS = """
+parser.add_argument("--tool", choices=["memcheck", "racecheck", "synccheck", "initcheck"])
+parser.add_argument("--error-exitcode", type=int, required=True)
+parser.add_argument("--print-limit", type=int)
+parser.add_argument("--padding", type=int)
+parser.add_argument("--kernel-name")
+"""
+# As the manual of Nsight Compute's command line has them.
+PROFILER_OPTIONS = """
+import re
+def regex(text):
+    assert text.startswith("regex:")
+    return re.compile(text[6:])
+def metrics(text):
+    known = "(gpu|dram|sm|smsp)__[a-z_]+"
+    ends = "(sum|(avg|sum).pct_of_peak_sustained_(active|elapsed)|ratio)"
+    assert all(re.fullmatch(known + "[.]" + ends, name) for name in text.split(",")), text
+    return text
+parser.add_argument("--clock-control", choices=["base", "none", "reset", "boost"])
+parser.add_argument("--csv", action="store_true")
+parser.add_argument("--metrics", type=metrics)
+parser.add_argument("-k", "--kernel-name", type=regex)
+parser.add_argument("-c", "--launch-count", type=int)
+"""
+
+
+def lent_machine(tmp_path: Path, python: str) -> Path:
+    """A folder of tools: this Python, so changed, and sanitizer and profiler that do nothing."""
     folder = tmp_path / "tools"
-    tool(folder, "python3", f'CUDA_VISIBLE_DEVICES= exec {sys.executable} "$@"')
-    for name in ("compute-sanitizer", "ncu"):
-        tool(folder, name, 'while [ "$1" != python3 ]; do shift; done; exec "$@"')
-    left = first_run(tmp_path, folder, "200", ("first",))
+    tool(folder, "python3", f'{python} exec {sys.executable} "$@"')
+    checked_tool(folder, "compute-sanitizer", SANITIZER_OPTIONS)
+    checked_tool(folder, "ncu", PROFILER_OPTIONS)
+    return folder
+
+
+def test_without_a_gpu_every_program_of_the_first_run_says_so(tmp_path):
+    """Each is found and imports what it needs; sanitizer and profiler run what they are given."""
+    folder = lent_machine(tmp_path, "CUDA_VISIBLE_DEVICES=")
+    left = first_run(tmp_path, folder, ("first", "variants", "page"), LIMIT="300")
     assert not [name for name, text in left.items() if "ModuleNotFoundError" in text]
-    for name in ("machine.txt", "brief.txt", "gpu.log", "sanitizer.txt", "ncu.csv"):
+    for name in ("machine.txt", "brief.txt", "gpu.log", "sanitizer.txt", "ncu.csv", "variants.log"):
         assert re.search("no NVIDIA driver|shows no GPU|CUDA error", left[name]), name
+    (page,) = (json.loads(text) for name, text in left.items() if name.endswith(".json"))
+    assert {verdict for _, verdict in page["bars"].values()} == {"not run", "NOT MET"}
 
 
 def test_the_first_run_stops_at_nothing(tmp_path):
     """Every tool fails, and every part has left that in $OUT."""
     for name in ("python3", "nvidia-smi", "nvcc", "compute-sanitizer", "ncu", "cmake", "gcc"):
         tool(tmp_path / "tools", name, f"echo {name} was asked\nexit 3")
-    left = first_run(tmp_path, tmp_path / "tools", "530")
-    assert left.keys() >= {"machine.txt", "brief.txt", "gpu.log", "sanitizer.txt", "ncu.csv"}
-    assert left.keys() >= {"bytes.txt", "whole.txt"}
+    left = first_run(tmp_path, tmp_path / "tools")
     assert all("rc 3" in text for name, text in left.items())
     assert left["sanitizer.txt"].count("rc 3") == 4
+    assert left["ncu.csv"].count("rc 3") == 2
+
+
+def test_a_stage_that_takes_too_long_leaves_what_it_has_said(tmp_path):
+    """It is asked to end, and says what it knows; nothing waits for what it has begun."""
+    text = "trap 'echo told in time; exit 0' INT\ncase $* in *Cpu*) exit;; esac\nsleep 50 & wait"
+    tool(tmp_path / "tools", "python3", text)
+    for name in ("nvidia-smi", "nvcc"):
+        tool(tmp_path / "tools", name, "echo asked")
+    begun = time.monotonic()
+    left = first_run(tmp_path, tmp_path / "tools", ("first",), LIMIT="4")
+    assert time.monotonic() - begun < 30
+    assert "told in time" in left["machine.txt"]
+    assert "rc 124" in left["machine.txt"]
+    assert "the time is up" in left["gpu.log"]
+
+
+@pytest.mark.slow
+def test_the_first_run_from_beginning_to_end(builds, tmp_path):
+    """Over the stand-in, everything small: no stage fails, and every bar that it can judge is."""
+    folder = lent_machine(tmp_path, "PYTEST_PLUGINS=stand_in OMP_NUM_THREADS=1")
+    for name in ("nvidia-smi", "nvcc"):
+        tool(folder, name, f"echo {name} was asked")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(site(builds.folder))
+    small = f"--gigabytes 0.001 --hidden 128 --folder {tmp_path}"
+    left = first_run(tmp_path, folder, LIMIT="1000", WHOLE=small)
+    ends = {
+        name: re.findall(r"^-- (\S+): (.*),", text, re.MULTILINE) for name, text in left.items()
+    }
+    assert [end for found in ends.values() for end in found if end[1] != "rc 0"] == []
+    assert sum(len(found) for found in ends.values()) == 15
+    assert "kernels agree." in left["gpu.md"]
+    assert "Failed" not in left["gpu.md"]
+    assert left["sanitizer.txt"].count("touched every kernel") == 4
+    assert "DIFFERS" not in left["variants.log"]
+    assert left["variants.md"].count("bytes equal") == 3 * 3 + 3 * 2 + 3  # forms times kernels
+    assert "every digest is equal" in left["whole.txt"]
+    page = json.loads(left["gpu-numpy-gpu.json"])
+    verdicts = {what: verdict for what, (_, verdict) in page["bars"].items()}
+    assert verdicts.pop("whole conversions: digests on both devices") == "met"
+    assert verdicts.pop("memcheck, racecheck, initcheck, synccheck") == "met"
 
 
 @pytest.mark.slow
 def test_whole_conversions_are_of_a_checkpoint_that_is_one(tmp_path):
     """Two shards of a shape that is quick; the GPU's row says why there is none."""
-    shapes = dict.fromkeys(whole.SHAPES, (64, 128))
-    whole.write_checkpoint(tmp_path / "source", whole.LAYERS_PER_SHARD + 1, shapes)
+    whole.write_checkpoint(tmp_path / "source", whole.LAYERS_PER_SHARD + 1, 128)
     outcome = run(
         "quantize", tmp_path / "source", "--format", "nvfp4", "-o", tmp_path / "o", "--json"
     )
     assert (outcome.code, outcome.json["tensors"]["quantized"]) == (0, 7 * 9)
     row = whole.convert(tmp_path / "source", tmp_path / "again", "nvfp4", "mse", ("cpu", 1))
     assert (row["rc"], row["digest"]) == (0, outcome.json["digest"])
+    assert row["took"] == "cpu"
     row = whole.convert(tmp_path / "source", tmp_path / "again", "nvfp4", "mse", ("cuda:77", 0))
     assert (row["rc"], "digest" in row) == (2, False)

@@ -25,20 +25,24 @@ from adversarial import (
     matrix,
 )
 from checkpoints import bf16, run, write_checkpoint
+from scale_grids import same, some_scales
 
 from fp4convert.numerics import codec
-from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.backends.cuda import Cuda
-from fp4convert.numerics.backends.cuda_stream import ELEMENTS_PER_LAUNCH_BLOCK, Kernels
+from fp4convert.numerics.backends.cuda_stream import Kernels, Lane
 from fp4convert.numerics.backends.gpus import survey
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import CODES, FORMATS, MXFP4, NVFP4
-from fp4convert.numerics.matrices import InMemory, Quantized
+from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.matrices import InMemory, Quantized, StoredRows
 
 pytestmark = pytest.mark.gpu
 CHUNK_NBYTES = 128 << 20
 CHUNKS = 9  # 1.2 GB of every dtype
 COLUMNS = 4096
+LAYERS = 4  # of whole conversions
+PRODUCTS = ((33, 64, 1), (1000, 2112, 3), (4096, 4096, 8))  # rows, columns, vectors
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -48,6 +52,15 @@ def gpu() -> Cuda:
     if not found.gpus:
         pytest.skip(f"no GPU: {found.problem}")
     return Cuda(found.gpus[:1])
+
+
+@pytest.fixture(scope="module")
+def lane(gpu: Cuda) -> Iterator[Lane]:
+    """Decodes rows that are stored packed."""
+    made = Lane(Kernels(survey().gpus[0]))
+    with made.device:
+        yield made
+    made.finish()
 
 
 def any_bits(dtype: str, number: int) -> Values:
@@ -129,35 +142,42 @@ def test_reports(gpu, fmt, dtype):
         assert counts.tobytes() == bytes(expected.counts)
 
 
-def test_more_elements_than_32_bits_count(gpu):
-    """Of 2^31 + 8192 elements, zeros but for the last, these come out as they do alone."""
-    import cupy
+@pytest.mark.parametrize("name", ["decode_fp8", "decode_int4", "decode_int8"])
+def test_packed_rows(lane, name):
+    """Codes under scales of any size in blocks that cut units, every second with zero points."""
+    bits = 8 if name == "decode_fp8" else int(name[-1])
+    for number in range(CHUNKS):
+        rng = generator(number, 6)
+        shape = (CHUNK_NBYTES // 4 // COLUMNS, COLUMNS - 8 * (number % 2))
+        codes = rng.integers(0, 256, (shape[0], shape[1] * bits // 8)).astype(np.uint8)
+        block = ((128, 128), (1, 32), (1, 60), (1, COLUMNS))[number % 4]
+        grid = Grid(some_scales(*shape, block), block)
+        own, flat = native_grid(grid, shape), codes.reshape(-1).data
+        if name == "decode_fp8":
+            stored = StoredRows(name, (codes, *own))
+            expected = Cpu().decode_fp8(flat, shape, grid)
+        else:
+            half = 1 << bits - 1
+            zeros = rng.integers(-half, half, own[0].shape).astype(np.float32)
+            origin = zeros if number % 3 else None
+            stored = StoredRows(name, (codes, own[0], 0 if origin is None else origin, own[1]))
+            expected = Cpu().decode_integers(flat, shape, grid, bits, origin)
+        found = np.frombuffer(lane.decode(stored, expected.nbytes), np.float32).reshape(shape)
+        same(found, expected)
 
-    n, tail = (1 << 31) + 8192, 4 * COLUMNS
-    found = survey().gpus[0]
-    with cupy.cuda.Device(found.number) as device:
-        if device.mem_info[0] < 5 * n:
-            pytest.skip(f"no room: {5 * n >> 30} GiB of device memory are wanted")
-        values = like_weights("BF16", 0)[:4].copy()
-        values[-1, -1] = 3.0
-        x, packed, block_scales = (cupy.zeros(size, np.uint8) for size in (2 * n, n // 2, n // 16))
-        x[-2 * tail :].set(values.reshape(-1).view(np.uint8))
-        amax, stored = (cupy.zeros(4, np.uint8) for _ in range(2))
-        kernels, stream = Kernels(found), cupy.cuda.get_current_stream()
 
-        def start(name: str, *arguments: object) -> None:
-            words = [a if isinstance(a, int) else int(a.data.ptr) for a in arguments]
-            kernels.launch(name, (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),), stream, *words)
-
-        start("amax_bf16", x, n, amax)
-        assert amax.get().view(np.float32)[0] == 3.0
-        start("quantize_nvfp4_bf16", x, n, amax, packed, block_scales)
-        expected = Cpu().quantize(matrix(values, "BF16"), NVFP4, "amax", 3.0)
-        assert packed[-tail // 2 :].get().tobytes() == bytes(expected.packed)
-        assert block_scales[-tail // 16 :].get().tobytes() == bytes(expected.block_scales)
-        stored.set(np.array([expected.global_scale], np.float32).view(np.uint8))
-        start("dequantize_nvfp4_bf16", packed, block_scales, n, stored, 0, x)
-        assert x[-2 * tail :].get().tobytes() == bytes(Cpu().dequantize(expected, "BF16"))
+@pytest.mark.parametrize("nbytes", [2, 4])
+def test_transposed_stacks(lane, nbytes):
+    """All columns, and every second; whole squares and edges."""
+    for number in range(CHUNKS):
+        width = COLUMNS - number % 3
+        rows = CHUNK_NBYTES // nbytes // COLUMNS
+        raw = np.frombuffer(generator(number, 7).bytes(rows * width * nbytes), f"u{nbytes}")
+        table, first, step = raw.reshape(rows, width), number % 2, 1 + number % 2
+        expected = table[:, first::step].T.tobytes()
+        numbers = (rows, width, first, step, len(range(first, width, step)))
+        stored = StoredRows(f"transpose_{nbytes}", (table, *numbers))
+        assert bytes(lane.decode(stored, len(expected))) == expected
 
 
 @EVERY_DTYPE
@@ -239,7 +259,7 @@ def test_dequantize(gpu, dtype, fmt, kind):
 @pytest.mark.parametrize("kind", ["BF16", "F16", "nvfp4"])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_products_with_vectors(gpu, fmt, kind):
-    for rows, columns, vectors in ((33, 64, 1), (1000, 2112, 3), (4096, 4096, 8)):
+    for rows, columns, vectors in PRODUCTS:
         weights = generator(1, rows).standard_normal((rows, columns), np.float32)
         wide = generator(2, rows).standard_normal((vectors, columns), np.float32)
         q = codec.quantize(weights, fmt, fmt.default_rule)
@@ -301,7 +321,7 @@ def test_the_same_artifact_as_on_the_cpu(gpu, fmt, dialect, tmp_path):
                 shape,
                 bf16(*shape, seed=layer),
             )
-            for layer in range(4)
+            for layer in range(LAYERS)
             for name, shape in shapes.items()
             if (name == "k_proj") == bool(number)
         }

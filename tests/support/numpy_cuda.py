@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+import mmap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ import numpy as np
 from lazy_cuda import CUDADriverError, CUDARuntimeError, OutOfMemoryError
 from simt import guarded, is_intact, launch
 
-Build = Callable[[str, bool], ctypes.CDLL]
+MAP_NORESERVE = 0x4000  # Linux; Python's mmap has no name for it before 3.13
+Build = Callable[[Path], ctypes.CDLL]
 
 
 class Pointer:
@@ -77,11 +79,12 @@ class Device:
 class Gpu:
     """One GPU, as the module that `import cupy` gives.
 
-    build  (stem of a .cu file, whether with E2M1 instructions) -> its kernels for the host
+    build  path of a cubin -> its kernels for the host
+    last   of each launch so many columns of the grid are run, the last ones; None: all
     """
 
-    def __init__(self, build: Build, capability: tuple[int, int]) -> None:
-        self.build, self.capability = build, capability
+    def __init__(self, build: Build, capability: tuple[int, int], last: int | None = None) -> None:
+        self.build, self.capability, self.last = build, capability, last
         self.launched: set[str] = set()
         self.arrays: list[np.ndarray] = []
 
@@ -94,17 +97,23 @@ class Gpu:
         self.arrays.append(guarded(nbytes))
         return Array(self.arrays[-1])
 
+    def zeros(self, nbytes: int, dtype: object) -> Array:
+        """Memory that is there when it is touched, so that there may be more than the host has."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        return Array(np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8))
+
     def module(self) -> ModuleType:
         cupy = ModuleType("cupy")
         cupy.__version__ = "0.0"
         cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
         cupy._environment = real_cupy._environment  # NVRTC, which is the real one, asks it
-        cupy.empty = self.empty
+        cupy.empty, cupy.zeros = self.empty, self.zeros
         cupy.RawModule = lambda path: SimpleNamespace(
-            get_function=lambda name: self._function(Path(path).name, name)
+            get_function=lambda name: self._function(Path(path), name)
         )
         cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
         cupy.cuda = SimpleNamespace(
+            set_allocator=lambda allocate: None,
             Event=Event,
             Device=Device,
             get_elapsed_time=lambda start, stop: 1e3 * (stop.seconds - start.seconds) + 1e-6,
@@ -116,9 +125,8 @@ class Gpu:
         )
         return cupy
 
-    def _function(self, file: str, name: str) -> Callable[..., None]:
-        stem, arch, *_ = file.split("-")
-        library = self.build(stem, "cvt" in file or arch.endswith("a"))
+    def _function(self, cubin: Path, name: str) -> Callable[..., None]:
+        library = self.build(cubin)
 
         def start(
             grid: Sequence[int],
@@ -128,7 +136,7 @@ class Gpu:
         ) -> None:
             assert all(type(argument) is int for argument in arguments)
             self.launched.add(name)
-            launch(library, name, (grid[0], grid[1] if len(grid) > 1 else 1), arguments, block[0])
+            launch(library, name, (*grid, 1)[:2], arguments, block[0], self.last)
 
         return start
 

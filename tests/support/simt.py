@@ -86,12 +86,17 @@ def launch(
     grid: tuple[int, int],
     arguments: Iterable[int],
     threads: int = 256,
+    last: int | None = None,
 ) -> None:
-    """Run one kernel to its end; `arguments` are addresses and integers, 64 bits each."""
+    """Run one kernel to its end; `arguments` are addresses and integers, 64 bits each.
+
+    last  so many columns of the grid are run, the last ones; None: all
+    """
     words = (ctypes.c_int64 * 11)(*arguments)
     kernel = ctypes.cast(library[name], ctypes.c_void_p)
-    x, y = (ctypes.c_int64(size) for size in grid)
-    library.simt_launch(kernel, x, y, ctypes.c_int64(threads), words)
+    first = 0 if last is None else max(0, grid[0] - last)
+    numbers = (ctypes.c_int64(number) for number in (first, *grid, threads))
+    library.simt_launch(kernel, *numbers, words)
 
 
 def guarded(nbytes: int) -> Array:

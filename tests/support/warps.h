@@ -83,12 +83,14 @@ static void create_lanes() {
 }
 }
 
-/* Runs a kernel; its arguments are 64-bit words, of which it takes as many as it has. Not for two threads at once. */
-extern "C" __attribute__((visibility("default"))) void simt_launch(simt::Kernel kernel, long grid_x, long grid_y, long threads, const long *arguments) {
+/* Runs a kernel, of whose grid columns 0 .. first_x - 1 are left out; its arguments are 64-bit words, of which it takes as many as it
+ * has. Not for two threads at once. */
+extern "C" __attribute__((visibility("default"))) void simt_launch(simt::Kernel kernel, long first_x, long grid_x, long grid_y, long threads,
+                                                                   const long *arguments) {
     simt::create_lanes();
     simt::kernel = kernel;
     std::memcpy(simt::arguments, arguments, sizeof simt::arguments);
     for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
-        for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++)
+        for (blockIdx.x = first_x; blockIdx.x < grid_x; blockIdx.x++)
             for (unsigned warp = 0; warp < threads / simt::LANES; warp++) simt::run_warp(warp);
 }

@@ -1,80 +1,87 @@
 """Launch every kernel once, for compute-sanitizer and for ncu.
 
-    PYTHONPATH=benchmarks python benchmarks/gpu/first_run/touch.py small|large
+    PYTHONPATH=benchmarks python benchmarks/gpu/first_run/touch.py small|large [PART ...]
 
-small has tails and odd sizes and takes seconds under a sanitizer; large has 64M elements. What the
+small has tails and odd sizes and takes seconds under a sanitizer, which sees every array's end:
+CuPy's pool, where arrays lie side by side, is left aside. large has 64M elements of bf16. What the
 kernels give is not looked at, but for a count.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from fp4convert.numerics.backends import gpus
-from fp4convert.numerics.backends.cubins import cubin_path, kernels_folder
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, FORMATS, ROW_SUMS
-from gpu import kernels
-from gpu.device import Device
+from gpu import device as device_module
+from gpu import kernels, packed, products
+from gpu.device import Device, Rung
 
 KINDS = ("quantize", "search", "weigh", "dequantize", "compare")  # by format and dtype
+DECODERS = ("decode_fp8", "decode_int4", "decode_int8", "transpose_2", "transpose_4")
 SECONDS = 600
-ROWS_PER_BLOCK, BYTES_PER_BLOCK = 8, 65536  # kernels/compare.cu
-SIZES = {  # elements; shapes of products; shapes of what is compared
-    "small": ((32, 3 * 8192 + 32), ((37, 64), (33, 1088)), ((1, 32), (37, 544))),
-    "large": ((64 << 20,), kernels.GEMV_SHAPES, ((8192, 8192),)),
+SIZES = {  # dtypes; elements; shapes of products, of what is compared, of what is decoded
+    "small": (
+        tuple(FLOAT_TYPES),
+        (32, 3 * 8192 + 32),
+        ((40, 64), (33, 1088)),
+        ((1, 32), (37, 544)),
+        ((1, 128), (130, 96), (37, 544)),
+    ),
+    "large": (("BF16",), (64 * kernels.M,), products.SHAPES, (packed.SHAPE,), (packed.SHAPE,)),
 }
 
 
-def main(size: str) -> None:
+def main(size: str, *parts: str) -> None:
     found = gpus.survey()
     if not found.gpus:
         sys.exit(f"{found.problem}. {found.next_step}")
-    device = Device(found.gpus[0], SECONDS)
     if size == "small":
-        kernels.M, kernels.WEIGHED_COLUMNS = 1 << 12, 32
-    elements, products, compared = SIZES[size]
-    for dtype in FLOAT_TYPES:
-        for n in elements:
-            for case in kernels.Elementwise(device, dtype, n)._cases():
-                case.work(0)
-            device.release()
-    for shape in products:
-        for case in kernels.Products(device, *shape)._cases():
-            case.work(0)
-        device.release()
-    for shape in compared:
-        _compare(device, *shape)
-        device.release()
-    print(f"touched every kernel, {size}")
+        import cupy
+
+        cupy.cuda.set_allocator(None)
+        kernels.M = packed.M = products.M = 1 << 12
+        kernels.WEIGHED_COLUMNS, device_module.BUSY_NBYTES = 32, 1 << 12
+    device = Device(found.gpus[0], SECONDS)
+    dtypes, *shapes = SIZES[size]
+    works = {  # of every case the first run
+        "elements": lambda n: [kernels.Elementwise(device, dtype, n)._cases() for dtype in dtypes],
+        "products": lambda shape: [products.Products(device, *shape)._cases()],
+        "reports": lambda shape: _compare(device, dtypes, *shape),
+        "packed": lambda shape: [packed.Decoders(device, shape)._cases()],
+    }
+    for part, own in zip(works, shapes, strict=True):
+        for shape in own if part in parts or not parts else ():
+            for cases in works[part](shape):
+                for case in cases:
+                    case.work(0)
+                device.release()
+    print(f"touched every kernel of {', '.join(parts or works)}; {size}")
 
 
-def _compare(device: Device, rows: int, columns: int) -> None:
-    """Launch compare.cu on shapes with tails, which the benchmark does not have."""
-    target, n = device.kernels.target, rows * columns
-    path = cubin_path(kernels_folder() / "compare.cu", target)
-    module = device.cupy.RawModule(path=str(path))
-
-    def start(name: str, blocks: int, *arguments: object) -> None:
-        words = [a if isinstance(a, int) else int(a.data.ptr) for a in arguments]
-        module.get_function(name)((blocks,), (256,), tuple(words))
-
-    packed = device.filled(np.arange(256, dtype=np.uint8), n // 2)
+def _compare(device: Device, dtypes: Sequence[str], rows: int, columns: int) -> list[Any]:
+    """Launch compare.cu on shapes with tails, which the benchmark does not have; no cases."""
+    n = rows * columns
+    codes = device.filled(np.arange(256, dtype=np.uint8), n // 2)
     scales = device.filled(np.full(64, 0x38, np.uint8), n // 16)
     stored = device.upload(np.float32(0.01))
     sums, counts = device.empty(8 * ROW_SUMS * rows), device.upload(np.zeros(CODES, np.int64))
-    blocks = -(-rows // ROWS_PER_BLOCK)
-    for dtype, kind in FLOAT_TYPES.items():
+    for dtype in dtypes:
+        kind = FLOAT_TYPES[dtype]
         x = device.filled(kernels.noise(dtype), n * kind.nbytes)
         for fmt in FORMATS.values():
             extra = (stored, 0) if fmt.has_global_scale else ()
-            name = f"compare_{fmt.name}_{kind.word}"
-            start(name, blocks, x, rows, columns, packed, scales, *extra, sums)
-    start("count_codes", -(-n // 2 // BYTES_PER_BLOCK), packed, n // 2, counts)
+            rung = Rung(device.kernels, f"compare_{fmt.name}_{kind.word}")
+            rung.launch(rows, x, rows, columns, codes, scales, *extra, sums)
+    Rung(device.kernels, "count_codes").launch(n, codes, n // 2, counts)
     total = int(counts.get().view(np.int64).sum())
     assert total == n, f"count_codes counted {total} of {n}"
+    return []
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """Convert a whole checkpoint in memory, on the CPU and on the GPU; note seconds and digests.
 
-    python benchmarks/gpu/first_run/whole.py OUT.jsonl [--gigabytes N] [--folder /dev/shm]
+    python benchmarks/gpu/first_run/whole.py OUT.jsonl [--gigabytes N] [--hidden N]
+        [--folder /dev/shm] [--seconds N]
 
 A line of OUT for each run, as it ends. Digests of one rule must be equal on both devices.
 """
@@ -19,27 +20,31 @@ from pathlib import Path
 
 import numpy as np
 
-HIDDEN, WIDE, KEYS = 4096, 14336, 1024
-SHAPES = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (KEYS, HIDDEN),
-    "self_attn.v_proj": (KEYS, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (WIDE, HIDDEN),
-    "mlp.up_proj": (WIDE, HIDDEN),
-    "mlp.down_proj": (HIDDEN, WIDE),
-}
-LAYER_NBYTES = sum(2 * rows * columns for rows, columns in SHAPES.values())
+HIDDEN = 4096
 LAYERS_PER_SHARD = 8
 RULES = {"nvfp4": ("amax", "mse", "four-over-six"), "mxfp4": ("even", "mse")}
-RUNS = (("cpu", 0), ("cuda", 0), ("cuda", 1))  # device, --workers
+RUNS = (("cpu", 0), ("cuda", 0), ("auto", 0), ("cuda", 1))  # device, --workers
+SECONDS, SECONDS_EACH = 440, 120
 
 
-def write_checkpoint(
-    folder: Path, layers: int, shapes: dict[str, tuple[int, int]] = SHAPES
-) -> None:
+def shapes_of(hidden: int) -> dict[str, tuple[int, int]]:
+    """A layer of a Llama of that width."""
+    wide, keys = 7 * hidden // 2, hidden // 4
+    return {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+    }
+
+
+def write_checkpoint(folder: Path, layers: int, hidden: int = HIDDEN) -> None:
     """Write a Llama of random bf16 weights, alike from layer to layer but shifted."""
     folder.mkdir(parents=True)
+    shapes = shapes_of(hidden)
     largest = max(rows * columns for rows, columns in shapes.values())
     wide = np.random.default_rng(0).standard_normal(largest, np.float32) * np.float32(0.02)
     noise = (wide.view(np.uint32) >> 16).astype(np.uint16)
@@ -67,7 +72,8 @@ def write_checkpoint(
         "torch_dtype": "bfloat16",
     }
     config |= {"num_hidden_layers": layers, "vocab_size": 128, "num_attention_heads": 32}
-    config |= {"hidden_size": HIDDEN, "intermediate_size": WIDE, "num_key_value_heads": 8}
+    config |= {"hidden_size": hidden, "intermediate_size": 7 * hidden // 2}
+    config |= {"num_key_value_heads": 8}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -81,7 +87,12 @@ def convert(
     command += ["--scale-rule", rule, "--device", device, "--output", str(output), "--json"]
     command += ["--workers", str(workers)] if workers else []
     begun, before = time.monotonic(), os.times()
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=SECONDS_EACH
+        )
+    except subprocess.TimeoutExpired:
+        done = subprocess.CompletedProcess(command, 124, f"longer than {SECONDS_EACH} s", "")
     after = os.times()
     used = after.children_user - before.children_user
     used += after.children_system - before.children_system
@@ -89,38 +100,51 @@ def convert(
     row = {"format": fmt, "rule": rule, "device": device, "workers": workers, **seconds}
     if done.returncode:
         return {**row, "rc": done.returncode, "problem": (done.stdout + done.stderr)[-300:]}
-    return {**row, "rc": 0, "digest": json.loads(done.stdout)["digest"]}
+    told = json.loads(done.stdout)
+    return {**row, "rc": 0, "took": told["device"], "digest": told["digest"]}
 
 
-def rows(source: Path, output: Path) -> Iterator[dict[str, object]]:
+def rows(source: Path, output: Path, seconds: float) -> Iterator[dict[str, object]]:
+    deadline = time.monotonic() + seconds
     yield {"warms up": convert(source, output, "nvfp4", "amax", ("cuda", 0))}
     for fmt, rules in RULES.items():
         for rule in rules:
             for run in RUNS:
-                yield convert(source, output, fmt, rule, run)
+                if time.monotonic() < deadline:
+                    yield convert(source, output, fmt, rule, run)
+                else:
+                    named = {"format": fmt, "rule": rule, "device": run[0], "workers": run[1]}
+                    yield {**named, "problem": "not run: the time is up"}
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Convert a checkpoint on the CPU and on the GPU.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--gigabytes", type=float, default=20)
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="columns of q_proj")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="after which no conversion begins"
+    )
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     options = parser.parse_args(arguments)
     source, output = options.folder / "whole-source", options.folder / "whole-output"
     shutil.rmtree(source, ignore_errors=True)
-    layers = max(1, round(options.gigabytes * 1e9 / LAYER_NBYTES))
-    write_checkpoint(source, layers)
+    layer_nbytes = sum(2 * rows * columns for rows, columns in shapes_of(options.hidden).values())
+    layers = max(1, round(options.gigabytes * 1e9 / layer_nbytes))
     digests: dict[tuple[object, object], set[object]] = {}
-    with options.out.open("a", encoding="utf-8") as stream:
-        for row in rows(source, output):
-            text = json.dumps({"gigabytes": layers * LAYER_NBYTES / 1e9, **row})
-            print(text, flush=True)
-            print(text, file=stream, flush=True)
-            if "format" in row:
-                found = digests.setdefault((row["format"], row["rule"]), set())
-                found.add(row.get("digest"))
-    shutil.rmtree(source)
-    shutil.rmtree(output, ignore_errors=True)
+    try:
+        write_checkpoint(source, layers, options.hidden)
+        with options.out.open("a", encoding="utf-8") as stream:
+            for row in rows(source, output, options.seconds):
+                text = json.dumps({"gigabytes": layers * layer_nbytes / 1e9, **row})
+                print(text, flush=True)
+                print(text, file=stream, flush=True)
+                if "format" in row:
+                    found = digests.setdefault((row["format"], row["rule"]), set())
+                    found.add(row.get("digest"))
+    finally:
+        shutil.rmtree(source, ignore_errors=True)
+        shutil.rmtree(output, ignore_errors=True)
     differ = [key for key, found in digests.items() if len(found) != 1 or None in found]
     print(f"digests differ or are missing: {differ}" if differ else "every digest is equal")
     return 1 if differ else 0
