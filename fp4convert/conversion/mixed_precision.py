@@ -35,6 +35,7 @@ from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
 from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, judge_each
+from fp4convert.planning.global_scales import given_amaxes
 from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars
 from fp4convert.progress import Phases, size_text
 from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, gather_groups, scale_groups
@@ -202,7 +203,8 @@ class _Fitting:
     def of(cls, source: Source, recipe: Recipe, linears: Linears, scalars: Scalars) -> _Fitting:
         """Find the parts of a source, and the verdicts on their modules."""
         dialect, name = dialect_to_write(recipe.target), recipe.format.name
-        decided = decide(linears, recipe, dialect)
+        decided, scales = decide(linears, recipe, dialect), scalars.weights
+        amaxes = given_amaxes(decided, scales, recipe.target)[0] if scales else {}
         # Modules that become four-bit unless the choice says otherwise.
         own = {
             module: verdict
@@ -234,7 +236,8 @@ class _Fitting:
             if measured:
                 names = groups[verdict.group] if verdict.group else [module]
                 members = tuple(decided[one].linear for one in names)
-                candidates.append(Candidate(verdict.linear, members, tuple(measured)))
+                amax = amaxes.get(module)
+                candidates.append(Candidate(verdict.linear, members, tuple(measured), amax))
         every = {name: own, **others}
         return cls(source, recipe, linears, scalars, dialect, parts, every, candidates)
 

@@ -11,7 +11,8 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -82,11 +83,31 @@ def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalSca
         refs = {ref.name: ref for ref in source.checkpoint.tensors}
         if all(ref.dtype == "F32" and ref.elements == 1 for ref in refs.values()):
 
+            @cache
             def read(module: str) -> Stored:
                 return Stored(decode_scalar(source.read_range(refs[module], 0, 4)))
 
             return GlobalScales(origin, refs, read, {}, source)
     return _scales_of_artifact(open_artifact(reference), origin)
+
+
+def scales_for_component(reference: str, name: str, count: int) -> str:
+    """Name what gives a component of a pipeline its global scales.
+
+    count   how many components the pipeline has
+    Raises  InputError where one file would be for several
+    """
+    own = Path(reference, name)
+    if own.is_dir():
+        return str(own)
+    if count > 1:
+        raise InputError(
+            "bad-global-scale",
+            f"{OPTION} {reference} is one file for {count} components; expected the folder of a"
+            f" pipeline, with {name} in it",
+            "Give each component its own scales: --subfolder, one run for each.",
+        )
+    return reference
 
 
 def _json_numbers(path: str) -> dict[str, float]:
@@ -116,6 +137,7 @@ def _scales_of_artifact(artifact: Artifact, origin: str) -> GlobalScales:
         if packed.form.format.has_global_scale
     }
 
+    @cache  # a plan is made again for every size that --target-size tries
     def read(module: str) -> Stored:
         blocks = artifact.decode(module)
         return Stored(math.nan if blocks.global_scale is None else blocks.global_scale, blocks.kind)
@@ -129,14 +151,18 @@ def given_amaxes(
     """Find the amax of every module that gets a given global scale.
 
     Returns  module -> the float32 amax, and what a person should know
-    Raises   InputError where modules of the file and of the plan do not fit, for numbers that are
-             no scale, and for scale groups whose members have different ones
+    Raises   InputError where nothing takes a scale, where modules of the file and of the plan do
+             not fit, for numbers that are no scale, and for scale groups whose members have
+             different ones
     """
     groups = {
         module: verdict.group
         for module, verdict in verdicts.items()
         if verdict.action == "quantize" and verdict.form and verdict.form.format.has_global_scale
     }
+    if not groups and any(verdict.is_made for verdict in verdicts.values()):
+        detail = f"{scales.origin}: no module gets a new nvfp4 global scale; expected one at least"
+        raise InputError("bad-global-scale", detail, "Leave it out: what is there is taken over.")
     _check_modules(verdicts, groups, scales)
     found = (
         read_each(scales.source, scales.find, groups)
