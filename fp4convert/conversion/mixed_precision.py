@@ -23,6 +23,7 @@ from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
+from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.knapsack import Option, choose
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import plan_with, understand
@@ -158,9 +159,13 @@ def fit(
         if options.folder.is_dir():
             read_manifest(options.folder)
     target, table = replace(recipe.target, method="rtn"), fitting.dialect.TRAITS.fp8
+    measured = (one.linear for one in fitting.candidates if recipe.format.name in one.formats)
+    choice = choose_device(options.device, target, measured)
+    if choice.device != "cpu" and choice.reason:
+        options.tell(f"measuring: {choice.reason}")
     bench = Bench(
         source,
-        Rounding(target, open_backend(options.device), calibration),
+        Rounding(target, open_backend(choice.device), calibration),
         calibration,
         str(table.made) if table else "row",
         options.folder,

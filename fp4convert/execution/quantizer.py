@@ -145,9 +145,9 @@ class Quantizer:
             for number, step in enumerate(steps):
                 for slot in step_members(step):
                     weights = [self._weights(linear) for linear in slot]
-                    woven, modules = [InterleavedWeights(tuple(weights))], [slot[0].module]
+                    woven = InterleavedWeights(tuple(weights)) if len(slot) > 1 else weights[0]
                     with room_for(self.source, slot):
-                        panels = self._rounding.panels(weights, woven, modules, fmt)
+                        panels = self._rounding.panels(weights, [woven], [slot[0].module], fmt)
                         yield from ((number, q) for _, q in panels)
         else:
             # The members in whichever shard set the common amax; those of the steps get codes.
