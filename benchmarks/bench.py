@@ -4,7 +4,8 @@
     results/cpu.json, and cpu.md from it
     python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where
     a ratio has lost too much
-    python benchmarks/bench.py PAGE [OPTION ...]    write a page of its own: hub, gpu or fidelity
+    python benchmarks/bench.py PAGE [OPTION ...]    write a page of its own: hub, gpu, host
+    or fidelity
 
 Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A
 part is a module with
@@ -47,7 +48,12 @@ UNCHECKED = (
     "planning",
     "gpu_results",
 )  # slow, or no ratio of two things measured in turn
-PAGES = {"hub": "hub.beside_downloading", "gpu": "gpu.kernels", "fidelity": "quality.fidelity"}
+PAGES = {
+    "hub": "hub.beside_downloading",
+    "gpu": "gpu.kernels",
+    "host": "gpu.host_costs",
+    "fidelity": "quality.fidelity",
+}
 RESULTS = results("cpu", "json")
 
 Document = dict[str, Any]  # part -> {"machine": where, what and when, "sections": [...]}
