@@ -1,6 +1,6 @@
 """Choose the CPU for --device auto, or the GPUs where they win.
 
-The processor's rate is measured for a tenth of a second. A GPU's is assumed: to measure it takes
+The processor's rate is measured for 0.13 s. A GPU's is assumed: to measure it takes
 as long as a small model on the CPU. Nothing of CuPy is loaded before the GPU has won.
 """
 
