@@ -109,14 +109,14 @@ class Counted:
 
 def main(arguments: list[str]) -> None:
     from fp4convert.__main__ import main as command
-    from fp4convert.numerics.backends import cubins, cuda_stream, gpus, self_check
+    from fp4convert.numerics.backends import cubins, cuda_kernels, gpus, self_check
     from fp4convert.storage import disk
 
     costs, *sys.argv[1:] = arguments
     sys.modules["cupy"] = null_cupy()
     gpu = gpus.Gpu(0, "Null GPU", (9, 0), 139 << 30, cubins.Target("sm_90", has_cvt=False))
     self_check.usable_gpus = lambda device: [gpu]
-    cuda_stream.cubins = SimpleNamespace(
+    cuda_kernels.cubins = SimpleNamespace(
         kernels_folder=cubins.kernels_folder, cubin_path=lambda *_: ""
     )
     # Each of these calls works outside of the interpreter's lock.

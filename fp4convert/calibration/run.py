@@ -30,6 +30,7 @@ from fp4convert.calibration.layers import (
 )
 from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.observers import UNROUTED_TOKENS, Watch, find_unwatched, watching
+from fp4convert.calibration.result import Calibrated
 from fp4convert.calibration.samples import (
     Batch,
     Feed,
@@ -41,7 +42,6 @@ from fp4convert.calibration.samples import (
     save_samples,
     write_samples,
 )
-from fp4convert.calibration.statistics import Calibrated
 from fp4convert.calibration.workdir import (
     SAMPLES_FILE,
     join_parts,

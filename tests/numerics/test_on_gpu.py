@@ -29,7 +29,8 @@ from checkpoints import bf16, run, write_checkpoint
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.cuda import Cuda
-from fp4convert.numerics.backends.cuda_stream import ELEMENTS_PER_LAUNCH_BLOCK, Kernels
+from fp4convert.numerics.backends.cuda_kernels import Kernels
+from fp4convert.numerics.backends.cuda_stream import ELEMENTS_PER_LAUNCH_BLOCK
 from fp4convert.numerics.backends.gpus import survey
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import CODES, FORMATS, MXFP4, NVFP4

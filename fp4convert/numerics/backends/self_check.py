@@ -24,7 +24,8 @@ from fp4convert.errors import DeviceError, InputError, shell_line
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.base import expected_device
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
-from fp4convert.numerics.backends.cuda_stream import Kernels, Lane, as_device_error
+from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
+from fp4convert.numerics.backends.cuda_stream import Lane
 from fp4convert.numerics.backends.gpus import NO_GPU, Gpu, Survey, survey
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, decode_e4m3
 from fp4convert.numerics.formats import (
