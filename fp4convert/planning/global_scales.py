@@ -19,10 +19,12 @@ import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
+from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import global_scale_of
 from fp4convert.numerics.formats import NVFP4, Format, Kind, global_range
 from fp4convert.planning.decisions import Verdict
+from fp4convert.planning.method_needs import FOLDING
 from fp4convert.recipes.recipe import ScaleGroup, Target
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source, read_each
@@ -88,7 +90,9 @@ def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalSca
                 return Stored(decode_scalar(source.read_range(refs[module], 0, 4)))
 
             return GlobalScales(origin, refs, read, {}, source)
-    return _scales_of_artifact(open_artifact(reference), origin)
+    artifact = open_artifact(reference)
+    _check_folds(artifact, origin, target)
+    return _scales_of_artifact(artifact, origin)
 
 
 def scales_for_component(reference: str, name: str, count: int) -> str:
@@ -128,6 +132,20 @@ def _json_numbers(path: str) -> dict[str, float]:
         with np.errstate(over="ignore"):
             numbers[module] = float(np.float32(min(float(number), math.inf)))
     return numbers
+
+
+def _check_folds(artifact: Artifact, origin: str, target: Target) -> None:
+    """Raise InputError where folds made other weights than they make here."""
+    made = artifact.record.get("method") if folds_recorded(artifact.record) else None
+    wanted = target.method if target.method in FOLDING else None
+    if made == wanted:
+        return
+    words = [f"multiplied by --method {one}" if one else "as they are" for one in (made, wanted)]
+    raise InputError(
+        "global-scale-folded",
+        f"{origin}: its scales are of weights {words[0]}; expected those of weights {words[1]}",
+        f"Give an artifact that was made by the same method. {MEASURE}",
+    )
 
 
 def _scales_of_artifact(artifact: Artifact, origin: str) -> GlobalScales:

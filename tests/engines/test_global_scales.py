@@ -172,6 +172,24 @@ def test_folded_weights_get_the_scale(method, tmp_path):
     assert after[f"{gate}.weight_scale"][2] == block_scales
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("awq", "rtn"), ("rtn", "smooth"), ("awq", "smooth")]
+)
+def test_scales_of_other_weights_are_refused(before, after, tmp_path):
+    source = write_source(tmp_path / "m")
+    statistics = ("--calibration", calibrated(source, tmp_path / "c.safetensors"))
+    options = {"rtn": (), "awq": ("--method", "awq", *statistics)}
+    options["smooth"] = ("--method", "smooth", *statistics)
+    quantize(source, tmp_path / "first", *options[before])
+    words = ("--format", "nvfp4", "--json", "-o", tmp_path / "q", *options[after])
+    done = run("quantize", source, *words, "--global-scale", tmp_path / "first")
+    assert (done.code, done.json["error"]["code"]) == (2, "global-scale-folded"), done
+    assert not (tmp_path / "q").exists()
+    # Numbers of a file are what a person says that they are.
+    given = write_scales(tmp_path / "scales.json", scales_of(tmp_path / "first"))
+    assert run("quantize", source, *words, *given).code == 0
+
+
 @pytest.mark.parametrize("factor", FACTORS)
 def test_gptq_compensates_under_the_scale(factor, tmp_path):
     """ModelOpt's block scales, and the codes of the paper's algorithm under them."""
