@@ -206,7 +206,7 @@ class DeviceOptions(WorkOptions):
     device: Annotated[
         str,
         Option(
-            "auto takes the CPU, and GPUs that pass a check where they are faster.",
+            "auto takes the CPU, and GPUs that pass a check where the plan says they win.",
             panel=DEVICE,
             value=DEVICES,
         ),
