@@ -24,10 +24,9 @@ from harness.checkpoints import make_checkpoint
 from harness.measure import BENCHMARKS, RESULTS, machine, table, verdict
 from harness.processes import Cost, run
 
-# GB and shards: differences have no start-up in them, and tell bytes from shards.
-SMALL, LARGE, CUT = (0.5, 1), (2.0, 1), (2.0, 12)
+WHOLE, CUT = (2.0, 1), (2.0, 12)  # GB and shards
 SHARD_GIGABYTES = 5  # as most checkpoints are published
-RULES = ("mse", "amax")
+RULES = ("mse",)
 ROUNDS = 5
 CORES = (2, 8, 16, 32)
 MODEL_CORES, FLOOR = 16, 20  # GB/s of bf16
@@ -40,9 +39,10 @@ ABOUT = (
     " whole processes, start-up included; medians of {rounds} runs in turn. {machine}."
 )
 STAGES = (
-    f"CPU-seconds, the least of all runs, from {LARGE[0]:g} GB less {SMALL[0]:g} GB in one shard"
-    " each. lock: whatever is not in a call that reads, writes, hashes or flushes; at most that is"
-    f" done under the interpreter's lock. A shard more: from {CUT[1]} shards less one."
+    f"CPU-seconds from the first shard to the last, the least of all runs; {WHOLE[0]:g} GB in one"
+    " shard. lock: whatever is not in a call that reads, writes, hashes, flushes or makes pinned"
+    " memory (once for each lane); at most that is done under the interpreter's lock. A shard more:"
+    f" from {CUT[1]} shards less one."
 )
 MODEL = (
     "Computed from these, GB/s of bf16 by rule mse: the least of what all cores, the lanes, the"
@@ -83,16 +83,10 @@ class Stages:
         }
 
 
-def stages_of(
-    small: dict[str, float], large: dict[str, float], cut: dict[str, float], gigabytes: float
-) -> Stages:
-    """Take the start-up away.
-
-    small, large  runs of one shard each, of which one has so many GB more
-    cut           of a run with as many bytes as the large one, in CUT's shards
-    """
-    found = {name: (large[name] - small[name]) / gigabytes for name in (*OUTSIDE, "lock")}
-    return Stages(**found, shard=(cut["lock"] - large["lock"]) / (CUT[1] - LARGE[1]))
+def stages_of(whole: dict[str, float], cut: dict[str, float], gigabytes: float) -> Stages:
+    """Share out what runs of so many GB took, in WHOLE's shards and in CUT's."""
+    found = {name: whole[name] / gigabytes for name in (*OUTSIDE, "lock")}
+    return Stages(**found, shard=(cut["lock"] - whole["lock"]) / (CUT[1] - WHOLE[1]))
 
 
 def run_null(source: Path, output: Path, rule: str) -> dict[str, float]:
@@ -101,9 +95,9 @@ def run_null(source: Path, output: Path, rule: str) -> dict[str, float]:
     costs = output.with_suffix(".json")
     words = [*words_of(source, output, rule)[1:-1], "cuda"]
     cost = run([sys.executable, NULL_GPU, costs, *words])
-    outside = json.loads(costs.read_text())
-    whole = cost.cpu_seconds
-    return {**outside, "whole": whole, "lock": whole - sum(outside.values())}
+    found = json.loads(costs.read_text())
+    outside = sum(found[name] for name in (*OUTSIDE, "pin"))
+    return {**found, "whole": cost.cpu_seconds, "lock": found["shards"] - outside}
 
 
 def run_cpu(source: Path, output: Path, rule: str) -> Cost:
@@ -113,7 +107,7 @@ def run_cpu(source: Path, output: Path, rule: str) -> Cost:
 
 def measure(scratch: Path, rounds: int) -> tuple[list[list[str]], dict[str, Stages]]:
     """Measure all in turns: rows of the comparison, and the stages by rule."""
-    output, kinds = scratch / "output", (SMALL, LARGE, CUT)
+    output, kinds = scratch / "output", (WHOLE, CUT)
     sources = {kind: scratch / "-".join(map(str, kind)) for kind in kinds}
     for (size, shards), source in sources.items():
         make_checkpoint(source, size, shards)
@@ -141,7 +135,7 @@ def measure(scratch: Path, rounds: int) -> tuple[list[list[str]], dict[str, Stag
             {name: min(one[name] for one in null[rule, kind]) for name in null[rule, kind][0]}
             for kind in kinds
         ]
-        stages[rule] = stages_of(*least, (nbytes[LARGE] - nbytes[SMALL]) / 1e9)
+        stages[rule] = stages_of(*least, nbytes[WHOLE] / 1e9)
     return rows, stages
 
 

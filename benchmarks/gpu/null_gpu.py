@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/null_gpu.py COSTS.json WORD ...    quantize ... --device cuda
 
-The bytes that it writes mean nothing. COSTS.json gets the CPU-seconds inside of calls that read,
-write, hash and flush, which let other threads run meanwhile.
+The bytes that it writes mean nothing. COSTS.json gets the CPU-seconds from the first shard to
+the last, and of these what is inside of calls that let other threads run: to read, write, hash,
+flush, and to make pinned memory, once for each lane.
 """
 
 from __future__ import annotations
@@ -109,11 +110,13 @@ class Counted:
 
 def main(arguments: list[str]) -> None:
     from fp4convert.__main__ import main as command
+    from fp4convert.execution import folder
     from fp4convert.numerics.backends import cubins, cuda_kernels, gpus, self_check
     from fp4convert.storage import disk
 
     costs, *sys.argv[1:] = arguments
-    sys.modules["cupy"] = null_cupy()
+    sys.modules["cupy"] = cupy = null_cupy()
+    cuda = cupy.cuda
     gpu = gpus.Gpu(0, "Null GPU", (9, 0), 139 << 30, cubins.Target("sm_90", has_cvt=False))
     self_check.usable_gpus = lambda device: [gpu]
     cuda_kernels.cubins = SimpleNamespace(
@@ -126,6 +129,15 @@ def main(arguments: list[str]) -> None:
     os.fsync = counted.within("flush", os.fsync)
     os.posix_fallocate = counted.within("write", os.posix_fallocate)
     disk.hash_stream = counted.within("hash", disk.hash_stream)
+    cuda.alloc_pinned_memory = counted.within("pin", cuda.alloc_pinned_memory)
+    write_shards = folder.OutputFolder.write_shards
+
+    def timed(*arguments: Any) -> None:
+        begun = time.process_time()
+        write_shards(*arguments)
+        counted.seconds["shards"] = time.process_time() - begun
+
+    folder.OutputFolder.write_shards = timed
     try:
         command()
     finally:

@@ -10,11 +10,10 @@ from gpu import host_costs, null_gpu
 from harness.checkpoints import make_small_checkpoint
 
 
-def test_stages_are_differences_and_the_slowest_limits():
-    small = {"read": 0.1, "write": 0.1, "hash": 0.1, "flush": 0.0, "lock": 0.7}
-    large = {"read": 0.5, "write": 0.3, "hash": 0.5, "flush": 0.0, "lock": 0.9}
-    cut = {**large, "lock": 1.45}
-    stages = host_costs.stages_of(small, large, cut, 2.0)
+def test_stages_are_of_a_gigabyte_and_the_slowest_limits():
+    whole = {"read": 0.4, "write": 0.2, "hash": 0.4, "flush": 0.0, "lock": 0.2}
+    cut = {**whole, "lock": 0.75}
+    stages = host_costs.stages_of(whole, cut, 2.0)
     found = (stages.whole, stages.read, stages.write, stages.hash, stages.flush, stages.shard)
     assert found == pytest.approx((0.6, 0.2, 0.1, 0.2, 0, 0.05))
     assert stages.lock == pytest.approx(0.1)
@@ -37,5 +36,5 @@ def test_the_null_gpu_writes_an_artifact_of_the_right_size_and_tells_its_costs(t
     assert document["device"] == "cuda:0"
     assert document["tensors"]["quantized"] == 4
     costs = json.loads((tmp_path / "costs.json").read_text())
-    assert costs.keys() == set(host_costs.OUTSIDE)
+    assert costs.keys() == {*host_costs.OUTSIDE, "pin", "shards"}
     assert all(seconds > 0 for seconds in costs.values())
