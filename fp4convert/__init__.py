@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fp4convert.calibration.statistics import Calibrated
+    from fp4convert.calibration.result import Calibrated
     from fp4convert.commands.analysis import analyze
     from fp4convert.commands.calibration import calibrate
     from fp4convert.commands.convert import (
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {  # module -> its public names
-    "calibration.statistics": ("Calibrated",),
+    "calibration.result": ("Calibrated",),
     "commands.analysis": ("analyze",),
     "commands.calibration": ("calibrate",),
     "commands.convert": (

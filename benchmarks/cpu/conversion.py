@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from fp4convert.storage.safetensors import WRITE_NBYTES
+from fp4convert.storage.shard_writer import WRITE_NBYTES
 from harness.checkpoints import HIDDEN, MLP, make_checkpoint
 from harness.disk import file_system, files_of, make_cold, make_warm
 from harness.processes import COMMAND, Cost, cost_here, median_of, ratio_of, run, take_turns

@@ -27,6 +27,7 @@ from fp4convert.calibration.observers import (
     merge_statistics,
     watching,
 )
+from fp4convert.calibration.result import Calibrated
 from fp4convert.calibration.samples import (
     Batch,
     Feed,
@@ -39,7 +40,6 @@ from fp4convert.calibration.samples import (
     save_samples,
     write_samples,
 )
-from fp4convert.calibration.statistics import Calibrated
 from fp4convert.calibration.workdir import (
     AROUND,
     SAMPLES_FILE,

@@ -1,38 +1,7 @@
-"""Read and check a calibration file.
+"""Read the statistics of a calibration file.
 
-One safetensors file, or an index in JSON whose parts lie beside it.  Its notes (the file's
-__metadata__, or the index's `metadata`) are strings:
-
-  format       fp4convert-calibration        version  2
-  source       {"repo", "revision"} as JSON, null for a folder
-  fingerprint  sha256 of config.json less quantization, and of every tensor's name and shape: which
-               model
-  weights      sha256 of its small tensors and of samples of its large ones: which weights of it
-  samples, tokens, text, gram   how many, how they were fed, and none | diag | block:N | full
-  inputs       {module: module that holds its statistics} as JSON, for layers that are given the
-               same input
-  unrouted     experts whose statistics are those of tokens that were not routed to them, a JSON
-               list
-  parts        {file: sha256} as JSON, of an index alone
-
-and its tensors, by the names of linear layers (experts are modules of their own), attentions and
-mixtures of experts:
-
-  {module}.input_amax          F32 []                largest |x|
-  {module}.input_sq_mean       F32 [columns]         mean of x^2 over tokens
-  {module}.input_abs_mean      F32 [columns]         mean of |x|
-  {module}.input_channel_amax  F32 [columns]         largest |x| of each column
-  {module}.input_gram          F32, F16 [k, b, b]    mean of x x^T along the diagonal; the last
-                                                     block is padded with zeros
-  {module}.input_gram_scale    F32 []                of an F16 Gram: what it is multiplied with
-  {module}.tokens              I64 []                tokens seen
-  {moe}.expert_tokens          I64 [experts]
-  {moe}.expert_saliency        F32 [experts]
-  {attention}.k_amax, .v_amax  F32 []
-
-Calibration reads what a file holds, and refuses numbers that nothing can have; check_source and
-check_linears say whether it suits a checkpoint.  workdir.py writes such files, and run.py makes
-what is in them.
+Numbers that nothing can have are refused. calibration_file.py says what the file holds, and opens
+it. check_source and check_linears say whether it suits a checkpoint.
 """
 
 from __future__ import annotations
@@ -52,16 +21,10 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import Float32s
 from fp4convert.recipes.patterns import exclude_option
-from fp4convert.storage.disk import hash_file
-from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, read_header
+from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
-FORMAT, VERSION = "fp4convert-calibration", "2"
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
-ANEW = "Copy it again from where it was made, or calibrate again."  # nobody downloads such files
-NOTES = ("source", "fingerprint", "weights", "samples", "tokens", "gram", "text")
-NAMED_MODULES = 3  # in a warning that many could stand in
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
 COUNTS = (".tokens", ".expert_tokens")  # end names of integers
 DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -92,76 +55,6 @@ class Experts(NamedTuple):
 
     tokens: NDArray[np.int64]
     saliency: Float32s
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Calibrated:
-    """What came of a calibration.
-
-    output_bytes  of the file, and of the parts beside it where it is an index
-    linears       modules with statistics
-    unrouted      modules of experts that were fed tokens that were not routed to them
-    unwatched     modules without statistics
-    opaque        of these, experts that calibrate cannot see into
-    """
-
-    output: Path
-    output_bytes: int
-    samples: int
-    tokens: int
-    linears: int
-    experts: int
-    unrouted: tuple[str, ...]
-    unwatched: tuple[str, ...]
-    opaque: tuple[str, ...]
-    sha256: str
-    seconds: float
-
-    def __repr__(self) -> str:
-        """Say in a line what was seen, for the end of a notebook's cell."""
-        seen = f"{self.linears} linear layers, {self.samples} samples, {self.tokens:,} tokens"
-        return f"<Calibrated {self.output}: {seen}>"
-
-    @property
-    def warnings(self) -> list[str]:
-        """Tell what a person should know of it."""
-        known = set(self.opaque)
-        passed_by = tuple(module for module in self.unwatched if module not in known)
-        found = []
-        for modules, what in (
-            (
-                self.unrouted,
-                "of experts that received too few tokens; their statistics are of all tokens of"
-                " the layer; more text helps",
-            ),
-            (
-                self.opaque,
-                "experts without statistics and saliency: transformers computes them in a"
-                " way that calibrate cannot observe; prune does not take this file",
-            ),
-            (passed_by, "without statistics, since no text goes through them"),
-        ):
-            if modules:
-                more = ", ..." if len(modules) > NAMED_MODULES else ""
-                names = f"{', '.join(modules[:NAMED_MODULES])}{more}"
-                found.append(f"{len(modules)} linear layers ({names}): {what}")
-        return found
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "output": str(self.output),
-            "output_bytes": self.output_bytes,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "linears": self.linears,
-            "experts": self.experts,
-            "unrouted": list(self.unrouted),
-            "unwatched": list(self.unwatched),
-            "opaque": list(self.opaque),
-            "sha256": self.sha256,
-            "seconds": self.seconds,
-            "warnings": self.warnings,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +91,7 @@ class Calibration:
     @property
     def unrouted(self) -> tuple[str, ...]:
         """List the experts whose statistics are those of other tokens."""
-        found = _parse_note(self.path, self.notes, "unrouted", [])
+        found = parse_note(self.path, self.notes, "unrouted", [])
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def holder(self, module: str) -> str:
@@ -424,87 +317,7 @@ def check_inputs(calibration: Calibration, module: str) -> None:
         raise calibration.refusal(ref, f"{why}: no inputs have both")
 
 
-def open_calibration(path: Path | str) -> Calibration:
-    """Open a calibration file, and check its headers and notes.
-
-    Raises InputError where it is not there, damaged, or something else
-    """
-    path = Path(path)
-    try:
-        with path.open("rb") as stream:
-            head = stream.read(8)
-        is_index = head.startswith(b"{") and b"\0" not in head
-        text = path.read_bytes() if is_index else b""
-    except OSError as error:
-        detail = f"{path}: {error.strerror}; expected a file that fp4convert calibrate made"
-        next_step = "Make it: fp4convert calibrate SOURCE -o FILE."
-        raise InputError("calibration-file", detail, next_step) from None
-    # The notes; of an index they are strings in JSON.
-    tensors: list[TensorRef] = []
-    if is_index:
-        try:
-            metadata = parse_json_object(text, str(path)).get("metadata")
-        except InputError as error:
-            raise InputError(error.code, error.message, ANEW) from None
-        entries = metadata.items() if isinstance(metadata, dict) else ()
-        notes = {key: value for key, value in entries if isinstance(value, str)}
-    else:
-        notes, refs = header_of(path)
-        tensors += refs
-    form, version = notes.get("format"), notes.get("version")
-    if (form, version) != (FORMAT, VERSION):
-        detail = f"{path} says that it is {form!r}, version {version!r}"
-        detail += f"; expected {FORMAT!r}, version {VERSION!r}"
-        next_step = AGAIN if form == FORMAT else "Give a file that fp4convert calibrate made."
-        raise InputError("calibration-file", detail, next_step)
-    if is_index:
-        tensors += _read_parts(path, _map_note(path, notes, "parts"))
-    # Notes that every calibration has, and those that are numbers.
-    bad = [key for key in NOTES if key not in notes]
-    bad += [key for key in ("samples", "tokens") if not notes.get(key, "").isdecimal()]
-    if bad:
-        detail = f"{path}: its metadata lacks {bad[0]!r}, or has no number there"
-        raise InputError("calibration-file", detail, "Calibrate again.")
-    inputs = _map_note(path, notes, "inputs")
-    return Calibration(path, hash_file(path), notes, inputs, {ref.name: ref for ref in tensors})
-
-
-def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
-    """Read the notes of a safetensors file, and where its tensors are."""
-    try:
-        with path.open("rb") as stream:
-
-            def read(offset: int, length: int) -> bytes:
-                stream.seek(offset)
-                return stream.read(length)
-
-            header = read_header(path.name, path.stat().st_size, read)
-    except OSError as error:
-        detail = f"{path}: {error.strerror}; expected a part of the calibration"
-        next_step = "Keep the index and its parts in one folder."
-        raise InputError("calibration-file", detail, next_step) from None
-    except InputError as error:
-        raise InputError(error.code, error.message, ANEW) from None
-    return cast(SafetensorsFrame, header.frame).metadata, header.tensors
-
-
-def _read_parts(path: Path, sums: Mapping[str, str]) -> list[TensorRef]:
-    """Read where the tensors of an index are, in parts of these sha256."""
-    tensors = [ref for file in sorted(sums) for ref in header_of(path.parent / file)[1]]
-    other = [file for file, sha256 in sums.items() if hash_file(path.parent / file) != sha256]
-    if other or not sums:
-        detail = f"{path} is an index that names no parts; expected files in its folder"
-        if other:
-            detail = (
-                f"{path} is an index, and {other[0]} in its folder belongs to another calibration"
-            )
-            detail += ": its sha256 differs"
-        next_step = "Keep the index and its parts in one folder, or calibrate again."
-        raise InputError("calibration-file", detail, next_step)
-    return tensors
-
-
-def _parse_note(path: Path, notes: Mapping[str, str], key: str, absent: object) -> object:
+def parse_note(path: Path, notes: Mapping[str, str], key: str, absent: object) -> object:
     """Parse the JSON of one note; `absent` where there is no such note."""
     if key not in notes:
         return absent
@@ -513,12 +326,3 @@ def _parse_note(path: Path, notes: Mapping[str, str], key: str, absent: object) 
     except (ValueError, RecursionError):
         detail = f"{path}: its metadata holds no JSON under {key!r}"
         raise InputError("calibration-file", detail, "Calibrate again.") from None
-
-
-def _map_note(path: Path, notes: Mapping[str, str], key: str) -> dict[str, str]:
-    """Parse an object of strings in a note; empty where there is none."""
-    found = _parse_note(path, notes, key, {})
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        detail = f"{path}: {key!r} of its metadata does not map names to names"
-        raise InputError("calibration-file", detail, "Calibrate again.")
-    return found

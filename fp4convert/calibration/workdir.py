@@ -29,23 +29,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4convert.calibration.calibration_file import FORMAT, VERSION, header_of
 from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
 from fp4convert.calibration.model import Skeleton
 from fp4convert.calibration.observers import block_width
-from fp4convert.calibration.statistics import DTYPES, FORMAT, VERSION, header_of
+from fp4convert.calibration.statistics import DTYPES
 from fp4convert.errors import Fp4Error, InputError, OutputError
 from fp4convert.numerics.backends.base import memory_nbytes
 from fp4convert.process import Stopped
 from fp4convert.progress import size_text
 from fp4convert.recipes.recipe import group_members, scale_groups
 from fp4convert.storage.disk import hash_file, write_errors_at
-from fp4convert.storage.safetensors import (
-    SafetensorsFrame,
-    ShardWriter,
-    TensorRef,
-    TensorSpec,
-    difference_from_package,
-)
+from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, TensorSpec
+from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
 from fp4convert.storage.source import Source
 
 LARGEST_NBYTES = 5 * 10**9  # of tensors in one file

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fp4convert.calibration.statistics import open_calibration
+from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.options import AnalyzeOptions, public
 from fp4convert.process import keeping_nothing

@@ -6,10 +6,10 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from fp4convert.calibration.statistics import Calibrated
+from fp4convert.calibration.result import Calibrated
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.options import CalibrateOptions, as_path, public
-from fp4convert.conversion.options import as_nbytes
+from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.progress import Phases
 

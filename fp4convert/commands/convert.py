@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp4convert.calibration.statistics import open_calibration
+from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.checkpoint.artifact import open_artifact, open_quantized
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands import publish
@@ -20,11 +20,11 @@ from fp4convert.conversion.options import (
     PruneOptions,
     QuantizeOptions,
     TranscodeOptions,
-    WorkOptions,
     as_folder,
 )
 from fp4convert.conversion.ray_workers import import_ray
 from fp4convert.conversion.work import Work, prepare
+from fp4convert.conversion.work_options import WorkOptions
 from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution import finish
 from fp4convert.execution.job import check_output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from fp4convert.conversion.options import AccessOptions
+from fp4convert.conversion.work_options import AccessOptions
 from fp4convert.errors import InputError
 from fp4convert.recipes.options import declared_in
 

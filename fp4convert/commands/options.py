@@ -15,16 +15,13 @@ from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast, get_args
 
 from fp4convert.commands.idle_options import refuse_idle_options
 from fp4convert.conversion.options import (
-    DEVICES,
-    AccessOptions,
     ArtifactArgument,
-    DeviceOptions,
     EngineName,
-    Force,
     Page,
     SourceArgument,
     Statistics,
 )
+from fp4convert.conversion.work_options import DEVICES, AccessOptions, DeviceOptions, Force
 from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import (

@@ -65,7 +65,7 @@ def verify(options: VerifyOptions) -> Verified:
     Returns   tensors, summary and findings; `passed` is False where the command exits with 6
     Raises    Fp4Error, as `inspect` does; InputError for a gate without a source
     """
-    from fp4convert.calibration.statistics import open_calibration
+    from fp4convert.calibration.calibration_file import open_calibration
     from fp4convert.quality import verification
     from fp4convert.quality.source_compare import Outputs
     from fp4convert.report.html import PAGE, check_page, save_page
@@ -107,7 +107,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     Raises   Fp4Error, as `inspect` does; InputError for an artifact that is not sound, or of
              another source
     """
-    from fp4convert.calibration.statistics import open_calibration
+    from fp4convert.calibration.calibration_file import open_calibration
     from fp4convert.quality import comparison
     from fp4convert.quality.source_compare import Outputs
 

@@ -1,20 +1,23 @@
 """Choose the CPU for --device auto, or the GPUs where they win.
 
-The processor's rate is measured for a tenth of a second. A GPU's is assumed: to measure it takes
+The processor's rate is measured for 0.13 s. A GPU's is assumed: to measure it takes
 as long as a small model on the CPU. Nothing of CuPy is loaded before the GPU has won.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.conversion.pace import measure_pace
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.formats import format_named
+from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, format_named
 from fp4convert.planning.steps import Plan
 from fp4convert.process import processors
 from fp4convert.progress import duration_text
+from fp4convert.recipes.recipe import Target
 
 LEAST_WEIGHTS = 10**9  # below, the CPU is done before a GPU has begun
 BEGIN_SECONDS = 5.0  # CuPy, contexts, the check's verdict, kernels that are loaded
@@ -24,16 +27,35 @@ MARGIN = 0.7  # of the CPU's time, below which a GPU must stay
 
 
 class Choice(NamedTuple):
-    """What to open, and the line that says why; "" where no GPU is there."""
+    """What to open, by its name, and the line that says why.
+
+    reason  "" where there was nothing to choose
+    """
 
     device: str
     reason: str = ""
 
 
-def choose_device(device: str, plan: Plan) -> Choice:
-    """Choose what computes under --device auto; any other device stays."""
-    if device != "auto":
+def rounded_by(plan: Plan) -> list[Linear]:
+    """List what a plan rounds to four bits: the rest is no work for a GPU."""
+    return [
+        linear
+        for step in plan.steps
+        if step.action == "quantize" and step.form and step.form.format in (NVFP4, MXFP4)
+        for linear in step.linears
+    ]
+
+
+def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Choice:
+    """Choose what computes under --device auto; any other device stays.
+
+    rounded  what becomes four-bit
+    """
+    if device == "cpu":
         return Choice(device)
+    if device != "auto":
+        left = _left_to_cpu(target, rounded)
+        return Choice(device, f"device {device}: {left}" if left else "")
     from fp4convert.numerics.backends.gpus import NO_GPU, ask_driver  # late: the CPU needs no GPU
 
     driver, count, problem = ask_driver()
@@ -43,14 +65,14 @@ def choose_device(device: str, plan: Plan) -> Choice:
         return Choice("cpu", f"the CPU is used: {problem}")
     shown = "cuda:0" if count == 1 else f"{count} GPUs"
     otherwise = f"--device cuda uses {shown}"
-    # Only what is rounded is work for a GPU: the rest is copied, or decoded by the CPU.
-    shapes = [step.shape for step in plan.steps if step.action == "quantize" and step.shape]
+    rounded = list(rounded)
+    shapes = [linear.shape for linear in rounded]
     weights, cores = sum(map(math.prod, shapes)), processors()
     if weights < LEAST_WEIGHTS:
         return Choice("cpu", f"device cpu: {weights:,} weights are too few; {otherwise}")
-    rule = plan.target.rule_for(format_named(plan.target.format))
+    rule = target.rule_for(format_named(target.format))
     widest = max(shapes, key=lambda shape: shape[-1])
-    rate = measure_pace(Cpu(), plan.target, widest, 0).weights_per_second or math.inf
+    rate = measure_pace(Cpu(), target, widest, 0).weights_per_second or math.inf
     cpu_seconds = weights / rate
     copying = max(COPY_SECONDS / cores, LINK_SECONDS / count)
     gpu_seconds = BEGIN_SECONDS + weights * copying
@@ -63,5 +85,21 @@ def choose_device(device: str, plan: Plan) -> Choice:
     aside = "; ".join(unused("auto"))
     if gpus := usable_gpus("auto"):
         names = ",".join(f"cuda:{gpu.number}" for gpu in gpus)
-        return Choice("auto", "; ".join(filter(None, (f"device {names}: {times}", aside))))
+        words = (f"device {names}: {times}", _left_to_cpu(target, rounded), aside)
+        return Choice(names, "; ".join(filter(None, words)))
     return Choice("cpu", aside)
+
+
+def _left_to_cpu(target: Target, rounded: Iterable[Linear]) -> str:
+    """Say which modules the CPU decodes before a GPU rounds them; "" for none."""
+    rounded = list(rounded)
+    left = [
+        linear.coding.word
+        for linear in rounded
+        if linear.coding.is_decoded_by_cpu(linear)
+        or (target.via and linear.coding.format is not FP8)
+    ]
+    if not left:
+        return ""
+    kinds = ", ".join(dict.fromkeys(left))
+    return f"the CPU decodes {len(left)} of {len(rounded)} modules for it ({kinds})"

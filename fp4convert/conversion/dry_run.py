@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fp4convert.checkpoint.module_names import join_names, reading_rank, split_leaf, split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
-from fp4convert.conversion.device_choice import choose_device
+from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.pace import measure_pace
 from fp4convert.execution.folder import finishers
 from fp4convert.execution.rounding import Rounding
@@ -71,7 +71,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     peak_disk_bytes             of everything that is written, but for our own record
     Raises DeviceError for a device that is not there.
     """
-    choice = choose_device(settings.device, plan)
+    choice = choose_device(settings.device, plan.target, rounded_by(plan))
     backend = open_backend(choice.device)
     sized = [Sized(step, step.source_bytes, step.output_bytes) for step in plan.steps]
     shapes = [step.shape for step in plan.steps if step.shape]

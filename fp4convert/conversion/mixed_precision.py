@@ -23,6 +23,7 @@ from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
+from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.knapsack import Option, choose
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import plan_with, understand
@@ -35,6 +36,7 @@ from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
 from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, judge_each
+from fp4convert.planning.global_scales import given_amaxes
 from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars
 from fp4convert.progress import Phases, size_text
 from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, gather_groups, scale_groups
@@ -157,9 +159,13 @@ def fit(
         if options.folder.is_dir():
             read_manifest(options.folder)
     target, table = replace(recipe.target, method="rtn"), fitting.dialect.TRAITS.fp8
+    measured = (one.linear for one in fitting.candidates if recipe.format.name in one.formats)
+    choice = choose_device(options.device, target, measured)
+    if choice.device != "cpu" and choice.reason:
+        options.tell(f"measuring: {choice.reason}")
     bench = Bench(
         source,
-        Rounding(target, open_backend(options.device), calibration),
+        Rounding(target, open_backend(choice.device), calibration),
         calibration,
         str(table.made) if table else "row",
         options.folder,
@@ -202,7 +208,8 @@ class _Fitting:
     def of(cls, source: Source, recipe: Recipe, linears: Linears, scalars: Scalars) -> _Fitting:
         """Find the parts of a source, and the verdicts on their modules."""
         dialect, name = dialect_to_write(recipe.target), recipe.format.name
-        decided = decide(linears, recipe, dialect)
+        decided, scales = decide(linears, recipe, dialect), scalars.weights
+        amaxes = given_amaxes(decided, scales, recipe.target)[0] if scales else {}
         # Modules that become four-bit unless the choice says otherwise.
         own = {
             module: verdict
@@ -234,7 +241,8 @@ class _Fitting:
             if measured:
                 names = groups[verdict.group] if verdict.group else [module]
                 members = tuple(decided[one].linear for one in names)
-                candidates.append(Candidate(verdict.linear, members, tuple(measured)))
+                amax = amaxes.get(module)
+                candidates.append(Candidate(verdict.linear, members, tuple(measured), amax))
         every = {name: own, **others}
         return cls(source, recipe, linears, scalars, dialect, parts, every, candidates)
 

@@ -24,7 +24,7 @@ from fp4convert.conversion.artifact_job import (
     dialect_of,
     refuse_odd_scale,
 )
-from fp4convert.conversion.device_choice import choose_device
+from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.options import (
     ACTIVATION_BITS,
     CACHES,
@@ -196,7 +196,7 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
             neither index nor records are written
     """
     calibration = reopened(plan) if plan.calibration else None
-    choice = choose_device(settings.device, plan)
+    choice = choose_device(settings.device, plan.target, rounded_by(plan))
     if choice.reason:
         settings.tell(choice.reason)
     worker = Quantizer(source, plan.target, open_backend(choice.device), calibration)

@@ -18,8 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from fp4convert import errors
-from fp4convert.conversion.options import QuantizeOptions, ignore
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import begin_quantize, prepare_quantize, quantize
+from fp4convert.conversion.work_options import ignore
 from fp4convert.errors import (
     DeviceError,
     Fp4Error,

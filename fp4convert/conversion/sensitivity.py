@@ -42,6 +42,7 @@ from fp4convert.execution.repacker import find_not_finite
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import UnsoundShardError, summarize
 from fp4convert.execution.workers import read_again_if_damaged
+from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_floats, not_finite
 from fp4convert.numerics.formats import FP8, format_named
@@ -64,11 +65,13 @@ class Candidate:
 
     group    the members of its scale group, itself among them, in whichever shard
     formats  names of those in which it loses something that is to be measured
+    amax     what sets the global scale of the group, where one is given
     """
 
     linear: Linear
     group: tuple[Linear, ...]
     formats: tuple[str, ...]
+    amax: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,10 @@ def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
     read = {ref.file for one in own for linear in one.group for ref in linear.refs}
     stamps = [[name, checkpoint.stamps[name]] for name in sorted({file, *read})]
     layers = [
-        [one.linear.module, one.linear.shape, repr(one.linear.coding), one.formats, len(one.group)]
+        [
+            *(one.linear.module, one.linear.shape, repr(one.linear.coding), one.formats),
+            *(len(one.group), one.amax),
+        ]
         for one in own
     ]
     rules = [
@@ -250,10 +256,11 @@ def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
         if is_fp4:
             # Panels of four-bit blocks, member by member, under the amax of the whole group.
             name = bench.rounding.target.format
-            whole = list(measured_whole(group[0].group, source))
-            modules = [one.linear.module for one in group]
+            given = Given(group[0].amax)
+            whole = list(measured_whole(group[0].group, source)) if given.amax is None else []
+            modules, fmt = [one.linear.module for one in group], format_named(name)
             current = first = 0
-            for number, q in bench.rounding.panels(whole, weights, modules, format_named(name)):
+            for number, q in bench.rounding.panels(whole, weights, modules, fmt, given):
                 first = first if number == current else 0
                 x = as_floats(weights[number].rows(first, first + q.shape[0]))
                 signals[number] += column_power(x)

@@ -16,6 +16,7 @@ from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.settings import Result, Settings
+from fp4convert.planning.global_scales import scales_for_component
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
 from fp4convert.progress import Phases
@@ -128,6 +129,9 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
             options, subfolder=there.subfolder, revision=there.revision, output=output / name
         )
         with named_component(name):
+            if options.global_scale is not None:
+                given = os.fspath(options.global_scale)
+                own.global_scale = scales_for_component(given, name, len(components))
             plan = prepare_quantize(component, own)
             verdict = check_plan(plan, component.checkpoint, own)
             conversions[name] = Conversion(own, component, plan, verdict=verdict)

@@ -57,7 +57,7 @@ from fp4convert.storage.disk import (
     seal,
     write_errors_at,
 )
-from fp4convert.storage.safetensors import ShardWriter, difference_from_package
+from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
 
 PLANNING = "plan"  # the claim of whoever writes plan.json
 READ_NBYTES = 1 << 20

@@ -145,16 +145,15 @@ class Quantizer:
             for number, step in enumerate(steps):
                 for slot in step_members(step):
                     weights = [self._weights(linear) for linear in slot]
-                    woven, modules = [InterleavedWeights(tuple(weights))], [slot[0].module]
-                    given = self._given([step], slot[0], fmt, writer)
-                    with room_for(self.source, () if given.amax else slot):
-                        panels = self._rounding.panels(weights, woven, modules, fmt, given)
+                    woven = InterleavedWeights(tuple(weights)) if len(slot) > 1 else weights[0]
+                    with room_for(self.source, slot):
+                        panels = self._rounding.panels(weights, [woven], [slot[0].module], fmt)
                         yield from ((number, q) for _, q in panels)
         else:
             # The members in whichever shard set the common amax; those of the steps get codes.
             members = [self._weights(step.linears[0]) for step in steps]
             modules = [step.linears[0].module for step in steps]
-            given = self._given(steps, steps[0].linears[0], fmt, writer)
+            given = self._given(steps, fmt, writer)
             if given.amax:
                 group = []
             elif self._target.via:
@@ -164,15 +163,14 @@ class Quantizer:
             with room_for(self.source, () if given.amax else measured):
                 yield from self._rounding.panels(group, members, modules, fmt, given)
 
-    def _given(self, steps: list[Step], linear: Linear, fmt: Format, writer: TaskWriter) -> Given:
-        """Return the amax of a linear layer of the first step, if it is given.
+    def _given(self, steps: list[Step], fmt: Format, writer: TaskWriter) -> Given:
+        """Return the amax of a scale group, if it is given.
 
         The writer learns which of the steps have weights beyond it.
         """
-        first = steps[0]
-        if not first.amaxes:
+        if not steps[0].amaxes:
             return OWN
-        given = first.amaxes[first.linears.index(linear)]
+        given = steps[0].amaxes[0]
         reach = given * (GLOBAL_RANGE / global_range(self._target.rule_for(fmt))) * (1 + SLACK)
 
         def note(number: int, amax: float) -> None:

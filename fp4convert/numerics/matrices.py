@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,25 +143,36 @@ class Compared(NamedTuple):
     counts: memoryview
 
 
+Part = TypeVar("Part")
+
+
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class Canonical(Generic[Part]):
     """One matrix, or some whole rows of one, in canonical form.
 
-    Row-major, low nibble first, linear scales.
+    Wherever its bytes are: row-major, low nibble first, linear scales.
     packed        rows * columns / 2 bytes; element 2i in bits 0-3, element 2i+1 in bits 4-7
     block_scales  rows * columns / block_size bytes, E4M3 or E8M0
     global_scale  the stored float32, as an exact Python float; None where the format has none
     kind          how that float is meant: value = code * block_scale * multiplier, or code *
                   block_scale / divisor
-    compared      with the weights that they were made of, where that was done
     """
 
     format: Format
     shape: tuple[int, int]
-    packed: memoryview
-    block_scales: memoryview
+    packed: Part
+    block_scales: Part
     global_scale: float | None
     kind: Kind = "multiplier"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized(Canonical[memoryview]):
+    """One matrix in canonical form, in memory.
+
+    compared  with the weights that it was made of, where that was done
+    """
+
     compared: Compared | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -18,13 +18,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
-from fp4convert.calibration.statistics import (
-    FORMAT,
-    Calibration,
-    check_inputs,
-    check_source,
-    open_calibration,
-)
+from fp4convert.calibration.calibration_file import FORMAT, open_calibration
+from fp4convert.calibration.statistics import Calibration, check_inputs, check_source
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.record import folds_recorded

@@ -11,17 +11,20 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
+from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import global_scale_of
 from fp4convert.numerics.formats import NVFP4, Format, Kind, global_range
 from fp4convert.planning.decisions import Verdict
+from fp4convert.planning.method_needs import FOLDING
 from fp4convert.recipes.recipe import ScaleGroup, Target
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source, read_each
@@ -82,11 +85,33 @@ def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalSca
         refs = {ref.name: ref for ref in source.checkpoint.tensors}
         if all(ref.dtype == "F32" and ref.elements == 1 for ref in refs.values()):
 
+            @cache
             def read(module: str) -> Stored:
                 return Stored(decode_scalar(source.read_range(refs[module], 0, 4)))
 
             return GlobalScales(origin, refs, read, {}, source)
-    return _scales_of_artifact(open_artifact(reference), origin)
+    artifact = open_artifact(reference)
+    _check_folds(artifact, origin, target)
+    return _scales_of_artifact(artifact, origin)
+
+
+def scales_for_component(reference: str, name: str, count: int) -> str:
+    """Name what gives a component of a pipeline its global scales.
+
+    count   how many components the pipeline has
+    Raises  InputError where one file would be for several
+    """
+    own = Path(reference, name)
+    if own.is_dir():
+        return str(own)
+    if count > 1:
+        raise InputError(
+            "bad-global-scale",
+            f"{OPTION} {reference} is one file for {count} components; expected the folder of a"
+            f" pipeline, with {name} in it",
+            "Give each component its own scales: --subfolder, one run for each.",
+        )
+    return reference
 
 
 def _json_numbers(path: str) -> dict[str, float]:
@@ -109,6 +134,20 @@ def _json_numbers(path: str) -> dict[str, float]:
     return numbers
 
 
+def _check_folds(artifact: Artifact, origin: str, target: Target) -> None:
+    """Raise InputError where folds made other weights than they make here."""
+    made = artifact.record.get("method") if folds_recorded(artifact.record) else None
+    wanted = target.method if target.method in FOLDING else None
+    if made == wanted:
+        return
+    words = [f"multiplied by --method {one}" if one else "as they are" for one in (made, wanted)]
+    raise InputError(
+        "global-scale-folded",
+        f"{origin}: its scales are of weights {words[0]}; expected those of weights {words[1]}",
+        f"Give an artifact that was made by the same method. {MEASURE}",
+    )
+
+
 def _scales_of_artifact(artifact: Artifact, origin: str) -> GlobalScales:
     having = {
         module: packed.shape
@@ -116,6 +155,7 @@ def _scales_of_artifact(artifact: Artifact, origin: str) -> GlobalScales:
         if packed.form.format.has_global_scale
     }
 
+    @cache  # a plan is made again for every size that --target-size tries
     def read(module: str) -> Stored:
         blocks = artifact.decode(module)
         return Stored(math.nan if blocks.global_scale is None else blocks.global_scale, blocks.kind)
@@ -129,14 +169,18 @@ def given_amaxes(
     """Find the amax of every module that gets a given global scale.
 
     Returns  module -> the float32 amax, and what a person should know
-    Raises   InputError where modules of the file and of the plan do not fit, for numbers that are
-             no scale, and for scale groups whose members have different ones
+    Raises   InputError where nothing takes a scale, where modules of the file and of the plan do
+             not fit, for numbers that are no scale, and for scale groups whose members have
+             different ones
     """
     groups = {
         module: verdict.group
         for module, verdict in verdicts.items()
         if verdict.action == "quantize" and verdict.form and verdict.form.format.has_global_scale
     }
+    if not groups and any(verdict.is_made for verdict in verdicts.values()):
+        detail = f"{scales.origin}: no module gets a new nvfp4 global scale; expected one at least"
+        raise InputError("bad-global-scale", detail, "Leave it out: what is there is taken over.")
     _check_modules(verdicts, groups, scales)
     found = (
         read_each(scales.source, scales.find, groups)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
-from fp4convert.calibration.statistics import Calibration, check_linears, open_calibration
+from fp4convert.calibration.calibration_file import open_calibration
+from fp4convert.calibration.statistics import Calibration, check_linears
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, describe_missing, did_you_mean
 from fp4convert.numerics.formats import IMPORTANCE, METHODS

@@ -1,10 +1,9 @@
-"""Addresses of tensors; read headers, lay out and write safetensors files.
+"""Addresses of tensors; headers of safetensors files, read and laid out.
 
 The header stands before the data, so every offset is known before the first weight is read.
 Checks follow the format's own rules (huggingface/safetensors README, "Format", and its tensor.rs)
 and refuse whatever safetensors refuses.  All entries of a header are looked at together first; they
 are looked at one by one, to say which is wrong and why, where any of them could be.
-The package safetensors is a second judge of what is written (difference_from_package).
 This module knows nothing of folders, models or quantization.
 """
 
@@ -12,25 +11,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, repeat, takewhile
+from itertools import chain, repeat, takewhile
 from json.encoder import encode_basestring
 from operator import add, itemgetter
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from fp4convert.errors import InputError, OutputError
-from fp4convert.storage.disk import begin_flush, hash_file, reserve, write_error, write_errors_at
+from fp4convert.errors import InputError
 from fp4convert.storage.json_text import DEPTH_LIMIT, depth_of, parse_json_object, refuse_constant
 
 SHAPES = 1 << 12  # that are remembered: models have few
-# By one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads
-# out.
-WRITE_NBYTES = 64 << 10
-FLUSH_NBYTES, LEAST_FLUSH_NBYTES = 4 << 20, 64 << 10  # that the disk is told to begin with
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 # What says that tensors are quantized: written anew, or left out.
 ENGINE_NOTES = ("_quantization_metadata",)
@@ -181,128 +173,6 @@ class SafetensorsFrame:
             for spec, place in zip(ordered, places, strict=True)
         )
         return len(header).to_bytes(8, "little") + header, refs
-
-
-class ShardWriter:
-    """One shard that is being written.
-
-    The header first, then each tensor's bytes at the place that the plan gave it; zeros between.
-    Threads may append to different tensors at once.
-    """
-
-    def __init__(
-        self, path: Path, header: bytes, outputs: Sequence[TensorRef], nbytes: int
-    ) -> None:
-        self.path = path
-        self._outputs = outputs
-        self._nbytes = nbytes
-        self._is_stopped = False
-        self.begin_again()
-        with write_errors_at(path, self._nbytes):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            reserve(self._fd, nbytes)
-            os.ftruncate(self._fd, nbytes)
-            self._pwrite(memoryview(header), 0)
-
-    def begin_again(self) -> None:
-        """Take nothing of what was appended for written."""
-        self._filled = {ref.name: 0 for ref in self._outputs}
-
-    def append(self, ref: TensorRef, data: memoryview) -> None:
-        """Write the next bytes of an output.
-
-        On Linux the disk begins with them, so that the end waits for little.
-        """
-        flat, before = data.cast("B"), self._filled[ref.name]
-        after = before + flat.nbytes
-        try:
-            self._pwrite(flat, ref.start + before)
-        except OSError as error:
-            raise write_error(self.path, error, self._nbytes) from error
-        self._filled[ref.name] = after
-        first, last = (nbytes // FLUSH_NBYTES * FLUSH_NBYTES for nbytes in (before, after))
-        if after == ref.nbytes and after - first >= LEAST_FLUSH_NBYTES:
-            last = after
-        if last > first:
-            begin_flush(self._fd, ref.start + first, last - first)
-
-    def _pwrite(self, data: memoryview, offset: int) -> None:
-        while data:
-            written = os.pwrite(self._fd, data[:WRITE_NBYTES], offset)
-            data, offset = data[written:], offset + written
-
-    def finish(self) -> str:
-        """Flush to the disk and close; return the sha256.
-
-        Every output must be whole.  The hash is taken while the disk works.
-        """
-        short = [ref.name for ref in self._outputs if self._filled[ref.name] != ref.nbytes]
-        if short:
-            raise RuntimeError(f"{self.path.name}: {short[0]!r} was not filled")
-        from concurrent.futures import ThreadPoolExecutor
-
-        with write_errors_at(self.path, self._nbytes), ThreadPoolExecutor(1) as pool:
-            flushed = pool.submit(os.fsync, self._fd)
-            sha256 = hash_file(self.path, self._check_stopped)
-            flushed.result()
-        self._close()
-        return sha256
-
-    def stop(self) -> None:
-        """Make `finish`, in another thread, end soon with an OutputError."""
-        self._is_stopped = True
-
-    def _check_stopped(self, nbytes: int) -> None:
-        if self._is_stopped:
-            raise OutputError("stopped", f"{self.path.name} was not finished")
-
-    def discard(self) -> None:
-        """Close, and leave nothing behind."""
-        self._close()
-        self.path.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-
-def difference_from_package(path: Path, refs: Iterable[TensorRef]) -> str:
-    """Compare addresses with those that the package safetensors finds.
-
-    It reads the header alone.  Offsets are compared, too: it tells the order of the tensors, which
-    leaves no gap between them, and they end where the file does.
-    Returns  what differs, as the end of a sentence that begins with the file; "" for nothing
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as opened:
-            slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-            found = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices}
-    except SafetensorError as error:
-        return f"is refused by the package safetensors: {error}"
-    sizes = [nbytes_of(*kind) for kind in found.values()]
-    begins = accumulate(sizes, initial=path.stat().st_size - sum(sizes))
-    theirs = {
-        name: (*kind, begin) for (name, kind), begin in zip(found.items(), begins, strict=False)
-    }
-    ours = {ref.name: (ref.dtype, ref.shape, ref.start) for ref in refs}
-    for name in sorted(ours.keys() | theirs.keys()):
-        if (own := ours.get(name)) != (other := theirs.get(name)):
-            return (
-                f"holds {name!r} as {_address_text(other)} by the package safetensors,"
-                f" and as {_address_text(own)} by fp4convert"
-            )
-    return ""
-
-
-def _address_text(address: tuple[str, tuple[int, ...], int] | None) -> str:
-    """Write a dtype, a shape and an offset for people; None is no tensor."""
-    if address is None:
-        return "nothing"
-    dtype, shape, start = address
-    return f"{dtype} {list(shape)} at byte {start}"
 
 
 def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_chains import LENGTH, MODELS, SAMPLES, TEXT, make_model, tokens_of
 
-from fp4convert.calibration.statistics import open_calibration
+from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.storage.open import open_source
 
 pytestmark = pytest.mark.engine

@@ -11,8 +11,8 @@ from checkpoints import LAYER, run, write_llama
 from made_up_inputs import calibrate, correlated, inputs_of
 from refusals import refused
 
+from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.calibration.plausibility import InputStatistics, contradiction, not_a_gram
-from fp4convert.calibration.statistics import open_calibration
 from fp4convert.errors import InputError
 from fp4convert.storage.open import open_source
 

@@ -21,13 +21,13 @@ from paths import ROOT
 from pruned_deepseek import DEEPSEEK, calibrated, deepseek_shards
 
 import fp4convert
-from fp4convert.calibration.statistics import Calibrated
+from fp4convert.calibration.result import Calibrated
 from fp4convert.cli.app import make_app
 from fp4convert.cli.commands import COMMANDS
 from fp4convert.commands import analysis, calibration, convert, quality
 from fp4convert.conversion import repacking
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.options import AccessOptions
+from fp4convert.conversion.work_options import AccessOptions
 
 OPTIONS = {  # command -> its options
     name: command.options for name, command in COMMANDS.items() if name in fp4convert.__all__

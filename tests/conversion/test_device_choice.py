@@ -13,18 +13,21 @@ import pytest
 from checkpoints import run, write_llama
 from lazy_cuda import Machine
 
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import Floats
 from fp4convert.conversion import device_choice
 from fp4convert.conversion.device_choice import Choice, choose_device
-from fp4convert.numerics.backends import gpus, self_check
+from fp4convert.errors import DeviceError, InputError
+from fp4convert.numerics.backends import gpus, open_backend, self_check
 from fp4convert.recipes.recipe import Target
 
 RATES = {"amax": 1.5e9, "mse": 0.4e9}  # weights a second of a core
 
 
-def plan_of(weights: float, rule: str = "mse") -> SimpleNamespace:
-    steps = [SimpleNamespace(action="quantize", shape=(int(weights) // 4096, 4096))]
-    steps += [SimpleNamespace(action="copy", shape=(1 << 40, 4096))]
-    return SimpleNamespace(target=replace(Target("nvfp4"), scale_rule=rule), steps=steps)
+def work_of(weights: float, rule: str = "mse") -> tuple[Target, list[Linear]]:
+    """What `choose_device` is told of a plan that rounds so many weights."""
+    linear = Linear("m", (int(weights) // 4096, 4096), Floats("bf16"), ())
+    return replace(Target("nvfp4"), scale_rule=rule), [linear]
 
 
 class NoCupy:
@@ -68,23 +71,23 @@ def sound(monkeypatch):
 
 def test_other_devices_stay(without_cupy):
     for device in ("cpu", "cuda", "cuda:3"):
-        assert choose_device(device, plan_of(1e12)) == Choice(device)
+        assert choose_device(device, *work_of(1e12)) == Choice(device)
 
 
 def test_without_a_gpu_nothing_is_said_nor_measured(monkeypatch, without_cupy):
     monkeypatch.setattr(device_choice, "measure_pace", None)
     for found in ((None, 0, "there is no NVIDIA driver"), ((13, 0), 0, gpus.NO_GPU)):
         monkeypatch.setattr(gpus, "ask_driver", lambda found=found: found)
-        assert choose_device("auto", plan_of(1e12)) == Choice("cpu")
+        assert choose_device("auto", *work_of(1e12)) == Choice("cpu")
     monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 0, "the driver refuses to start"))
-    assert choose_device("auto", plan_of(1e12)) == Choice(
+    assert choose_device("auto", *work_of(1e12)) == Choice(
         "cpu", "the CPU is used: the driver refuses to start"
     )
 
 
 def test_a_small_model_pays_for_neither_cupy_nor_a_measurement(cores, monkeypatch, without_cupy):
     monkeypatch.setattr(device_choice, "measure_pace", None)
-    chosen = choose_device("auto", plan_of(22 << 20))
+    chosen = choose_device("auto", *work_of(22 << 20))
     assert chosen.device == "cpu"
     assert chosen.reason.endswith("weights are too few; --device cuda uses cuda:0")
 
@@ -92,7 +95,7 @@ def test_a_small_model_pays_for_neither_cupy_nor_a_measurement(cores, monkeypatc
 @pytest.mark.parametrize(
     ("weights", "rule", "count", "device"),
     [
-        (70e9, "mse", 4, "auto"),  # 44 s against 5 + 14
+        (70e9, "mse", 4, "cuda:0"),  # 44 s against 5 + 14
         (70e9, "mse", 16, "cpu"),  # 11 s against 5 + 14
         (70e9, "amax", 4, "cpu"),  # 12 s
         (70e9, "amax", 2, "cpu"),  # 23 s against 5 + 14: less, but not by the margin
@@ -101,24 +104,24 @@ def test_a_small_model_pays_for_neither_cupy_nor_a_measurement(cores, monkeypatc
 )
 def test_the_gpu_must_win(weights, rule, count, device, cores, sound):
     cores(count)
-    chosen = choose_device("auto", plan_of(weights, rule))
+    chosen = choose_device("auto", *work_of(weights, rule))
     assert chosen.device == device
     assert f"{rule} takes" in chosen.reason
     assert f"on {count} cores" in chosen.reason
-    assert chosen.reason.startswith("device cuda:0: " if device == "auto" else "device cpu: ")
+    assert chosen.reason.startswith(f"device {device}: ")
     assert ("--device cuda uses cuda:0" in chosen.reason) == (device == "cpu")
 
 
 def test_a_gpu_that_loses_costs_no_cupy(cores, without_cupy):
     cores(16)
-    assert choose_device("auto", plan_of(70e9, "amax")).device == "cpu"
+    assert choose_device("auto", *work_of(70e9, "amax")).device == "cpu"
 
 
 def test_a_gpu_that_wins_must_pass_the_check(cores, monkeypatch):
     refused = (("cuda:0", "cuda:0 gives other bytes"),)
     found = gpus.Survey((13, 0), 1, refused=refused, problem=refused[0][1], next_step="Look.")
     monkeypatch.setattr(self_check, "survey_sound", lambda: found)
-    assert choose_device("auto", plan_of(70e9)) == Choice(
+    assert choose_device("auto", *work_of(70e9)) == Choice(
         "cpu", "the CPU is used: cuda:0 gives other bytes. Look."
     )
 
@@ -147,6 +150,38 @@ def test_auto_takes_a_gpu_that_wins(simt_libraries, tmp_path, monkeypatch):
     assert "on cuda:0" in outcome.out
     assert "device cuda:0: mse takes" in outcome.err
     assert made.launches
+
+
+def test_a_target_size_is_measured_where_the_plan_says(simt_libraries, tmp_path, monkeypatch):
+    """Few weights: the CPU, and nothing of CuPy; where the GPU wins, it, and two lines say so."""
+    source = write_llama(tmp_path / "m")
+    words = ("quantize", source, "--format", "nvfp4", "--target-bits", 6, "--json")
+    made = Machine(simt_libraries)
+    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    small = run(*words, "-o", tmp_path / "cpu")
+    assert small.err.count("weights are too few") == 1
+    monkeypatch.setitem(sys.modules, "cupy", made.module())
+    monkeypatch.setattr(self_check, "check", lambda gpu: None)
+    for name in ("LEAST_WEIGHTS", "BEGIN_SECONDS", "COPY_SECONDS", "LINK_SECONDS"):
+        monkeypatch.setattr(device_choice, name, 0)
+    large = run(*words, "-o", tmp_path / "gpu")
+    assert large.json["digest"] == small.json["digest"]
+    assert large.err.count("measuring: device cuda:0: ") == 1
+    assert large.err.count("device cuda:0: ") == 2
+
+
+def test_several_gpus_are_named_as_a_backend_is(monkeypatch):
+    made = Machine({}, count=4)
+    monkeypatch.setitem(sys.modules, "cupy", made.module())
+    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
+    monkeypatch.setattr(self_check, "check", lambda gpu: None)
+    assert open_backend("cuda:1,cuda:3").name == "cuda:1,cuda:3"
+    with pytest.raises(DeviceError, match="'cuda:7' is not there"):
+        open_backend("cuda:1,cuda:7")
+    for word in ("cuda:1,", "cuda:1,cpu", "cuda,cuda:1", "cuda:01"):
+        with pytest.raises(InputError, match="is not known"):
+            open_backend(word)
 
 
 def test_only_the_gpu_that_is_asked_for_is_opened(monkeypatch):

@@ -52,6 +52,40 @@ def test_losses_are_those_of_the_artifacts_values(source, tmp_path):
         assert each["nvfp4"] == pytest.approx(((w - v) ** 2).sum() / (w**2).sum(), rel=1e-6)
 
 
+def test_losses_are_those_under_given_global_scales(source, tmp_path):
+    """Beside what `dequantize` makes of an artifact with these scales, by NumPy in float64."""
+    quantize(source, tmp_path / "first", "--dialect", "modelopt")
+    scales = {
+        name.removesuffix(".weight_scale_2"): float(np.frombuffer(stored[2], np.float32)[0]) / 4
+        for name, stored in read_folder(tmp_path / "first").items()
+        if name.endswith(".weight_scale_2")
+    }
+    (tmp_path / "scales.json").write_text(json.dumps(scales))
+    given = ("--dialect", "modelopt", "--global-scale", tmp_path / "scales.json")
+    quantize(source, tmp_path / "fitted", "--target-bits", 6, *given)
+    quantize(source, tmp_path / "four", *given)
+    words = ("-o", tmp_path / "values", "--dtype", "fp32", "-q")
+    assert run("dequantize", tmp_path / "four", *words).code == 0
+    original, rounded = read_folder(source), read_folder(tmp_path / "values")
+    found = losses(tmp_path / "fitted")
+    assert len(found) == 14
+    for module, each in found.items():
+        w, v = values_of(original[f"{module}.weight"]), values_of(rounded[f"{module}.weight"])
+        assert each["nvfp4"] == pytest.approx(((w - v) ** 2).sum() / (w**2).sum(), rel=1e-6)
+    fitted = read_folder(tmp_path / "fitted")
+    made = {module for module in scales if f"{module}.weight_scale_2" in fitted}
+    assert 0 < len(made) < 14
+    for module in made:
+        stored = float(np.frombuffer(fitted[f"{module}.weight_scale_2"][2], np.float32)[0])
+        assert stored == scales[module]
+    # A file that has those of the four-bit modules alone does not say what the others would lose.
+    few = ("--global-scale", tmp_path / "fitted", "--target-bits", 6)
+    words = ("--format", "nvfp4", "--dialect", "modelopt", "-o", tmp_path / "again", "--json")
+    refused = run("quantize", source, *words, *few)
+    assert (refused.code, refused.json["error"]["code"]) == (2, "global-scale-modules"), refused
+    assert not (tmp_path / "again").exists()
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(("dialect", "axis"), [("compressed-tensors", 1), ("modelopt", None)])
 def test_losses_of_fp8_are_torchs(source, tmp_path, dialect, axis):

@@ -5,10 +5,20 @@ dies meanwhile.
 import json
 import os
 import signal
+import struct
 import threading
 
 import pytest
-from checkpoints import WAIT_SECONDS, bf16, pack_header, run, start, wait_until, write_llama
+from checkpoints import (
+    WAIT_SECONDS,
+    bf16,
+    pack_header,
+    read_folder,
+    run,
+    start,
+    wait_until,
+    write_llama,
+)
 from diffusion import write_wan
 from fakehub import TOKEN
 from hub_cases import expect
@@ -109,6 +119,29 @@ def test_four_nodes_and_one_that_is_killed_give_the_same_digest(
     assert list((out / STATE / "tmp").iterdir()) == []
     again = on_cluster(cluster, layers, out)
     assert json.loads(again.communicate(timeout=120)[0])["digest"] == expected
+
+
+@pytest.mark.slow
+def test_given_global_scales_reach_every_node(cluster, tmp_path, monkeypatch):
+    """By a name that means nothing in the folders where workers run."""
+    monkeypatch.chdir(tmp_path)
+    source = write_llama(tmp_path / "m")
+    small = ("quantize", source, "--format", "nvfp4", "--json", "-q", "-o")
+    assert run(*small, "first", "--dialect", "modelopt").code == 0
+    scales = {
+        name.removesuffix(".weight_scale_2"): struct.unpack("<f", data)[0] / 2
+        for name, (_, _, data) in read_folder(tmp_path / "first").items()
+        if name.endswith(".weight_scale_2")
+    }
+    (tmp_path / "scales.json").write_text(json.dumps(scales))
+    given = ("--global-scale", "scales.json")
+    alone = run(*small, tmp_path / "alone", *given).json
+    assert alone["saturated"] == len(scales)
+    with on_cluster(cluster, source, tmp_path / "out", *given) as process:
+        text, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    found = json.loads(text)
+    assert (found["digest"], found["saturated"]) == (alone["digest"], alone["saturated"])
 
 
 @pytest.mark.slow

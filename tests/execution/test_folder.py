@@ -35,7 +35,8 @@ from fp4convert.errors import OutputError
 from fp4convert.execution import folder as folder_module
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.process import Stopped
-from fp4convert.storage.safetensors import SafetensorsFrame, ShardWriter
+from fp4convert.storage.safetensors import SafetensorsFrame
+from fp4convert.storage.shard_writer import ShardWriter
 
 STATE = ".fp4convert"
 RECORDS = ("config.json", INDEX, "quantization_config.json")

@@ -26,8 +26,8 @@ from gptq_reference import gptq_by_the_paper
 from made_up_inputs import aliases_of, calibrate, correlated, inputs_of
 from refusals import refused
 
+from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.calibration.methods.scaled_weights import Scaled
-from fp4convert.calibration.statistics import open_calibration
 from fp4convert.checkpoint.encodings.base import Factors, Folding
 from fp4convert.execution import rounding
 from fp4convert.numerics import codec

@@ -29,7 +29,7 @@ from checkpoints import LAYER, bf16, llama_shards, run, write_checkpoint, write_
 
 from fp4convert.errors import DeviceError, InputError, NumericError
 from fp4convert.numerics import codec
-from fp4convert.numerics.backends import cuda, cuda_stream, open_backend
+from fp4convert.numerics.backends import cuda, cuda_buffers, cuda_stream, open_backend
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FORMATS, NVFP4
@@ -201,7 +201,7 @@ def test_no_more_memory_is_pinned_than_the_plan_says(machine, dtype, shape, monk
     weights = Recorded(gaussian(dtype, *shape), dtype)
     own = importance_for("importance", shape[1])
     list(backend.quantize_group([weights], [weights], NVFP4, "importance", Given(importance=[own])))
-    scalars = 2 * cuda_stream.ALIGNMENT
+    scalars = 2 * cuda_buffers.ALIGNMENT
     assert pinned
     assert sum(pinned) <= backend.held_nbytes(1, shape[1]) + scalars
 

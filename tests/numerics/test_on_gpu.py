@@ -30,7 +30,8 @@ from scale_grids import same, some_scales
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.backends.cuda import Cuda
-from fp4convert.numerics.backends.cuda_stream import Kernels, Lane
+from fp4convert.numerics.backends.cuda_kernels import Kernels
+from fp4convert.numerics.backends.cuda_stream import Lane
 from fp4convert.numerics.backends.gpus import survey
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import CODES, FORMATS, MXFP4, NVFP4

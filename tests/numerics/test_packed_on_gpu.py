@@ -13,6 +13,8 @@ import pytest
 from adversarial import generator
 from checkpoints import LAYER, LLAMA, Tensor, bf16, run, weight, write_single
 
+from fp4convert.checkpoint.encodings import floats
+
 Tensors = dict[str, Tensor]
 SHAPES = {
     f"{LAYER}.self_attn.q_proj": (80, 96),
@@ -128,6 +130,69 @@ def test_the_same_artifact_as_on_the_cpu(machine, case, free_nbytes, tmp_path):
     assert found["tensors"] == expected["tensors"]
     names = {name for _, name in machine.launches}
     assert {name for name in names if name.startswith(("decode", "transpose"))} == {kernel}
+
+
+@pytest.mark.parametrize("free_nbytes", [0, 1 << 40])
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])  # divisors, multipliers
+def test_four_bits_become_another_four_bits_as_on_the_cpu(machine, dialect, free_nbytes, tmp_path):
+    machine.free_nbytes = free_nbytes
+    tensors = {f"{module}.weight": weight(3, *shape) for module, shape in SHAPES.items()}
+    source, four = written(tmp_path / "source", tensors, None), tmp_path / "four"
+    assert run("quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", four).code == 0
+    words = ("quantize", four, "--format", "mxfp4", "--scale-rule", "even", "--json")
+    expected, found = (
+        run(*words, "--device", device, "-o", tmp_path / device).json for device in ("cpu", "cuda")
+    )
+    assert expected["tensors"]["quantized"] == len(SHAPES)
+    assert found["digest"] == expected["digest"]
+    decoded = [name for _, name in machine.launches if name.startswith("dequantize")]
+    assert set(decoded) == {"dequantize_nvfp4_fp32"}
+    assert len(decoded) >= len(SHAPES)
+
+
+def test_what_the_cpu_decodes_for_a_gpu_is_told_in_one_line(machine, tmp_path):
+    """FP8 of type E5M2, fp32 whose members take turns, and what goes through FP8 first."""
+    tensors = fp8(blocks)
+    for name, (dtype, shape, data) in tensors.items():
+        if dtype == "F8_E4M3":  # any byte, but no NaN or Inf
+            codes = np.frombuffer(data, np.uint8) & 0xBB
+            tensors[name] = ("F8_E5M2", shape, codes.tobytes())
+    turns = (*STACK, "interleaved")
+    made = {
+        "e5m2": (written(tmp_path / "e5m2", tensors, FP8_RECORD), (), "6 of 6 modules for it (fp8"),
+        "turns": (written(tmp_path / "turns", stack("F32"), None), turns, "6 of 9 modules for it"),
+        "via": (
+            *(written(tmp_path / "via", stack("BF16"), None), (*turns, "--via", "fp8")),
+            "9 of 9 modules for it (bf16)",
+        ),
+        "none": (written(tmp_path / "none", stack("BF16"), None), turns, ""),
+    }
+    for name, (source, options, said) in made.items():
+        words = ("quantize", source, *options, "--format", "nvfp4", "--scale-rule", "amax")
+        outcomes = [
+            run(*words, "--json", "--device", device, "-o", tmp_path / f"{name}-{device}")
+            for device in ("cpu", "cuda")
+        ]
+        assert outcomes[0].json["digest"] == outcomes[1].json["digest"]
+        told = [outcome.err.replace("\n", " ").count("the CPU decodes") for outcome in outcomes]
+        assert told == [0, int(bool(said))], name
+        assert said in outcomes[1].err.replace("\n", " ")
+
+
+def test_rows_that_take_turns_are_copied_from_where_they_lie(machine, monkeypatch, tmp_path):
+    """Each once, into the memory that is uploaded; never put into rows of their own before."""
+    tensors = {
+        "lm_head.weight": weight(1),
+        f"{EXPERTS}.gate_up_proj": ("BF16", (3, 2 * 112, 96), bf16(3, 2 * 112, 96)),
+    }
+    source = written(tmp_path / "source", tensors, None)
+    words = ("quantize", source, "--stack-order", "out_in", "--stack-rows", "interleaved")
+    words = (*words, "--format", "mxfp4", "--scale-rule", "even", "--json")
+    expected = run(*words, "--device", "cpu", "-o", tmp_path / "cpu").json["digest"]
+    monkeypatch.setattr(floats._Rows, "rows", None)
+    found = run(*words, "--device", "cuda", "-o", tmp_path / "cuda")
+    assert (found.code, found.json["digest"]) == (0, expected), found.err
+    assert found.json["tensors"]["quantized"] == 6
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])

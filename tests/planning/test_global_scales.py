@@ -18,6 +18,7 @@ from checkpoints import (
     write_checkpoint,
     write_llama,
 )
+from diffusion import write_wan
 from lazy_cuda import Machine
 
 from fp4convert.conversion.options import QuantizeOptions
@@ -303,6 +304,31 @@ def test_other_formats_and_files_are_refused(source, tmp_path):
     assert done.code == 2, done
     done = quantize(source, tmp_path / "q", "--global-scale", source)
     assert done.code == 2, done
+
+
+def test_blocks_that_are_taken_over_take_no_scale(source, tmp_path):
+    digest(source, tmp_path / "first")
+    done = quantize(tmp_path / "first", tmp_path / "q", "--global-scale", tmp_path / "first")
+    assert (done.code, done.json["error"]["code"]) == (2, "bad-global-scale"), done
+    assert not (tmp_path / "q").exists()
+    # Where nothing is made at all, the error is that of any run.
+    done = quantize(source, tmp_path / "q", "--global-scale", tmp_path / "first", "--exclude", "*")
+    assert (done.code, done.json["error"]["code"]) == (2, "no-linears"), done
+
+
+def test_components_of_a_pipeline_have_their_own_scales(tmp_path):
+    """Two transformers of the same names and shapes, whose weights differ."""
+    pipeline = write_wan(tmp_path / "pipeline")
+    expected = digest(pipeline, tmp_path / "first")
+    given = ("--global-scale", tmp_path / "first")
+    assert digest(pipeline, tmp_path / "again", *given) == expected
+    one = ("--global-scale", tmp_path / "first" / "transformer")
+    done = quantize(pipeline, tmp_path / "q", *one)
+    assert (done.code, done.json["error"]["code"]) == (2, "bad-global-scale"), done
+    assert "one file for 2 components" in done.json["error"]["message"]
+    assert not (tmp_path / "q").exists()
+    done = quantize(pipeline, tmp_path / "q", "--subfolder", "transformer", *one)
+    assert (done.code, "saturated" in done.json) == (0, False), done
 
 
 def test_scales_that_no_amax_has_get_the_next_one(source, tmp_path):

@@ -36,7 +36,7 @@ HOMES = {
     "huggingface_hub": ("storage.hub.", "storage.source", "storage.open", "report.model_card"),
     "hf_xet": ("storage.hub.xet",),
     "urllib3": ("storage.hub.",),
-    "safetensors": ("storage.safetensors",),
+    "safetensors": ("storage.shard_writer",),
     "gguf": ("storage.gguf",),
     "ray": ("conversion.ray_workers",),
     "plotly": ("report.html",),

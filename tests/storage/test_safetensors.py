@@ -1,20 +1,13 @@
-"""The container laid out and written: bytes typed by hand, and the safetensors package that reads
-them.
-"""
+"""The container laid out: bytes typed by hand, and the safetensors package that reads them."""
 
-import hashlib
 import json
-import os
 import struct
 
 import pytest
 from headers import BITS, header_of
 from safetensors import deserialize
 
-from fp4convert.errors import OutputError
-from fp4convert.storage import disk, safetensors
-from fp4convert.storage.disk import hash_file
-from fp4convert.storage.safetensors import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec
+from fp4convert.storage.safetensors import SafetensorsFrame, TensorSpec
 
 LAID_OUT = (
     b'\x58\0\0\0\0\0\0\0{"__metadata__":{"format":"pt"},'
@@ -84,123 +77,3 @@ def test_what_is_laid_out_is_read_by_safetensors_and_aligned():
     for ref in refs:
         assert ref.start % max(1, BITS[ref.dtype] // 8) == 0
     assert [ref.start for ref in header_of(data).tensors] == [ref.start for ref in refs]
-
-
-def test_a_writer_that_is_told_to_stop_does_not_hash_to_the_end(tmp_path):
-    ref = TensorRef("a", "U8", (3,), "m", 8)
-    writer = ShardWriter(tmp_path / "m", bytes(8), (ref,), 11)
-    writer.append(ref, memoryview(b"abc"))
-    writer.stop()
-    with pytest.raises(OutputError):
-        writer.finish()
-    writer.discard()
-    assert not (tmp_path / "m").exists()
-
-
-def test_a_file_is_hashed_whole_and_every_block_is_told(tmp_path):
-    data = bytes(disk.HASH_NBYTES) + bytes(range(256)) * (disk.HASH_NBYTES // 256) + b"end"
-    (tmp_path / "m").write_bytes(data)
-    told = []
-    assert hash_file(tmp_path / "m", told.append) == hashlib.sha256(data).hexdigest()
-    assert (sum(told), len(told)) == (len(data), 3)
-
-
-def test_no_call_writes_more_than_a_short_run_of_pages(tmp_path, monkeypatch):
-    data = bytes(range(256)) * (3 * safetensors.WRITE_NBYTES // 256) + b"end"
-    ref = TensorRef("a", "U8", (len(data),), "m", 8)
-    writer = ShardWriter(tmp_path / "m", bytes(8), (ref,), 8 + len(data))
-    pwrite, calls = os.pwrite, []
-
-    def half(fd, piece, offset):
-        """Writes half of what it is given, as systems may."""
-        calls.append(len(piece))
-        return pwrite(fd, piece[: (len(piece) + 1) // 2], offset)
-
-    monkeypatch.setattr(os, "pwrite", half)
-    writer.append(ref, memoryview(data))
-    assert max(calls) == safetensors.WRITE_NBYTES
-    assert writer.finish() == hashlib.sha256(bytes(8) + data).hexdigest()
-
-
-def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeypatch):
-    """Ranges follow each other and hold nothing that is not written; what is small stays for the
-    end.
-    """
-    block, told = safetensors.FLUSH_NBYTES, []
-    sizes = {
-        "a": 3 * block - 1,
-        "b": 2 * block,
-        "c": safetensors.LEAST_FLUSH_NBYTES,
-        "d": safetensors.LEAST_FLUSH_NBYTES - 1,
-    }
-    starts = [8 + sum(list(sizes.values())[:number]) for number in range(len(sizes) + 1)]
-    refs = [
-        TensorRef(name, "U8", (nbytes,), "m", at)
-        for (name, nbytes), at in zip(sizes.items(), starts, strict=False)
-    ]
-    writer = ShardWriter(tmp_path / "m", bytes(8), refs, starts[-1])
-    monkeypatch.setattr(
-        safetensors, "begin_flush", lambda fd, start, nbytes: told.append((start, nbytes))
-    )
-    data = memoryview(bytes(block // 2 + 1))
-    for ref in refs:
-        for first in range(0, ref.nbytes, len(data)):
-            before = len(told)
-            writer.append(ref, data[: ref.nbytes - first])
-            assert all(
-                start + nbytes <= ref.start + first + len(data) for start, nbytes in told[before:]
-            )
-    first, second, third, _, _ = starts
-    assert told == [
-        *((first, block), (first + block, block), (first + 2 * block, block - 1)),
-        *((second, block), (second + block, block), (third, safetensors.LEAST_FLUSH_NBYTES)),
-    ]
-    assert writer.finish() == hashlib.sha256(bytes(starts[-1])).hexdigest()
-
-
-def write_tensors(path, specs):
-    """Write tensors of zeros; return their addresses."""
-    head, refs = SafetensorsFrame({"who": "é"}).lay_out(path.name, specs, {})
-    path.write_bytes(head + bytes(sum(ref.nbytes for ref in refs)))
-    return refs
-
-
-def test_the_package_finds_the_same_addresses_of_every_dtype(tmp_path):
-    specs = [TensorSpec(f"{kind} é", kind, (2, 4)) for kind in safetensors.DTYPE_BITS]
-    specs += [TensorSpec("empty", "F32", (0, 4)), TensorSpec("single", "BF16", ())]
-    refs = write_tensors(tmp_path / "m", specs)
-    assert safetensors.difference_from_package(tmp_path / "m", refs) == ""
-
-
-@pytest.mark.parametrize(
-    ("refs", "expected"),
-    [
-        ((), "holds 'a' as U8 [4] at byte 104 by the package safetensors, and as nothing"),
-        (("I8", (4,), 0), "as U8 [4] at byte 104 by the package safetensors, and as I8 [4]"),
-        (("U8", (2, 2), 0), "and as U8 [2, 2] at byte 104 by fp4convert"),
-        (("U8", (4,), 2), "and as U8 [4] at byte 106 by fp4convert"),
-    ],
-)
-def test_another_address_than_the_package_finds_is_told(refs, expected, tmp_path):
-    (ref,) = write_tensors(tmp_path / "m", [TensorSpec("a", "U8", (4,))])
-    changed = []
-    if refs:
-        dtype, shape, moved = refs
-        changed = [ref._replace(dtype=dtype, shape=shape, start=ref.start + moved)]
-    assert expected in safetensors.difference_from_package(tmp_path / "m", changed)
-
-
-def test_what_the_package_refuses_is_told(tmp_path):
-    (ref,) = write_tensors(tmp_path / "m", [TensorSpec("a", "U8", (4,))])
-    with (tmp_path / "m").open("ab") as file:
-        file.write(b"more")
-    told = safetensors.difference_from_package(tmp_path / "m", [ref])
-    assert told.startswith("is refused by the package safetensors: ")
-
-
-def test_the_package_reads_no_tensor(tmp_path):
-    """A sparse file of a terabyte is looked at in no time."""
-    head, (ref,) = SafetensorsFrame({}).lay_out("m", [TensorSpec("a", "U8", (1 << 40,))], {})
-    (tmp_path / "m").write_bytes(head)
-    os.truncate(tmp_path / "m", ref.start + ref.nbytes)
-    assert safetensors.difference_from_package(tmp_path / "m", [ref]) == ""

@@ -1,4 +1,4 @@
-"""A stand-in for the part of CuPy that cuda_stream.py uses: streams put everything off for as long
+"""A stand-in for the part of CuPy that cuda_*.py use: streams put everything off for as long
 as they may.
 
 What is started on a stream happens when something waits for it, in the order of that stream alone;

@@ -50,6 +50,9 @@ class Folded(CodingDefaults):
     def is_packed(self) -> bool:
         return self.stored.is_packed
 
+    def is_decoded_by_cpu(self, linear: Linear) -> bool:
+        return True  # and multiplied
+
     def weights(self, linear: Linear, source: Source) -> Weights:
         return Scaled(self.stored.weights(linear, source), source, self.columns, self.rows)
 

@@ -81,6 +81,10 @@ class CodingDefaults(Protocol):
         """Tell whether one row lies spread over the whole stored matrix."""
         return False
 
+    def is_decoded_by_cpu(self, linear: Linear) -> bool:
+        """Tell whether a GPU cannot make its values of what is stored."""
+        return False
+
     def check(self, linear: Linear, source: Source) -> None:
         """Raise InputError where small tensors beside the codes contradict them."""
         return

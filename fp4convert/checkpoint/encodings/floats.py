@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
@@ -75,8 +76,13 @@ class Floats(CodingDefaults):
             numbers = (*part.shape, skipped, self.step, last - first)
             return StoredRows(f"transpose_{nbytes}", (part, *numbers))
 
-        is_narrow = self.step * FLOAT_TYPES[ref.dtype].nbytes <= UPLOADED_NBYTES
-        return FetchedWeights(ref.dtype, linear.shape, fetch, stored if is_narrow else None)
+        is_left = self.is_decoded_by_cpu(linear)
+        return FetchedWeights(ref.dtype, linear.shape, fetch, None if is_left else stored)
+
+    def is_decoded_by_cpu(self, linear: Linear) -> bool:
+        if not self.is_transposed:
+            return False
+        return self.step * FLOAT_TYPES[linear.refs[0].dtype].nbytes > UPLOADED_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +104,27 @@ class _Rows(RowReader):
         return self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
 
     def rows(self, first: int, last: int) -> Matrix:
-        begin, end = self.start + first * self.step, self.start + (last - 1) * self.step + 1
-        width = self._row_nbytes
-        data = self.source.read_range(self.ref, begin * width, end * width)
         if self.step > 1:
-            stored = np.frombuffer(data, np.uint8).reshape(end - begin, width)
-            data = np.ascontiguousarray(stored[:: self.step]).reshape(-1).data
+            data = np.ascontiguousarray(self._taking_turns(first, last)).reshape(-1).data
+        else:
+            width = self._row_nbytes
+            begin, end = ((self.start + row) * width for row in (first, last))
+            data = self.source.read_range(self.ref, begin, end)
         return Matrix(data, self.dtype, (last - first, self.shape[1]))
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         if self.step > 1:
-            buffer[:] = self.rows(first, last).data
+            own = np.frombuffer(buffer, np.uint8).reshape(last - first, self._row_nbytes)
+            own[:] = self._taking_turns(first, last)
         else:
             self.source.read_into(self.ref, (self.start + first) * self._row_nbytes, buffer)
+
+    def _taking_turns(self, first: int, last: int) -> NDArray[np.uint8]:
+        """Return the bytes of rows between those of others, where they lie."""
+        begin, end = self.start + first * self.step, self.start + (last - 1) * self.step + 1
+        width = self._row_nbytes
+        data = self.source.read_range(self.ref, begin * width, end * width)
+        return np.frombuffer(data, np.uint8).reshape(end - begin, width)[:: self.step]
 
 
 def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weights]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import module_form
 from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import as_matrix
-from fp4convert.numerics.formats import Format
-from fp4convert.numerics.matrices import Blocks, FetchedWeights, Weights
+from fp4convert.numerics.codec import Float32s, as_matrix
+from fp4convert.numerics.formats import FLOAT_TYPES, Format
+from fp4convert.numerics.matrices import Blocks, FetchedWeights, StoredRows, Weights
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
 
@@ -32,10 +34,23 @@ class FourBit(CodingDefaults):
     def weights(self, linear: Linear, source: Source) -> Weights:
         """Return what the blocks are worth, as float32."""
         blocks = self.blocks(linear)
+
+        def stored(first: int, last: int) -> StoredRows:
+            q = blocks.rows(first, last)
+            codes, block_scales = (
+                np.frombuffer(part, np.uint8) for part in (q.packed, q.block_scales)
+            )
+            scale: tuple[Float32s | int, ...] = ()
+            if q.global_scale is not None:
+                scale = np.array([q.global_scale], np.float32), int(q.kind == "divisor")
+            kernel = f"dequantize_{q.format.name}_{FLOAT_TYPES['F32'].word}"
+            return StoredRows(kernel, (codes, block_scales, 2 * codes.size, *scale))
+
         return FetchedWeights(
             "F32",
             blocks.shape,
             lambda first, last: as_matrix(Cpu().values(blocks.rows(first, last))),
+            stored,
         )
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:

@@ -58,6 +58,7 @@ IDLE = (
     ".output_scale",
 )
 BITS = 8
+DECODED_BY_GPU = "F8_E4M3"
 VIA_BLOCK = (128, 128)
 VIA_COLUMNS = (
     2048  # rounded together: what is held meanwhile does not grow with the width of a matrix
@@ -77,6 +78,9 @@ class Fp8(CodingDefaults):
     def weights(self, linear: Linear, source: Source) -> Weights:
         codes, *scales = linear.refs
         return _Scaled(source, codes, linear.shape, self.block, *scales)
+
+    def is_decoded_by_cpu(self, linear: Linear) -> bool:
+        return linear.refs[0].dtype != DECODED_BY_GPU
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         codes, *scales = linear.refs
@@ -133,7 +137,7 @@ class _Scaled(RowReader):
         return (Cpu().amax_fp8(*panel, dtype) for panel in panels)
 
     def stored_reader(self) -> StoredReader | None:
-        return self._stored if self.codes.dtype == "F8_E4M3" else None
+        return self._stored if self.codes.dtype == DECODED_BY_GPU else None
 
     def _stored(self, first: int, last: int) -> StoredRows:
         shape, whole = (last - first, self.shape[1]), self._grid(first)

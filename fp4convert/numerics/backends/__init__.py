@@ -8,7 +8,8 @@ from fp4convert.numerics.backends.base import Backend
 def open_backend(device: str) -> Backend:
     """Open the backend for --device; never another one in its place.
 
-    device   auto (every usable GPU, else the CPU), cpu, cuda (every GPU) or cuda:N
+    device   auto (every usable GPU, else the CPU), cpu, cuda (every GPU), cuda:N,
+             or several of these as a backend is named: cuda:0,cuda:1
     Raises   InputError for any other; DeviceError as usable_gpus
     """
     if device != "cpu":  # which loads nothing that finds GPUs

@@ -13,13 +13,12 @@ import numpy as np
 
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.base import OWN, Given
+from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
 from fp4convert.numerics.backends.cuda_stream import (
     GEMV_VECTORS,
     GPU_PANEL_ELEMENTS,
     LANES,
-    Kernels,
     Lane,
-    as_device_error,
     held_nbytes,
 )
 from fp4convert.numerics.backends.gpus import Gpu

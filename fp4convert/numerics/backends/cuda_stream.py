@@ -13,18 +13,22 @@ there is not.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate, cycle
-from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from itertools import cycle
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.errors import DeviceError
-from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends.cuda_buffers import (
+    ALIGNMENT,
+    Buffer,
+    aligned,
+    lay_out,
+    refuse_memory,
+)
+from fp4convert.numerics.backends.cuda_kernels import Kernels
 from fp4convert.numerics.backends.entry_points import (
     Call,
     Codes,
@@ -34,7 +38,6 @@ from fp4convert.numerics.backends.entry_points import (
     dequantize_call,
     quantize_call,
 )
-from fp4convert.numerics.backends.gpus import Gpu
 from fp4convert.numerics.codec import (
     Float32s,
     check_importance,
@@ -59,26 +62,10 @@ LANES = 16
 GPU_PANEL_ELEMENTS = (
     8 << 20
 )  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs
-RESIDENT_SHARE = 0.8  # of the free device memory: panels that stay between the passes
-ELEMENTS_PER_LAUNCH_BLOCK, THREADS = 8192, 256  # kernels/device.h
-ALIGNMENT = 16  # of every part of a buffer
+ELEMENTS_PER_LAUNCH_BLOCK = 8192  # kernels/device.h
 MAX_ELEMENT_NBYTES = 4  # float32
 RESULT_NBYTES = 1  # for an element, with the sums of its row where that has NARROW elements or more
 NARROW = 128
-FILES = {
-    "amax": "quantize.cu",
-    "quantize": "quantize.cu",
-    "dequantize": "dequantize.cu",
-    "gemv": "gemv.cu",
-}
-FILES |= {
-    "search": "search.cu",
-    "weigh": "search.cu",
-    "compare": "compare.cu",
-    "count": "compare.cu",
-    "decode": "decode.cu",
-    "transpose": "decode.cu",
-}
 ROWS_PER_LAUNCH_BLOCK, COUNTED_PER_BLOCK = 8, 1 << 17  # kernels/compare.cu
 TRANSPOSED_NBYTES = 256  # of a row of what is written, to a block of threads: kernels/decode.cu
 EVEN_ROWS = 16  # panels of more are multiples: transposing goes by squares
@@ -86,108 +73,6 @@ GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
 
 T = TypeVar("T")
 Part = memoryview | NDArray[np.generic]
-
-
-class Kernels:
-    """The compiled kernels of one GPU, loaded when they are first wanted."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        import cupy
-
-        self.cupy = cupy
-        self.gpu = gpu
-        self._room_nbytes: int | None = None
-        self._functions: dict[str, Any] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def room_nbytes(self) -> int:
-        """Measure device memory for panels that stay, once."""
-        with self._lock:
-            if self._room_nbytes is None:
-                with self.cupy.cuda.Device(self.gpu.number) as device:
-                    self._room_nbytes = int(RESIDENT_SHARE * device.mem_info[0])
-            return self._room_nbytes
-
-    def launch(self, name: str, grid: tuple[int, ...], stream: Any, *arguments: int) -> None:
-        """Start a kernel, on the GPU that must be current.
-
-        arguments  addresses and integers, which CuPy passes as 64 bits each
-        """
-        # Generators of two GPUs that take turns in a thread would leave the other's current.
-        if (current := self.cupy.cuda.runtime.getDevice()) != self.gpu.number:
-            raise RuntimeError(f"{name} is for cuda:{self.gpu.number}; cuda:{current} is current")
-        with self._lock:
-            if name not in self._functions:
-                self._functions[name] = self._load(name)
-        self._functions[name](grid, (THREADS,), arguments, stream=stream)
-
-    def _load(self, name: str) -> Any:
-        """Load a kernel; a cubin that the driver refuses is made again, once."""
-        source = cubins.kernels_folder() / FILES[name.partition("_")[0]]
-        path = cubins.cubin_path(source, self.gpu.target)
-        try:
-            return self.cupy.RawModule(path=str(path)).get_function(name)
-        except self.cupy.cuda.driver.CUDADriverError:
-            cubins.discard(path)
-            path = cubins.cubin_path(source, self.gpu.target)
-            return self.cupy.RawModule(path=str(path)).get_function(name)
-
-
-@contextmanager
-def as_device_error(kernels: Kernels) -> Iterator[None]:
-    """Turn CUDA's refusals into a DeviceError that names the GPU."""
-    cuda = kernels.cupy.cuda
-    try:
-        yield
-    except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
-        detail = f"cuda:{kernels.gpu.number} ({kernels.gpu.name}) failed: {error}"
-        raise DeviceError("device-failed", detail) from error
-
-
-class _Buffer:
-    """Pinned memory, its twin on the device, and how far work on them is.
-
-    copied  behind the last copy from or to the pinned side
-    used    behind the last kernel on the device side
-    """
-
-    def __init__(self, cupy: ModuleType) -> None:
-        self._cupy = cupy
-        self.nbytes = 0
-        self.copied, self.used = (
-            cupy.cuda.Event(block=True, disable_timing=True) for _ in range(2)
-        )
-
-    def hold(self, nbytes: int) -> None:
-        """Make both sides at least so large; what they held is lost."""
-        wanted = max(nbytes, ALIGNMENT)
-        if wanted <= self.nbytes:
-            return
-        self.copied.synchronize()
-        self.used.synchronize()
-        cuda = self._cupy.cuda
-        try:
-            pinned, device = cuda.alloc_pinned_memory(wanted), cuda.alloc(wanted)
-        except (cuda.memory.OutOfMemoryError, cuda.runtime.CUDARuntimeError) as error:
-            _refuse_memory(wanted, error)
-        self.pinned, self.device, self.nbytes = pinned, device, wanted
-        self.host = memoryview(pinned).cast("B")
-
-    def upload(self, nbytes: int, stream: Any, place: Any = None) -> None:
-        """Start a copy of the first bytes to the device, or a place there."""
-        (place or self.device).copy_from_host_async(self.pinned.ptr, nbytes, stream)
-        self.copied.record(stream)
-
-    def download(self, nbytes: int, stream: Any, after: Any) -> None:
-        """Start a copy of the first bytes from the device, behind `after`.
-
-        after  a stream: what it has to do comes first
-        """
-        self.used.record(after)
-        stream.wait_event(self.used)
-        self.device.copy_to_host_async(self.pinned.ptr, nbytes, stream)
-        self.copied.record(stream)
 
 
 class Lane:
@@ -207,7 +92,7 @@ class Lane:
                 cupy.cuda.Stream(non_blocking=True) for _ in range(3)
             )
             self._amax_buffer, self._scale_buffer, self._weights_buffer, *buffers = (
-                _Buffer(cupy) for _ in range(7)
+                Buffer(cupy) for _ in range(7)
             )
         self._decoded: Any = None  # device memory for one panel that does not stay
         self._buffers = buffers
@@ -284,7 +169,7 @@ class Lane:
             weights, result = members[number], next(self._results)
             shape = (last - first, weights.shape[1])
             n = shape[0] * shape[1]
-            counts, own, sums, packed, block_scales = _places(
+            counts, own, sums, packed, block_scales = lay_out(
                 8 * CODES, 4, 8 * ROW_SUMS * shape[0], n // 2, n // fmt.block_size
             )
             result.hold(block_scales.stop)
@@ -458,7 +343,7 @@ class Lane:
             try:
                 self._decoded = self._kernels.cupy.cuda.alloc(nbytes)
             except self._kernels.cupy.cuda.memory.OutOfMemoryError as error:
-                _refuse_memory(nbytes, error)
+                refuse_memory(nbytes, error)
         return self._decoded
 
     @contextmanager
@@ -494,7 +379,7 @@ class Lane:
         starts, nbytes = [], 0
         for part in parts:
             starts.append(nbytes)
-            nbytes += _aligned(part.nbytes)
+            nbytes += aligned(part.nbytes)
         buffer = self._free_arrival(nbytes)
         for start, part in zip(starts, parts, strict=True):
             place = np.frombuffer(buffer.host, np.uint8, part.nbytes, start)
@@ -503,7 +388,7 @@ class Lane:
         with self._uploaded(buffer, nbytes):
             yield [buffer.device.ptr + start for start in starts]
 
-    def _free_arrival(self, nbytes: int) -> _Buffer:
+    def _free_arrival(self, nbytes: int) -> Buffer:
         """Take a buffer whose pinned side is not being copied any more."""
         buffer = next(self._arrivals)
         buffer.hold(nbytes)
@@ -511,7 +396,7 @@ class Lane:
         return buffer
 
     @contextmanager
-    def _uploaded(self, buffer: _Buffer, nbytes: int, place: Any = None) -> Iterator[None]:
+    def _uploaded(self, buffer: Buffer, nbytes: int, place: Any = None) -> Iterator[None]:
         """Upload a buffer before the work that is started meanwhile.
 
         It stays on the device until that work is done.
@@ -521,12 +406,6 @@ class Lane:
         self._work.wait_event(buffer.copied)
         yield
         buffer.used.record(self._work)
-
-
-def _refuse_memory(nbytes: int, error: Exception) -> NoReturn:
-    detail = f"the GPU or its driver has no {nbytes:,} bytes of memory left: {error}"
-    next_step = "End what else uses the GPU, or use --device cpu."
-    raise DeviceError("device-memory", detail, next_step) from None
 
 
 def held_nbytes(widest: int) -> int:
@@ -581,13 +460,3 @@ def _finite(stored: memoryview) -> float:
     if not math.isfinite(amax):
         raise not_finite()
     return amax
-
-
-def _places(*sizes: int) -> list[slice]:
-    """Place parts of these sizes in a buffer."""
-    ends = list(accumulate(sizes, lambda end, nbytes: _aligned(end) + nbytes))
-    return [slice(end - nbytes, end) for end, nbytes in zip(ends, sizes, strict=True)]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -17,12 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4convert.errors import InputError
-from fp4convert.numerics.backends.cuda_stream import (
-    ALIGNMENT,
-    ELEMENTS_PER_LAUNCH_BLOCK,
-    Kernels,
-    as_device_error,
-)
+from fp4convert.numerics.backends.cuda_buffers import ALIGNMENT
+from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
+from fp4convert.numerics.backends.cuda_stream import ELEMENTS_PER_LAUNCH_BLOCK
 from fp4convert.numerics.backends.entry_points import (
     Call,
     Codes,
@@ -39,8 +36,8 @@ from fp4convert.numerics.codec import (
     global_scale_of,
     weigh,
 )
-from fp4convert.numerics.formats import FLOAT_TYPES, Format, Kind
-from fp4convert.numerics.matrices import Quantized
+from fp4convert.numerics.formats import FLOAT_TYPES, Format
+from fp4convert.numerics.matrices import Canonical, Quantized
 
 CUDA, CUDA_MANAGED = 2, 13  # DLDeviceType
 LEGACY_STREAM = 1  # as DLPack calls the default stream, which CUDA calls 0
@@ -85,20 +82,12 @@ class DeviceArray(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceQuantized:
-    """One matrix in canonical form on a GPU; Quantized says what it is.
+class DeviceQuantized(Canonical[Any]):
+    """One matrix in canonical form on a GPU.
 
-    packed        rows * columns / 2 bytes, block_scales a byte a block: any array of the GPU that
-                  has elements of one byte. `quantize_tensor` gives uint8 arrays of CuPy, (rows,
-                  columns / 2) and (rows, blocks).
+    Its parts are any arrays of the GPU that have elements of one byte. `quantize_tensor` gives
+    uint8 arrays of CuPy, (rows, columns / 2) and (rows, blocks).
     """
-
-    format: Format
-    shape: tuple[int, int]
-    packed: Any
-    block_scales: Any
-    global_scale: float | None
-    kind: Kind = "multiplier"
 
 
 def device_of(x: object) -> int | None:

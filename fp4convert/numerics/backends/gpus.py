@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -50,11 +51,11 @@ class Survey:
     next_step: str = ""
 
 
-def survey(wanted: int | None = None) -> Survey:
+def survey(wanted: Sequence[int] | None = None) -> Survey:
     """Find the usable GPUs, or why there is none; raise nothing.
 
     CuPy is imported only where the driver shows a GPU.
-    wanted  the only one to be opened, where the driver shows it
+    wanted  the only ones to be opened, where the driver shows them
     """
     driver, count, problem = ask_driver()
     if driver is None or problem:
@@ -94,7 +95,7 @@ def survey(wanted: int | None = None) -> Survey:
             next_step=f"Uninstall that NVRTC, then: {install}",
         )
     gpus, refused = [], []
-    for number in range(count) if wanted is None or wanted >= count else (wanted,):
+    for number in range(count) if wanted is None or max(wanted) >= count else wanted:
         try:
             gpus.append(_gpu(cupy, number))
         except (

@@ -24,7 +24,8 @@ from fp4convert.errors import DeviceError, InputError, shell_line
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.base import expected_device
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
-from fp4convert.numerics.backends.cuda_stream import Kernels, Lane, as_device_error
+from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
+from fp4convert.numerics.backends.cuda_stream import Lane
 from fp4convert.numerics.backends.gpus import NO_GPU, Gpu, Survey, survey
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, decode_e4m3
 from fp4convert.numerics.formats import (
@@ -63,32 +64,34 @@ Doubles = NDArray[np.float64]
 def usable_gpus(device: str) -> list[Gpu]:
     """Find the GPUs of a --device that is not cpu.
 
+    device   auto, cuda (every GPU), or names as a backend's: cuda:0,cuda:1
     Raises   InputError for a device that is none; DeviceError for a GPU that is not there or cannot
              be used, or gives other bytes than the CPU: auto leaves it aside
     """
-    kind, _, number = device.partition(":")
-    if device != "auto" and (
-        kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))
-    ):
+    if device == "auto":
+        return list(survey_sound().gpus)
+    names = device.split(",")
+    if device != "cuda" and not all(re.fullmatch("cuda:(0|[1-9][0-9]{0,8})", one) for one in names):
         detail = f"device {device!r} is not known; expected {expected_device(device)}"
         next_step = "Choose one of these; fp4convert doctor lists the GPUs."
         raise InputError("no-device", detail, next_step)
-    if device == "auto":
-        return list(survey_sound().gpus)
-    found = survey(int(number) if number else None)
-    chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]
+    numbers = None if device == "cuda" else [int(one.partition(":")[2]) for one in names]
+    found = survey(numbers)
+    chosen = [gpu for gpu in found.gpus if numbers is None or gpu.number in numbers]
     for gpu in chosen:
         check(gpu)
-    if chosen:
+    missing = {*names} - {f"cuda:{gpu.number}" for gpu in chosen} if numbers else {device}
+    if chosen and (numbers is None or not missing):
         return chosen
+    first = min(missing)
     there = (
         f"expected {' or '.join(f'cuda:{gpu.number}' for gpu in found.gpus)}"
         if found.gpus
         else found.problem
     )
-    refused = next((reason for name, reason in found.refused if name == device), None)
+    refused = next((reason for name, reason in found.refused if name == first), None)
     next_step = f"See: fp4convert doctor. {found.next_step}".strip()
-    raise DeviceError("no-device", f"device {device!r} is not there: {refused or there}", next_step)
+    raise DeviceError("no-device", f"device {first!r} is not there: {refused or there}", next_step)
 
 
 def survey_sound() -> Survey:

@@ -21,14 +21,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.errors import CORRUPT, SourceError
+from fp4convert.storage.hub.fetchers import Fetchers
+from fp4convert.storage.hub.hashes import corrupt, hasher
 
 # Pieces fetched at once; a storage that limits each connection gives eight times what it gives one.
 CONNECTIONS = 8
@@ -41,7 +42,6 @@ AHEAD = 4
 # Of the budget: what scale groups leave to everything else.
 SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES
 AGAIN = "Run the same command again."
-T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -61,61 +61,6 @@ class Hashed(NamedTuple):
 
     before: hashlib._Hash
     digest: bytes
-
-
-class Fetchers:
-    """A few threads that do what waits for a network.
-
-    The end of the program waits for none of them.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._threads: list[threading.Thread] = []
-        self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = (
-            SimpleQueue()
-        )
-        self._coming: set[Future[Any]] = set()
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-
-    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Return the future of what the work returns.
-
-        Work begins in the order in which it is asked for.
-        """
-        future: Future[T] = Future()
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            self._coming.add(future)
-            if len(self._threads) < self._count:
-                self._threads.append(threading.Thread(target=self._run, name="fetch", daemon=True))
-                self._threads[-1].start()
-        self._asked.put((future, work, arguments))
-        return future
-
-    def _run(self) -> None:
-        while self._error is None:
-            future, work, arguments = self._asked.get()
-            try:
-                result, error = work(*arguments), None
-            except BaseException as caught:  # raised again where the result is wanted
-                result, error = None, caught
-            with self._lock:
-                if future in self._coming:
-                    self._coming.remove(future)
-                    future.set_exception(error) if error else future.set_result(result)
-            # Lest they keep memory while the next is awaited.
-            del future, work, arguments, result, error
-
-    def close(self, error: Exception) -> None:
-        """Give this error to everybody who waits or asks, at once."""
-        with self._lock:
-            self._error = error
-            coming, self._coming = self._coming, set()
-        for future in coming:
-            future.set_exception(error)
 
 
 class Pieces:
@@ -456,21 +401,3 @@ class Stream:
 
 def _is_same(one: memoryview, other: memoryview) -> bool:
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
-
-
-def hasher(nbytes: int, oid: str) -> hashlib._Hash:
-    """Begin a hash of the kind that an oid is.
-
-    Git's, of 40 digits, begins with what the content is and how long.
-    """
-    if len(oid) == 40:
-        return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
-    return hashlib.sha256()
-
-
-def corrupt(file: str, oid: str, found: str) -> SourceError:
-    return SourceError(
-        CORRUPT,
-        f"{file} came damaged: its hash is {found[:16]}..., and the Hub lists {oid[:16]}...",
-        "Run the same command again; where the file is in the Hub's cache, remove it there.",
-    )

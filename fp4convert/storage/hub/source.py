@@ -31,18 +31,17 @@ from fp4convert.storage.checkpoint_files import (
     sort_pipeline,
 )
 from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.fetchers import Fetchers
+from fp4convert.storage.hub.hashes import corrupt, hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
 from fp4convert.storage.hub.listing import list_files
 from fp4convert.storage.hub.prefetch import (
     CONNECTIONS,
     PIECE_NBYTES,
     SPARE_NBYTES,
-    Fetchers,
     Piece,
     Pieces,
     Stream,
-    corrupt,
-    hasher,
     split,
 )
 from fp4convert.storage.hub.xet import XetReader

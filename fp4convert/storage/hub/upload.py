@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, WEIGHTS
 from fp4convert.storage.hub.api import AGAIN, Asker, Patience
+from fp4convert.storage.hub.hashes import hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
-from fp4convert.storage.hub.prefetch import hasher
 
 BRANCH = "main"
 # Of an earlier artifact in another dialect: it would contradict ours.

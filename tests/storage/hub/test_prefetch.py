@@ -12,7 +12,8 @@ import pytest
 
 from fp4convert.errors import SourceError
 from fp4convert.storage.hub import prefetch
-from fp4convert.storage.hub.prefetch import Piece, Pieces, Stream, hasher, split
+from fp4convert.storage.hub.hashes import hasher
+from fp4convert.storage.hub.prefetch import Piece, Pieces, Stream, split
 
 NBYTES = 64 << 10
 DATA = random.Random(0).randbytes(NBYTES)

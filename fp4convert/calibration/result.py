@@ -1,0 +1,78 @@
+"""Say what came of a calibration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+NAMED_MODULES = 3  # in a warning that many could stand in
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Calibrated:
+    """What came of a calibration.
+
+    output_bytes  of the file, and of the parts beside it where it is an index
+    linears       modules with statistics
+    unrouted      modules of experts that were fed tokens that were not routed to them
+    unwatched     modules without statistics
+    opaque        of these, experts that calibrate cannot see into
+    """
+
+    output: Path
+    output_bytes: int
+    samples: int
+    tokens: int
+    linears: int
+    experts: int
+    unrouted: tuple[str, ...]
+    unwatched: tuple[str, ...]
+    opaque: tuple[str, ...]
+    sha256: str
+    seconds: float
+
+    def __repr__(self) -> str:
+        """Say in a line what was seen, for the end of a notebook's cell."""
+        seen = f"{self.linears} linear layers, {self.samples} samples, {self.tokens:,} tokens"
+        return f"<Calibrated {self.output}: {seen}>"
+
+    @property
+    def warnings(self) -> list[str]:
+        """Tell what a person should know of it."""
+        known = set(self.opaque)
+        passed_by = tuple(module for module in self.unwatched if module not in known)
+        found = []
+        for modules, what in (
+            (
+                self.unrouted,
+                "of experts that received too few tokens; their statistics are of all tokens of"
+                " the layer; more text helps",
+            ),
+            (
+                self.opaque,
+                "experts without statistics and saliency: transformers computes them in a"
+                " way that calibrate cannot observe; prune does not take this file",
+            ),
+            (passed_by, "without statistics, since no text goes through them"),
+        ):
+            if modules:
+                more = ", ..." if len(modules) > NAMED_MODULES else ""
+                names = f"{', '.join(modules[:NAMED_MODULES])}{more}"
+                found.append(f"{len(modules)} linear layers ({names}): {what}")
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "output": str(self.output),
+            "output_bytes": self.output_bytes,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "linears": self.linears,
+            "experts": self.experts,
+            "unrouted": list(self.unrouted),
+            "unwatched": list(self.unwatched),
+            "opaque": list(self.opaque),
+            "sha256": self.sha256,
+            "seconds": self.seconds,
+            "warnings": self.warnings,
+        }

@@ -1,0 +1,249 @@
+"""Declare how commands read and work: options that several have.
+
+Nothing here changes a byte of a result but which revision and folder is read.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fp4convert.errors import InputError, did_you_mean, shell_line
+from fp4convert.progress import Phases
+from fp4convert.recipes.options import (
+    DEVICE,
+    HUB,
+    MACHINES,
+    OUTPUT,
+    Option,
+    Reference,
+    declared_in,
+    take_words,
+)
+
+if TYPE_CHECKING:  # what commands load when they run
+    from fp4convert.execution.settings import Settings
+    from fp4convert.storage.source import Access
+
+TRANSPORTS = ("http", "xet")
+DEVICES = "[auto|cpu|cuda|cuda:N]"  # as --help shows them
+LONGEST_NAME = 255  # bytes of a file's name on any disk
+MOST_MEMORY = 1e6  # GB; inf, too, means no limit
+
+
+def ignore(line: str) -> None:
+    """Do nothing with a line for people."""
+
+
+def as_nbytes(gigabytes: float) -> int:
+    """Return bytes for GB; inf is as many as there are.
+
+    Raises  InputError below 0 and for NaN
+    """
+    if not gigabytes >= 0:
+        raise InputError(
+            "usage", f"{gigabytes:g} GB of memory; expected 0 or more", "Give a number of GB."
+        )
+    return int(min(gigabytes, MOST_MEMORY) * 10**9)
+
+
+def take_references(options: "AccessOptions") -> None:
+    """Read ~ and addresses of the Hub in what the options name.
+
+    Raises  InputError for an address with a revision or a folder that others contradict, for an
+            empty name, and for one that is too long
+    """
+    for each in declared_in(type(options)):
+        given = getattr(options, each.name)
+        if each.type not in (Reference, Reference | None) and each.name != "subfolder":
+            continue
+        if given is None:
+            continue
+        given, flag = os.fspath(given), f"--{each.name.replace('_', '-')}"
+        if not given and not each.option.is_argument:
+            raise InputError("usage", f"{flag} is empty", "Give a name, or leave it out.")
+        longest = max(len(os.fsencode(part)) for part in given.split("/"))
+        if longest > LONGEST_NAME and each.name != "output":  # which whoever makes it tells
+            detail = f"{given[:60]}... has a name of more than {LONGEST_NAME} bytes"
+            if each.option.is_argument:
+                raise InputError("no-source", f"{detail}, more than disks allow")
+            raise InputError("usage", f"{detail}, more than disks allow", f"Check {flag}.")
+        if each.name == "subfolder" or not isinstance(getattr(options, each.name), str):
+            continue
+        if not given.startswith(("~", "http")) and not given.endswith("/"):
+            continue  # what it is already: nearly always
+        from fp4convert.storage.open import read_reference
+
+        place = read_reference(given)
+        setattr(options, each.name, place.reference)
+        for name in ("revision", "subfolder"):
+            found, known = getattr(place, name), getattr(options, name)
+            if found and not each.option.is_argument:
+                detail = f"{given} names the {name} {found}, which --{each.name} does not take"
+                raise InputError(
+                    "usage", detail, f"Name the repository: {shell_line(place.reference)}"
+                )
+            if found and known not in (None, found):
+                detail = f"{given} names the {name} {found}, and {known} is given"
+                raise InputError("usage", f"{detail}; expected one of them", f"Leave --{name} out.")
+            if found:
+                setattr(options, name, found)
+
+
+Force = Annotated[
+    bool,
+    Option("Replace what an earlier run of fp4convert left in the output folder.", panel=OUTPUT),
+]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class AccessOptions:
+    """How sources and artifacts are found and read.
+
+    tell  gets lines for people: what is waited for, which part this is, which page was written
+    """
+
+    revision: Annotated[
+        str | None, Option("Branch, tag or commit. Default: main.", panel=HUB, value="<name>")
+    ] = None
+    subfolder: Annotated[
+        str | None,
+        Option("Folder of the source that holds the checkpoint.", panel=HUB, value="<path>"),
+    ] = None
+    token: Annotated[
+        str | None,
+        Option("Access token. Better: hf auth login. [env: HF_TOKEN]", panel=HUB, value="<token>"),
+    ] = None
+    memory: Annotated[
+        float,
+        Option(
+            "GB of downloaded data kept in memory for a second read.",
+            least=0,
+            panel=HUB,
+            value="<gb>",
+        ),
+    ] = 1.0
+    transport: Annotated[
+        str, Option("How files are fetched; xet needs hf_xet.", TRANSPORTS, panel=HUB)
+    ] = TRANSPORTS[0]
+    tell: Callable[[str], None] = ignore
+
+    def __post_init__(self) -> None:
+        take_words(self)
+        take_references(self)
+
+    @property
+    def known_token(self) -> str | None:
+        """Return the token; None for an empty one."""
+        return (self.token or "").strip() or None
+
+    def access(self, output: Path | None = None) -> "Access":
+        """Return how the Hub is asked.
+
+        output  where an unfinished plan may lie, which says of which commit it is
+        Raises  InputError for a transport or an amount of memory that cannot be
+        """
+        from fp4convert.storage.source import Access
+
+        if self.transport not in TRANSPORTS:
+            expected = f"expected {' or '.join(TRANSPORTS)}"
+            detail = f"transport {self.transport!r} is not known; {expected}"
+            raise InputError("transport", detail + did_you_mean(self.transport, TRANSPORTS))
+        return Access(
+            revision=self.revision,
+            subfolder=self.subfolder,
+            token=self.known_token,
+            memory_nbytes=as_nbytes(self.memory),
+            tell=self.tell,
+            transport=self.transport,
+            output=output,
+        )
+
+    def original_access(self) -> "Access":
+        """Return how the source of an artifact is found: at its own revision."""
+        return replace(self.access(), revision=None)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class WorkOptions(AccessOptions):
+    """How a command that writes works; nothing here changes a byte.
+
+    phases  learns how far the work is
+    warn    gets what a person should know before the work; None for Python's warnings
+    """
+
+    workers: Annotated[
+        int, Option("Number of threads; 0 chooses by the device.", least=0, panel=DEVICE)
+    ] = 0
+    force: Force = False
+    phases: Phases | None = None
+    warn: Callable[[Iterable[str]], None] | None = None
+
+    def settings(self, device: str) -> "Settings":
+        """Return how to work; InputError for fewer workers than none."""
+        from fp4convert.execution.settings import Settings
+
+        if self.workers < 0:
+            raise InputError(
+                "usage",
+                f"workers is {self.workers}; expected 0 or more",
+                "Leave it out: as many as suit the device.",
+            )
+        return Settings(
+            device=device,
+            workers=self.workers,
+            is_forced=self.force,
+            phases=self.phases or Phases(),
+            tell=self.tell,
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class DeviceOptions(WorkOptions):
+    """Where a command computes."""
+
+    device: Annotated[
+        str,
+        Option(
+            "auto takes the CPU, and GPUs that pass a check where the plan says they win.",
+            panel=DEVICE,
+            value=DEVICES,
+        ),
+    ] = "auto"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PartOptions(WorkOptions):
+    """Which part of the work this process does, of one that several share."""
+
+    join: Annotated[
+        bool,
+        Option(
+            "Share the work with other processes that write to the same folder.", panel=MACHINES
+        ),
+    ] = False
+    shard_index: Annotated[
+        int | None,
+        Option(
+            "Convert this part only, from 0; when all are done: fp4convert merge.", panel=MACHINES
+        ),
+    ] = None
+    num_shards: Annotated[
+        int | None,
+        Option(
+            "Number of parts. Default of both: from Slurm, torchrun or SkyPilot.", panel=MACHINES
+        ),
+    ] = None
+
+    def settings(self, device: str, is_elsewhere: bool = False) -> "Settings":
+        """Return how to work, with the part that this process does.
+
+        is_elsewhere  other processes take the tasks as they come
+        Raises        InputError for a part that cannot be; a launcher's variables count, too
+        """
+        from fp4convert.execution.share import choose_share
+
+        settings, is_shared = super().settings(device), self.join or is_elsewhere
+        share = choose_share(is_shared, self.shard_index, self.num_shards, os.environ)
+        return replace(settings, is_joining=self.join, share=share)

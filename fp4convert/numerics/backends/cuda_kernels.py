@@ -1,0 +1,84 @@
+"""Load the compiled kernels of a GPU, and start them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fp4convert.errors import DeviceError
+from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends.gpus import Gpu
+
+RESIDENT_SHARE = 0.8  # of the free device memory: panels that stay between the passes
+THREADS = 256  # of a block: kernels/device.h
+FILES = {
+    "amax": "quantize.cu",
+    "quantize": "quantize.cu",
+    "dequantize": "dequantize.cu",
+    "gemv": "gemv.cu",
+    "search": "search.cu",
+    "weigh": "search.cu",
+    "compare": "compare.cu",
+    "count": "compare.cu",
+    "decode": "decode.cu",
+    "transpose": "decode.cu",
+}
+
+
+class Kernels:
+    """The compiled kernels of one GPU, loaded when they are first wanted."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        import cupy
+
+        self.cupy = cupy
+        self.gpu = gpu
+        self._room_nbytes: int | None = None
+        self._functions: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def room_nbytes(self) -> int:
+        """Measure device memory for panels that stay, once."""
+        with self._lock:
+            if self._room_nbytes is None:
+                with self.cupy.cuda.Device(self.gpu.number) as device:
+                    self._room_nbytes = int(RESIDENT_SHARE * device.mem_info[0])
+            return self._room_nbytes
+
+    def launch(self, name: str, grid: tuple[int, ...], stream: Any, *arguments: int) -> None:
+        """Start a kernel, on the GPU that must be current.
+
+        arguments  addresses and integers, which CuPy passes as 64 bits each
+        """
+        # Generators of two GPUs that take turns in a thread would leave the other's current.
+        if (current := self.cupy.cuda.runtime.getDevice()) != self.gpu.number:
+            raise RuntimeError(f"{name} is for cuda:{self.gpu.number}; cuda:{current} is current")
+        with self._lock:
+            if name not in self._functions:
+                self._functions[name] = self._load(name)
+        self._functions[name](grid, (THREADS,), arguments, stream=stream)
+
+    def _load(self, name: str) -> Any:
+        """Load a kernel; a cubin that the driver refuses is made again, once."""
+        source = cubins.kernels_folder() / FILES[name.partition("_")[0]]
+        path = cubins.cubin_path(source, self.gpu.target)
+        try:
+            return self.cupy.RawModule(path=str(path)).get_function(name)
+        except self.cupy.cuda.driver.CUDADriverError:
+            cubins.discard(path)
+            path = cubins.cubin_path(source, self.gpu.target)
+            return self.cupy.RawModule(path=str(path)).get_function(name)
+
+
+@contextmanager
+def as_device_error(kernels: Kernels) -> Iterator[None]:
+    """Turn CUDA's refusals into a DeviceError that names the GPU."""
+    cuda = kernels.cupy.cuda
+    try:
+        yield
+    except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
+        detail = f"cuda:{kernels.gpu.number} ({kernels.gpu.name}) failed: {error}"
+        raise DeviceError("device-failed", detail) from error
