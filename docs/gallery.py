@@ -38,7 +38,7 @@ from true_shapes import (  # noqa: E402
 import fp4convert  # noqa: E402
 from fp4convert.conversion.engine_choice import choose_options  # noqa: E402
 from fp4convert.conversion.options import QuantizeOptions  # noqa: E402
-from fp4convert.recipes.engines import Choice, known_engines  # noqa: E402
+from fp4convert.recipes.engines import Preset, known_engines  # noqa: E402
 from fp4convert.recipes.toml_files import FAMILIES as INDEX  # noqa: E402
 from fp4convert.recipes.toml_files import known_file  # noqa: E402
 
@@ -105,14 +105,14 @@ def _plans(
             continue
         with suppress(fp4convert.InputError):
             if engine.key == "comfyui":  # of whose single files there is none here
-                (choice,) = engine.choices
+                (choice,) = engine.presets
                 chosen = QuantizeOptions(source, format=choice.format, dialect=choice.dialect)
             else:
                 chosen = choose_options(QuantizeOptions(source, engine=engine.key))
             made = {"format": chosen.format, "dialect": chosen.dialect}
             made |= {"activations": chosen.activations, "exclude": chosen.exclude}
             plan = fp4convert.preview_quantize(source, **made, warn=lambda text: None)
-            words = Choice(str(chosen.dialect), str(chosen.format), chosen.activations or 16).words
+            words = Preset(str(chosen.dialect), str(chosen.format), chosen.activations or 16).words
             named = f" --recipe {recipe}" if engine.key == "comfyui" else ""
             name = "model.safetensors" if engine.key == "comfyui" else "./Model"
             command = f"fp4convert quantize {name} --for {engine.key}{named}"

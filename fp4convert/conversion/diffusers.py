@@ -33,7 +33,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.execution.workers import CopyWorker
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engines import Verdict
+from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.source import Source

@@ -18,18 +18,12 @@ from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import format_named
-from fp4convert.planning.engines import contents_of
+from fp4convert.planning.engine_contents import plan_contents
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engines import (
-    FOUR_BIT,
-    Contents,
-    Engine,
-    Verdict,
-    Version,
-    engine_asked,
-    judge_contents,
-    version_text,
-)
+from fp4convert.recipes.engine_rows import FOUR_BIT, Contents
+from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
+from fp4convert.recipes.engine_versions import Version, version_text
+from fp4convert.recipes.engines import Engine, engine_asked
 from fp4convert.recipes.options import as_globs
 from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Checkpoint, stopping
@@ -38,7 +32,7 @@ NO_EXPERTS = r"re:(?!.*\.experts\.)"  # fits every module but experts
 
 
 class Candidate(NamedTuple):
-    """What may be made for an engine; others: as a Choice has it."""
+    """What may be made for an engine; others: as a Preset has it."""
 
     dialect: str
     format: str
@@ -84,8 +78,8 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
 
 def _candidates(engine: Engine, options: QuantizeOptions, model: str) -> Iterator[Candidate]:
     """Yield what may be made, best first: what is given by hand, in all."""
-    own = [choice for choice in engine.choices if _fits(choice.models, model)]
-    usual = [choice for choice in engine.choices if not choice.models]
+    own = [preset for preset in engine.presets if _fits(preset.models, model)]
+    usual = [preset for preset in engine.presets if not preset.models]
     found: dict[Candidate, None] = {}
     for choice in (*own, *usual):
         dialect, fmt = options.dialect or choice.dialect, options.format or choice.format
@@ -124,7 +118,7 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
     if options.engine is None:
         return None
     engine, version = engine_asked(options.engine)
-    contents = contents_of(plan, checkpoint)
+    contents = plan_contents(plan, checkpoint)
     verdict = judge_contents(engine, contents, version)
     if not verdict.loads:
         made = f"{plan.target.format} in dialect {plan.target.dialect}"

@@ -18,9 +18,9 @@ from fp4convert.execution.job import check_output
 from fp4convert.execution.plan_file import read_ended
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.planning.engines import serve_line, serve_lines
+from fp4convert.planning.serving import serve_line, serve_lines
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engines import Verdict
+from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.source import Source
 
 

@@ -19,7 +19,7 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.no_effect import refuse_empty, refuse_unmatched
 from fp4convert.planning.steps import Plan
 from fp4convert.progress import Phases
-from fp4convert.recipes.engines import Verdict
+from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.open import access_to, open_with_components
 from fp4convert.storage.source import Source, stopping
 

@@ -22,7 +22,7 @@ from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
-from fp4convert.quality.engines import check_engine
+from fp4convert.quality.engine_check import check_engine
 from fp4convert.quality.source_compare import (
     Distance,
     Outputs,
@@ -32,7 +32,8 @@ from fp4convert.quality.source_compare import (
     pair_with_source,
     split_bytes,
 )
-from fp4convert.recipes.engines import Engine, Version
+from fp4convert.recipes.engine_versions import Version
+from fp4convert.recipes.engines import Engine
 from fp4convert.storage.checkpoint_files import RECORD, REPORT, UNDIGESTED
 from fp4convert.storage.disk import hash_stream
 from fp4convert.storage.safetensors import WEIGHT

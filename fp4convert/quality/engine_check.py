@@ -9,21 +9,14 @@ from collections.abc import Sequence
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding
-from fp4convert.planning.engines import of_model
-from fp4convert.recipes.engines import (
-    EXPERTS,
-    Contents,
-    Engine,
-    Part,
-    Verdict,
-    Version,
-    judge_contents,
-    known_engines,
-    version_text,
-)
+from fp4convert.planning.engine_contents import with_model
+from fp4convert.recipes.engine_rows import EXPERTS, Contents, Part
+from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
+from fp4convert.recipes.engine_versions import Version, version_text
+from fp4convert.recipes.engines import Engine, known_engines
 
 
-def contents_of(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
+def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
     """Say what of an artifact decides which engines load it."""
     modules = artifact.packed
     contents = Contents(
@@ -38,12 +31,12 @@ def contents_of(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
     )
     stored = {ref.name for packed in modules.values() for ref in packed.refs}
     kept = (name for name in artifact.tensors if name not in stored)
-    return of_model(contents, artifact.clues.config, kept)
+    return with_model(contents, artifact.clues.config, kept)
 
 
 def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Verdict]:
     """Tell which engines load an artifact, in the order of ENGINES."""
-    contents = contents_of(artifact, findings)
+    contents = artifact_contents(artifact, findings)
     return [_judge(engine, None, contents, findings) for engine in known_engines()]
 
 
@@ -57,7 +50,7 @@ def check_engine(
     if asked is None:
         return []
     engine, version = asked
-    verdict = _judge(engine, version, contents_of(artifact, findings), findings)
+    verdict = _judge(engine, version, artifact_contents(artifact, findings), findings)
     if verdict.loads:
         return []
     name = f"{engine.name} {version_text(version)}" if version else engine.name

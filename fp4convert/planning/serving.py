@@ -1,30 +1,16 @@
-"""Say what engines do with a plan's result: warnings, and what serves it.
-
-What engines do is data (configs/engines, read by recipes/engines.py); here a plan becomes the
-contents that its rows ask about.
-"""
+"""Name the command that serves what a plan makes."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 from fp4convert.errors import shell_line
+from fp4convert.planning.engine_contents import class_names, plan_contents
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engines import (
-    EXPERTS,
-    Contents,
-    Engine,
-    Part,
-    Verdict,
-    judge_contents,
-    known_engines,
-    trap_text,
-    traps_of,
-)
+from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
+from fp4convert.recipes.engines import Engine, known_engines
 from fp4convert.storage.source import Checkpoint
 
 CHAT = "ForCausalLM"  # ends the class names of models that engines serve
@@ -33,46 +19,6 @@ HOW = {  # a row is known
     "loaded": "its own loader took such artifacts (make engines); no model was run",
     "read": "read in its source or documentation; not run",
 }
-_DRAFT = re.compile(r"(^|\.)(mtp|nextn|mtp_layers)\.")  # in names of layers that draft tokens
-
-
-def contents_of(plan: Plan, checkpoint: Checkpoint) -> Contents:
-    """Say what of a plan's result decides which engines load it."""
-    steps = list(plan.steps)
-    made = {(step.form.word, step.form.activations, step.module) for step in steps if step.form}
-    kept = (step.refs[0].name for step in steps if step.action in ("copy", "skip"))
-    contents = Contents(
-        str(plan.target.dialect),
-        frozenset(Part(word, bits, EXPERTS in module) for word, bits, module in made),
-        is_sharded=len(plan.shards) > 1,
-        has_cache=plan.target.kv_cache is not None,
-    )
-    return of_model(contents, checkpoint.config, kept)
-
-
-def of_model(contents: Contents, config: Mapping[str, object], kept: Iterable[str]) -> Contents:
-    """Add what config.json says, and what of drafting layers stays.
-
-    kept  names of tensors that are not quantized
-    """
-    return replace(
-        contents,
-        model=str(config.get("model_type", "")),
-        classes=class_names(config),
-        is_diffusers="_diffusers_version" in config or "_class_name" in config,
-        keeps_draft=any(EXPERTS in name and _DRAFT.search(name) for name in kept),
-    )
-
-
-def class_names(config: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the names of classes in a config.json."""
-    names = config.get("architectures")
-    return tuple(map(str, names)) if isinstance(names, list) else ()
-
-
-def engine_warnings(plan: Plan, checkpoint: Checkpoint) -> list[str]:
-    """List what engines of the dialect are known to fail at, a line each."""
-    return [trap_text(*trap) for trap in traps_of(contents_of(plan, checkpoint))]
 
 
 def verdict_text(verdict: Verdict, plan: Plan) -> str:
@@ -88,7 +34,7 @@ def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
 
     None for a model that answers no text, unless a file is served.
     """
-    contents = contents_of(plan, checkpoint)
+    contents = plan_contents(plan, checkpoint)
     for engine in known_engines():
         if engine.serve and judge_contents(engine, contents).loads:
             line = serve_line(engine, plan, checkpoint, output)

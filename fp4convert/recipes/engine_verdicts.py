@@ -1,0 +1,124 @@
+"""Judge artifacts by the rows of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from fp4convert.recipes.engine_rows import FAILS, Contents, Row
+from fp4convert.recipes.engine_versions import Version, Versions, version_text
+from fp4convert.recipes.engines import Engine, known_engines
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an engine does with an artifact.
+
+    versions  for which that is so; "" where it has none, or none are known
+    loads     True: and computes what the artifact says; False; None: nobody knows
+    why       the reason, in words
+    instead   what to do where it does not load
+    row       that decided; None where there is none
+    """
+
+    engine: Engine
+    versions: str
+    loads: bool | None
+    why: str
+    instead: str = ""
+    row: Row | None = None
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "engine": self.engine.key,
+            "versions": self.versions,
+            "loads": self.loads,
+            "why": self.why,
+        }
+
+
+def judge_contents(engine: Engine, contents: Contents, version: Version | None = None) -> Verdict:
+    """Tell what an engine does with an artifact.
+
+    version  None: the newest that was looked at, and since which it is so
+    """
+    at = version or engine.version or ()
+    fitting = engine.rows_on(contents)
+    row = _decisive(fitting, at)
+    if row is None:
+        return Verdict(engine, "", *_unknown(engine, contents, fitting))
+    loads = row.effect not in FAILS
+    if version is not None:
+        shown = version_text(version)
+    elif loads:
+        shown = str(Versions(_first_that_loads(fitting, at)))
+    else:
+        shown = str(row.versions)
+    return Verdict(engine, shown, loads, row.says, row.instead, row)
+
+
+def _decisive(rows: Iterable[Row], version: Version) -> Row | None:
+    """Choose the row that decides: failures before slowness before loading."""
+    ranks = ("garbage", "refuses", "slow", "loads")
+    here = [row for row in rows if not version or version in row.versions]
+    if not any(row.effect == "loads" for row in here):
+        here = [row for row in here if row.effect in FAILS]
+    return min(here, key=lambda row: ranks.index(row.effect), default=None)
+
+
+def _first_that_loads(rows: Iterable[Row], version: Version) -> Version | None:
+    """Find the oldest version from which on it loads up to that one.
+
+    None: none of the rows names an older one.
+    """
+    rows = list(rows)
+    ends = {end for row in rows for end in (row.versions.since, row.versions.before) if end}
+    first = None
+    for end in sorted((end for end in ends if end <= version), reverse=True):
+        row = _decisive(rows, end)
+        if row is None or row.effect in FAILS:
+            return first
+        first = end
+    older = _decisive(rows, (0,))
+    return first if older is None or older.effect in FAILS else None
+
+
+def _unknown(
+    engine: Engine, contents: Contents, fitting: list[Row]
+) -> tuple[bool | None, str, str]:
+    """Say why no row decides: another dialect or version, or none knows."""
+    if contents.dialect not in engine.dialects:
+        able = sorted(engine.dialects)
+        instead = f"use --dialect {' or '.join(able)}"
+        return False, f"reads no artifact of dialect {contents.dialect}", instead
+    later = [row.versions.since for row in fitting if row.effect == "loads" and row.versions.since]
+    if later:
+        first = version_text(min(later))
+        why = f"is known to load such artifacts from version {first} on"
+        return None, why, f"use {first} or newer"
+    return None, "is not known to load such artifacts: nobody has tried or read it", ""
+
+
+def verdicts_on(contents: Contents) -> list[Verdict]:
+    """Tell what every engine does with an artifact."""
+    return [judge_contents(engine, contents) for engine in known_engines()]
+
+
+def failures_of(contents: Contents) -> Iterator[tuple[Engine, Row]]:
+    """Find what engines of the dialect are known to fail at.
+
+    Garbage of any version, and what the newest refuses; of a Diffusers pipeline what its own
+    engines refuse, too, whatever the dialect.
+    """
+    for engine in known_engines():
+        if contents.dialect not in engine.dialects and not contents.is_diffusers:
+            continue
+        for row in engine.rows_on(contents):
+            is_now = engine.version is None or engine.version in row.versions
+            if row.effect == "garbage" or (row.effect == "refuses" and is_now):
+                yield engine, row
+
+
+def trap_text(engine: Engine, row: Row) -> str:
+    """Tell a row in a line: who does what, and what to do."""
+    return "; ".join(filter(None, (f"{engine.called(row.versions)} {row.says}", row.instead)))
