@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding
 from fp4convert.planning.engine_contents import with_model
-from fp4convert.recipes.engine_rows import EXPERTS, Contents, Part
+from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engine_versions import Version, version_text
 from fp4convert.recipes.engines import Engine, known_engines
+from fp4convert.recipes.fused_modules import EXPERTS
 
 
 def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:

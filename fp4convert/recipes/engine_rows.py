@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 from fp4convert.recipes.engine_versions import Versions
 
 FOUR_BIT = ("nvfp4", "mxfp4")
-EXPERTS = ".experts."  # in the name of a module; not of shared experts, which are like other MLPs
 # Of rows: it is read and computes what the artifact says; it does so slowly; it is read and
 # computes something else; it is not read.
 Effect = Literal["loads", "slow", "garbage", "refuses"]
@@ -37,6 +36,7 @@ class Contents:
 
     model      model_type of config.json
     classes    names of classes in config.json
+    has_code   config.json names code of the model's own
     keeps_draft  experts of layers that draft tokens (MTP) stay as they are
     findings   codes of inspect's; none for a plan
     """
@@ -48,6 +48,7 @@ class Contents:
     is_diffusers: bool = False
     is_sharded: bool = False
     has_cache: bool = False
+    has_code: bool = False
     keeps_draft: bool = False
     findings: frozenset[str] = frozenset()
 

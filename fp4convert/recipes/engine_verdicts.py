@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fp4convert.recipes.engine_rows import FAILS, Contents, Row
 from fp4convert.recipes.engine_versions import Version, Versions, version_text
-from fp4convert.recipes.engines import Engine, known_engines
+from fp4convert.recipes.engines import Engine, ModelList, known_engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ def judge_contents(engine: Engine, contents: Contents, version: Version | None =
     if row is None:
         return Verdict(engine, "", *_unknown(engine, contents, fitting))
     loads = row.effect not in FAILS
+    if loads and engine.models and (unknown := _without_class(engine, engine.models, contents)):
+        return unknown
     if version is not None:
         shown = version_text(version)
     elif loads:
@@ -55,6 +57,17 @@ def judge_contents(engine: Engine, contents: Contents, version: Version | None =
     else:
         shown = str(row.versions)
     return Verdict(engine, shown, loads, row.says, row.instead, row)
+
+
+def _without_class(engine: Engine, models: ModelList, contents: Contents) -> Verdict | None:
+    """Judge that the engine has no class for the model; None where it has one, or may have."""
+    lacking = models.lacks(contents)
+    if not lacking or (contents.has_code and models.by == "model_type"):
+        return None
+    why = f"has no class for {lacking} ({models.source})"
+    if engine.fallback:
+        return Verdict(engine, "", None, f"{why}; {engine.fallback}")
+    return Verdict(engine, "", False, why)
 
 
 def _decisive(rows: Iterable[Row], version: Version) -> Row | None:

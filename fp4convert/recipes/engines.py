@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.recipes.engine_rows import Condition, Contents, Row
@@ -21,6 +21,9 @@ from fp4convert.recipes.engine_versions import (
     read_versions,
     version_text,
 )
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 ENGINES = (  # as --for has them, in the order in which they are listed
     "vllm",
@@ -76,6 +79,31 @@ class Preset:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelList:
+    """The models that an engine has a class for: configs/engines/models.
+
+    source   the package, its version and the file that says so
+    by       what the names are: "class" or "model_type"
+    endings  of names of classes that the engine takes for one another
+    """
+
+    source: str
+    by: str
+    names: frozenset[str]
+    endings: tuple[str, ...] = ()
+
+    def lacks(self, contents: Contents) -> str:
+        """Return what no class is there for; "" where one is, or config.json names none."""
+        given = contents.classes if self.by == "class" else tuple(filter(None, (contents.model,)))
+        return "" if any(map(self._has, given)) else ", ".join(given)
+
+    def _has(self, name: str) -> bool:
+        stems = [name.removesuffix(ending) for ending in self.endings if name.endswith(ending)]
+        others = {stem + ending for stem in stems for ending in self.endings}
+        return not self.names.isdisjoint({name, *others})
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """An engine: its names, what to type, how it serves, what it loads.
 
@@ -86,6 +114,8 @@ class Engine:
     code      lines of Python that load {output} into {auto}; or ""
     packages  what to install for the code, by dialect
     cache     what `serve` needs beside for an FP8 cache
+    fallback  what it may do with models that it has no class for, as a clause; "" for nothing
+    models    those that it has a class for; None where nobody has a list
     """
 
     key: str
@@ -97,6 +127,8 @@ class Engine:
     serve: str = ""
     code: str = ""
     cache: str = ""
+    fallback: str = ""
+    models: ModelList | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -128,14 +160,22 @@ def known_engines() -> tuple[Engine, ...]:
     from importlib.resources import files
 
     folder = files("fp4convert").joinpath("configs").joinpath("engines")
+    lists = folder.joinpath("models")
+
+    def read(place: Traversable) -> dict[str, Any]:
+        return tomllib.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+
     return tuple(
-        _read_engine(key, tomllib.loads(folder.joinpath(f"{key}.toml").read_text(encoding="utf-8")))
+        _read_engine(key, read(folder.joinpath(f"{key}.toml")), read(lists.joinpath(f"{key}.toml")))
         for key in ENGINES
     )
 
 
-def _read_engine(key: str, table: dict[str, Any]) -> Engine:
-    """Read a file; TypeError or ValueError for what none has."""
+def _read_engine(key: str, table: dict[str, Any], models: dict[str, Any]) -> Engine:
+    """Read its files; TypeError or ValueError for what none has."""
+    if models:
+        names = frozenset(models.pop("names"))
+        table["models"] = ModelList(names=names, **_as_tuples(models))
     rows = tuple(map(_read_row, table.pop("row", ())))
     presets = tuple(Preset(**_as_tuples(preset)) for preset in table.pop("preset", ()))
     version = read_version(table.pop("version")) if "version" in table else None

@@ -4,7 +4,7 @@ rest before a byte is written.
 
 import pytest
 from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
-from diffusion import wan_tensors, write_component, write_wan
+from diffusion import flux_shards, wan_tensors, write_component, write_wan
 from gguf_donors import model, write_donor
 
 from fp4convert import InputError, preview_quantize
@@ -23,6 +23,14 @@ MAKERS = {
     "gpt-oss": lambda folder: write_moe(folder, "gpt_oss"),
     "gguf": lambda folder: write_donor(folder.with_suffix(".gguf"), model()),
     "wan": write_wan,
+    "bert": lambda folder: write_single(
+        folder,
+        {f"{LAYER}.self_attn.o_proj.weight": weight()},
+        {**LLAMA, "model_type": "bert", "architectures": ["BertModel"]},
+    ),
+    "flux": lambda folder: write_single(
+        folder, {name: tensor for shard in flux_shards() for name, tensor in shard.items()}, {}
+    ),
 }
 NVFP4, MXFP4 = ("nvfp4", "compressed-tensors", 16), ("mxfp4", "compressed-tensors", 16)
 W4A4 = ("nvfp4", "modelopt", 4)
@@ -39,7 +47,11 @@ W4A4 = ("nvfp4", "modelopt", 4)
         ("llama", "trtllm", W4A4),
         ("llama", "transformers", NVFP4),
         ("llama", "mlx", ("mxfp4", "mlx", 16)),
-        ("llama", "comfyui", ("nvfp4", "comfy", 16)),
+        ("bert", "mlx", "engine-refuses"),
+        ("bert", "vllm", NVFP4),
+        ("bert", "sglang", NVFP4),
+        ("llama", "comfyui", "engine-refuses"),
+        ("flux", "comfyui --recipe flux", ("nvfp4", "comfy", 16)),
         ("gguf", "llama.cpp", ("mxfp4", "gguf", 16)),
         ("moe", "vllm", NVFP4),
         ("moe", "transformers", MXFP4),

@@ -73,7 +73,7 @@ def loaded(*given, **facts):
         (("quark", "nvfp4 w4a4"), {}, {"vllm": ">=0.32"}),
         (("gguf", "nvfp4"), {}, {"llama.cpp": ""}),
         (("mlx", "nvfp4"), {}, {"mlx": ""}),
-        (("comfy", "nvfp4"), {}, {"comfyui": ""}),
+        (("comfy", "nvfp4"), {"model": ""}, {"comfyui": ""}),
         (("comfy", "nvfp4"), {"is_diffusers": True}, {}),
         (("plain", "nvfp4"), {}, {}),
     ],
@@ -99,6 +99,42 @@ def test_a_version_is_judged_by_itself(asked, given, loads, why):
     engine, version = engine_asked(asked)
     verdict = judge_contents(engine, contents(*given), version)
     assert (verdict.loads, why in verdict.why) == (loads, True), verdict.why
+
+
+@pytest.mark.parametrize(
+    ("engine", "dialect", "model", "names", "loads"),
+    [
+        ("mlx", "mlx", "bert", "BertModel", False),
+        ("mlx", "mlx", "mistral", "MistralForCausalLM", True),
+        ("vllm", CT, "llama", "LlamaForCausalLM", True),
+        ("vllm", CT, "qwen3", "Qwen3Model", True),
+        ("vllm", CT, "new", "NewForCausalLM", None),
+        ("sglang", CT, "new", "NewForCausalLM", None),
+        ("transformers", CT, "new", "NewForCausalLM", False),
+        ("comfyui", "comfy", "llama", "LlamaForCausalLM", False),
+        ("comfyui", "comfy", "", "", True),
+    ],
+)
+def test_an_engine_loads_models_that_it_has_a_class_for(engine, dialect, model, names, loads):
+    known, _ = engine_asked(engine)
+    classes = tuple(filter(None, [names]))
+    verdict = judge_contents(known, contents(dialect, "nvfp4", model=model, classes=classes))
+    assert verdict.loads is loads, verdict.why
+    if not loads and engine != "comfyui":
+        assert verdict.why.startswith("has no class for ")
+
+
+def test_code_of_the_models_own_runs_in_transformers():
+    known, _ = engine_asked("transformers")
+    made = contents(CT, "nvfp4", model="new", has_code=True)
+    assert judge_contents(known, made).loads
+
+
+def test_diffusers_loads_classes_that_it_takes_as_one_file():
+    known, _ = engine_asked("diffusers")
+    for name, loads in (("FluxTransformer2DModel", True), ("NewTransformer2DModel", False)):
+        made = contents(MO, "nvfp4 w4a4", model="", classes=(name,), is_diffusers=True)
+        assert judge_contents(known, made).loads is loads
 
 
 def test_a_trap_names_the_newest_version_or_the_end_of_the_old_ones():

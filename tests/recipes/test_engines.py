@@ -1,5 +1,7 @@
 """What engines load is one table: its rows are whole, and say what was tried by hand."""
 
+from dataclasses import replace
+
 import pytest
 from engine_contents import contents
 from paths import ROOT
@@ -11,6 +13,7 @@ from fp4convert.recipes.engine_verdicts import judge_contents
 from fp4convert.recipes.engines import (
     ENGINES,
     NICKNAMES,
+    ModelList,
     engine_asked,
     engine_called,
     known_engines,
@@ -50,7 +53,8 @@ def test_what_is_to_be_typed_loads(engine):
     for preset in engine.presets:
         kinds = {preset.format + (" w4a4" if preset.activations == 4 else "")}
         kinds = {f"{kind} experts" for kind in kinds} if preset.others else kinds
-        model = preset.models[0].replace("*", "") if preset.models else "llama"
+        usual = "" if engine.key == "comfyui" else "llama"
+        model = preset.models[0].replace("*", "") if preset.models else usual
         made = contents(preset.dialect, *kinds, model=model, is_diffusers=engine.key == "diffusers")
         assert judge_contents(engine, made).loads, preset
 
@@ -64,3 +68,28 @@ def test_names_of_engines_are_understood():
         with pytest.raises(InputError) as refused:
             engine_asked(odd)
         assert refused.value.code == "unknown-engine"
+
+
+@pytest.mark.parametrize(
+    ("classes", "missing"),
+    [
+        (("LlamaForCausalLM",), ""),
+        (("NewForCausalLM", "LlamaForCausalLM"), ""),
+        (("LlamaEmbeddingModel",), ""),
+        (("NewForCausalLM",), "NewForCausalLM"),
+        ((), ""),
+    ],
+)
+def test_a_list_of_models_says_what_it_lacks(classes, missing):
+    made = ModelList("an engine", "class", frozenset({"LlamaForCausalLM"}), ("ForCausalLM",))
+    with_endings = replace(made, endings=("ForCausalLM", "EmbeddingModel"))
+    assert with_endings.lacks(contents("plain", classes=classes)) == missing
+    assert bool(made.lacks(contents("plain", classes=("LlamaEmbeddingModel",))))
+    by_type = ModelList("an engine", "model_type", frozenset({"llama"}))
+    assert by_type.lacks(contents("plain", model="bert")) == "bert"
+    assert by_type.lacks(contents("plain", model="")) == ""
+
+
+def test_every_list_belongs_to_an_engine():
+    files = {file.stem for file in (ROOT / "configs" / "engines" / "models").glob("*.toml")}
+    assert files == {engine.key for engine in known_engines() if engine.models}
