@@ -22,7 +22,7 @@ from fp4convert.planning.engine_contents import plan_contents
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.engine_rows import FOUR_BIT, Contents
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
-from fp4convert.recipes.engine_versions import Version, version_text
+from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine, engine_asked
 from fp4convert.recipes.options import as_globs
 from fp4convert.storage.open import open_with_components
@@ -129,7 +129,7 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
 
 def _refused(engine: Engine, version: Version | None, verdict: Verdict, made: str) -> InputError:
     """Make the error of a verdict."""
-    name = f"{engine.name} {version_text(version)}" if version else engine.name
+    name = f"{engine.name} {version}" if version else engine.name
     step = verdict.instead or "leave --dialect, --format and --activations out"
     detail = f"{name} {verdict.why}; asked for: {made}"
     return InputError("engine-refuses", detail, f"{step[0].upper()}{step[1:]}.")

@@ -12,7 +12,7 @@ from fp4convert.errors import Finding
 from fp4convert.planning.engine_contents import with_model
 from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
-from fp4convert.recipes.engine_versions import Version, version_text
+from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine, known_engines
 from fp4convert.recipes.fused_modules import EXPERTS
 
@@ -54,7 +54,7 @@ def check_engine(
     verdict = _judge(engine, version, artifact_contents(artifact, findings), findings)
     if verdict.loads:
         return []
-    name = f"{engine.name} {version_text(version)}" if version else engine.name
+    name = f"{engine.name} {version}" if version else engine.name
     detail = f"{name} {verdict.why}"
     detail += f"; {verdict.instead}" if verdict.instead else ""
     if verdict.loads is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fp4convert.recipes.engine_rows import FAILS, Contents, Row
-from fp4convert.recipes.engine_versions import Version, Versions, version_text
+from fp4convert.recipes.engine_versions import Version, Versions, read_version
 from fp4convert.recipes.engines import Engine, ModelList, known_engines
 
 
@@ -42,7 +42,7 @@ def judge_contents(engine: Engine, contents: Contents, version: Version | None =
 
     version  None: the newest that was looked at, and since which it is so
     """
-    at = version or engine.version or ()
+    at = version or engine.version
     fitting = engine.rows_on(contents)
     row = _decisive(fitting, at)
     if row is None:
@@ -51,7 +51,7 @@ def judge_contents(engine: Engine, contents: Contents, version: Version | None =
     if loads and engine.models and (unknown := _without_class(engine, engine.models, contents)):
         return unknown
     if version is not None:
-        shown = version_text(version)
+        shown = str(version)
     elif loads:
         shown = str(Versions(_first_that_loads(fitting, at)))
     else:
@@ -70,20 +70,22 @@ def _without_class(engine: Engine, models: ModelList, contents: Contents) -> Ver
     return Verdict(engine, "", False, why)
 
 
-def _decisive(rows: Iterable[Row], version: Version) -> Row | None:
+def _decisive(rows: Iterable[Row], version: Version | None) -> Row | None:
     """Choose the row that decides: failures before slowness before loading."""
     ranks = ("garbage", "refuses", "slow", "loads")
-    here = [row for row in rows if not version or version in row.versions]
+    here = [row for row in rows if version is None or version in row.versions]
     if not any(row.effect == "loads" for row in here):
         here = [row for row in here if row.effect in FAILS]
     return min(here, key=lambda row: ranks.index(row.effect), default=None)
 
 
-def _first_that_loads(rows: Iterable[Row], version: Version) -> Version | None:
+def _first_that_loads(rows: Iterable[Row], version: Version | None) -> Version | None:
     """Find the oldest version from which on it loads up to that one.
 
     None: none of the rows names an older one.
     """
+    if version is None:
+        return None
     rows = list(rows)
     ends = {end for row in rows for end in (row.versions.since, row.versions.before) if end}
     first = None
@@ -92,7 +94,7 @@ def _first_that_loads(rows: Iterable[Row], version: Version) -> Version | None:
         if row is None or row.effect in FAILS:
             return first
         first = end
-    older = _decisive(rows, (0,))
+    older = _decisive(rows, read_version("0"))
     return first if older is None or older.effect in FAILS else None
 
 
@@ -106,7 +108,7 @@ def _unknown(
         return False, f"reads no artifact of dialect {contents.dialect}", instead
     later = [row.versions.since for row in fitting if row.effect == "loads" and row.versions.since]
     if later:
-        first = version_text(min(later))
+        first = str(min(later))
         why = f"is known to load such artifacts from version {first} on"
         return None, why, f"use {first} or newer"
     return None, "is not known to load such artifacts: nobody has tried or read it", ""

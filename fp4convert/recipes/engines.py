@@ -19,7 +19,6 @@ from fp4convert.recipes.engine_versions import (
     Versions,
     read_version,
     read_versions,
-    version_text,
 )
 
 if TYPE_CHECKING:
@@ -149,8 +148,8 @@ class Engine:
     def called(self, versions: Versions | None = None) -> str:
         """Name the engine with versions: those, or the newest looked at."""
         if versions is not None and versions.before is not None:
-            return f"{self.name} before {version_text(versions.before)}"
-        return f"{self.name} {version_text(self.version)}" if self.version else self.name
+            return f"{self.name} before {versions.before}"
+        return f"{self.name} {self.version}" if self.version else self.name
 
 
 @cache
@@ -218,6 +217,6 @@ def engine_asked(word: str) -> tuple[Engine, Version | None]:
     try:
         return engine, read_version(number)
     except ValueError:
-        detail = f"{number!r} is no version of {engine.name}; expected numbers and dots"
-        example = version_text(engine.version) if engine.version else "1.0"
+        detail = f"{number!r} is no version of {engine.name}; expected one as 0.33.0"
+        example = str(engine.version) if engine.version else "1.0"
         raise InputError("unknown-engine", detail, f"For example: {name}:{example}.") from None

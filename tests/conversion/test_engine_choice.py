@@ -41,6 +41,9 @@ W4A4 = ("nvfp4", "modelopt", 4)
     [
         ("llama", "vllm", NVFP4),
         ("llama", "vLLM:0.33", NVFP4),
+        ("llama", "vllm:0.33.0rc1", NVFP4),
+        ("llama", "vllm:0.33.0+cu129", NVFP4),
+        ("gguf", "llama.cpp:b4567", ("mxfp4", "gguf", 16)),
         ("llama", "sglang", NVFP4),
         ("llama", "sglang:0.5.21", W4A4),
         ("llama", "tensorrt-llm", W4A4),
