@@ -106,9 +106,9 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         formats = found.rules if found else ()
         plan = prepare_quantize(source, options, formats)
         with stopping(source):
-            verdict = check_plan(plan, source.checkpoint, options)
             refuse_unmatched([plan.unmatched])
             refuse_empty(source.name, [plan])
+            verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
     if goal:
         source.stop()

@@ -2,12 +2,18 @@
 rest before a byte is written.
 """
 
+import shlex
+from itertools import product
+
 import pytest
 from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
 from diffusion import flux_shards, wan_tensors, write_component, write_wan
 from gguf_donors import model, write_donor
 
 from fp4convert import InputError, preview_quantize
+from fp4convert.conversion.engine_choice import choose_options
+from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.recipes.engines import known_engines
 
 
 def write_moe(folder, model_type="qwen3_moe"):
@@ -120,23 +126,92 @@ def test_layers_that_the_engine_reads_in_no_four_bits_are_kept(tmp_path):
         (
             "transformers --format nvfp4",
             "transformers 5.23 ignores the global scales of NVFP4 experts and computes garbage;"
-            " asked for: nvfp4 in dialect compressed-tensors with 16-bit activations",
-            "For it use --format mxfp4, or dequantize the artifact.",
+            " it would be nvfp4 in dialect compressed-tensors with 16-bit activations",
+            "Use --format mxfp4",
         ),
-        ("vllm:0.20", "vLLM 0.20 is known to load", "Use 0.32 or newer."),
+        ("vllm:0.20", "vLLM 0.20 is known to load", "vLLM 0.33 loads it: --for vllm"),
+        ("vllm:0.24 --dialect compressed-tensors", "vLLM 0.24 is", "Use --dialect modelopt"),
         (
             "mlx --dialect modelopt",
             "mlx-lm 0.32 reads no artifact of dialect modelopt",
-            "Use --dial",
+            "Use --dialect mlx --exclude '*.experts.*'",
         ),
-        ("tensorrt-llm --activations 16", "nobody has tried or read it", "Leave --dialect"),
+        ("tensorrt-llm --activations 16", "nobody has tried or read it", "Use --activations 4"),
     ],
 )
 def test_a_refusal_has_the_rows_reason_and_what_to_do(words, why, step, tmp_path):
     source = write_moe(tmp_path / "m")
     error = run("quantize", source, "--for", *words.split(), "--json").json["error"]
     assert why in error["message"]
+    assert error["next"] == step
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "step"),
+    [
+        ("vllm --exclude *", "no-linears", "Exclude fewer modules"),
+        ("vllm --exclude *.no_such", "unmatched-pattern", ""),
+        (
+            "vllm --dialect gpt-oss --format mxfp4",
+            "dialect-module",
+            "Use --dialect compressed-tensors",
+        ),
+        ("vllm --exclude *.down_proj", "engine-refuses", "Use --exclude '*.experts.*'"),
+    ],
+)
+def test_the_engine_is_named_where_its_row_is_the_cause(words, code, step, tmp_path):
+    source = write_moe(tmp_path / "m")
+    asked = ("quantize", source, "--for", *words.split(), "-o", tmp_path / "out", "--json")
+    error = run(*asked).json["error"]
+    assert error["code"] == code
     assert error["next"].startswith(step)
+    names = [name for name in ("vLLM", "SGLang") if name in error["message"]]
+    assert bool(names) == (code == "engine-refuses")
+
+
+def test_formats_of_a_size_that_the_engine_does_not_load_are_told(tmp_path):
+    source = write_llama(tmp_path / "m")
+    asked = ("quantize", source, "--for", "sglang", "--dialect", "modelopt", "--target-bits", 8)
+    error = run(*asked, "--json").json["error"]
+    assert (error["code"], error["next"]) == ("engine-refuses", "Leave --target-bits out.")
+    assert "MIXED_PRECISION" in error["message"]
+
+
+def choices_by_hand(engine):
+    """Words of --for, and options given by hand."""
+    old = {"vllm": ":0.24", "sglang": ":0.5.12", "transformers": ":4"}.get(engine.key, ":0.1")
+    dialects = (None, "plain", *sorted(engine.dialects))
+    every = product((engine.key, engine.key + old), dialects, (None, "nvfp4", "mxfp4"), (None, 4))
+    for word, dialect, fmt, bits in every:
+        given = {"dialect": dialect, "format": fmt, "activations": bits}
+        yield {"engine": word, **{name: value for name, value in given.items() if value}}
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("engine", known_engines(), ids=lambda engine: engine.key)
+def test_what_a_refusal_advises_is_accepted(name, engine, tmp_path):
+    source = MAKERS[name](tmp_path / "m")
+    refused = followed = 0
+    for given in choices_by_hand(engine):
+        try:
+            choose_options(QuantizeOptions(source, **given))
+        except InputError as error:
+            refused += 1
+            words = shlex.split(error.next_step.partition("--")[2])
+            if error.code == "dialect-container" or not words:
+                continue
+            bare = [word.removeprefix("--") for word in words[::2]]
+            names = ["engine" if word == "for" else word for word in bare]
+            pairs = dict(zip(names, words[1::2], strict=True))
+            if "activations" in pairs:
+                pairs["activations"] = int(pairs["activations"])
+            chosen = choose_options(QuantizeOptions(source, **{**given, **pairs}))
+            assert chosen.dialect in engine.dialects
+            followed += 1
+    assert refused
+    has_model = (name == "gguf") == (engine.key == "llama.cpp")
+    assert followed or not has_model
 
 
 @pytest.mark.parametrize(
