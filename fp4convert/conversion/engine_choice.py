@@ -195,7 +195,8 @@ def _find_change(asked: Asked, options: QuantizeOptions, keeps_experts: bool) ->
         try:
             if seen is None:
                 part = asked.parts[0]
-                seen = plan_contents(prepare_quantize(part, chosen), part.checkpoint)
+                found = plan_contents(prepare_quantize(part, chosen), part.checkpoint)
+                seen = found if found.parts else None
             _check_candidate(asked, chosen)
         except InputError:
             continue

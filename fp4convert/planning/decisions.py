@@ -253,6 +253,21 @@ def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
     ]
 
 
+def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Warn of four-bit modules that are rounded a second time."""
+    again: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for module, verdict in verdicts.items():
+        coded = verdict.linear.coding
+        is_four_bit = coded.format is not None and coded.format.is_fp4
+        if is_four_bit and verdict.action == "quantize" and verdict.form:
+            again[coded.word, verdict.form.word].append(module)
+    return [
+        f"{len(modules)} modules are {word} and are rounded again to {other}, the first"
+        f" {modules[0]!r}: the errors add; start from the original weights if you can"
+        for (word, other), modules in again.items()
+    ]
+
+
 def uneven_experts(verdicts: Mapping[str, Verdict]) -> list[str]:
     """Warn where experts of a layer are quantized in part."""
     words = {

@@ -46,7 +46,7 @@ def check_engine(
 ) -> list[Finding]:
     """Find that the engine asked for does not load an artifact.
 
-    A warning where nobody knows; nothing where none is asked for.
+    An error where nobody knows, too: quantize --for makes nothing of that kind.
     """
     if asked is None:
         return []
@@ -58,16 +58,23 @@ def check_engine(
     detail = f"{name} {verdict.why}"
     detail += f"; {verdict.instead}" if verdict.instead else ""
     if verdict.loads is None:
-        return [Finding("warning", "engine-unknown", None, detail)]
+        return [Finding("error", "engine-unknown", None, detail)]
     return [Finding("error", "engine-refuses", None, detail)]
 
 
 def _judge(
     engine: Engine, version: Version | None, contents: Contents, findings: Sequence[Finding]
 ) -> Verdict:
-    """Judge contents; nothing loads as it should where findings are errors."""
+    """Judge contents; nothing loads as it should where findings are errors.
+
+    Those that compare with a source are none of the engine's.
+    """
     verdict = judge_contents(engine, contents, version)
-    errors = [finding for finding in findings if finding.level == "error"]
+    errors = [
+        finding
+        for finding in findings
+        if finding.level == "error" and not finding.code.startswith("source-")
+    ]
     if not verdict.loads or not errors:
         return verdict
     first = f"{errors[0].code}: {errors[0].detail}"

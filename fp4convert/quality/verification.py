@@ -194,6 +194,7 @@ def verify(
     # 2. The hashes of files, and the tensors that were kept.
     findings = [*judged.findings, *check_headers(artifact), *_check_hashes(artifact, phases)]
     findings += _check_kept(artifact, phases)
+    findings += check_engine(artifact, findings, gate.engine)
     # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages
@@ -208,10 +209,10 @@ def verify(
         findings += check_measured(recorded, as_meant)
     if any(distance.check(name) for name, distance in found.items()):
         findings += judged.refuted  # the source does not fit, so it refutes nothing
-    # 4. The gates: for each tensor, that there is one to measure, and the engine.
+    # 4. The gates: for each tensor, and that there is one to measure.
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     findings += _check_tensors(tensors, found, as_meant, gate)
-    findings += [*_check_measuring(found, gate), *check_engine(artifact, findings, gate.engine)]
+    findings += _check_measuring(found, gate)
     return Verified(
         tensors,
         _summarise(tensors, found),

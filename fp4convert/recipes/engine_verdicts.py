@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp4convert.recipes.engine_rows import FAILS, Contents, Row
 from fp4convert.recipes.engine_versions import Version, Versions, read_version
@@ -46,7 +46,7 @@ def judge_contents(engine: Engine, contents: Contents, version: Version | None =
     fitting = engine.rows_on(contents)
     row = _decisive(fitting, at)
     if row is None:
-        return Verdict(engine, "", *_unknown(engine, contents, fitting))
+        return Verdict(engine, "", *_unknown(engine, contents, fitting, version))
     loads = row.effect not in FAILS
     if loads and engine.models and (unknown := _without_class(engine, engine.models, contents)):
         return unknown
@@ -99,12 +99,15 @@ def _first_that_loads(rows: Iterable[Row], version: Version | None) -> Version |
 
 
 def _unknown(
-    engine: Engine, contents: Contents, fitting: list[Row]
+    engine: Engine, contents: Contents, fitting: list[Row], at: Version | None
 ) -> tuple[bool | None, str, str]:
     """Say why no row decides: another dialect or version, or none knows."""
     if contents.dialect not in engine.dialects:
-        able = sorted(engine.dialects)
-        instead = f"use --dialect {' or '.join(able)}"
+        others = {dialect: replace(contents, dialect=dialect) for dialect in engine.dialects}
+        able = sorted(
+            dialect for dialect, other in others.items() if judge_contents(engine, other, at).loads
+        )
+        instead = f"use --dialect {' or '.join(able)}" if able else ""
         return False, f"reads no artifact of dialect {contents.dialect}", instead
     later = [row.versions.since for row in fitting if row.effect == "loads" and row.versions.since]
     if later:

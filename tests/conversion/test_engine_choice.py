@@ -177,6 +177,32 @@ def test_formats_of_a_size_that_the_engine_does_not_load_are_told(tmp_path):
     assert "MIXED_PRECISION" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("made", "words", "says"),
+    [
+        ("nvfp4", "mlx", "7 modules are nvfp4 and are rounded again to mxfp4"),
+        ("nvfp4", "vllm --format mxfp4", "7 modules are nvfp4 and are rounded again to mxfp4"),
+        ("mxfp4", "vllm", ""),
+        ("nvfp4", "vllm", ""),
+    ],
+)
+def test_four_bits_that_are_rounded_again_are_told(made, words, says, tmp_path):
+    first = tmp_path / "first"
+    run("quantize", write_llama(tmp_path / "m"), "--format", made, "-o", first, "-q")
+    asked = ("quantize", first, "--for", *words.split(), "-o", tmp_path / "out", "--dry-run")
+    told = [line for line in run(*asked, "--json").json["warnings"] if "rounded again" in line]
+    assert len(told) == bool(says)
+    assert all(line.startswith(says) for line in told)
+
+
+@pytest.mark.parametrize("command", ["quantize", "inspect", "verify"])
+def test_two_engines_are_refused(command, tmp_path):
+    asked = (command, write_llama(tmp_path / "m"), "--for", "vllm", "--for", "sglang", "--json")
+    told = run(*asked)
+    assert (told.code, told.json["error"]["code"]) == (2, "usage")
+    assert "--for is given twice" in told.json["error"]["message"]
+
+
 def choices_by_hand(engine):
     """Words of --for, and options given by hand."""
     old = {"vllm": ":0.24", "sglang": ":0.5.12", "transformers": ":4"}.get(engine.key, ":0.1")
@@ -192,26 +218,29 @@ def choices_by_hand(engine):
 @pytest.mark.parametrize("engine", known_engines(), ids=lambda engine: engine.key)
 def test_what_a_refusal_advises_is_accepted(name, engine, tmp_path):
     source = MAKERS[name](tmp_path / "m")
-    refused = followed = 0
+    refused, accepted, unadvised = 0, 0, []
     for given in choices_by_hand(engine):
         try:
             choose_options(QuantizeOptions(source, **given))
-        except InputError as error:
-            refused += 1
-            words = shlex.split(error.next_step.partition("--")[2])
-            if error.code == "dialect-container" or not words:
-                continue
-            bare = [word.removeprefix("--") for word in words[::2]]
-            names = ["engine" if word == "for" else word for word in bare]
-            pairs = dict(zip(names, words[1::2], strict=True))
-            if "activations" in pairs:
-                pairs["activations"] = int(pairs["activations"])
-            chosen = choose_options(QuantizeOptions(source, **{**given, **pairs}))
-            assert chosen.dialect in engine.dialects
-            followed += 1
+            accepted += 1
+            continue
+        except InputError as caught:
+            error = caught
+        refused += 1
+        words = error.next_step.partition("--")[2]
+        if error.code == "dialect-container" or not words:
+            unadvised.append(given)
+            continue
+        words = shlex.split(words)
+        bare = [word.removeprefix("--") for word in words[::2]]
+        names = ["engine" if word == "for" else word for word in bare]
+        pairs = dict(zip(names, words[1::2], strict=True))
+        if "activations" in pairs:
+            pairs["activations"] = int(pairs["activations"])
+        chosen = choose_options(QuantizeOptions(source, **{**given, **pairs}))
+        assert chosen.dialect in engine.dialects
     assert refused
-    has_model = (name == "gguf") == (engine.key == "llama.cpp")
-    assert followed or not has_model
+    assert not (accepted and unadvised), "it loads other options, and nobody said which"
 
 
 @pytest.mark.parametrize(
