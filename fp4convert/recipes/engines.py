@@ -205,8 +205,11 @@ def engine_called(word: str) -> Engine | None:
     return next((engine for engine in known_engines() if engine.key == key), None)
 
 
-def engine_asked(word: str) -> tuple[Engine, Version | None]:
+def engine_asked(word: object) -> tuple[Engine, Version | None]:
     """Read ENGINE or ENGINE:VERSION; InputError for what is neither."""
+    if not isinstance(word, str):
+        detail = f"engine {word!r} is no text; expected one of {', '.join(ENGINES)}"
+        raise InputError("unknown-engine", detail, 'For example: engine="vllm".')
     name, colon, number = word.partition(":")
     engine = engine_called(name)
     if engine is None:

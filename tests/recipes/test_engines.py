@@ -64,7 +64,7 @@ def test_names_of_engines_are_understood():
     assert engine_called("llama-cpp").key == "llama.cpp"
     assert engine_called("ollama").key == "llama.cpp"
     assert engine_called("onnx") is None
-    for odd in ("vlm", "vllm:", "vllm:new"):
+    for odd in ("vlm", "vllm:", "vllm:new", "", ":0.33", 5, b"vllm", ["vllm", "sglang"]):
         with pytest.raises(InputError) as refused:
             engine_asked(odd)
         assert refused.value.code == "unknown-engine"
