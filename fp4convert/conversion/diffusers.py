@@ -247,7 +247,10 @@ class PipelineConversion:
     def next_steps(self, settings: Settings) -> list[str]:
         verify = ("fp4convert", "verify", self.options.folder)
         source = ("--source", self.options.source)
-        return [shell_line(*verify, "--subfolder", name, *source) for name in self.conversions]
+        lines = [shell_line(*verify, "--subfolder", name, *source) for name in self.conversions]
+        if self.verdict:  # then each ends with the line that loads it
+            lines += [one.next_steps(settings)[-1] for one in self.conversions.values()]
+        return lines
 
     def ended_files(self) -> dict[str, str]:
         own = {name: conversion.ended_files() for name, conversion in self.conversions.items()}

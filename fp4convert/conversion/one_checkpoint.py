@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +91,16 @@ class Conversion:
         checkpoint, folder = self.source.checkpoint, str(output)
         if self.verdict is None:
             return [shell_line(*words), *serve_lines(self.plan, checkpoint, folder)]
-        line = serve_line(self.verdict.engine, self.plan, checkpoint, folder)
+        line = serve_line(self.verdict.engine, self.plan, checkpoint, folder, self._config_words())
         return [shell_line(*words), *([line] if line else [])]
+
+    def _config_words(self) -> str:
+        """Name the source's configuration in arguments of Python."""
+        place, subfolder = os.fspath(self.options.source), self.options.subfolder or ""
+        if not self.source.is_streamed:
+            return f"config={json.dumps(os.path.join(place, subfolder))}"
+        words = f"config={json.dumps(place)}"
+        return f"{words}, subfolder={json.dumps(subfolder)}" if subfolder else words
 
     def ended_files(self) -> dict[str, str]:
         return read_ended(self.options.folder)[1]

@@ -42,25 +42,33 @@ def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
     return []
 
 
-def serve_line(engine: Engine, plan: Plan, checkpoint: Checkpoint, output: str) -> str:
-    """Return the command that loads the result; "" where there is none."""
+def serve_line(
+    engine: Engine, plan: Plan, checkpoint: Checkpoint, output: str, source: str = ""
+) -> str:
+    """Return the command that loads the result; "" where there is none.
+
+    source  arguments of Python that name the source's configuration
+    """
     config, folder = checkpoint.config, os.path.normpath(output)
     if not folder.startswith((os.sep, os.pardir)):
         folder = os.path.join(os.curdir, folder)
+    file = os.path.join(folder, plan.shards[0].file) if len(plan.shards) == 1 else ""
     if "{file}" in engine.serve:
-        if len(plan.shards) != 1:
-            return ""
-        file = shell_line(os.path.join(folder, plan.shards[0].file))
-        return engine.serve.format(file=file, name=shell_line(os.path.basename(folder)))
+        name = shell_line(os.path.basename(folder))
+        return engine.serve.format(file=shell_line(file), name=name) if file else ""
     if engine.serve:
         is_text = any(name.endswith(CHAT) for name in class_names(config))
         if not is_text and "text_config" not in config:
             return ""
         cache = f" {engine.cache}" if engine.cache and plan.target.kv_cache else ""
         return engine.serve.format(output=shell_line(folder)) + cache
+    lines: list[str] = []
     if engine.code:
-        return f"python -c {shell_line('; '.join(load_code(engine, config, folder)))}"
-    return ""
+        lines = load_code(engine, config, folder)
+    elif engine.file_code and file and source and (names := class_names(config)):
+        named = {"name": names[0], "file": json.dumps(file), "source": source}
+        lines = engine.file_code.strip().format(**named).splitlines()
+    return f"python -c {shell_line('; '.join(lines))}" if lines else ""
 
 
 def load_code(engine: Engine, config: Mapping[str, object], place: str) -> list[str]:

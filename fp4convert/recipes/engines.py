@@ -111,6 +111,7 @@ class Engine:
     tried     how, in a few words
     serve     the command that serves a folder {output}, or a file {file} under the {name}; or ""
     code      lines of Python that load {output} into {auto}; or ""
+    file_code  the same of a {file} and a class {name}, with {source} for its configuration; or ""
     packages  what to install for the code, by dialect
     cache     what `serve` needs beside for an FP8 cache
     fallback  what it may do with models that it has no class for, as a clause; "" for nothing
@@ -125,6 +126,7 @@ class Engine:
     presets: tuple[Preset, ...]
     serve: str = ""
     code: str = ""
+    file_code: str = ""
     cache: str = ""
     fallback: str = ""
     models: ModelList | None = None

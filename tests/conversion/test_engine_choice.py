@@ -270,6 +270,23 @@ def test_the_result_says_which_versions_load_it_and_what_serves_it(
     assert "engine" not in run("quantize", source, "--format", "nvfp4", "-o", out, "--json").json
 
 
+def test_engines_of_pictures_have_a_line_that_loads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    MAKERS["flux"](tmp_path / "f")
+    write_wan(tmp_path / "wan")
+    made = run("quantize", "f", "--for", "comfyui", "--recipe", "flux", "-o", "out", "--json")
+    copied = "cp ./out/model.safetensors ComfyUI/models/diffusion_models/out.safetensors"
+    assert made.json["next"] == ["fp4convert verify out --source f", copied]
+    made = run("quantize", "wan", "--for", "diffusers", "-o", "out2", "--json")
+    lines = [shlex.split(line)[-1] for line in made.json["next"][2:]]
+    assert [line.partition("model = ")[2] for line in lines] == [
+        "diffusers.WanTransformer3DModel.from_single_file("
+        f'"./out2/{name}/diffusion_pytorch_model.safetensors", config="wan/{name}",'
+        " quantization_config=config)"
+        for name in ("transformer", "transformer_2")
+    ]
+
+
 def test_a_cache_is_asked_for_in_the_line_that_serves(tmp_path):
     source, out = write_llama(tmp_path / "m"), tmp_path / "out"
     made = run("quantize", source, "--for", "vllm", "--kv-cache", "fp8", "-o", out, "--json")
