@@ -27,7 +27,7 @@ class PlainCommand(TyperCommand):
         return _take_plain_words(super().get_params(ctx))
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return typer's parser; it refuses a second engine, where one would be forgotten."""
+        """Return typer's parser, which here refuses a second engine."""
         parser: Any = super().make_parser(ctx)
         parse = parser.parse_args
 

@@ -48,7 +48,10 @@ class Candidate(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Which engine is to load what is made of a source; parts: its components, or itself."""
+    """Which engine is to load what is made of a source.
+
+    parts  its components, or itself
+    """
 
     engine: Engine
     version: Version | None
@@ -155,7 +158,7 @@ def _with_candidate(options: QuantizeOptions, candidate: Candidate) -> QuantizeO
 
 
 def _advise(asked: Asked, options: QuantizeOptions) -> str:
-    """Say which options the engine loads that are most like those; "" for none.
+    """Say which options, most like those, the engine loads; "" for none.
 
     They were planned and judged.  Its newest version comes last.
     """

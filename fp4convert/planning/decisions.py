@@ -253,6 +253,11 @@ def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
     ]
 
 
+def warnings_on_four_bits(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Warn of experts in part, and of modules that are rounded again."""
+    return [*uneven_experts(verdicts), *rounded_again(verdicts)]
+
+
 def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:
     """Warn of four-bit modules that are rounded a second time."""
     again: dict[tuple[str, str], list[str]] = defaultdict(list)

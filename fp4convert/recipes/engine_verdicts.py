@@ -60,7 +60,7 @@ def judge_contents(engine: Engine, contents: Contents, version: Version | None =
 
 
 def _without_class(engine: Engine, models: ModelList, contents: Contents) -> Verdict | None:
-    """Judge that the engine has no class for the model; None where it has one, or may have."""
+    """Judge that there is no class for the model; None where one may be."""
     lacking = models.lacks(contents)
     if not lacking or (contents.has_code and models.by == "model_type"):
         return None

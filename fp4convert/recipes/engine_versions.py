@@ -35,7 +35,7 @@ class Version:
 
 
 def read_version(text: str) -> Version:
-    """Read 0.5.22, 0.33.0rc1, 0.33.0+cu129 or b4567; ValueError for anything else."""
+    """Read 0.33.0rc1, 0.33.0+cu129 or b4567; ValueError for others."""
     if build := _BUILD.fullmatch(text):
         return Version(((int(build[1]),), _FINAL, -1, math.inf), text)
     found = _VERSION.fullmatch(text)

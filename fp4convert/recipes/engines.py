@@ -92,7 +92,7 @@ class ModelList:
     endings: tuple[str, ...] = ()
 
     def lacks(self, contents: Contents) -> str:
-        """Return what no class is there for; "" where one is, or config.json names none."""
+        """Return what no class is there for; "" where one is, or may be."""
         given = contents.classes if self.by == "class" else tuple(filter(None, (contents.model,)))
         return "" if any(map(self._has, given)) else ", ".join(given)
 

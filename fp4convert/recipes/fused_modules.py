@@ -71,7 +71,7 @@ def find_uneven(words: Mapping[str, str], members: tuple[tuple[str, ...], ...]) 
 
 
 def _experts_of(module: str) -> str:
-    """Return the module of all experts that this one is of; "" where it is of none."""
+    """Return the module of all experts that this is of; "" for none."""
     above, inside, _ = module.partition(EXPERTS)
     return above + EXPERTS[:-1] if inside else ""
 
