@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from fp4convert.planning.engines import load_code
-from fp4convert.recipes.engines import Choice, Condition, Engine, Row, known_engines
+from fp4convert.planning.serving import load_code
+from fp4convert.recipes.engine_rows import Condition, Row
+from fp4convert.recipes.engines import Engine, Preset, known_engines
 
 # Words for what a row says an engine does, but for loading as it should, which has its own table.
 TRAPS = {"garbage": "computes garbage", "refuses": "does not load", "slow": "slow"}
@@ -30,7 +31,7 @@ def serve() -> Iterator[str]:
     """List what to type for every engine, and how it loads the result."""
     rows: list[tuple[object, ...]] = []
     for engine in known_engines():
-        usual = usual_choice(engine)
+        usual = usual_preset(engine)
         words = f"fp4convert quantize {usual.source} --for {engine.key} {usual.options}".strip()
         line = loading(engine, usual)
         then = [f"`{line}`" if line else "", usual.note]
@@ -48,8 +49,8 @@ def chosen() -> Iterator[str]:
                 "; ".join(
                     f"{each.only} `{each.words}`".strip()
                     for each in (
-                        usual_choice(engine),
-                        *(each for each in engine.choices if each.models),
+                        usual_preset(engine),
+                        *(each for each in engine.presets if each.models),
                     )
                 ),
             )
@@ -58,12 +59,12 @@ def chosen() -> Iterator[str]:
     )
 
 
-def usual_choice(engine: Engine) -> Choice:
+def usual_preset(engine: Engine) -> Preset:
     """Return what is chosen for most models."""
-    return next(choice for choice in engine.choices if not choice.models)
+    return next(choice for choice in engine.presets if not choice.models)
 
 
-def loading(engine: Engine, usual: Choice) -> str:
+def loading(engine: Engine, usual: Preset) -> str:
     """Return the line that loads what the usual command writes, "" where none is known."""
     place = PurePath(usual.source.split()[0])
     folder = f"./{place.stem}-{usual.format.upper()}"
@@ -114,7 +115,7 @@ def linked(source: str) -> str:
     return re.sub(thread, r"[\1#\2](\g<0>)", source)
 
 
-def traps_of(engine: Engine) -> Iterator[str]:
+def failures(engine: Engine) -> Iterator[str]:
     """List what an engine is known to fail at, or to do slowly."""
     rows: list[tuple[object, ...]] = [
         (

@@ -12,8 +12,9 @@ from __future__ import annotations
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from true_shapes import (  # noqa: E402
 import fp4convert  # noqa: E402
 from fp4convert.conversion.engine_choice import choose_options  # noqa: E402
 from fp4convert.conversion.options import QuantizeOptions  # noqa: E402
-from fp4convert.recipes.engines import Choice, known_engines  # noqa: E402
+from fp4convert.recipes.engines import Preset, known_engines  # noqa: E402
 from fp4convert.recipes.toml_files import FAMILIES as INDEX  # noqa: E402
 from fp4convert.recipes.toml_files import known_file  # noqa: E402
 
@@ -73,11 +74,25 @@ PUBLISHED = {
 SHOWN = tuple(family for family in FAMILIES if "-" not in family.name)  # others are variants
 
 
+def _of_whole_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Double the widths of MLPs, as published models have them in whole blocks of both formats."""
+    made = dict(config)
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            made[key] = _of_whole_blocks(value)
+        elif "intermediate_size" in key or key.endswith("ffn_hidden_size"):
+            made[key] = 2 * value if isinstance(value, int) else value
+    return made
+
+
 def section(family: Family) -> str:
     """Write the section of one family."""
     with tempfile.TemporaryDirectory() as folder, offline():
         source = Path(folder) / "Model"
-        MAKERS[PACKED[family.name]](source) if family.name in PACKED else build(family, source)
+        if family.name in PACKED:
+            MAKERS[PACKED[family.name]](source)
+        else:
+            build(replace(family, config=_of_whole_blocks(family.config)), source)
         config = read_json(source / "config.json")
         kind = config.get("_class_name") or config["model_type"]
         recipe = tomllib.loads(INDEX.read_text(encoding="utf-8")).get(kind, "default")
@@ -105,14 +120,14 @@ def _plans(
             continue
         with suppress(fp4convert.InputError):
             if engine.key == "comfyui":  # of whose single files there is none here
-                (choice,) = engine.choices
+                (choice,) = engine.presets
                 chosen = QuantizeOptions(source, format=choice.format, dialect=choice.dialect)
             else:
                 chosen = choose_options(QuantizeOptions(source, engine=engine.key))
             made = {"format": chosen.format, "dialect": chosen.dialect}
             made |= {"activations": chosen.activations, "exclude": chosen.exclude}
             plan = fp4convert.preview_quantize(source, **made, warn=lambda text: None)
-            words = Choice(str(chosen.dialect), str(chosen.format), chosen.activations or 16).words
+            words = Preset(str(chosen.dialect), str(chosen.format), chosen.activations or 16).words
             named = f" --recipe {recipe}" if engine.key == "comfyui" else ""
             name = "model.safetensors" if engine.key == "comfyui" else "./Model"
             command = f"fp4convert quantize {name} --for {engine.key}{named}"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from engine_tables import chosen, engines, serve, table, traps_of
+from engine_tables import chosen, engines, failures, serve, table
 from judge_tables import judged, whole_engine
 
 from fp4convert.checkpoint.dialects.forms import Form
@@ -298,7 +298,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
         *(errors, findings, engines, serve, chosen, judged, whole_engine, gpu_bars),
     )
 } | {
-    f"traps-{engine.key.replace('.', '')}": partial(traps_of, engine) for engine in known_engines()
+    f"traps-{engine.key.replace('.', '')}": partial(failures, engine) for engine in known_engines()
 }
 
 

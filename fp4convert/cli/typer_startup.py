@@ -13,6 +13,9 @@ from typing import Any, get_args, get_origin
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.models import ParameterInfo
 
+from fp4convert.errors import InputError
+
+ENGINE = "engine"  # the name of the option --for
 MOST_DIGITS = 15  # of a plain number; a float has so many exactly
 _ODD = object()  # stands for what typer has to look at
 
@@ -22,6 +25,21 @@ class PlainCommand(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _take_plain_words(super().get_params(ctx))
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Return typer's parser, which here refuses a second engine."""
+        parser: Any = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> tuple[Any, list[str], list[Any]]:
+            parsed: tuple[Any, list[str], list[Any]] = parse(args)
+            if [parameter.name for parameter in parsed[2]].count(ENGINE) > 1:
+                detail = "--for is given twice; expected one engine for one artifact"
+                raise InputError("usage", detail, "Give one; make an artifact for each engine.")
+            return parsed
+
+        parser.parse_args = parse_args
+        return parser
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from fp4convert.cli.help import draw_command

@@ -31,7 +31,8 @@ from fp4convert.execution.job import check_output
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
 from fp4convert.numerics.formats import GLOBAL_RANGE
-from fp4convert.planning.engines import engine_warnings, serve_lines, verdict_text
+from fp4convert.planning.engine_contents import engine_warnings
+from fp4convert.planning.serving import serve_lines, verdict_text
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source

@@ -34,7 +34,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.execution.workers import CopyWorker
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engines import Verdict
+from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.open import absolute
@@ -251,7 +251,10 @@ class PipelineConversion:
         if is_absolute:
             output, original = Path(os.path.abspath(output)), absolute(original)
         verify, source = ("fp4convert", "verify", output), ("--source", original)
-        return [shell_line(*verify, "--subfolder", name, *source) for name in self.conversions]
+        lines = [shell_line(*verify, "--subfolder", name, *source) for name in self.conversions]
+        if self.verdict:  # then each ends with the line that loads it
+            lines += [one.next_steps(is_absolute)[-1] for one in self.conversions.values()]
+        return lines
 
     def ended_files(self) -> dict[str, str]:
         own = {name: conversion.ended_files() for name, conversion in self.conversions.items()}

@@ -16,34 +16,47 @@ from typing import NamedTuple
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 from fp4convert.numerics.formats import format_named
-from fp4convert.planning.engines import contents_of
+from fp4convert.planning.engine_contents import plan_contents
+from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engines import (
-    FOUR_BIT,
-    Contents,
-    Engine,
-    Verdict,
-    Version,
-    engine_asked,
-    judge_contents,
-    version_text,
-)
+from fp4convert.recipes.engine_rows import FOUR_BIT, Contents, Part
+from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
+from fp4convert.recipes.engine_versions import Version
+from fp4convert.recipes.engines import Engine, engine_asked
+from fp4convert.recipes.fused_modules import EXPERTS_IN_PART
 from fp4convert.recipes.options import as_globs
 from fp4convert.storage.open import open_with_components
-from fp4convert.storage.source import Checkpoint, stopping
+from fp4convert.storage.source import Checkpoint, Source, stopping
 
 NO_EXPERTS = r"re:(?!.*\.experts\.)"  # fits every module but experts
+ALL_EXPERTS = "*.experts.*"
+# Beginnings of codes of errors that another candidate may not have.
+OF_A_CANDIDATE = ("engine-refuses", "dialect-", "no-linears")
+DECIDED = ("dialect", "format", "activations")  # options that --for fills in
+NO_ADVICE = "Nothing of this model is known to load there; choose another engine."
 
 
 class Candidate(NamedTuple):
-    """What may be made for an engine; others: as a Choice has it."""
+    """What may be made for an engine; others: as a Preset has it."""
 
     dialect: str
     format: str
     activations: int
     others: str = ""
+
+
+class Asked(NamedTuple):
+    """Which engine is to load what is made of a source.
+
+    parts  its components, or itself
+    """
+
+    engine: Engine
+    version: Version | None
+    source: str
+    parts: tuple[Source, ...]
 
 
 def choose_options(options: QuantizeOptions) -> QuantizeOptions:
@@ -57,41 +70,69 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
     engine, version = engine_asked(options.engine)
     if options.dialect is not None:
         dialect_named(options.dialect)
-        if options.dialect not in engine.dialects:
-            verdict = judge_contents(engine, Contents(options.dialect, frozenset()))
-            raise _refused(engine, version, verdict, f"--dialect {options.dialect}")
     format_named(options.format or FOUR_BIT[0])
     source, components = open_with_components(os.fspath(options.source), options.access())
-    parts = list(components.values()) or [source]
+    asked = Asked(engine, version, source.name, tuple(components.values()) or (source,))
+    with stopping(source, *asked.parts):
+        try:
+            chosen = _choose_first(asked, options)
+        except InputError as error:
+            is_of_choice = error.code.startswith(("engine-refuses", "dialect-"))
+            if not is_of_choice or error.code == "dialect-container":
+                raise  # it says better what to do
+            own = NO_ADVICE if "--" in error.next_step else error.next_step
+            step = _advise(asked, options) or own
+            raise InputError(error.code, error.lines, step) from None
+    for each in {source, *asked.parts}:
+        each.stop()
+    return chosen
+
+
+def _choose_first(asked: Asked, options: QuantizeOptions) -> QuantizeOptions:
+    """Return the options of the first candidate that the engine loads.
+
+    Raises  InputError of the first candidate, where it loads none
+    """
     failures: list[InputError] = []
-    with stopping(source, *parts):
-        model = str(parts[0].checkpoint.config.get("model_type", ""))
-        for candidate in _candidates(engine, options, model):
-            chosen = _with_candidate(options, candidate)
-            try:
-                for part in parts:
-                    check_plan(prepare_quantize(part, chosen), part.checkpoint, chosen)
-            except InputError as error:
-                if error.code != "engine-refuses" and not error.code.startswith("dialect-"):
-                    raise  # what no other choice mends, or would hide
-                failures.append(error)
-                continue
-            for each in {source, *parts}:
-                each.stop()
-            return chosen
-        raise failures[0]  # of what it would be without other choices
+    for candidate in _candidates(asked, options):
+        chosen = _with_candidate(options, candidate)
+        try:
+            _check_candidate(asked, chosen)
+        except InputError as error:
+            if not error.code.startswith(OF_A_CANDIDATE):
+                raise  # what no other choice mends, or would hide
+            failures.append(error)
+            continue
+        return chosen
+    raise failures[0]  # of what it would be without other choices
 
 
-def _candidates(engine: Engine, options: QuantizeOptions, model: str) -> Iterator[Candidate]:
+def _check_candidate(asked: Asked, chosen: QuantizeOptions) -> None:
+    """Raise InputError for what cannot be made, or not be loaded."""
+    dialect = str(chosen.dialect)
+    if dialect not in asked.engine.dialects:
+        verdict = judge_contents(asked.engine, Contents(dialect, frozenset()))
+        raise _refusal(asked.engine, asked.version, verdict)
+    plans = [prepare_quantize(part, chosen) for part in asked.parts]
+    # An engine has nothing to do with these.
+    refuse_idle([plan.idle for plan in plans])
+    refuse_empty(asked.source, plans)
+    for part, plan in zip(asked.parts, plans, strict=True):
+        _judge_plan(asked.engine, asked.version, plan, part.checkpoint)
+
+
+def _candidates(asked: Asked, options: QuantizeOptions) -> Iterator[Candidate]:
     """Yield what may be made, best first: what is given by hand, in all."""
-    own = [choice for choice in engine.choices if _fits(choice.models, model)]
-    usual = [choice for choice in engine.choices if not choice.models]
+    engine = asked.engine
+    model = str(asked.parts[0].checkpoint.config.get("model_type", ""))
+    own = [preset for preset in engine.presets if _fits(preset.models, model)]
+    usual = [preset for preset in engine.presets if not preset.models]
     found: dict[Candidate, None] = {}
-    for choice in (*own, *usual):
-        dialect, fmt = options.dialect or choice.dialect, options.format or choice.format
-        is_own = (dialect, fmt) == (choice.dialect, choice.format)
-        bits = options.activations or choice.activations
-        found[Candidate(dialect, fmt, bits, choice.others if is_own else "")] = None
+    for preset in (*own, *usual):
+        dialect, fmt = options.dialect or preset.dialect, options.format or preset.format
+        is_own = (dialect, fmt) == (preset.dialect, preset.format)
+        bits = options.activations or preset.activations
+        found[Candidate(dialect, fmt, bits, preset.others if is_own else "")] = None
     for dialect in (options.dialect,) if options.dialect else DIALECTS:
         for bits in (options.activations,) if options.activations else (16, 4):
             for fmt in (options.format,) if options.format else FOUR_BIT:
@@ -116,6 +157,69 @@ def _with_candidate(options: QuantizeOptions, candidate: Candidate) -> QuantizeO
     )
 
 
+def _advise(asked: Asked, options: QuantizeOptions) -> str:
+    """Say which options, most like those, the engine loads; "" for none.
+
+    They were planned and judged.  Its newest version comes last.
+    """
+    newest = asked._replace(version=asked.engine.version)
+    is_newest = asked.version == asked.engine.version
+    for at in (asked,) if is_newest else (asked, newest):
+        for more in ((), (ALL_EXPERTS,)):
+            wished = replace(options, exclude=(*as_globs(options.exclude), *more))
+            if (change := _find_change(at, wished, bool(more))) is not None:
+                words = [*change, *(word for glob in more for word in ("--exclude", glob))]
+                if at.version == asked.version:
+                    return f"Use {shell_line(*words)}"
+                line = shell_line("--for", at.engine.key, *words)
+                return f"{at.engine.called()} loads it: {line}"
+    return ""
+
+
+def _find_change(asked: Asked, options: QuantizeOptions, keeps_experts: bool) -> list[str] | None:
+    """Find the words that make of the options what the engine loads.
+
+    As few of those that were given are changed as may be; None where nothing does.
+    """
+    given = {name: getattr(options, name) for name in DECIDED}
+
+    def changes(candidate: Candidate) -> list[str]:
+        pairs = zip(DECIDED, candidate, strict=False)
+        changed = {name: value for name, value in pairs if given[name] not in (None, value)}
+        return [word for name, value in changed.items() for word in (f"--{name}", str(value))]
+
+    relaxed = replace(options, dialect=None, format=None, activations=None)
+    seen: Contents | None = None
+    for candidate in sorted(_candidates(asked, relaxed), key=lambda each: len(changes(each))):
+        chosen = _with_candidate(options, candidate)
+        likely = seen and _as_if(seen, candidate, keeps_experts)
+        if likely and not judge_contents(asked.engine, likely, asked.version).loads:
+            continue  # without a plan, which takes its time
+        try:
+            if seen is None:
+                part = asked.parts[0]
+                found = plan_contents(prepare_quantize(part, chosen), part.checkpoint)
+                seen = found if found.parts else None
+            _check_candidate(asked, chosen)
+        except InputError:
+            continue
+        return changes(candidate)
+    return None
+
+
+def _as_if(contents: Contents, candidate: Candidate, keeps_experts: bool) -> Contents:
+    """Guess the contents of a candidate by those of another."""
+    parts = [
+        Part(candidate.format, candidate.activations, part.is_expert)
+        if part.format in FOUR_BIT
+        else part
+        for part in contents.parts
+        if not (part.is_expert and keeps_experts) and (part.is_expert or not candidate.others)
+    ]
+    findings = contents.findings - {EXPERTS_IN_PART}  # by the format's blocks, perhaps
+    return replace(contents, dialect=candidate.dialect, parts=frozenset(parts), findings=findings)
+
+
 def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> Verdict | None:
     """Judge a plan by the engine that was asked for; None where none was.
 
@@ -124,18 +228,33 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
     if options.engine is None:
         return None
     engine, version = engine_asked(options.engine)
-    contents = contents_of(plan, checkpoint)
-    verdict = judge_contents(engine, contents, version)
+    try:
+        _judge_plan(engine, version, plan, checkpoint)
+    except InputError as error:  # it loads what was planned without a size: choose_options
+        option = "--target-size" if options.target_size is not None else "--target-bits"
+        raise InputError(error.code, error.lines, f"Leave {option} out.") from None
+    return judge_contents(engine, plan_contents(plan, checkpoint))
+
+
+def _judge_plan(
+    engine: Engine, version: Version | None, plan: Plan, checkpoint: Checkpoint
+) -> None:
+    """Raise InputError where an engine is not known to load the result."""
+    verdict = judge_contents(engine, plan_contents(plan, checkpoint), version)
     if not verdict.loads:
         made = f"{plan.target.format} in dialect {plan.target.dialect}"
         made += f" with {plan.target.activations}-bit activations"
-        raise _refused(engine, version, verdict, made)
-    return judge_contents(engine, contents)
+        raise _refusal(engine, version, verdict, made)
 
 
-def _refused(engine: Engine, version: Version | None, verdict: Verdict, made: str) -> InputError:
+def _refusal(
+    engine: Engine, version: Version | None, verdict: Verdict, made: str = ""
+) -> InputError:
     """Make the error of a verdict."""
-    name = f"{engine.name} {version_text(version)}" if version else engine.name
-    step = verdict.instead or "leave --dialect, --format and --activations out"
-    detail = f"{name} {verdict.why}; asked for: {made}"
-    return InputError("engine-refuses", detail, f"{step[0].upper()}{step[1:]}.")
+    name = f"{engine.name} {version}" if version else engine.name
+    detail, instead = f"{name} {verdict.why}", verdict.instead
+    return InputError(
+        "engine-refuses",
+        f"{detail}; it would be {made}" if made else detail,
+        f"{instead[0].upper()}{instead[1:]}." if instead else "",
+    )

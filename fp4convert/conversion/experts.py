@@ -16,6 +16,7 @@ from itertools import groupby
 
 from fp4convert.checkpoint.dialects.forms import parents_of
 from fp4convert.errors import InputError
+from fp4convert.recipes.fused_modules import EXPERTS
 from fp4convert.recipes.patterns import configs_in, integer_of, matches_any
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.recipes.rules import ExpertsRule
@@ -23,7 +24,6 @@ from fp4convert.storage.safetensors import DTYPE_BITS, TensorRef
 
 AGAIN = "Download the checkpoint again, or correct the number of experts in its config.json."
 WRITE_RULES = "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md."
-EXPERTS = ".experts."
 # Experts whose scores make that of their group, where DeepSeek V3 and its kin choose groups.
 GROUP_BEST = 2
 BY_THE_BEST = "group_limited_greedy"  # topk_method of DeepSeek V2: the best one makes it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,9 @@ from fp4convert.execution.job import check_output
 from fp4convert.execution.plan_file import read_ended
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.planning.engines import serve_line, serve_lines
+from fp4convert.planning.serving import serve_line, serve_lines
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engines import Verdict
+from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.open import absolute
 from fp4convert.storage.source import Source
 
@@ -91,8 +92,19 @@ class Conversion:
         checkpoint, folder = self.source.checkpoint, str(output)
         if self.verdict is None:
             return [shell_line(*words), *serve_lines(self.plan, checkpoint, folder)]
-        line = serve_line(self.verdict.engine, self.plan, checkpoint, folder)
+        line = serve_line(
+            self.verdict.engine, self.plan, checkpoint, folder, self._config_words(is_absolute)
+        )
         return [shell_line(*words), *([line] if line else [])]
+
+    def _config_words(self, is_absolute: bool) -> str:
+        """Name the source's configuration in arguments of Python."""
+        source, subfolder = self.options.source, self.options.subfolder or ""
+        place = os.fspath(absolute(source) if is_absolute else source)
+        if not self.source.is_streamed:
+            return f"config={json.dumps(os.path.join(place, subfolder))}"
+        words = f"config={json.dumps(place)}"
+        return f"{words}, subfolder={json.dumps(subfolder)}" if subfolder else words
 
     def ended_files(self) -> dict[str, str]:
         return read_ended(self.options.folder)[1]

@@ -41,7 +41,7 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FORMATS, IMPORTANCE, METHODS, format_named
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
-from fp4convert.planning.engines import engine_warnings
+from fp4convert.planning.engine_contents import engine_warnings
 from fp4convert.planning.fold_plan import Merged, merge_folds
 from fp4convert.planning.global_scales import open_global_scales
 from fp4convert.planning.kv_cache_scales import Cache, plan_cache

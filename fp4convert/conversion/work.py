@@ -20,7 +20,7 @@ from fp4convert.planning.global_scales import scales_for_component
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
 from fp4convert.progress import Phases
-from fp4convert.recipes.engines import Verdict
+from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.open import access_to, open_with_components
 from fp4convert.storage.source import Source, stopping
 
@@ -110,9 +110,9 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         formats = found.rules if found else ()
         plan = prepare_quantize(source, options, formats)
         with stopping(source):
-            verdict = check_plan(plan, source.checkpoint, options)
             refuse_idle([plan.idle])
             refuse_empty(source.name, [plan])
+            verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
     if goal:
         source.stop()

@@ -15,6 +15,7 @@ from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, Format
 from fp4convert.planning.steps import Action
+from fp4convert.recipes.fused_modules import EXPERTS, find_uneven
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups, scale_groups
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
@@ -252,16 +253,42 @@ def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
     ]
 
 
-def skipped_experts(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Warn where only some matrices of experts are quantized."""
-    experts = [(module, verdict) for module, verdict in verdicts.items() if ".experts." in module]
-    skipped = [(module, verdict) for module, verdict in experts if verdict.action == "skip"]
-    if not skipped or not any(verdict.is_made for _, verdict in experts):
-        return []
-    module, verdict = skipped[0]
+def warnings_on_four_bits(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Warn of experts in part, and of modules that are rounded again."""
+    return [*uneven_experts(verdicts), *rounded_again(verdicts)]
+
+
+def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Warn of four-bit modules that are rounded a second time."""
+    again: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for module, verdict in verdicts.items():
+        coded = verdict.linear.coding
+        is_four_bit = coded.format is not None and coded.format.is_fp4
+        if is_four_bit and verdict.action == "quantize" and verdict.form:
+            again[coded.word, verdict.form.word].append(module)
     return [
-        f"{len(skipped)} matrices of experts cannot be quantized and others are, the first"
-        f" {module!r} ({verdict.reason}): engines"
-        " that load the experts of a layer together load them wrong; to keep all of them:"
+        f"{len(modules)} modules are {word} and are rounded again to {other}, the first"
+        f" {modules[0]!r}: the errors add; start from the original weights if you can"
+        for (word, other), modules in again.items()
+    ]
+
+
+def uneven_experts(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Warn where experts of a layer are quantized in part."""
+    words = {
+        module: verdict.form.word if verdict.form else ""
+        for module, verdict in verdicts.items()
+        if EXPERTS in module
+    }
+    uneven = find_uneven(words, ())
+    if not uneven:
+        return []
+    first = uneven[0]
+    kept = first.modules.get("")
+    why = f" ({verdicts[kept[0]].reason})" if kept else ""
+    layers = f"{len(uneven)} layers" if len(uneven) > 1 else "a layer"
+    return [
+        f"the experts of {layers} are quantized in part: {first}{why}; engines that load the"
+        " experts of a layer together load them wrong or not at all; to keep all of them:"
         " --exclude '*.experts.*'"
     ]

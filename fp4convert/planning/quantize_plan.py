@@ -26,7 +26,7 @@ from fp4convert.planning.activation_scales import (
     find_small,
     scales_of,
 )
-from fp4convert.planning.decisions import Verdict, decide, skipped_experts, uneven_groups
+from fp4convert.planning.decisions import Verdict, decide, uneven_groups, warnings_on_four_bits
 from fp4convert.planning.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kv_cache_scales import Cache
@@ -125,7 +125,7 @@ def plan_quantize(
         *notes_on(checkpoint),
         *_note_stacks(checkpoint, consumed),
         *uneven_groups(verdicts, recipe),
-        *skipped_experts(verdicts),
+        *warnings_on_four_bits(verdicts),
         *notes,
         *more,
         *scalars.cache.notes,

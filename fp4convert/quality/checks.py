@@ -20,6 +20,7 @@ from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
 from fp4convert.progress import Phases
+from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.patterns import configs_in, matches, sift
@@ -77,7 +78,7 @@ def judge(
     phases   learns how far the reading is
     Raises   InputError where the source holds none of them
     """
-    findings = [*artifact.findings, *_check_names(artifact)]
+    findings = [*artifact.findings, *_check_names(artifact), *check_fused(artifact)]
     nbytes = scale_nbytes(artifact)
     phases.begin("scales", sum(nbytes[module] for module in read))
     findings += check_scales(artifact, read, phases.report)

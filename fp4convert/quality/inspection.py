@@ -16,8 +16,9 @@ from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge, scale_nbytes
-from fp4convert.quality.engines import check_engine, judge_by_engines
-from fp4convert.recipes.engines import Engine, Version
+from fp4convert.quality.engine_check import check_engine, judge_by_engines
+from fp4convert.recipes.engine_versions import Version
+from fp4convert.recipes.engines import Engine
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source, stored_float
 

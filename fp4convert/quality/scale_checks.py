@@ -272,7 +272,7 @@ def _check_dtype(fmt: Format, histograms: list[NDArray[np.int64]]) -> Iterator[F
 
 
 def _check_others(artifact: Artifact) -> Iterator[Finding]:
-    """Check the scales of FP8 and int4 modules, and groups of several forms."""
+    """Check the scales of FP8 and int4 modules."""
     for module in artifact.others:
         ref = artifact.tensors[f"{module}.weight_scale"]
         stored = artifact.source.read_range(ref, 0, ref.nbytes).tobytes()
@@ -283,16 +283,6 @@ def _check_others(artifact: Artifact) -> Iterator[Finding]:
         if negative := int(np.count_nonzero(values < 0)):
             detail = f"{negative} of its {values.size} scales are negative"
             yield Finding("error", "scale-negative", module, detail)
-    if len({group.form.word for group in artifact.groups}) < 2:
-        return
-    packed = artifact.packed
-    groups = scale_groups(packed, group_members(artifact.source.checkpoint.config))
-    for members in gather_groups(groups).values():
-        words = [packed[module].form.word for module in members]
-        if len(set(words)) > 1:
-            detail = f"{', '.join(members)} are {', '.join(words)}"
-            detail += "; engines that fuse them refuse the artifact"
-            yield Finding("error", "group-forms-differ", members[0], detail)
 
 
 def _check_cache(artifact: Artifact) -> Iterator[Finding]:

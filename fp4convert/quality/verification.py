@@ -22,7 +22,7 @@ from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
-from fp4convert.quality.engines import check_engine
+from fp4convert.quality.engine_check import check_engine
 from fp4convert.quality.source_compare import (
     Distance,
     Outputs,
@@ -32,7 +32,8 @@ from fp4convert.quality.source_compare import (
     pair_with_source,
     split_bytes,
 )
-from fp4convert.recipes.engines import Engine, Version
+from fp4convert.recipes.engine_versions import Version
+from fp4convert.recipes.engines import Engine
 from fp4convert.storage.checkpoint_files import RECORD, REPORT, UNDIGESTED
 from fp4convert.storage.disk import hash_stream
 from fp4convert.storage.safetensors import WEIGHT
@@ -193,6 +194,7 @@ def verify(
     # 2. The hashes of files, and the tensors that were kept.
     findings = [*judged.findings, *check_headers(artifact), *_check_hashes(artifact, phases)]
     findings += _check_kept(artifact, phases)
+    findings += check_engine(artifact, findings, gate.engine)
     # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages
@@ -207,10 +209,10 @@ def verify(
         findings += check_measured(recorded, as_meant)
     if any(distance.check(name) for name, distance in found.items()):
         findings += judged.refuted  # the source does not fit, so it refutes nothing
-    # 4. The gates: for each tensor, that there is one to measure, and the engine.
+    # 4. The gates: for each tensor, and that there is one to measure.
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     findings += _check_tensors(tensors, found, as_meant, gate)
-    findings += [*_check_measuring(found, gate), *check_engine(artifact, findings, gate.engine)]
+    findings += _check_measuring(found, gate)
     return Verified(
         tensors,
         _summarise(tensors, found),

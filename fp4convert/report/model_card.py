@@ -18,9 +18,11 @@ from typing import Any
 from fp4convert.errors import shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
-from fp4convert.planning.engines import contents_of, load_code
+from fp4convert.planning.engine_contents import plan_contents
+from fp4convert.planning.serving import load_code
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engines import Engine, Verdict, trap_text, traps_of, verdicts_on
+from fp4convert.recipes.engine_verdicts import Verdict, failures_of, trap_text, verdicts_on
+from fp4convert.recipes.engines import Engine
 from fp4convert.report.text import spell
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.source import Source
@@ -92,7 +94,7 @@ def _front_matter(plan: Plan, source: Source, known: Mapping[str, Any]) -> str:
     ours: dict[str, Any] = {}
     if checkpoint.repo:
         ours |= {"base_model": checkpoint.repo, "base_model_relation": "quantized"}
-    loads = {each.engine.key for each in verdicts_on(contents_of(plan, checkpoint)) if each.loads}
+    loads = {each.engine.key for each in verdicts_on(plan_contents(plan, checkpoint)) if each.loads}
     if "transformers" in loads and checkpoint.config.get("architectures"):
         ours["library_name"] = "transformers"
     elif "mlx" in loads:
@@ -177,12 +179,12 @@ def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
     config = source.checkpoint.config
     if source.checkpoint.components:
         return  # whose parts are artifacts, each of its own
-    contents = contents_of(plan, source.checkpoint)
+    contents = plan_contents(plan, source.checkpoint)
     for verdict in verdicts_on(contents):
         is_model = bool(config.get("architectures")) or not verdict.engine.code
         if verdict.loads and is_model:
             yield from _with_engine(verdict, plan, config, repo)
-    if traps := [trap_text(*trap) for trap in traps_of(contents)]:
+    if traps := [trap_text(*trap) for trap in failures_of(contents)]:
         yield "## Known not to load it"
         yield "\n".join(f"- {trap}." for trap in traps)
 

@@ -62,6 +62,10 @@ class LocalSource:
         self.checkpoint = self._open(may_lack)
         self._stamps = self.checkpoint.stamps
 
+    def __del__(self) -> None:
+        for stream in getattr(self, "_streams", {}).values():
+            stream.close()
+
     def read(self, ref: TensorRef) -> memoryview:
         with self._lock:
             if ref.file not in self._maps:

@@ -2,12 +2,18 @@
 rest before a byte is written.
 """
 
+import shlex
+from itertools import product
+
 import pytest
 from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
-from diffusion import wan_tensors, write_component, write_wan
+from diffusion import flux_shards, wan_tensors, write_component, write_wan
 from gguf_donors import model, write_donor
 
 from fp4convert import InputError, preview_quantize
+from fp4convert.conversion.engine_choice import choose_options
+from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.recipes.engines import known_engines
 
 
 def write_moe(folder, model_type="qwen3_moe"):
@@ -23,6 +29,14 @@ MAKERS = {
     "gpt-oss": lambda folder: write_moe(folder, "gpt_oss"),
     "gguf": lambda folder: write_donor(folder.with_suffix(".gguf"), model()),
     "wan": write_wan,
+    "bert": lambda folder: write_single(
+        folder,
+        {f"{LAYER}.self_attn.o_proj.weight": weight()},
+        {**LLAMA, "model_type": "bert", "architectures": ["BertModel"]},
+    ),
+    "flux": lambda folder: write_single(
+        folder, {name: tensor for shard in flux_shards() for name, tensor in shard.items()}, {}
+    ),
 }
 NVFP4, MXFP4 = ("nvfp4", "compressed-tensors", 16), ("mxfp4", "compressed-tensors", 16)
 W4A4 = ("nvfp4", "modelopt", 4)
@@ -33,13 +47,20 @@ W4A4 = ("nvfp4", "modelopt", 4)
     [
         ("llama", "vllm", NVFP4),
         ("llama", "vLLM:0.33", NVFP4),
+        ("llama", "vllm:0.33.0rc1", NVFP4),
+        ("llama", "vllm:0.33.0+cu129", NVFP4),
+        ("gguf", "llama.cpp:b4567", ("mxfp4", "gguf", 16)),
         ("llama", "sglang", NVFP4),
         ("llama", "sglang:0.5.21", W4A4),
         ("llama", "tensorrt-llm", W4A4),
         ("llama", "trtllm", W4A4),
         ("llama", "transformers", NVFP4),
         ("llama", "mlx", ("mxfp4", "mlx", 16)),
-        ("llama", "comfyui", ("nvfp4", "comfy", 16)),
+        ("bert", "mlx", "engine-refuses"),
+        ("bert", "vllm", NVFP4),
+        ("bert", "sglang", NVFP4),
+        ("llama", "comfyui", "engine-refuses"),
+        ("flux", "comfyui --recipe flux", ("nvfp4", "comfy", 16)),
         ("gguf", "llama.cpp", ("mxfp4", "gguf", 16)),
         ("moe", "vllm", NVFP4),
         ("moe", "transformers", MXFP4),
@@ -105,23 +126,121 @@ def test_layers_that_the_engine_reads_in_no_four_bits_are_kept(tmp_path):
         (
             "transformers --format nvfp4",
             "transformers 5.23 ignores the global scales of NVFP4 experts and computes garbage;"
-            " asked for: nvfp4 in dialect compressed-tensors with 16-bit activations",
-            "For it use --format mxfp4, or dequantize the artifact.",
+            " it would be nvfp4 in dialect compressed-tensors with 16-bit activations",
+            "Use --format mxfp4",
         ),
-        ("vllm:0.20", "vLLM 0.20 is known to load", "Use 0.32 or newer."),
+        ("vllm:0.20", "vLLM 0.20 is known to load", "vLLM 0.33 loads it: --for vllm"),
+        ("vllm:0.24 --dialect compressed-tensors", "vLLM 0.24 is", "Use --dialect modelopt"),
         (
             "mlx --dialect modelopt",
             "mlx-lm 0.32 reads no artifact of dialect modelopt",
-            "Use --dial",
+            "Use --dialect mlx --exclude '*.experts.*'",
         ),
-        ("tensorrt-llm --activations 16", "nobody has tried or read it", "Leave --dialect"),
+        ("tensorrt-llm --activations 16", "nobody has tried or read it", "Use --activations 4"),
     ],
 )
 def test_a_refusal_has_the_rows_reason_and_what_to_do(words, why, step, tmp_path):
     source = write_moe(tmp_path / "m")
     error = run("quantize", source, "--for", *words.split(), "--json").json["error"]
     assert why in error["message"]
+    assert error["next"] == step
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "step"),
+    [
+        ("vllm --exclude *", "no-linears", "Exclude fewer modules"),
+        ("vllm --exclude *.no_such", "unmatched-pattern", ""),
+        (
+            "vllm --dialect gpt-oss --format mxfp4",
+            "dialect-module",
+            "Use --dialect compressed-tensors",
+        ),
+        ("vllm --exclude *.down_proj", "engine-refuses", "Use --exclude '*.experts.*'"),
+    ],
+)
+def test_the_engine_is_named_where_its_row_is_the_cause(words, code, step, tmp_path):
+    source = write_moe(tmp_path / "m")
+    asked = ("quantize", source, "--for", *words.split(), "-o", tmp_path / "out", "--json")
+    error = run(*asked).json["error"]
+    assert error["code"] == code
     assert error["next"].startswith(step)
+    names = [name for name in ("vLLM", "SGLang") if name in error["message"]]
+    assert bool(names) == (code == "engine-refuses")
+
+
+def test_formats_of_a_size_that_the_engine_does_not_load_are_told(tmp_path):
+    source = write_llama(tmp_path / "m")
+    asked = ("quantize", source, "--for", "sglang", "--dialect", "modelopt", "--target-bits", 8)
+    error = run(*asked, "--json").json["error"]
+    assert (error["code"], error["next"]) == ("engine-refuses", "Leave --target-bits out.")
+    assert "MIXED_PRECISION" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("made", "words", "says"),
+    [
+        ("nvfp4", "mlx", "7 modules are nvfp4 and are rounded again to mxfp4"),
+        ("nvfp4", "vllm --format mxfp4", "7 modules are nvfp4 and are rounded again to mxfp4"),
+        ("mxfp4", "vllm", ""),
+        ("nvfp4", "vllm", ""),
+    ],
+)
+def test_four_bits_that_are_rounded_again_are_told(made, words, says, tmp_path):
+    first = tmp_path / "first"
+    run("quantize", write_llama(tmp_path / "m"), "--format", made, "-o", first, "-q")
+    asked = ("quantize", first, "--for", *words.split(), "-o", tmp_path / "out", "--dry-run")
+    told = [line for line in run(*asked, "--json").json["warnings"] if "rounded again" in line]
+    assert len(told) == bool(says)
+    assert all(line.startswith(says) for line in told)
+
+
+@pytest.mark.parametrize("command", ["quantize", "inspect", "verify"])
+def test_two_engines_are_refused(command, tmp_path):
+    asked = (command, write_llama(tmp_path / "m"), "--for", "vllm", "--for", "sglang", "--json")
+    told = run(*asked)
+    assert (told.code, told.json["error"]["code"]) == (2, "usage")
+    assert "--for is given twice" in told.json["error"]["message"]
+
+
+def choices_by_hand(engine):
+    """Words of --for, and options given by hand."""
+    old = {"vllm": ":0.24", "sglang": ":0.5.12", "transformers": ":4"}.get(engine.key, ":0.1")
+    dialects = (None, "plain", *sorted(engine.dialects))
+    every = product((engine.key, engine.key + old), dialects, (None, "nvfp4", "mxfp4"), (None, 4))
+    for word, dialect, fmt, bits in every:
+        given = {"dialect": dialect, "format": fmt, "activations": bits}
+        yield {"engine": word, **{name: value for name, value in given.items() if value}}
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("engine", known_engines(), ids=lambda engine: engine.key)
+def test_what_a_refusal_advises_is_accepted(name, engine, tmp_path):
+    source = MAKERS[name](tmp_path / "m")
+    refused, accepted, unadvised = 0, 0, []
+    for given in choices_by_hand(engine):
+        try:
+            choose_options(QuantizeOptions(source, **given))
+            accepted += 1
+            continue
+        except InputError as caught:
+            error = caught
+        refused += 1
+        words = error.next_step.partition("--")[2]
+        if error.code == "dialect-container" or not words:
+            unadvised.append(given)
+            continue
+        words = shlex.split(words)
+        bare = [word.removeprefix("--") for word in words[::2]]
+        names = ["engine" if word == "for" else word for word in bare]
+        pairs = dict(zip(names, words[1::2], strict=True))
+        if "activations" in pairs:
+            pairs["activations"] = int(pairs["activations"])
+        chosen = choose_options(QuantizeOptions(source, **{**given, **pairs}))
+        assert chosen.dialect in engine.dialects
+    assert refused
+    assert not (accepted and unadvised), "it loads other options, and nobody said which"
 
 
 @pytest.mark.parametrize(
@@ -149,6 +268,23 @@ def test_the_result_says_which_versions_load_it_and_what_serves_it(
     assert made.json["next"][1:] == [line.format(out=out)]
     assert f" {versions}: " in made.err or not versions
     assert "engine" not in run("quantize", source, "--format", "nvfp4", "-o", out, "--json").json
+
+
+def test_engines_of_pictures_have_a_line_that_loads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    MAKERS["flux"](tmp_path / "f")
+    write_wan(tmp_path / "wan")
+    made = run("quantize", "f", "--for", "comfyui", "--recipe", "flux", "-o", "out", "--json")
+    copied = "cp ./out/model.safetensors ComfyUI/models/diffusion_models/out.safetensors"
+    assert made.json["next"] == ["fp4convert verify out --source f", copied]
+    made = run("quantize", "wan", "--for", "diffusers", "-o", "out2", "--json")
+    lines = [shlex.split(line)[-1] for line in made.json["next"][2:]]
+    assert [line.partition("model = ")[2] for line in lines] == [
+        "diffusers.WanTransformer3DModel.from_single_file("
+        f'"./out2/{name}/diffusion_pytorch_model.safetensors", config="wan/{name}",'
+        " quantization_config=config)"
+        for name in ("transformer", "transformer_2")
+    ]
 
 
 def test_a_cache_is_asked_for_in_the_line_that_serves(tmp_path):

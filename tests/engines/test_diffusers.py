@@ -5,10 +5,12 @@ Labs publishes it.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import run
 from tiny_models import fp4convert
 
 from fp4convert.storage.open import open_source
@@ -184,3 +186,15 @@ def test_the_pipeline_it_copied_loads_its_other_components(tmp_path):
         open_source(str(tmp_path / "q" / "transformer")).checkpoint.config["_class_name"]
         == "FluxTransformer2DModel"
     )
+
+
+def test_the_line_that_loads_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_pipeline(tmp_path / "m", "FluxTransformer2DModel", FLUX, "1GB")
+    made = run("quantize", "m", "--for", "diffusers", "-o", "q", "--json")
+    *_, line = made.json["next"]
+    *_, program = shlex.split(line)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    kinds = [type(module).__name__ for module in names["model"].modules()]
+    assert kinds.count("BFLNVFP4Linear") == 20

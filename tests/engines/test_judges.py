@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import FAMILIES
+from family import Family
+from judged_families import JUDGED, source
 from paths import ROOT
 from tiny_models import fp4convert, make_llama
+
+from fp4convert.conversion.engine_choice import choose_options
+from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.errors import InputError
 
 JUDGES = ROOT / "tests" / "engines" / "judges"
 PYTHON = ROOT / ".venv-engines" / "bin" / "python"
@@ -31,6 +38,42 @@ def test_every_row_is_exact_or_explained(monkeypatch: pytest.MonkeyPatch) -> Non
             counted += 1
             assert row["outcome"] == "exact" or reason(page["engine"], row), row
     assert counted >= 120
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each.name in JUDGED], ids=str)
+def test_what_is_chosen_for_a_judged_version_is_judged_exact(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where --for finds nothing, no artifact of that family is exact, either."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from judge_tables import pages
+
+    model = source(family, tmp_path / "model")
+    for page in pages():
+        rows = [row for row in page["rows"] if row["family"] == family.name]
+        exact = [row for row in rows if row["outcome"] == "exact"]
+        asked = f"{page['engine']}:{page['version']}"
+        chosen = chosen_for(model, asked)
+        if not exact:
+            assert chosen == ("engine-refuses",), asked
+            continue
+        keys = ("dialect", "format", "activations", "options")
+        assert chosen in [tuple(row[key] for key in keys) for row in exact], asked
+
+
+def chosen_for(model: Path, asked: str) -> tuple[object, ...]:
+    """Dialect, format, activations and options that --for chooses, or the code of its error."""
+    try:
+        options = choose_options(QuantizeOptions(model, engine=asked))
+    except InputError as error:
+        return (error.code,)
+    return (
+        options.dialect,
+        options.format,
+        options.activations,
+        (options.exclude and "kept") or "",
+    )
 
 
 def judged(judge: str, folders: list[Path], results: Path, **environment: str) -> list[str]:

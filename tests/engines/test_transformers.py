@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import run
 from tiny_models import (
     INDEX,
     TORCH_NAMES,
@@ -304,6 +305,20 @@ def test_experts_equal_the_plain_model(convert: Convert, kind: str, fmt: str) ->
     assert logits.isfinite().all()
     assert logits.equal(_logits(plain))
     assert model.state_dict()[experts].equal(plain.state_dict()[experts])
+
+
+@pytest.mark.parametrize("kept", ["*.down_proj", "*.experts.1.*"])
+def test_experts_in_part_are_not_loaded(convert: Convert, tmp_path: Path, kept: str) -> None:
+    """They are left random, with no more than a report; `inspect --for` calls that an error."""
+    from transformers import AutoModelForCausalLM
+
+    source, out = convert("qwen3-moe", "mxfp4").source, tmp_path / "out"
+    fp4convert("quantize", source, "--format", "mxfp4", "--exclude", kept, "-o", out, "-q")
+    loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    _, info = AutoModelForCausalLM.from_pretrained(out, dtype="auto", **loading)
+    assert info["missing_keys"] or info["mismatched_keys"]
+    assert run("inspect", out).code == 0
+    assert run("inspect", out, "--for", "transformers").code == 6
 
 
 @every_format

@@ -20,7 +20,7 @@ from fp4convert.errors import InputError
 from fp4convert.planning.decisions import (
     Verdict,
     decide,
-    skipped_experts,
+    uneven_experts,
     uneven_groups,
 )
 from fp4convert.recipes.options import RecipeOptions
@@ -156,13 +156,13 @@ def test_experts_that_are_quantized_in_part_are_told(tmp_path):
         for leaf, columns in (("up_proj", 64), ("down_proj", 40))
     }
     verdicts = verdicts_on(write_single(tmp_path / "m", tensors, LLAMA), Target("nvfp4", CT))
-    (warning,) = skipped_experts(verdicts)
+    (warning,) = uneven_experts(verdicts)
     assert warning.startswith(
-        "1 matrices of experts cannot be quantized and others are, the first "
-        "'a.experts.0.down_proj'"
+        "the experts of a layer are quantized in part: a.experts.0.up_proj is nvfp4,"
+        " a.experts.0.down_proj is not quantized (40 columns, not a multiple of the block of 16);"
     )
     assert (
-        skipped_experts(
+        uneven_experts(
             {module: verdict for module, verdict in verdicts.items() if "up_proj" in module}
         )
         == []

@@ -1,5 +1,6 @@
 """A folder, one file, or a snapshot of the Hub's cache: which files it has, and which bytes."""
 
+import gc
 import json
 import math
 import os
@@ -286,3 +287,12 @@ def test_what_goes_away_while_it_is_read_is_a_source_that_changed(file, harm, tm
             read()
         assert caught.value.code == "source-changed"
         assert file in caught.value.message
+
+
+def test_files_are_closed_with_the_source(tmp_path, recwarn):
+    source = opened(write_llama(tmp_path / "m"))
+    for ref in source.checkpoint.tensors:
+        source.read_range(ref, 0, 2)
+    del source
+    gc.collect()
+    assert [each for each in recwarn if each.category is ResourceWarning] == []

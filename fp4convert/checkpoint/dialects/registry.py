@@ -69,8 +69,8 @@ def dialect_named(name: str) -> Dialect:
         if engine := engine_called(name):
             read = [dialect for dialect in DIALECTS if dialect in engine.dialects]
             detail = f"{name!r} is an engine; expected a dialect, of which {engine.name} reads"
-            choice = next(choice for choice in engine.choices if not choice.models)
-            step = f"{engine.name} is an engine: --for {engine.key}, or --dialect {choice.dialect}."
+            preset = next(preset for preset in engine.presets if not preset.models)
+            step = f"{engine.name} is an engine: --for {engine.key}, or --dialect {preset.dialect}."
             raise InputError("unknown-dialect", f"{detail} {one_of(read)}", step)
         detail = f"dialect {name!r} is not known; expected one of {', '.join(DIALECTS)}"
         detail += did_you_mean(name, DIALECTS)

@@ -4,7 +4,17 @@ import json
 import shutil
 
 import pytest
-from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
+from checkpoints import (
+    LAYER,
+    LLAMA,
+    SECOND,
+    llama_shards,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
 
 
 def write_moe(folder):
@@ -69,7 +79,7 @@ def test_an_engine_of_the_dialect_that_does_not_load_it_is_told_with_the_reason(
         ("sglang:0.5.21", 6, "error", "SGLang 0.5.21 crashes on weight-only NVFP4"),
         ("transformers", 6, "error", "transformers 5.23 ignores the global scales"),
         ("mlx", 6, "error", "mlx-lm 0.32 reads no artifact of dialect compressed-tensors"),
-        ("vllm:0.30", 0, "warning", "vLLM 0.30 is known to load such artifacts from version 0.32"),
+        ("vllm:0.30", 6, "error", "vLLM 0.30 is known to load such artifacts from version 0.32"),
     ],
 )
 def test_what_the_engine_does_not_load_is_an_error(made, command, asked, code, level, why):
@@ -119,3 +129,23 @@ def test_an_unknown_engine_is_told_before_the_artifact_is_opened(tmp_path):
     for command in ("inspect", "verify"):
         told = run(command, tmp_path / "nothing", "--for", "vlm", "--json")
         assert (told.code, told.json["error"]["code"]) == (2, "unknown-engine")
+
+
+def test_a_gate_that_is_missed_is_no_fault_of_the_engine(tmp_path):
+    source, out = write_llama(tmp_path / "m"), tmp_path / "out"
+    run("quantize", source, "--format", "nvfp4", "-o", out, "-q")
+    told = run("verify", out, "--source", source, "--for", "vllm", "--min-sqnr", "99", "--json")
+    assert {one["code"] for one in told.json["findings"]} == {"sqnr-low"}
+
+
+def test_another_source_is_no_fault_of_the_engine(tmp_path):
+    out = tmp_path / "out"
+    run("quantize", write_llama(tmp_path / "m"), "--format", "nvfp4", "-o", out, "-q")
+    shards = llama_shards()
+    stem = f"{LAYER}.mlp.down_proj.weight"
+    shards[SECOND][stem] = weight(77, 64, 128)
+    other = write_checkpoint(tmp_path / "other", shards)
+    told = run("verify", out, "--source", other, "--for", "vllm", "--json")
+    codes = {one["code"] for one in told.json["findings"]}
+    assert "source-differs" in codes
+    assert "engine-refuses" not in codes

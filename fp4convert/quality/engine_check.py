@@ -9,21 +9,15 @@ from collections.abc import Sequence
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding
-from fp4convert.planning.engines import of_model
-from fp4convert.recipes.engines import (
-    EXPERTS,
-    Contents,
-    Engine,
-    Part,
-    Verdict,
-    Version,
-    judge_contents,
-    known_engines,
-    version_text,
-)
+from fp4convert.planning.engine_contents import with_model
+from fp4convert.recipes.engine_rows import Contents, Part
+from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
+from fp4convert.recipes.engine_versions import Version
+from fp4convert.recipes.engines import Engine, known_engines
+from fp4convert.recipes.fused_modules import EXPERTS
 
 
-def contents_of(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
+def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
     """Say what of an artifact decides which engines load it."""
     modules = artifact.packed
     contents = Contents(
@@ -38,12 +32,12 @@ def contents_of(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
     )
     stored = {ref.name for packed in modules.values() for ref in packed.refs}
     kept = (name for name in artifact.tensors if name not in stored)
-    return of_model(contents, artifact.clues.config, kept)
+    return with_model(contents, artifact.clues.config, kept)
 
 
 def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Verdict]:
     """Tell which engines load an artifact, in the order of ENGINES."""
-    contents = contents_of(artifact, findings)
+    contents = artifact_contents(artifact, findings)
     return [_judge(engine, None, contents, findings) for engine in known_engines()]
 
 
@@ -52,28 +46,35 @@ def check_engine(
 ) -> list[Finding]:
     """Find that the engine asked for does not load an artifact.
 
-    A warning where nobody knows; nothing where none is asked for.
+    An error where nobody knows, too: quantize --for makes nothing of that kind.
     """
     if asked is None:
         return []
     engine, version = asked
-    verdict = _judge(engine, version, contents_of(artifact, findings), findings)
+    verdict = _judge(engine, version, artifact_contents(artifact, findings), findings)
     if verdict.loads:
         return []
-    name = f"{engine.name} {version_text(version)}" if version else engine.name
+    name = f"{engine.name} {version}" if version else engine.name
     detail = f"{name} {verdict.why}"
     detail += f"; {verdict.instead}" if verdict.instead else ""
     if verdict.loads is None:
-        return [Finding("warning", "engine-unknown", None, detail)]
+        return [Finding("error", "engine-unknown", None, detail)]
     return [Finding("error", "engine-refuses", None, detail)]
 
 
 def _judge(
     engine: Engine, version: Version | None, contents: Contents, findings: Sequence[Finding]
 ) -> Verdict:
-    """Judge contents; nothing loads as it should where findings are errors."""
+    """Judge contents; nothing loads as it should where findings are errors.
+
+    Those that compare with a source are none of the engine's.
+    """
     verdict = judge_contents(engine, contents, version)
-    errors = [finding for finding in findings if finding.level == "error"]
+    errors = [
+        finding
+        for finding in findings
+        if finding.level == "error" and not finding.code.startswith("source-")
+    ]
     if not verdict.loads or not errors:
         return verdict
     first = f"{errors[0].code}: {errors[0].detail}"

@@ -1,0 +1,77 @@
+"""Tell what of a plan decides which engines load its result.
+
+What engines do is data (configs/engines); the rows ask about these contents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from fp4convert.planning.steps import Plan, Step
+from fp4convert.recipes.engine_rows import Contents, Part
+from fp4convert.recipes.engine_verdicts import failures_of, trap_text
+from fp4convert.recipes.fused_modules import EXPERTS, find_uneven, ordinary_matrices
+from fp4convert.recipes.recipe import group_members
+from fp4convert.storage.source import Checkpoint
+
+_DRAFT = re.compile(r"(^|\.)(mtp|nextn|mtp_layers)\.")  # in names of layers that draft tokens
+
+
+def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
+    """Say what of a plan's result decides which engines load it."""
+    steps = list(plan.steps)
+    made = {(step.form.word, step.form.activations, step.module) for step in steps if step.form}
+    kept = (step.refs[0].name for step in steps if step.action in ("copy", "skip"))
+    contents = Contents(
+        str(plan.target.dialect),
+        frozenset(Part(word, bits, EXPERTS in module) for word, bits, module in made),
+        is_sharded=len(plan.shards) > 1,
+        has_cache=plan.target.kv_cache is not None,
+        findings=_uneven_codes(steps, checkpoint),
+    )
+    return with_model(contents, checkpoint.config, kept)
+
+
+def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the codes of findings that inspect would have on formats."""
+    words: dict[str, str] = {}
+    for step in steps:
+        if step.form is None:
+            words |= ordinary_matrices(step.outputs)
+        else:
+            words |= {linear.module: step.form.word for linear in step.linears}
+    members = group_members(checkpoint.config)
+    return frozenset(uneven.code for uneven in find_uneven(words, members))
+
+
+def with_model(contents: Contents, config: Mapping[str, object], kept: Iterable[str]) -> Contents:
+    """Add what config.json says, and what of drafting layers stays.
+
+    kept  names of tensors that are not quantized
+    """
+    return replace(
+        contents,
+        model=str(config.get("model_type", "")),
+        classes=class_names(config),
+        has_code="auto_map" in config,
+        is_diffusers="_diffusers_version" in config or "_class_name" in config,
+        keeps_draft=any(EXPERTS in name and _DRAFT.search(name) for name in kept),
+    )
+
+
+def class_names(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names of classes in a config.json."""
+    names = config.get("architectures")
+    own = config.get("_class_name")  # of Diffusers
+    return tuple(map(str, names if isinstance(names, list) else [own] if own else []))
+
+
+def engine_warnings(plan: Plan, checkpoint: Checkpoint) -> list[str]:
+    """List what engines of the dialect are known to fail at, a line each.
+
+    What rows say on findings is left out: the plan tells these itself.
+    """
+    failures = failures_of(plan_contents(plan, checkpoint))
+    return [trap_text(engine, row) for engine, row in failures if not row.condition.findings]

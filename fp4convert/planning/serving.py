@@ -1,0 +1,78 @@
+"""Name the command that serves what a plan makes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from fp4convert.errors import shell_line
+from fp4convert.planning.engine_contents import class_names, plan_contents
+from fp4convert.planning.steps import Plan
+from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
+from fp4convert.recipes.engines import Engine, known_engines
+from fp4convert.storage.source import Checkpoint
+
+CHAT = "ForCausalLM"  # ends the class names of models that engines serve
+HOW = {  # a row is known
+    "run": "this repository's tests run it",
+    "loaded": "its own loader took such artifacts (make engines); no model was run",
+    "read": "read in its source or documentation; not run",
+}
+
+
+def verdict_text(verdict: Verdict, plan: Plan) -> str:
+    """Say what was chosen for an engine, and how that is known."""
+    target, row = plan.target, verdict.row
+    name = " ".join(filter(None, (verdict.engine.name, verdict.versions)))
+    made = f"{target.format} in dialect {target.dialect} with {target.activations}-bit activations"
+    return f"for {name}: {made} ({HOW[row.tried]})" if row else f"for {name}: {made}"
+
+
+def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
+    """Name the command of the first engine that serves the result in a folder.
+
+    None for a model that answers no text, unless a file is served.
+    """
+    contents = plan_contents(plan, checkpoint)
+    for engine in known_engines():
+        if engine.serve and judge_contents(engine, contents).loads:
+            line = serve_line(engine, plan, checkpoint, output)
+            return [line] if line else []
+    return []
+
+
+def serve_line(
+    engine: Engine, plan: Plan, checkpoint: Checkpoint, output: str, source: str = ""
+) -> str:
+    """Return the command that loads the result; "" where there is none.
+
+    source  arguments of Python that name the source's configuration
+    """
+    config, folder = checkpoint.config, os.path.normpath(output)
+    if not folder.startswith((os.sep, os.pardir)):
+        folder = os.path.join(os.curdir, folder)
+    file = os.path.join(folder, plan.shards[0].file) if len(plan.shards) == 1 else ""
+    if "{file}" in engine.serve:
+        name = shell_line(os.path.basename(folder))
+        return engine.serve.format(file=shell_line(file), name=name) if file else ""
+    if engine.serve:
+        is_text = any(name.endswith(CHAT) for name in class_names(config))
+        if not is_text and "text_config" not in config:
+            return ""
+        cache = f" {engine.cache}" if engine.cache and plan.target.kv_cache else ""
+        return engine.serve.format(output=shell_line(folder)) + cache
+    lines: list[str] = []
+    if engine.code:
+        lines = load_code(engine, config, folder)
+    elif engine.file_code and file and source and (names := class_names(config)):
+        named = {"name": names[0], "file": json.dumps(file), "source": source}
+        lines = engine.file_code.strip().format(**named).splitlines()
+    return f"python -c {shell_line('; '.join(lines))}" if lines else ""
+
+
+def load_code(engine: Engine, config: Mapping[str, object], place: str) -> list[str]:
+    """Return the lines of Python that load a folder or repository."""
+    is_causal = any(name.endswith(CHAT) for name in class_names(config))
+    auto = f"AutoModel{CHAT if is_causal else ''}"
+    return engine.code.strip().format(auto=auto, output=json.dumps(place)).splitlines()

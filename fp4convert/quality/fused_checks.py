@@ -1,0 +1,50 @@
+"""Check that modules which engines load as one have one format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.errors import Finding
+from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.recipes.fused_modules import (
+    EXPERTS_IN_PART,
+    GROUP_IN_PART,
+    Uneven,
+    find_uneven,
+    ordinary_matrices,
+)
+from fp4convert.recipes.recipe import group_members
+
+
+def check_fused(artifact: Artifact) -> Iterator[Finding]:
+    """Check the experts of every layer, and every scale group."""
+    packed = artifact.packed
+    stored = {ref.name for one in packed.values() for ref in one.refs}
+    kept = (
+        ref
+        for name, ref in artifact.tensors.items()
+        if name not in stored and ref.dtype in FLOAT_TYPES
+    )
+    words = {**ordinary_matrices(kept), **{name: one.form.word for name, one in packed.items()}}
+    # One finding for each kind: a model has as many as layers.
+    first: dict[tuple[str, ...], list[Uneven]] = {}
+    for uneven in find_uneven(words, group_members(artifact.source.checkpoint.config)):
+        if uneven.code != GROUP_IN_PART or artifact.spelling.TRAITS.shares_scales:
+            first.setdefault((uneven.code, *uneven.modules), []).append(uneven)
+    yield from map(_finding, first.values())
+
+
+def _finding(found: list[Uneven]) -> Finding:
+    where = found[0]
+    more = f", and so in {len(found) - 1} other layers" if len(found) > 1 else ""
+    detail = f"{where}{more}"
+    module = next(modules[0] for word, modules in where.modules.items() if word)
+    if where.code == EXPERTS_IN_PART:
+        detail += "; engines that load the experts of a layer together read all as the first"
+        return Finding("warning", "experts-in-part", module, detail)
+    if where.code == GROUP_IN_PART:
+        detail += "; engines that fuse them do not load one with the other"
+        return Finding("warning", "group-in-part", module, detail)
+    detail += "; engines that fuse them refuse the artifact"
+    return Finding("error", "group-forms-differ", module, detail)

@@ -1,0 +1,136 @@
+"""Say of which artifacts a row is, and what an engine does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+from fp4convert.recipes.engine_versions import Versions
+
+FOUR_BIT = ("nvfp4", "mxfp4")
+# Of rows: it is read and computes what the artifact says; it does so slowly; it is read and
+# computes something else; it is not read.
+Effect = Literal["loads", "slow", "garbage", "refuses"]
+FAILS: tuple[Effect, ...] = ("garbage", "refuses")
+# How anybody came to know: a test here runs the engine; its own loader was run by hand; its
+# source, documentation or a thread was read.
+Tried = Literal["run", "loaded", "read"]
+
+
+class Part(NamedTuple):
+    """Quantized modules of one kind.
+
+    format  its word: nvfp4, mxfp4, int4, fp8 tensor, fp8 row, fp8 128x128
+    """
+
+    format: str
+    activations: int
+    is_expert: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What of an artifact decides which engines load it.
+
+    model      model_type of config.json
+    classes    names of classes in config.json
+    has_code   config.json names code of the model's own
+    keeps_draft  experts of layers that draft tokens (MTP) stay as they are
+    findings   codes of inspect's; none for a plan
+    """
+
+    dialect: str
+    parts: frozenset[Part]
+    model: str = ""
+    classes: tuple[str, ...] = ()
+    is_diffusers: bool = False
+    is_sharded: bool = False
+    has_cache: bool = False
+    has_code: bool = False
+    keeps_draft: bool = False
+    findings: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Which artifacts a row is about; what is left out asks nothing.
+
+    formats      of four-bit modules; has_experts, has_others and activations are about these
+    models       globs on model_type; not_models: none of these fits
+    classes      globs on names of classes
+    beside       globs on words of formats that other modules have
+    has_experts  some of the modules are experts, or none is
+    has_others   some of them are no experts, or none is
+    is_mixed     modules have several formats
+    findings     codes, of which the artifact has one
+    """
+
+    dialects: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    not_models: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    activations: int | None = None
+    has_experts: bool | None = None
+    has_others: bool | None = None
+    is_mixed: bool | None = None
+    is_diffusers: bool | None = None
+    is_sharded: bool | None = None
+    has_cache: bool | None = None
+    keeps_draft: bool | None = None
+
+    def fits(self, contents: Contents) -> bool:
+        """Tell whether an artifact is one of those."""
+        wanted = self.formats or FOUR_BIT
+        four_bit = [part for part in contents.parts if part.format in wanted]
+        words = {part.format for part in contents.parts}
+        is_expert = {part.is_expert for part in four_bit}
+        facts = {
+            "activations": min((part.activations for part in four_bit), default=16),
+            "has_experts": True in is_expert,
+            "has_others": False in is_expert,
+            "is_mixed": len(words) > 1,
+            "is_diffusers": contents.is_diffusers,
+            "is_sharded": contents.is_sharded,
+            "has_cache": contents.has_cache,
+            "keeps_draft": contents.keeps_draft,
+        }
+        return (
+            bool(four_bit)
+            and (not self.dialects or contents.dialect in self.dialects)
+            and (not self.models or _fit_any(self.models, (contents.model,)))
+            and not _fit_any(self.not_models, (contents.model,))
+            and (not self.classes or _fit_any(self.classes, contents.classes))
+            and (not self.beside or _fit_any(self.beside, words - set(FOUR_BIT)))
+            and (not self.findings or not contents.findings.isdisjoint(self.findings))
+            and all(getattr(self, name) in (None, value) for name, value in facts.items())
+        )
+
+
+def _fit_any(globs: Iterable[str], names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for name in names for glob in globs)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fact: what an engine does with artifacts of a kind.
+
+    says     a predicate whose subject is the engine
+    instead  what to do, as a clause; "" where it loads
+    source   address of a thread, or package, version and file that was read or run
+    tried    how it is known
+    proof    the test here that runs it; "" for none
+    """
+
+    condition: Condition
+    versions: Versions
+    effect: Effect
+    says: str
+    instead: str
+    source: str
+    tried: Tried
+    proof: str = ""

@@ -1,0 +1,142 @@
+"""Judge artifacts by the rows of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from fp4convert.recipes.engine_rows import FAILS, Contents, Row
+from fp4convert.recipes.engine_versions import Version, Versions, read_version
+from fp4convert.recipes.engines import Engine, ModelList, known_engines
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an engine does with an artifact.
+
+    versions  for which that is so; "" where it has none, or none are known
+    loads     True: and computes what the artifact says; False; None: nobody knows
+    why       the reason, in words
+    instead   what to do where it does not load
+    row       that decided; None where there is none
+    """
+
+    engine: Engine
+    versions: str
+    loads: bool | None
+    why: str
+    instead: str = ""
+    row: Row | None = None
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "engine": self.engine.key,
+            "versions": self.versions,
+            "loads": self.loads,
+            "why": self.why,
+        }
+
+
+def judge_contents(engine: Engine, contents: Contents, version: Version | None = None) -> Verdict:
+    """Tell what an engine does with an artifact.
+
+    version  None: the newest that was looked at, and since which it is so
+    """
+    at = version or engine.version
+    fitting = engine.rows_on(contents)
+    row = _decisive(fitting, at)
+    if row is None:
+        return Verdict(engine, "", *_unknown(engine, contents, fitting, version))
+    loads = row.effect not in FAILS
+    if loads and engine.models and (unknown := _without_class(engine, engine.models, contents)):
+        return unknown
+    if version is not None:
+        shown = str(version)
+    elif loads:
+        shown = str(Versions(_first_that_loads(fitting, at)))
+    else:
+        shown = str(row.versions)
+    return Verdict(engine, shown, loads, row.says, row.instead, row)
+
+
+def _without_class(engine: Engine, models: ModelList, contents: Contents) -> Verdict | None:
+    """Judge that there is no class for the model; None where one may be."""
+    lacking = models.lacks(contents)
+    if not lacking or (contents.has_code and models.by == "model_type"):
+        return None
+    why = f"has no class for {lacking} ({models.source})"
+    if engine.fallback:
+        return Verdict(engine, "", None, f"{why}; {engine.fallback}")
+    return Verdict(engine, "", False, why)
+
+
+def _decisive(rows: Iterable[Row], version: Version | None) -> Row | None:
+    """Choose the row that decides: failures before slowness before loading."""
+    ranks = ("garbage", "refuses", "slow", "loads")
+    here = [row for row in rows if version is None or version in row.versions]
+    if not any(row.effect == "loads" for row in here):
+        here = [row for row in here if row.effect in FAILS]
+    return min(here, key=lambda row: ranks.index(row.effect), default=None)
+
+
+def _first_that_loads(rows: Iterable[Row], version: Version | None) -> Version | None:
+    """Find the oldest version from which on it loads up to that one.
+
+    None: none of the rows names an older one.
+    """
+    if version is None:
+        return None
+    rows = list(rows)
+    ends = {end for row in rows for end in (row.versions.since, row.versions.before) if end}
+    first = None
+    for end in sorted((end for end in ends if end <= version), reverse=True):
+        row = _decisive(rows, end)
+        if row is None or row.effect in FAILS:
+            return first
+        first = end
+    older = _decisive(rows, read_version("0"))
+    return first if older is None or older.effect in FAILS else None
+
+
+def _unknown(
+    engine: Engine, contents: Contents, fitting: list[Row], at: Version | None
+) -> tuple[bool | None, str, str]:
+    """Say why no row decides: another dialect or version, or none knows."""
+    if contents.dialect not in engine.dialects:
+        others = {dialect: replace(contents, dialect=dialect) for dialect in engine.dialects}
+        able = sorted(
+            dialect for dialect, other in others.items() if judge_contents(engine, other, at).loads
+        )
+        instead = f"use --dialect {' or '.join(able)}" if able else ""
+        return False, f"reads no artifact of dialect {contents.dialect}", instead
+    later = [row.versions.since for row in fitting if row.effect == "loads" and row.versions.since]
+    if later:
+        first = str(min(later))
+        why = f"is known to load such artifacts from version {first} on"
+        return None, why, f"use {first} or newer"
+    return None, "is not known to load such artifacts: nobody has tried or read it", ""
+
+
+def verdicts_on(contents: Contents) -> list[Verdict]:
+    """Tell what every engine does with an artifact."""
+    return [judge_contents(engine, contents) for engine in known_engines()]
+
+
+def failures_of(contents: Contents) -> Iterator[tuple[Engine, Row]]:
+    """Find what engines of the dialect are known to fail at.
+
+    Garbage of any version, and what the newest refuses; of a Diffusers pipeline what its own
+    engines refuse, too, whatever the dialect.
+    """
+    for engine in known_engines():
+        if contents.dialect not in engine.dialects and not contents.is_diffusers:
+            continue
+        for row in engine.rows_on(contents):
+            is_now = engine.version is None or engine.version in row.versions
+            if row.effect == "garbage" or (row.effect == "refuses" and is_now):
+                yield engine, row
+
+
+def trap_text(engine: Engine, row: Row) -> str:
+    """Tell a row in a line: who does what, and what to do."""
+    return "; ".join(filter(None, (f"{engine.called(row.versions)} {row.says}", row.instead)))
