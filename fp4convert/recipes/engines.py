@@ -197,6 +197,7 @@ class Row:
     source   address of a thread, or package, version and file that was read or run
     tried    how it is known
     proof    the test here that runs it; "" for none
+    lines    FILE: TEXT of that package's code, which `make engines` looks for
     """
 
     condition: Condition
@@ -207,6 +208,7 @@ class Row:
     source: str
     tried: Tried
     proof: str = ""
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +340,7 @@ def _read_row(table: dict[str, Any]) -> Row:
     condition = Condition(**_as_tuples({key: table[key] for key in table if key in asked}))
     rest = {key: value for key, value in table.items() if key not in asked}
     versions = read_versions(rest.pop("versions", ""))
-    return Row(condition=condition, versions=versions, **{"instead": "", **rest})
+    return Row(condition=condition, versions=versions, **{"instead": "", **_as_tuples(rest)})
 
 
 def _as_tuples(table: dict[str, Any]) -> dict[str, Any]:

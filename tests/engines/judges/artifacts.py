@@ -29,10 +29,11 @@ SIZES = {
     **{"linear_key_head_dim": 32, "linear_value_head_dim": 64},
     **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32},
 }
-LATENT = {"num_key_value_heads": 8}  # latent attention has keys for every head
+LATENT = {"num_key_value_heads": 8}  # latent attention has keys for every head, and no cache scale
 OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": {**LATENT, "index_head_dim": 128, "index_n_heads": 8, "qk_rope_head_dim": 64},
     "gpt_oss": {"intermediate_size": 192},
     "gemma3": {"vision_config": {"vision_use_head": False}},
     "qwen3_5": {"vision_config": {"deepstack_visual_indexes": []}},
@@ -51,11 +52,10 @@ YARN = {
     **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64},
 }
 # What published config.json files say and transformers does not write.
+ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {
-        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-        "rope_parameters": YARN,
-    },
+    "deepseek_v3": {**ROUTER, "rope_parameters": YARN},
+    "glm_moe_dsa": {**ROUTER, "rope_parameters": YARN},  # SGLang has no other on a CPU
     "nemotron_h": {
         "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
         "mamba_n_groups": 2,
@@ -66,11 +66,14 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 }
 JUDGED = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "mixtral", "qwen3_moe"),
-    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_vl_moe"),
-    *("nemotron_h", "gpt_oss"),
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next", "qwen3_5"),
+    *("qwen3_vl_moe", "nemotron_h", "gpt_oss"),
 )
 
-OPTIONS = {"": (), "mixed": ("--target-bits", "6.5"), "kv": ("--kv-cache", "fp8")}
+OPTIONS = {
+    **{"": (), "mixed": ("--target-bits", "6.5"), "kv": ("--kv-cache", "fp8")},
+    "experts": ("--exclude", r"re:(?!.*\.experts\.)"),
+}
 # Dialect, format, activations and options, of which mixed has FP8 beside four bits.
 VARIANTS = (
     ("compressed-tensors", "nvfp4", 16, ""),
@@ -79,6 +82,7 @@ VARIANTS = (
     ("compressed-tensors", "nvfp4", 16, "kv"),
     ("compressed-tensors", "mxfp4", 16, ""),
     ("compressed-tensors", "mxfp4", 4, ""),
+    ("compressed-tensors", "mxfp4", 16, "experts"),
     ("modelopt", "nvfp4", 16, ""),
     ("modelopt", "nvfp4", 4, ""),
     ("modelopt", "nvfp4", 16, "mixed"),
@@ -88,7 +92,6 @@ VARIANTS = (
     ("quark", "mxfp4", 4, ""),
     ("quark", "nvfp4", 4, ""),
 )
-GPT_OSS = (("gpt-oss", "mxfp4", 16, ""), *(row for row in VARIANTS if not row[3]))
 
 
 def enlarged(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,28 +118,39 @@ def source(family: Family, folder: Path) -> Path:
     return made.rename(folder)
 
 
-def make(root: Path, names: tuple[str, ...] = JUDGED) -> Iterator[tuple[str, str]]:
-    """Make all artifacts; return those that the command refuses, and its message."""
+def variants(name: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str, int, str]]:
+    """List what is made of a family: experts alone where it has some, as all others have."""
+    if name == "gpt_oss":
+        yield "gpt-oss", "mxfp4", 16, ""
+    config = config.get("text_config", config)
+    for variant in VARIANTS:
+        options = variant[-1]
+        is_able = {
+            "mixed": name != "gpt_oss",
+            "kv": name != "gpt_oss" and "kv_lora_rank" not in config,
+            "experts": "num_experts_per_tok" in config and name not in ("gpt_oss", "nemotron_h"),
+        }
+        if is_able.get(options, True):
+            yield variant
+
+
+def make(root: Path, names: tuple[str, ...] = JUDGED) -> None:
+    """Make all artifacts."""
     rows = {family.name: family for family in FAMILIES}
     for name in names:
         model = root / name
         if not model.exists():
             source(rows[name], model)
-        for dialect, fmt, activations, options in GPT_OSS if name == "gpt_oss" else VARIANTS:
+        for dialect, fmt, activations, options in variants(name, rows[name].config):
             row = {"family": name, "dialect": dialect, "format": fmt, "activations": activations}
             artifact = root / "--".join(map(str, [*row.values(), *([options] if options else [])]))
             if artifact.exists():
                 continue
             command = ["fp4convert", "quantize", str(model), "--output", str(artifact), "--quiet"]
             command += ["--dialect", dialect, "--format", fmt, "--activations", str(activations)]
-            command += OPTIONS[options]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                yield artifact.name, done.stderr.strip()
-                continue
+            subprocess.run([*command, *OPTIONS[options]], stdout=subprocess.DEVNULL, check=True)
             Path(f"{artifact}.json").write_text(json.dumps({**row, "options": options}))
 
 
 if __name__ == "__main__":
-    for refused, message in make(Path(sys.argv[1]), tuple(sys.argv[2:]) or JUDGED):
-        print(f"not made: {refused}: {message}")
+    make(Path(sys.argv[1]), tuple(sys.argv[2:]) or JUDGED)
