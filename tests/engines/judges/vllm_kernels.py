@@ -134,7 +134,7 @@ def compute_experts() -> None:
 
 
 def _restore_experts(method: Any, layer: Any) -> None:
-    """Restore loaded experts as vLLM 0.33 does before it quantizes them otherwise; MXFP4 as above."""
+    """Restore experts as vLLM 0.33 does to quantize them otherwise; MXFP4 as above."""
     if layer.w13_weight_scale.dtype == torch.uint8:
         held = ((layer.w13_weight_packed, layer.w13_weight_scale),)
         held += ((layer.w2_weight_packed, layer.w2_weight_scale),)
