@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from engine_tables import table
 
 JUDGES = Path(__file__).parent.parent / "tests" / "engines" / "judges"
 RESULTS = JUDGES / "results"
-OPTIONS = {"": "", "mixed": ", FP8 beside", "kv": ", FP8 cache"}
+OPTIONS = {"": "", "mixed": ", FP8 beside", "kv": ", FP8 cache", "experts": ", experts alone"}
 Json = dict[str, Any]
 
 
@@ -21,14 +23,24 @@ def pages() -> list[Json]:
     return [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"), reverse=True)]
 
 
-def reason(engine: str, row: Json) -> str:
-    """Return why an engine does not hold an artifact; nothing where no reason is written down."""
-    known = tomllib.loads((JUDGES / "reasons.toml").read_text())["reason"]
-    for each in known:
-        fits = all(each.get(key, row[key]) == row[key] for key in ("family", "dialect", "options"))
-        if each["engine"] == engine and fits and each.get("says", "") in row["says"]:
-            return str(each["why"])
+def reasons(engine: str, row: Json) -> list[str]:
+    """Return why an engine does not hold an artifact, once each; "" for what nobody explained."""
+    return list(dict.fromkeys(_why(engine, row, fault) for fault in row["faults"]))
+
+
+def _why(engine: str, row: Json, fault: str) -> str:
+    for known in known_reasons():
+        fits = all(row[key] in known[key] for key in row.keys() & known.keys())
+        says = any(re.fullmatch(pattern, fault) for pattern in known["says"])
+        if known["engine"] == engine and fits and says:
+            return str(known["why"])
     return ""
+
+
+@cache
+def known_reasons() -> list[Json]:
+    """Read reasons.toml."""
+    return tomllib.loads((JUDGES / "reasons.toml").read_text())["reason"]  # type: ignore[no-any-return]
 
 
 def judged() -> Iterator[str]:
@@ -69,18 +81,19 @@ def judged() -> Iterator[str]:
 
 def _cell(engine: str, rows: list[Json], whys: dict[str, int]) -> str:
     """Say how many are exact, and which are not, with the number of the reason."""
-    failed: dict[int, list[str]] = {}
+    failed: dict[str, list[str]] = {}
     for row in rows:
         if row["outcome"] != "exact":
-            number = whys.setdefault(reason(engine, row) or "not explained", len(whys) + 1)
-            failed.setdefault(number, []).append(row["family"])
+            told = [why or "not explained" for why in reasons(engine, row)]
+            numbers = ", ".join(str(whys.setdefault(why, len(whys) + 1)) for why in told)
+            failed.setdefault(numbers, []).append(row["family"])
     held = [row["family"] for row in rows if row["outcome"] == "exact"]
-    numbers = ", ".join(map(str, failed))
+    every = ", ".join(dict.fromkeys(", ".join(failed).split(", ")))
     if not held:
-        return f"none ({numbers})"
+        return f"none ({every})"
     if len(held) * 2 < len(rows):
-        return f"{len(held)} of {len(rows)}: {', '.join(held)} ({numbers})"
-    names = (f"not {', '.join(names)} ({number})" for number, names in failed.items())
+        return f"{len(held)} of {len(rows)}: {', '.join(held)} ({every})"
+    names = (f"not {', '.join(names)} ({numbers})" for numbers, names in failed.items())
     return "; ".join([f"{len(held)} of {len(rows)}" if failed else f"all {len(held)}", *names])
 
 

@@ -124,6 +124,7 @@ class Row:
     source   address of a thread, or package, version and file that was read or run
     tried    how it is known
     proof    the test here that runs it; "" for none
+    lines    FILE: TEXT of that package's code, which `make engines` looks for
     """
 
     condition: Condition
@@ -134,3 +135,4 @@ class Row:
     source: str
     tried: Tried
     proof: str = ""
+    lines: tuple[str, ...] = ()

@@ -188,7 +188,7 @@ def _read_row(table: dict[str, Any]) -> Row:
     condition = Condition(**_as_tuples({key: table[key] for key in table if key in asked}))
     rest = {key: value for key, value in table.items() if key not in asked}
     versions = read_versions(rest.pop("versions", ""))
-    return Row(condition=condition, versions=versions, **{"instead": "", **rest})
+    return Row(condition=condition, versions=versions, **{"instead": "", **_as_tuples(rest)})
 
 
 def _as_tuples(table: dict[str, Any]) -> dict[str, Any]:

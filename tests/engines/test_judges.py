@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError
 
 JUDGES = ROOT / "tests" / "engines" / "judges"
+ARTIFACTS = ROOT / "build" / "engines"
 PYTHON = ROOT / ".venv-engines" / "bin" / "python"
 pytestmark = pytest.mark.engine
 needs_engines = pytest.mark.skipif(
@@ -28,16 +30,71 @@ needs_engines = pytest.mark.skipif(
 )
 
 
-def test_every_row_is_exact_or_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """docs/judge_tables.py, which reads the results and their reasons."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    from judge_tables import pages, reason
+    return importlib.import_module("judge_tables")
 
-    counted = 0
-    for page in pages():
+
+def test_every_row_is_exact_or_explained(tables: Any) -> None:
+    rows = [(page["engine"], row) for page in tables.pages() for row in page["rows"]]
+    for engine, row in rows:
+        assert bool(row["faults"]) == (row["outcome"] != "exact")
+        assert "" not in tables.reasons(engine, row), row
+    assert len(rows) >= 120
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "ValueError: another",
+        "AssertionError: ",
+        "KeyError: 'model.layers.N.another' (another.py, load_weights)",
+        "differs model.layers.N.self_attn.qkv_proj.weight torch.uint8 [1], artifact [2]",
+        "unset model.layers.N.another",
+        "unread model.layers.N.another",
+        "nothing compared",
+    ],
+)
+def test_no_reason_hides_another_fault(tables: Any, fault: str) -> None:
+    for page in tables.pages():
         for row in page["rows"]:
-            counted += 1
-            assert row["outcome"] == "exact" or reason(page["engine"], row), row
-    assert counted >= 120
+            assert "" in tables.reasons(page["engine"], {**row, "faults": [*row["faults"], fault]})
+
+
+def test_every_reason_is_of_some_fault(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every pattern, too."""
+    rows = [(page["engine"], row) for page in tables.pages() for row in page["rows"]]
+    for known in tables.known_reasons():
+        for says in known["says"]:
+            alone = [{**known, "says": [says]}]
+            monkeypatch.setattr(tables, "known_reasons", lambda alone=alone: alone)
+            assert any(any(tables.reasons(engine, row)) for engine, row in rows), says
+
+
+def test_the_table_of_engines_says_what_the_judges_saw(tables: Any) -> None:
+    """Of every artifact that lies in build/engines, by the newest version."""
+    from fp4convert import inspect
+
+    if not ARTIFACTS.exists():
+        pytest.skip("needs `make engines`: no build/engines")
+    newest = {page["engine"]: page for page in reversed(tables.pages())}
+    outcomes: dict[str, dict[str, bool]] = {}
+    for engine, page in newest.items():
+        for row in page["rows"]:
+            kind = (row["family"], row["dialect"], row["format"], row["activations"])
+            name = "--".join(map(str, (*kind, row["options"]))).removesuffix("--")
+            outcomes.setdefault(name, {})[engine.lower()] = row["outcome"] == "exact"
+    others = []
+    for name, seen in outcomes.items():
+        said = {each["engine"]: each for each in inspect(ARTIFACTS / name)["engines"]}
+        others += [
+            f"{name}: {engine} {'loads' if loads else 'does not load'} it; {said[engine]['why']}"
+            for engine, loads in seen.items()
+            if said[engine]["loads"] is not loads
+        ]
+    assert not others, "\n".join(others)
 
 
 @pytest.mark.sweep(4)

@@ -49,13 +49,16 @@ def test_a_plain_llama_has_no_warning(dialect, tmp_path):
         ({"model_type": "qwen3_moe", "experts": True}, "mxfp4", "compressed-tensors", ["SGLang"]),
         (
             {"model_type": "qwen3_moe", "experts": True, "others": False},
-            *("mxfp4", "compressed-tensors", []),
+            *("mxfp4", "compressed-tensors", ["SGLang"]),
         ),
         ({"model_type": "llama"}, "mxfp4", "compressed-tensors", ["SGLang"]),
         ({"model_type": "t5"}, "nvfp4", "compressed-tensors", ["HF"]),
         ({"model_type": "wav2vec2-bert"}, "nvfp4", "compressed-tensors", ["HF"]),
         ({"model_type": "t5"}, "nvfp4", "modelopt", []),
-        ({"model_type": "gpt_oss", "experts": True}, "mxfp4", "compressed-tensors", ["vLLM"]),
+        (
+            {"model_type": "gpt_oss", "experts": True},
+            *("mxfp4", "compressed-tensors", ["vLLM", "SGLang"]),
+        ),
     ],
 )
 def test_a_trap_is_told_where_all_that_it_names_is_so(source, fmt, dialect, engines, tmp_path):

@@ -26,7 +26,7 @@ def loaded(*given, **facts):
         (
             (CT, "mxfp4 experts"),
             {},
-            {"vllm": ">=0.32", "sglang": ">=0.5.23", "transformers": ">=5"},
+            {"vllm": ">=0.32", "transformers": ">=5"},
         ),
         ((CT, "mxfp4", "mxfp4 experts"), {}, {"vllm": ">=0.32", "transformers": ">=5"}),
         ((CT, "nvfp4", "nvfp4 experts"), {}, {"vllm": ">=0.32", "sglang": ">=0.5.22"}),
@@ -64,7 +64,7 @@ def loaded(*given, **facts):
         (
             (CT, "mxfp4 experts"),
             {"model": "qwen3_vl_moe_text"},
-            {"vllm": ">=0.32", "sglang": ">=0.5.23"},
+            {"vllm": ">=0.32"},
         ),
         (("mlx", "mxfp4 experts"), {"model": "mixtral"}, {"mlx": ""}),
         (("mlx", "mxfp4 experts"), {"model": "qwen3_moe"}, {}),

@@ -242,6 +242,21 @@ ONE_BY_ONE = (
         beside="model.layers.2.",
     ),
     Family(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        {
+            **LATENT,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 3,
+            "num_nextn_predict_layers": 1,
+            **{"index_topk": 8, "index_n_heads": 4, "index_head_dim": 24},
+        },
+        tuple(line.replace(".1.", ".3.", 1) for line in (*EXPERTS_SECOND, *SHARED_SECOND)),
+        runs="restored",
+        extra=_mtp_layer("model.layers.4", LATENT_TENSORS),
+        beside="model.layers.4.",
+    ),
+    Family(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
         {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48},

@@ -19,10 +19,11 @@ SIZES = {
     **{"linear_key_head_dim": 32, "linear_value_head_dim": 64},
     **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32},
 }
-LATENT = {"num_key_value_heads": 8}  # latent attention has keys for every head
+LATENT = {"num_key_value_heads": 8}  # latent attention has keys for every head, and no cache scale
 OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": {**LATENT, "index_head_dim": 128, "index_n_heads": 8, "qk_rope_head_dim": 64},
     "gpt_oss": {"intermediate_size": 192},
     "gemma3": {"vision_config": {"vision_use_head": False}},
     "qwen3_5": {"vision_config": {"deepstack_visual_indexes": []}},
@@ -41,11 +42,10 @@ YARN = {
     **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64},
 }
 # What published config.json files say and transformers does not write.
+ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {
-        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-        "rope_parameters": YARN,
-    },
+    "deepseek_v3": {**ROUTER, "rope_parameters": YARN},
+    "glm_moe_dsa": {**ROUTER, "rope_parameters": YARN},  # SGLang has no other on a CPU
     "nemotron_h": {
         "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
         "mamba_n_groups": 2,
@@ -56,8 +56,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 }
 JUDGED = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "mixtral", "qwen3_moe"),
-    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_vl_moe"),
-    *("nemotron_h", "gpt_oss"),
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next", "qwen3_5"),
+    *("qwen3_vl_moe", "nemotron_h", "gpt_oss"),
 )
 
 

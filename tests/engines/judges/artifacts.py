@@ -12,13 +12,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from families import FAMILIES
 from judged_families import JUDGED, source
 
-OPTIONS = {"": (), "mixed": ("--target-bits", "6.5"), "kv": ("--kv-cache", "fp8")}
+OPTIONS = {
+    **{"": (), "mixed": ("--target-bits", "6.5"), "kv": ("--kv-cache", "fp8")},
+    "experts": ("--exclude", r"re:(?!.*\.experts\.)"),
+}
 # Dialect, format, activations and options, of which mixed has FP8 beside four bits.
 VARIANTS = (
     ("compressed-tensors", "nvfp4", 16, ""),
@@ -27,6 +31,7 @@ VARIANTS = (
     ("compressed-tensors", "nvfp4", 16, "kv"),
     ("compressed-tensors", "mxfp4", 16, ""),
     ("compressed-tensors", "mxfp4", 4, ""),
+    ("compressed-tensors", "mxfp4", 16, "experts"),
     ("modelopt", "nvfp4", 16, ""),
     ("modelopt", "nvfp4", 4, ""),
     ("modelopt", "nvfp4", 16, "mixed"),
@@ -36,31 +41,41 @@ VARIANTS = (
     ("quark", "mxfp4", 4, ""),
     ("quark", "nvfp4", 4, ""),
 )
-GPT_OSS = (("gpt-oss", "mxfp4", 16, ""), *(row for row in VARIANTS if not row[3]))
 
 
-def make(root: Path, names: tuple[str, ...] = JUDGED) -> Iterator[tuple[str, str]]:
-    """Make all artifacts; return those that the command refuses, and its message."""
+def variants(name: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str, int, str]]:
+    """List what is made of a family: experts alone where it has some, as all others have."""
+    if name == "gpt_oss":
+        yield "gpt-oss", "mxfp4", 16, ""
+    config = config.get("text_config", config)
+    for variant in VARIANTS:
+        options = variant[-1]
+        is_able = {
+            "mixed": name != "gpt_oss",
+            "kv": name != "gpt_oss" and "kv_lora_rank" not in config,
+            "experts": "num_experts_per_tok" in config and name not in ("gpt_oss", "nemotron_h"),
+        }
+        if is_able.get(options, True):
+            yield variant
+
+
+def make(root: Path, names: tuple[str, ...] = JUDGED) -> None:
+    """Make all artifacts."""
     rows = {family.name: family for family in FAMILIES}
     for name in names:
         model = root / name
         if not model.exists():
             source(rows[name], model)
-        for dialect, fmt, activations, options in GPT_OSS if name == "gpt_oss" else VARIANTS:
+        for dialect, fmt, activations, options in variants(name, rows[name].config):
             row = {"family": name, "dialect": dialect, "format": fmt, "activations": activations}
             artifact = root / "--".join(map(str, [*row.values(), *([options] if options else [])]))
             if artifact.exists():
                 continue
             command = ["fp4convert", "quantize", str(model), "--output", str(artifact), "--quiet"]
             command += ["--dialect", dialect, "--format", fmt, "--activations", str(activations)]
-            command += OPTIONS[options]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                yield artifact.name, done.stderr.strip()
-                continue
+            subprocess.run([*command, *OPTIONS[options]], stdout=subprocess.DEVNULL, check=True)
             Path(f"{artifact}.json").write_text(json.dumps({**row, "options": options}))
 
 
 if __name__ == "__main__":
-    for refused, message in make(Path(sys.argv[1]), tuple(sys.argv[2:]) or JUDGED):
-        print(f"not made: {refused}: {message}")
+    make(Path(sys.argv[1]), tuple(sys.argv[2:]) or JUDGED)

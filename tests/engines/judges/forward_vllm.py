@@ -25,20 +25,14 @@ HIGHEST = 1e-6  # KL divergence of weight-only artifacts: the same numbers are c
 
 def log_probabilities(folder: Path, file: Path) -> None:
     """Run vLLM on a prompt of random tokens and save the log-probabilities of all words."""
-    import judge_vllm  # noqa: F401 - sets the environment for a CPU
+    import judge_vllm  # first, for it sets the environment for a CPU
     import vllm_kernels
     from vllm import LLM, SamplingParams, __version__
 
     vllm_kernels.install()
-    engine = LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=64,
-        dtype="bfloat16",
-        max_logprobs=-1,
-        enable_prefix_caching=False,
-    )
+    vllm_kernels.compute_experts()
+    own = {"max_logprobs": -1, "enable_prefix_caching": False}
+    engine = LLM(model=str(folder), **judge_vllm.ARGUMENTS, **own)
     random = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, WORDS, (TOKENS,), generator=random).tolist()
     asked = SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=-1)

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Makes FOLDER, an environment with vLLM for CPUs, and in it the Python code of the newest vLLM and SGLang; some 8 minutes.
+# Makes FOLDER, an environment with vLLM for CPUs, and in it the Python code of the newest vLLM and SGLang; 3 to 8 minutes.
 # install.sh PYTHON FOLDER
 set -e
 here=$(dirname "$(realpath "$0")")

@@ -4,7 +4,7 @@
         tests/engines/judges/judge_sglang.py RESULTS.json ARTIFACT...
 
 SGLang reads the configuration, builds the model as on a GPU of capability 10.0 and loads it; before
-that all its memory is filled with 0xA5. Nothing is computed. Exits 1 as judge_vllm.py does.
+that all its memory is filled with 0xA5. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ def _experts(model: torch.nn.Module) -> list[Any]:
     return [each for each in model.modules() if any(hasattr(each, name) for name in names)]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     """Judge the folders and write a row for each."""
     folders = [Path(word) for word in arguments[1:]]
     with tempfile.TemporaryDirectory() as scratch:
         prepare(folders[0], scratch)
-        return judge_all("SGLang", sglang.__version__, judge, folders, Path(arguments[0]))
+        judge_all("SGLang", sglang.__version__, judge, folders, Path(arguments[0]))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -6,6 +6,7 @@ layer. What each parameter must hold is composed here from the artifact's own te
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ PARTS = {
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "wk_weights_proj": ("wk", "weights_proj"),
 }
 EXPERTS = re.compile(r"(.+\.experts)(?:\.\w+)?\.w(13|2)_(\w+)")
 # Of gpt-oss: a tensor for all experts.
@@ -32,6 +34,11 @@ STACKED = {"weight": ("_blocks", ""), "weight_scale": ("_scales",), "bias": ("_b
 GATED = (("gate_proj", "up_proj"), ("w1", "w3"), ("up_proj",)), (("down_proj",), ("w2",))
 MADE_LATER = re.compile(r"_blockscale_swizzled$")  # SGLang makes it of what was loaded
 INPUT = re.compile(r"input_(global_)?scale$")
+
+
+def numberless(words: str) -> str:
+    """Write N for the numbers of layers and experts in names."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "N", words)
 
 
 @dataclass
@@ -45,11 +52,11 @@ class Judged:
     nbytes: int = 0
 
     @property
-    def fault(self) -> str:
-        """The first of what is wrong, or nothing."""
+    def faults(self) -> list[str]:
+        """All that is wrong, once for all layers and experts."""
         kinds = {"differs": self.differs, "unset": self.unset, "unread": self.unread}
-        told = [f"{kind} {len(found)}: {found[0]}" for kind, found in kinds.items() if found]
-        return "; ".join(told if self.exact else [*told, "nothing compared"])
+        told = [f"{kind} {numberless(each)}" for kind, found in kinds.items() for each in found]
+        return list(dict.fromkeys(told if self.exact else [*told, "nothing compared"]))
 
 
 class Artifact:
@@ -75,7 +82,13 @@ class Artifact:
 
     @property
     def quantizes_inputs(self) -> bool:
-        return any(INPUT.search(name) for name in self.tensors)
+        """Whether four-bit modules have a scale of inputs; FP8 ones beside them always do."""
+        scaled = {INPUT.sub("weight", name) for name in self.tensors if INPUT.search(name)}
+        packed = {name.removesuffix("_packed") for name in self.tensors if self.is_packed(name)}
+        return not scaled.isdisjoint(packed)
+
+    def is_packed(self, name: str) -> bool:
+        return self.tensors[name].dtype == torch.uint8
 
     def holds(self, name: str) -> tuple[torch.Tensor, list[str]] | None:
         """Return what a parameter must hold and the tensors it is made of; None: it is not said."""
@@ -98,16 +111,18 @@ class Artifact:
             yield [[f"{found[1]}.{found[2]}_scale"]]
         if found := EXPERTS.fullmatch(name):
             pattern = re.compile(re.escape(found[1]) + r"\.(\d+)\.")
-            numbers = {int(of[1]) for each in self.tensors if (of := pattern.match(each))}
+            numbers = sorted({int(of[1]) for each in self.tensors if (of := pattern.match(each))})
             stack = f"{found[1]}.{'gate_up' if found[2] == '13' else 'down'}_proj"  # gpt-oss
             for ending in STACKED.get(found[3], ()):
                 yield [[f"{stack}{ending}"]]
-            for parts in GATED[found[2] == "2"] if numbers else ():
+            endings = (found[3], "weight_packed") if found[3] == "weight" else (found[3],)
+            for parts, ending in itertools.product(GATED[found[2] == "2"], endings):
                 order = parts[::-1] if self.is_up_first else parts
-                yield [
-                    [f"{found[1]}.{number}.{part}.{found[3]}" for part in order]
-                    for number in sorted(numbers)
+                rows = [
+                    [f"{found[1]}.{each}.{part}.{ending}" for part in order] for each in numbers
                 ]
+                if rows:
+                    yield rows
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

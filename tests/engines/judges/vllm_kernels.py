@@ -1,12 +1,13 @@
 """Let vLLM choose its own emulation where a CPU has no kernel; nothing else of it is replaced.
 
 Linear layers in NVFP4 and MXFP4 get a kernel by vLLM's own register_linear_kernel. For weight-only
-layers, FP8 and experts vLLM has no such call: there the function that chooses is replaced.
+layers, FP8, experts and sparse attention it has none: there the function that chooses is replaced.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,22 @@ from vllm.model_executor.layers.fused_moe.experts.nvfp4_emulation_moe import (
 )
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_mxfp4 as mxfp4_experts,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as nvfp4_experts,
+)
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
     dequantize_to_dtype,
 )
-from vllm.platforms import PlatformEnum
+from vllm.platforms import PlatformEnum, current_platform
 
+SPARSE = "vllm.v1.attention.backends.mla.xpu_mla_sparse.XPUMLASparseBackend"
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 BLOCK = 32
 
@@ -78,12 +90,21 @@ def dequantize_mxfp4(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Ten
     return (values * torch.exp2(exponents.float() - 127).unsqueeze(-1)).flatten(-2)
 
 
+def choose_attention(choose: Any, selected: Any, attn_selector_config: Any, **rest: Any) -> str:
+    """Choose as vLLM does for a CPU, which has no sparse attention."""
+    if attn_selector_config.use_sparse:
+        return SPARSE
+    return str(choose(selected, attn_selector_config=attn_selector_config, **rest))
+
+
 def install() -> None:
     """Make vLLM choose these kernels, in every module of it that is imported by now."""
     cpu = PlatformEnum.CPU
     linear.register_linear_kernel(linear.EmulationNvFp4LinearKernel, cpu, "nvfp4")
     linear.register_linear_kernel(WeightOnlyMxfp4, cpu, "mxfp4")
     choose = linear.init_nvfp4_linear_kernel
+    platform: Any = type(current_platform)
+    platform.get_attn_backend_cls = partial(choose_attention, platform.get_attn_backend_cls)
 
     def choose_nvfp4(use_a16: bool = False) -> Any:
         config = linear.NvFp4LinearLayerConfig()
@@ -100,3 +121,28 @@ def install() -> None:
         if name.startswith("vllm."):
             for function in chosen.keys() & vars(module).keys():
                 setattr(module, function, chosen[function])
+
+
+def compute_experts() -> None:
+    """Let vLLM's own kernel for bf16 compute four-bit experts, for which it has none on a CPU."""
+    for kind in (
+        nvfp4_experts.CompressedTensorsW4A4Nvfp4MoEMethod,
+        mxfp4_experts.CompressedTensorsW4A4Mxfp4MoEMethod,
+        ModelOptNvFp4FusedMoE,
+    ):
+        kind.process_weights_after_loading = _restore_experts
+
+
+def _restore_experts(method: Any, layer: Any) -> None:
+    """Restore experts as vLLM 0.33 does to quantize them otherwise; MXFP4 as above."""
+    if layer.w13_weight_scale.dtype == torch.uint8:
+        held = ((layer.w13_weight_packed, layer.w13_weight_scale),)
+        held += ((layer.w2_weight_packed, layer.w2_weight_scale),)
+        restored = [dequantize_mxfp4(*map(torch.Tensor.detach, each)).bfloat16() for each in held]
+    else:
+        restored = method.dequantize_weight(layer)
+    for name, weight in zip(("w13_weight", "w2_weight"), restored, strict=True):
+        layer.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+    plain = UnquantizedFusedMoEMethod(method.moe)
+    layer._replace_quant_method(plain)
+    plain.process_weights_after_loading(layer)
