@@ -291,11 +291,19 @@ def topics(kind: str, headings: tuple[str, ...], listed: str) -> Iterator[str]:
     yield ""
 
 
+def chained() -> Iterator[str]:
+    """List the models that are run a layer at a time in tests."""
+    sys.path.append(str(DOCS.parent / "tests" / "support"))
+    from chained_families import CHAINED
+
+    yield ", ".join(f"`{name}`" for name in sorted({family.model for family in CHAINED})) + "."
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
         *(blocks, formats, codes, scales, dialects, layouts, options, tree),
-        *(errors, findings, engines, serve, chosen, judged, whole_engine, gpu_bars),
+        *(errors, findings, engines, serve, chosen, judged, whole_engine, gpu_bars, chained),
     )
 } | {
     f"traps-{engine.key.replace('.', '')}": partial(failures, engine) for engine in known_engines()
