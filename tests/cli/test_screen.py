@@ -256,7 +256,7 @@ def test_on_a_terminal_results_are_wrapped_at_words(width, tmp_path):
 def test_on_a_terminal_warnings_and_errors_are_wrapped_at_words(width, tmp_path):
     """But for the next step, which is copied."""
     source, out = write_llama(tmp_path / "m"), tmp_path / "out"
-    warned = ("quantize", source, "--format", "mxfp4", "-o", out, "--for", "vllm")
+    warned = ("quantize", source, "--format", "mxfp4", "-o", out)
     failed = ("inspect", source)
     for words, label in ((warned, "warning: "), (failed, "error[not-an-artifact]: ")):
         lines = shown_on_a_terminal(width, *map(str, words), CI="1")

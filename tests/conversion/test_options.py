@@ -72,7 +72,6 @@ def test_documents_have_the_legal_word(tmp_path):
         (("--format", "nvfp4", "--scale-rule", "amx"), "did you mean amax?"),
         (("--format", "nvfp4", "--recipe", "qwen"), "qwen2_moe"),
         (("--format", "nvfp4", "--recipe", "qwen"), "qwen3_moe"),
-        (("--format", "nvfp4", "--transport", "htpt"), "did you mean http?"),
     ],
 )
 def test_near_misses_are_told_the_word(words, told, tmp_path):
