@@ -385,11 +385,12 @@ def watching(watch: Watch) -> Iterator[None]:
     """Run attention and experts of the model by a watch, for a while."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    implementation = f"{IMPLEMENTATION}-{id(watch):x}"  # two models may run side by side
     modules = list(watch.skeleton.model.modules())
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, watch.experts)
+    ALL_EXPERTS_FUNCTIONS.register(implementation, watch.experts)
     for module in modules:  # each may have a config of its own
         if (config := getattr(module, "config", None)) is not None:
-            config._experts_implementation = IMPLEMENTATION
+            config._experts_implementation = implementation
     taken: dict[Any, Callable[..., Any]] = {
         module: watch.experts_of_all_tokens if is_llama4(module) else watch.experts
         for module in modules

@@ -1,0 +1,195 @@
+"""evaluate, beside transformers' own forwards of whole models: the source, and what dequantize
+makes of the artifact.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Outcome, run
+from families import FAMILIES
+from family import Family, build, load
+from tiny_chains import LENGTH, SAMPLES, TEXT, make_model, tokens_of, write_tokenizer
+
+pytestmark = pytest.mark.engine
+RTOL = 1e-4  # of the mean KL: float32, added in another order
+QUICK = ("llama", "qwen3_moe", "gpt_oss", "gemma3")
+RUN = [
+    family if family.name in QUICK else pytest.param(family, marks=pytest.mark.slow)
+    for family in FAMILIES
+    if family.model and family.name != "whisper"
+]
+
+
+def evaluate(artifact: Path, source: Path, text: Path, *options: object) -> Outcome:
+    """The command, in this process, on windows of LENGTH."""
+    named = ("--source", source, "--text", text, "--sequence-length", LENGTH)
+    return run("evaluate", artifact, *named, *options, "--json")
+
+
+def judge(family: Family, source: Path, artifact: Path) -> dict[str, float]:
+    """Whole models by transformers, and formulas of torch."""
+    import torch
+    from torch.nn import functional
+
+    ids = torch.tensor(tokens_of(TEXT)).reshape(SAMPLES, LENGTH)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    logs: list[Any] = []
+    with torch.no_grad():
+        for folder in (source, artifact):
+            logits = load(family, folder, dtype="float32", **eager)(input_ids=ids).logits
+            logs.append(logits[:, :-1].double().log_softmax(-1).flatten(0, 1))
+    p, q = logs
+    kl = functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    targets = ids[:, 1:].flatten()
+    losses = [functional.nll_loss(each, targets).exp().item() for each in logs]
+    agree = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+    return {
+        "mean": kl.mean().item(),
+        "p999": kl.quantile(0.999).item(),
+        "max": kl.max().item(),
+        "top1": agree,
+        "source": losses[0],
+        "artifact": losses[1],
+    }
+
+
+@pytest.mark.parametrize("family", RUN, ids=str)
+def test_the_figures_are_those_of_the_whole_models(family: Family, tmp_path: Path) -> None:
+    source = build(family, tmp_path / "m")
+    write_tokenizer(source)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    artifact, restored = tmp_path / "a", tmp_path / "r"
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    assert run("dequantize", artifact, "-o", restored, "--dtype", "fp32").code == 0
+    found = evaluate(artifact, source, text)
+    assert found.code == 0, found.err
+    judged = judge(family, source, restored)
+    document = found.json
+    assert (document["tokens"], document["windows"]) == (SAMPLES * (LENGTH - 1), SAMPLES)
+    for kind in ("mean", "p999", "max"):
+        assert document["kl"][kind] == pytest.approx(judged[kind], rel=RTOL)
+    for side in ("source", "artifact"):
+        assert document["ppl"][side] == pytest.approx(judged[side], rel=1e-6)
+    assert document["top1"] == pytest.approx(judged["top1"], abs=1e-9)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_a_model_is_itself(tmp_path: Path, text: Path) -> None:
+    source = make_model(tmp_path / "m", "Qwen3Moe")
+    twin = shutil.copytree(source, tmp_path / "twin")
+    document = evaluate(twin, source, text).json
+    assert 0 <= document["kl"]["max"] < 1e-9
+    assert (document["top1"], document["passed"]) == (1.0, True)
+    assert document["ppl"]["source"] == document["ppl"]["artifact"]
+
+
+@pytest.mark.parametrize("fault", ["layers", "expert"])
+def test_what_is_not_where_it_belongs_is_seen(
+    fault: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the very same weights: the sweep above would fail for a fault of that kind."""
+    from fp4convert.calibration import model, observers
+
+    source = make_model(tmp_path / "m", "Qwen3Moe")
+    twin = shutil.copytree(source, tmp_path / "twin")
+    if fault == "layers":
+        read = model._read
+
+        def swapped(ref: Any, given: Any) -> Any:
+            if "twin" in given.name and ".layers.0.self_attn.q_proj" in ref.name:
+                others = given.checkpoint.tensors
+                name = ref.name.replace("layers.0", "layers.1")
+                ref = next(other for other in others if other.name == name)
+            return read(ref, given)
+
+        monkeypatch.setattr(model, "_read", swapped)
+    else:
+        run_expert, calls = observers.Watch._run_expert, iter(range(10**6))
+
+        def forgotten(watch: Any, module: Any, expert: int, given: Any, share: Any) -> Any:
+            made = run_expert(watch, module, expert, given, share)
+            return 0 * made if next(calls) % 7 == 0 else made
+
+        monkeypatch.setattr(observers.Watch, "_run_expert", forgotten)
+    assert evaluate(twin, source, text).json["kl"]["mean"] > 1e-4
+
+
+def test_layers_add_up(tmp_path: Path, text: Path) -> None:
+    """One layer alone is what a checkpoint with that layer of the artifact gives; all of them
+    together are the artifact.
+    """
+    from safetensors.torch import load_file, save_file
+
+    source = make_model(tmp_path / "m", "Llama")
+    artifact, restored = tmp_path / "a", tmp_path / "r"
+    assert run("quantize", source, "--format", "mxfp4", "-o", artifact).code == 0
+    assert run("dequantize", artifact, "-o", restored, "--dtype", "fp32").code == 0
+    document = evaluate(artifact, source, text, "--by-layer").json
+    rows = {row["layer"]: row for row in document["by_layer"]}
+    assert list(rows) == [*(f"model.layers.{n}" for n in range(3)), "outside the layers"]
+    ours, theirs = (load_file(next(f.glob("*.safetensors"))) for f in (source, restored))
+    for kind in ("alone", "cumulated"):
+        for number in range(3):
+            wanted = [number] if kind == "alone" else range(number + 1)
+            mixed = shutil.copytree(source, tmp_path / f"{kind}{number}")
+            names = tuple(f"model.layers.{layer}." for layer in wanted)
+            tensors = {k: theirs[k] if k.startswith(names) else v for k, v in ours.items()}
+            save_file(tensors, next(mixed.glob("*.safetensors")), {"format": "pt"})
+            judged = evaluate(mixed, source, text).json["kl"]["mean"]
+            assert rows[f"model.layers.{number}"][kind] == pytest.approx(judged, rel=1e-5)
+    assert rows["outside the layers"]["cumulated"] == document["kl"]["mean"]
+
+
+def test_the_figures_do_not_depend_on_batches(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the rounding of float32."""
+    from fp4convert.calibration import samples, side_by_side
+
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    together = evaluate(artifact, source, text).json
+    monkeypatch.setattr(samples, "BATCH_TOKENS", LENGTH)
+    monkeypatch.setattr(side_by_side, "CHUNK_NBYTES", 8 * 32 * 5)
+    apart = evaluate(artifact, source, text).json
+    assert together["kl"] == pytest.approx(apart["kl"], rel=1e-5)
+    assert together["ppl"] == pytest.approx(apart["ppl"], rel=1e-6)
+
+
+def test_another_model_is_refused(tmp_path: Path, text: Path) -> None:
+    source = make_model(tmp_path / "m", "Llama")
+    for number, (name, sizes) in enumerate(
+        (("Qwen2", {}), ("Llama", {"num_hidden_layers": 2}), ("Llama", {"rms_norm_eps": 0.5}))
+    ):
+        other = make_model(tmp_path / f"other{number}", name, **sizes)
+        refused = evaluate(other, source, text)
+        assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")
+    encoder = make_model(tmp_path / "bert", "Bert")
+    refused = evaluate(encoder, encoder, text)
+    assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")
+
+
+def test_nan_is_refused_by_name(tmp_path: Path, text: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = make_model(tmp_path / "m", "Llama")
+    broken = shutil.copytree(source, tmp_path / "b")
+    file = next(broken.glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    refused = evaluate(broken, source, text)
+    assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-nan")
+    assert "the artifact computes NaN" in refused.json["error"]["message"]
