@@ -345,11 +345,12 @@ def _plan_reads(
             homes[module] = stack.name
     for ref in source.checkpoint.tensors:
         if ref.name not in packed and ref.dtype in TORCH_DTYPES:
-            found.setdefault(ref.name, Lazy(partial(_read, ref, source)))
+            found.setdefault(ref.name, Lazy(partial(read_tensor, ref, source)))
     return found, homes
 
 
-def _read(ref: TensorRef, source: Source) -> torch.Tensor:
+def read_tensor(ref: TensorRef, source: Source) -> torch.Tensor:
+    """Read a tensor of floats or integers."""
     data = bytearray(ref.nbytes)
     source.read_into(ref, 0, memoryview(data))
     if not data:

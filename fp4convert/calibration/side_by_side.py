@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4convert.calibration.activations import Rounding, rounding_of
 from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.observers import Watch, watching
@@ -32,6 +33,8 @@ from fp4convert.calibration.samples import (
     read_samples,
     write_samples,
 )
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
 from fp4convert.errors import InputError
 from fp4convert.progress import Phases, tokens_text
 from fp4convert.storage.source import Source, stopping
@@ -84,6 +87,7 @@ class Measured:
     kl       KL(source || artifact) of the distributions of the token, in nats
     agrees   whether the likeliest token is the same
     losses   -ln of the probability of the token, by the source and by the artifact
+    activations, kv_cache  of the artifact, as they were computed with: 4, "fp8"
     """
 
     windows: int
@@ -91,6 +95,8 @@ class Measured:
     agrees: NDArray[np.bool_]
     losses: tuple[NDArray[np.float64], NDArray[np.float64]]
     by_layer: tuple[LayerLoss, ...] = ()
+    activations: int = 16
+    kv_cache: str | None = None
 
 
 def compare_models(task: Task) -> Measured:
@@ -196,12 +202,14 @@ class _Run:
     _agrees: list[NDArray[np.bool_]] = field(default_factory=list)
     _losses: list[NDArray[np.float64]] = field(default_factory=list)
     _kept: Any = None
+    _rounding: Rounding = field(default_factory=Rounding)
 
     def measure(self, windows: int) -> Measured:
         """Run everything, a layer of each model at a time."""
         layers = self.models[SOURCE].layers if self.task.is_by_layer else ()
         self._lanes = list(_lanes_of(layers))
         self._found = [[] for _ in self._lanes]
+        self._rounding = rounding_of(self.models[ARTIFACT], _artifact_of(self.models[ARTIFACT]))
         visited = self._run_layers()
         means = [float(np.concatenate(each).mean()) for each in self._found[1:]]
         by_layer = [
@@ -213,7 +221,16 @@ class _Run:
             by_layer.append(LayerLoss(AROUND, means[1], means[0]))
         losses = np.concatenate(self._losses, 1)
         kl, agrees = np.concatenate(self._found[ARTIFACT]), np.concatenate(self._agrees)
-        return Measured(windows, kl, agrees, (losses[0], losses[1]), tuple(by_layer))
+        rounding = self._rounding
+        return Measured(
+            windows,
+            kl,
+            agrees,
+            (losses[0], losses[1]),
+            tuple(by_layer),
+            ACTIVATIONS_FP4 if rounding.linears or rounding.experts else 16,
+            None if rounding.cache is None else "fp8",
+        )
 
     def _run_layers(self) -> list[str]:
         """Run all layers; return those that text came through."""
@@ -251,7 +268,9 @@ class _Run:
         folder = self.folder / f"hidden-{side}"
         folder.mkdir()
         skeleton = self.models[side]
-        with watching(Watch(skeleton, "none", {}, is_looking=False)):
+        rounding = self._rounding if side == ARTIFACT else Rounding()
+        watch = Watch(skeleton, "none", {}, is_looking=False, rounding=rounding)
+        with watching(watch):
             yield Chain(skeleton, inputs, folder)
 
     def _run_layer(
@@ -291,6 +310,12 @@ class _Run:
         if place == ARTIFACT:
             self._agrees.append(agrees)
             self._losses.append(np.stack(losses))
+
+
+def _artifact_of(skeleton: Skeleton) -> Artifact | None:
+    """Return the artifact that four-bit linear layers are of."""
+    found = (linear.coding.artifact for linear in skeleton.linears.values())
+    return next((each for each in found if each is not None), None)
 
 
 def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:

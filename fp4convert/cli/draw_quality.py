@@ -332,7 +332,10 @@ def draw_evaluation(screen: Screen, found: Document) -> None:
         "perplexity": f"{ppl['source']:.5g} -> {ppl['artifact']:.5g}"
         f" ({100 * (ppl['artifact'] / ppl['source'] - 1):+.2f} %)",
         "text": f"{found['tokens']:,} tokens in {found['windows']} windows",
+        "activations": f"{found['activations']}-bit",
     }
+    if found["kv_cache"]:
+        rows["KV cache"] = found["kv_cache"]
     for key, value in rows.items():
         screen.line(f"{key:<16}{value}", hang=16)
     if layers := found["by_layer"]:

@@ -54,6 +54,7 @@ class Evaluated:
     kl       KL(source || artifact) of a token in nats: mean, p999 (the 99.9th percentile), max
     top1     share of tokens for which both find the same one likeliest
     ppl      perplexity of source and artifact
+    activations, kv_cache  of the artifact, as it was computed with: 16 or 4, "fp8" or None
     by_layer mean KL of one layer of the artifact alone, and with all layers before it
     """
 
@@ -65,6 +66,8 @@ class Evaluated:
     by_layer: tuple[dict[str, Any], ...]
     findings: tuple[Finding, ...]
     passed: bool
+    activations: int = 16
+    kv_cache: str | None = None
 
     def __repr__(self) -> str:
         """Say the verdict in a line, for the end of a notebook's cell."""
@@ -80,6 +83,8 @@ class Evaluated:
             "kl": self.kl,
             "top1": self.top1,
             "ppl": self.ppl,
+            "activations": self.activations,
+            "kv_cache": self.kv_cache,
             "by_layer": list(self.by_layer),
             "findings": [asdict(finding) for finding in self.findings],
             "passed": self.passed,
@@ -106,6 +111,8 @@ def evaluate(measured: Measured, gate: EvaluationGate) -> Evaluated:
         by_layer=tuple(row._asdict() for row in measured.by_layer),
         findings=findings,
         passed=is_healthy(findings),
+        activations=measured.activations,
+        kv_cache=measured.kv_cache,
     )
 
 

@@ -104,7 +104,7 @@ def test_what_is_not_where_it_belongs_is_seen(
     source = make_model(tmp_path / "m", "Qwen3Moe")
     twin = shutil.copytree(source, tmp_path / "twin")
     if fault == "layers":
-        read = model._read
+        read = model.read_tensor
 
         def swapped(ref: Any, given: Any) -> Any:
             if "twin" in given.name and ".layers.0.self_attn.q_proj" in ref.name:
@@ -113,7 +113,7 @@ def test_what_is_not_where_it_belongs_is_seen(
                 ref = next(other for other in others if other.name == name)
             return read(ref, given)
 
-        monkeypatch.setattr(model, "_read", swapped)
+        monkeypatch.setattr(model, "read_tensor", swapped)
     else:
         run_expert, calls = observers.Watch._run_expert, iter(range(10**6))
 
