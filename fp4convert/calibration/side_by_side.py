@@ -34,7 +34,7 @@ from fp4convert.calibration.samples import (
     write_samples,
 )
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8
 from fp4convert.errors import InputError
 from fp4convert.progress import Phases, tokens_text
 from fp4convert.storage.source import Source, stopping
@@ -190,7 +190,8 @@ class _Lane(NamedTuple):
 class _Run:
     """Two models on the same batches.
 
-    _kept  the source's logits of the batch that comes to its end
+    _kept     the source's logits of the batch that comes to its end
+    _visited  the layers that text came through
     """
 
     task: Task
@@ -203,19 +204,24 @@ class _Run:
     _losses: list[NDArray[np.float64]] = field(default_factory=list)
     _kept: Any = None
     _rounding: Rounding = field(default_factory=Rounding)
+    _visited: list[str] = field(default_factory=list)
 
     def measure(self, windows: int) -> Measured:
         """Run everything, a layer of each model at a time."""
         layers = self.models[SOURCE].layers if self.task.is_by_layer else ()
         self._lanes = list(_lanes_of(layers))
         self._found = [[] for _ in self._lanes]
-        self._rounding = rounding_of(self.models[ARTIFACT], _artifact_of(self.models[ARTIFACT]))
-        visited = self._run_layers()
+        artifact = _artifact_of(self.models[ARTIFACT])
+        self._rounding = rounding_of(self.models[ARTIFACT], artifact)
+        if eight_bit := _eight_bit_inputs(artifact):
+            words = f"{len(eight_bit)} linear layers have 8-bit activations in engines, and 16-bit"
+            self.task.tell(f"{words} ones here; the first is {eight_bit[0]}")
+        self._run_layers()
         means = [float(np.concatenate(each).mean()) for each in self._found[1:]]
         by_layer = [
             LayerLoss(path, means[2 + 2 * number], means[3 + 2 * number])
             for number, path in enumerate(layers)
-            if path in visited
+            if path in self._visited
         ]
         if layers:
             by_layer.append(LayerLoss(AROUND, means[1], means[0]))
@@ -232,8 +238,8 @@ class _Run:
             None if rounding.cache is None else "fp8",
         )
 
-    def _run_layers(self) -> list[str]:
-        """Run all layers; return those that text came through."""
+    def _run_layers(self) -> None:
+        """Run all layers."""
         phases, sides = self.task.phases, (SOURCE, ARTIFACT)
         inputs = [inputs_of(self.models[SOURCE], batch) for batch in self.batches]
         widths = [sum(lane.model == side for lane in self._lanes) for side in sides]
@@ -254,13 +260,11 @@ class _Run:
             ]
             nbytes = {path: self.models[SOURCE].nbytes(path) for path in self.models[SOURCE].layers}
             phases.begin("evaluate", 2 * sum(nbytes.values()))
-            visited: list[str] = []
             for path in stops_of(standing, forwards, self._end):
                 for side in sides:
                     self._run_layer(path, side, forwards)
-                    phases.report(path, 0 if path in visited else nbytes[path])
-                visited.append(path)
-        return visited
+                    phases.report(path, 0 if path in self._visited else nbytes[path])
+                self._visited.append(path)
 
     @contextmanager
     def _chain(self, side: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[Chain]:
@@ -272,6 +276,10 @@ class _Run:
         watch = Watch(skeleton, "none", {}, is_looking=False, rounding=rounding)
         with watching(watch):
             yield Chain(skeleton, inputs, folder)
+        missed = [path for path in rounding.linears if path not in watch.rounded]
+        if missed := [path for path in missed if skeleton.layer_above(path) in self._visited]:
+            words = f"{len(missed)} linear layers got 16-bit inputs, for the model multiplies with"
+            self.task.tell(f"{words} them in a way of its own; the first is {missed[0]}")
 
     def _run_layer(
         self, path: str, side: int, forwards: Sequence[Sequence[tuple[Chain, int]]]
@@ -316,6 +324,12 @@ def _artifact_of(skeleton: Skeleton) -> Artifact | None:
     """Return the artifact that four-bit linear layers are of."""
     found = (linear.coding.artifact for linear in skeleton.linears.values())
     return next((each for each in found if each is not None), None)
+
+
+def _eight_bit_inputs(artifact: Artifact | None) -> list[str]:
+    """List the modules whose inputs engines quantize to eight bits."""
+    packed = artifact.packed if artifact else {}
+    return [name for name, each in packed.items() if each.form.activations == ACTIVATIONS_FP8]
 
 
 def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:

@@ -5,6 +5,8 @@ makes of the artifact.
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,16 @@ RUN = [
     for family in FAMILIES
     if family.model and family.name != "whisper"
 ]
+
+
+MEASURED = """
+import sys
+from fp4convert.cli.app import main
+try:
+    main()
+finally:
+    print(open("/proc/self/status").read(), file=sys.stderr)
+"""
 
 
 def evaluate(artifact: Path, source: Path, text: Path, *options: object) -> Outcome:
@@ -193,3 +205,43 @@ def test_nan_is_refused_by_name(tmp_path: Path, text: Path) -> None:
     refused = evaluate(broken, source, text)
     assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-nan")
     assert "the artifact computes NaN" in refused.json["error"]["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is read from /proc")
+def test_layers_of_neither_stay_in_memory(tmp_path: Path, text: Path) -> None:
+    """Of 3 and of 18 layers, each of 38 MB in float32: the larger pair of models takes nothing like
+    30 layers more.
+    """
+    sizes = {
+        **{"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+        **{"num_key_value_heads": 12, "head_dim": 64},
+    }
+    peaks = []
+    for count in (3, 18):
+        source, artifact = tmp_path / f"m{count}", tmp_path / f"a{count}"
+        make_model(source, "Llama", num_hidden_layers=count, **sizes)
+        assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+        words = ["evaluate", artifact, "--source", source, "--text", text, "--json"]
+        words += ["--sequence-length", LENGTH]
+        command = [sys.executable, "-c", MEASURED, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        line = next(line for line in done.stderr.splitlines() if line.startswith("VmHWM"))
+        peaks.append(int(line.split()[1]) * 1024)
+    layer = 4 * (4 * 768 * 768 + 3 * 768 * 3072)
+    print(f"layer {layer / 1e6:.0f} MB, peaks {peaks[0] / 1e6:.0f} and {peaks[1] / 1e6:.0f} MB")
+    assert peaks[1] - peaks[0] < 8 * layer  # the artifact's file is mapped: 80 MB of it
+
+
+def test_what_is_not_rounded_is_told(tmp_path: Path, text: Path) -> None:
+    """FP8 layers of a mixed artifact, whose engines quantize activations to eight bits."""
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[[format]]\nmodules = ["*down_proj"]\nformat = "fp8"\n')
+    options = ("--format", "nvfp4", "--recipe", recipe, "--activations", 4)
+    made = run("quantize", source, "-o", artifact, *options)
+    assert made.code == 0, made.err
+    named = ("--source", source, "--text", text, "--sequence-length", LENGTH)
+    told = run("evaluate", artifact, *named)
+    assert told.code == 0
+    assert "3 linear layers have 8-bit activations in engines" in " ".join(told.err.split())
