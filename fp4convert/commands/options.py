@@ -320,7 +320,7 @@ class CalibrateOptions(TextOptions):
 
 @dataclass(eq=False, repr=False)
 class EvaluateOptions(TextOptions):
-    """Measure how an artifact's predictions differ from its source's.
+    """Compare an artifact's predictions with its source's.
 
     Both read the same text, a layer at a time: KL divergence, how often the likeliest token is the
     same, perplexity of both. Exit code 6 when a limit is missed.

@@ -14,7 +14,9 @@ import pytest
 from checkpoints import Outcome, run
 from families import FAMILIES
 from family import Family, build, load
+from packings import compressed, fp8_blocks, pack_checkpoint
 from tiny_chains import LENGTH, SAMPLES, TEXT, make_model, tokens_of, write_tokenizer
+from tiny_models import read_tensors
 
 pytestmark = pytest.mark.engine
 RTOL = 1e-4  # of the mean KL: float32, added in another order
@@ -245,3 +247,37 @@ def test_what_is_not_rounded_is_told(tmp_path: Path, text: Path) -> None:
     told = run("evaluate", artifact, *named)
     assert told.code == 0
     assert "3 linear layers have 8-bit activations in engines" in " ".join(told.err.split())
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_every_dialect_says_the_same(fmt: str, tmp_path: Path, text: Path) -> None:
+    """Of the same codes and block scales; a divisor as global scale is rounded once more."""
+    source, found = make_model(tmp_path / "m", "GptOss", "bfloat16"), {}
+    dialects = ("compressed-tensors", "quark", "plain")
+    dialects += ("modelopt", "comfy") if fmt == "nvfp4" else ("gpt-oss", "mlx")
+    for dialect in dialects:
+        artifact = tmp_path / dialect
+        made = run("quantize", source, "--format", fmt, "--dialect", dialect, "-o", artifact)
+        assert made.code == 0, made.err
+        found[dialect] = evaluate(artifact, source, text).json["kl"]["mean"]
+    first = found["compressed-tensors"]
+    assert first > 1e-3
+    assert list(found.values()) == pytest.approx([first] * len(found), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_other_packed_weights_are_compared_too(kind: str, tmp_path: Path, text: Path) -> None:
+    """As artifacts, beside the floats that they stand for."""
+    from safetensors.torch import save_file
+
+    source, artifact = (make_model(tmp_path / name, "Llama") for name in ("m", "a"))
+    modules = [name.removesuffix(".weight") for name in read_tensors(source) if "_proj" in name]
+    packing = fp8_blocks(16, 16) if kind == "fp8" else compressed("W4A16", "group", 32)
+    worth = pack_checkpoint(artifact, [(packing, modules)])
+    (artifact / "model.safetensors").unlink()
+    twin = shutil.copytree(source, tmp_path / "twin")
+    tensors = {name: tensor.float().contiguous() for name, tensor in worth.items()}
+    save_file(tensors, twin / "model.safetensors", {"format": "pt"})
+    found, judged = (evaluate(each, source, text).json["kl"]["mean"] for each in (artifact, twin))
+    assert found == pytest.approx(judged, rel=1e-5)
+    assert found > 1e-5
