@@ -134,6 +134,11 @@ def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton
         detail = f"{type(source.model).__name__} gives no probabilities of a next token"
         raise InputError("evaluate-model", f"{detail}; expected a model that writes text")
     artifact = open_skeleton(task.artifact, theirs, device, is_exact=True)
+    if not artifact.stored:
+        kind = type(source.model).__name__
+        detail = f"no tensor of {task.artifact.name} has a name of {kind}; expected its weights"
+        next_step = "GGUF has names of its own: fp4convert dequantize it, and evaluate that."
+        raise InputError("evaluate-model", detail, next_step)
     _check_same(source.model, artifact.model)
     return source, artifact
 

@@ -281,3 +281,14 @@ def test_other_packed_weights_are_compared_too(kind: str, tmp_path: Path, text: 
     found, judged = (evaluate(each, source, text).json["kl"]["mean"] for each in (artifact, twin))
     assert found == pytest.approx(judged, rel=1e-5)
     assert found > 1e-5
+
+
+def test_names_of_another_kind_are_refused(tmp_path: Path, text: Path) -> None:
+    """GGUF has its own, which transformers' loader does not know."""
+    pytest.importorskip("gguf")
+    from gguf_donors import model, write_donor
+
+    source = make_model(tmp_path / "m", "Llama")
+    refused = evaluate(write_donor(tmp_path / "x.gguf", model()), source, text)
+    assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")
+    assert "dequantize" in refused.json["error"]["next"]
