@@ -137,7 +137,7 @@ def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton
     if not artifact.stored:
         kind = type(source.model).__name__
         detail = f"no tensor of {task.artifact.name} has a name of {kind}; expected its weights"
-        next_step = "GGUF has names of its own: fp4convert dequantize it, and evaluate that."
+        next_step = "GGUF has names of its own: give the safetensors that it was made from."
         raise InputError("evaluate-model", detail, next_step)
     _check_same(source.model, artifact.model)
     return source, artifact
