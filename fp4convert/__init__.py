@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         quantize,
         transcode,
     )
+    from fp4convert.commands.evaluation import evaluate
     from fp4convert.commands.quality import compare, inspect, verify
     from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
     from fp4convert.errors import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fp4convert.numerics.backends.device_arrays import DeviceQuantized
     from fp4convert.numerics.matrices import Quantized
     from fp4convert.progress import Phases
+    from fp4convert.quality.evaluation import Evaluated
     from fp4convert.quality.verification import Verified
 
     __version__: str
@@ -55,6 +57,7 @@ _HOMES = {  # module -> its public names
         "quantize",
         "transcode",
     ),
+    "commands.evaluation": ("evaluate",),
     "commands.quality": (
         "compare",
         "inspect",
@@ -77,6 +80,7 @@ _HOMES = {  # module -> its public names
     "numerics.backends.device_arrays": ("DeviceQuantized",),
     "numerics.matrices": ("Quantized",),
     "progress": ("Phases",),
+    "quality.evaluation": ("Evaluated",),
     "quality.verification": ("Verified",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -85,6 +89,7 @@ __all__ = [
     "Calibrated",
     "DeviceError",
     "DeviceQuantized",
+    "Evaluated",
     "Fp4Error",
     "InputError",
     "NumericError",
@@ -100,6 +105,7 @@ __all__ = [
     "compare",
     "dequantize",
     "dequantize_tensor",
+    "evaluate",
     "inspect",
     "merge",
     "preview_prune",

@@ -149,6 +149,7 @@ class Chain:
     is_plain  each layer so far was given the hidden states that the one before it gave, and gave
               nothing else: the rest can be run again from these alone
     arity     0 where the layer gives hidden states, else of how many things they are the first
+    stop      how many layers were run
     """
 
     skeleton: Skeleton
@@ -158,7 +159,7 @@ class Chain:
     forwards: list[Forward] = field(default_factory=list)
     is_plain: bool = True
     arity: int = 0
-    _stop: int = 0
+    stop: int = 0
     _handed: dict[int, torch.Tensor] = field(default_factory=dict)
     _shared: Any = field(default_factory=WeakValueDictionary)
     _seen: Any = field(default_factory=WeakIdKeyDictionary)
@@ -169,8 +170,16 @@ class Chain:
 
         Yields every layer that all forwards have come to, in turn.  Each must be run for every
         batch before the next is asked for
-        Raises InputError where layers are not called in the same order for every batch, or the
-        model does with what a layer gives what cannot be done
+        Raises what `stops_of` raises
+        """
+        with self.standing(is_headless) as empty:
+            yield stops_of(((self, empty),), [[(self, n)] for n in range(len(self.inputs))])
+
+    @contextmanager
+    def standing(self, is_headless: bool = True) -> Iterator[Callable[[], None]]:
+        """Let the model's forwards stand still at layers, for a while.
+
+        Yields  what empties the parts outside of the layers
         """
         skeleton = self.skeleton
         self.forwards = [Forward(given) for given in self.inputs]
@@ -186,7 +195,7 @@ class Chain:
         ]
         try:
             with torch.no_grad(), filled_on_demand(skeleton, is_headless) as empty:
-                yield self._stops(empty)
+                yield empty
         finally:
             for forward in self.forwards:
                 forward._run = None
@@ -195,24 +204,9 @@ class Chain:
             for _, layer in layers:
                 del layer.forward
 
-    def _stops(self, empty: Callable[[], None]) -> Iterator[str]:
-        while True:
-            for number in range(len(self.forwards)):
-                self.go_on(number)
-            empty()
-            found = {forward.layer for forward in self.forwards}
-            if len(found) > 1:
-                names = " and ".join(sorted(str(path) for path in found)[:2])
-                detail = f"{self._kind} does not run its layers in one order: for some samples"
-                raise InputError("calibration-model", f"{detail} {names} come together", NEXT)
-            path = found.pop()
-            if path is None:
-                return
-            yield path
-            self._stop += 1
-
     @property
-    def _kind(self) -> str:
+    def kind(self) -> str:
+        """Name the class of the model."""
         return type(self.skeleton.model).__name__
 
     def go_on(self, number: int) -> None:
@@ -226,7 +220,7 @@ class Chain:
             self._refuse(error)
         if forward.layer is None:
             return
-        if self._stop or handed is not None:
+        if self.stop or handed is not None:
             others = [tensor for tensor in forward.tensors() if tensor is not handed]
             self.is_plain &= handed is not None and forward.hidden() is handed
             self.is_plain &= len(others) == len(forward.tensors()) - 1
@@ -237,7 +231,7 @@ class Chain:
 
     def _refuse(self, error: Exception) -> None:
         why = " ".join(str(error).split())[:REASON_LENGTH] or type(error).__name__
-        detail = f"{self._kind} cannot be run a layer at a time: {why}"
+        detail = f"{self.kind} cannot be run a layer at a time: {why}"
         raise InputError("calibration-model", detail, NEXT) from None
 
     def _share(self, tensor: torch.Tensor) -> None:
@@ -256,10 +250,13 @@ class Chain:
         if known is not tensor:
             tensor.data = known.data
 
-    def run(self, number: int) -> Any:
-        """Run the layer, filled, on what one batch gives it; return what it makes."""
+    def run(self, number: int, skeleton: Skeleton | None = None) -> Any:
+        """Run the layer, filled, on what one batch gives it; return what it makes.
+
+        skeleton  whose layer runs in its place; None for the chain's own
+        """
         forward = self.forwards[number]
-        layer = self.skeleton.module(str(forward.layer))
+        layer = (skeleton or self.skeleton).module(str(forward.layer))
         self.begin(number)
         before = [(tensor, tensor._version) for tensor in forward.tensors() if tensor in self._seen]
         try:
@@ -267,7 +264,7 @@ class Chain:
         except MODEL_ERRORS as error:
             self._refuse(error)
         if any(tensor._version != version for tensor, version in before):
-            detail = f"{self._kind} cannot be run a layer at a time: {forward.layer} changes a mask"
+            detail = f"{self.kind} cannot be run a layer at a time: {forward.layer} changes a mask"
             raise InputError("calibration-model", f"{detail} or positions in place", NEXT)
         return made
 
@@ -278,7 +275,7 @@ class Chain:
         self.is_plain &= bool(items) and isinstance(items[0], torch.Tensor)
         self.is_plain &= all(item is None for item in items[1:])
         self.arity = 0 if is_one else len(items)
-        name = f"hidden-{(self._stop + 1) % 2}-{number:05}"
+        name = f"hidden-{(self.stop + 1) % 2}-{number:05}"
         paths = iter([self.folder / name])
         self.forwards[number].made = kept = _mapped(made, paths, self.folder)
         first = kept if is_one else next(iter(kept), None) if type(kept) is tuple else None
@@ -297,13 +294,64 @@ class Chain:
         hidden = forward.hidden()
         assert hidden is not None, "a plain chain has hidden states"
         if is_last:
-            path = self.folder / f"hidden-{(self._stop + 1) % 2}-{number:05}"
+            path = self.folder / f"hidden-{(self.stop + 1) % 2}-{number:05}"
             hidden = _open_mapped(path, hidden)
         else:
             hidden = hidden.clone()
         self.arity = arity
         forward.made = (hidden, *[None] * (arity - 1)) if arity else hidden
         self._handed[number] = hidden
+
+
+def stops_of(
+    chains: Sequence[tuple[Chain, Callable[[], None]]],
+    lanes: Sequence[Sequence[tuple[Chain, int]]],
+    end: Callable[[int, int, Any], None] | None = None,
+) -> Iterator[str]:
+    """Yield every layer that all forwards of some chains have come to.
+
+    chains  of one model, with what empties its parts outside of the layers
+    lanes   for each batch, its forwards: of which chain, and which one
+    end     called with the number of a batch, of a lane, and what that forward made in the end,
+            which is not kept
+    Raises  InputError where layers are not called in the same order for every batch, or the model
+            does with what a layer gives what cannot be done
+    """
+    while True:
+        if chains[0][0].stop:
+            _go_on_together(lanes, end)
+        else:  # embeddings are large: those of one chain at a time
+            for chain, empty in chains:
+                for number in range(len(chain.inputs)):
+                    chain.go_on(number)
+                empty()
+        for _, empty in chains:
+            empty()
+        found = {forward.layer for chain, _ in chains for forward in chain.forwards}
+        if len(found) > 1:
+            names = " and ".join(sorted(str(path) for path in found)[:2])
+            detail = f"{chains[0][0].kind} does not run its layers in one order: for some samples"
+            raise InputError("calibration-model", f"{detail} {names} come together", NEXT)
+        path = found.pop()
+        if path is None:
+            return
+        yield path
+        for chain, _ in chains:
+            chain.stop += 1
+
+
+def _go_on_together(
+    lanes: Sequence[Sequence[tuple[Chain, int]]], end: Callable[[int, int, Any], None] | None
+) -> None:
+    """Let all forwards go on, batch by batch."""
+    for batch, forwards in enumerate(lanes):
+        for place, (chain, number) in enumerate(forwards):
+            chain.go_on(number)
+            forward = chain.forwards[number]
+            if end is not None and forward.layer is None:
+                made, forward.made = forward.made, None
+                end(batch, place, made)
+                del made
 
 
 def _is_plain(value: Any) -> bool:

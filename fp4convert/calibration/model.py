@@ -19,9 +19,10 @@ import torch
 
 from fp4convert.calibration.experts import is_known
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.expert_stacks import Stacked, find_stacks, rules_of
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError, describe_missing
-from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4
 from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
@@ -41,7 +42,6 @@ TORCH_DTYPES = {
     "BOOL": torch.bool,
 }
 REASON_LENGTH = 200  # of the words of another package in a message
-BLOCKS = "_blocks"  # ends the name of a stack of MXFP4 codes
 NEXT = (
     "Calibrate with the tools of its authors; without a calibration, fp4convert quantize needs"
     " no model code."
@@ -169,17 +169,21 @@ class Skeleton:
         return next((name for name in above if name in self._known_layers), None)
 
 
-def open_skeleton(source: Source, folder: Path, device: torch.device) -> Skeleton:
+def open_skeleton(
+    source: Source, folder: Path, device: torch.device, is_exact: bool = False
+) -> Skeleton:
     """Build the model of a source's config.json, without weights.
 
-    folder  where config.json is, and nothing that could be run
-    Raises  InputError for models that transformers does not know, and for those whose layers cannot
-            be told apart
+    folder    where config.json is, and nothing that could be run
+    is_exact  packed experts are held in float32 where bfloat16 would round what they stand for
+    Raises    InputError for models that transformers does not know, and for those whose layers
+              cannot be told apart
     """
     model = _build_model(folder, device)
     recipe = model_recipe(source.checkpoint.config)
     linears = find_linears(source, recipe).of
-    tensors, homes = _plan_reads(source, linears, recipe)
+    dtypes = {module: _dtype_of(linear, is_exact) for module, linear in linears.items()}
+    tensors, homes = _plan_reads(source, linears, recipe, dtypes)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -204,7 +208,7 @@ def open_skeleton(source: Source, folder: Path, device: torch.device) -> Skeleto
             path, _, parameter = targets[home].rpartition(".")
             expert = None if parameter == "weight" else _expert_of(module)
             seats[module] = Seat(path, parameter, expert)
-    _narrow_experts(model, seats, linears)
+    _narrow_experts(model, seats, dtypes)
     layers = _find_layers(model)
     return Skeleton(model, layers, linears, seats, dict(stored), tensors, device, mapping)
 
@@ -311,35 +315,42 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
 
 
 def _plan_reads(
-    source: Source, linears: Mapping[str, Linear], recipe: Recipe
+    source: Source,
+    linears: Mapping[str, Linear],
+    recipe: Recipe,
+    dtypes: Mapping[str, torch.dtype],
 ) -> tuple[dict[str, Lazy], dict[str, str]]:
     """Plan how every tensor of an unquantized checkpoint would be read.
 
+    dtypes   of stacks of experts that are put together, by a module of theirs
     Returns  name -> what reads it, and module -> name of the tensor that holds it
     """
     homes, found = {}, {}
-    stacks: dict[str, list[Linear]] = defaultdict(list)
     packed: set[str] = set()
     for module, linear in linears.items():
         if not linear.coding.is_packed:
             homes[module] = linear.home.name
             continue
         packed.update(ref.name for ref in (linear.home, *linear.refs, *linear.idle))
-        if linear.stack is None:
-            homes[module] = f"{module}.weight"
-            found[homes[module]] = Lazy(partial(_decode, linear, source))
-        else:
-            homes[module] = linear.stack.name.removesuffix(BLOCKS)
-            stacks[homes[module]].append(linear)
-    for name, parts in stacks.items():
-        found[name] = Lazy(partial(_decode_stack, name, parts, source, recipe))
+        homes[module] = f"{module}.weight"
+        found[homes[module]] = Lazy(partial(_decode, linear, source))
+    artifacts = (linear.coding.artifact for linear in linears.values())
+    artifact = next((each for each in artifacts if each is not None), None)
+    rules = rules_of(artifact, recipe) if artifact else ()
+    for stack in find_stacks(linears.values(), rules)[0]:
+        dtype = dtypes[stack.modules[0]]
+        found[stack.name] = Lazy(partial(_decode_stack, stack, source, dtype))
+        for module in stack.modules:
+            found.pop(homes[module], None)
+            homes[module] = stack.name
     for ref in source.checkpoint.tensors:
         if ref.name not in packed and ref.dtype in TORCH_DTYPES:
-            found.setdefault(ref.name, Lazy(partial(_read, ref, source)))
+            found.setdefault(ref.name, Lazy(partial(read_tensor, ref, source)))
     return found, homes
 
 
-def _read(ref: TensorRef, source: Source) -> torch.Tensor:
+def read_tensor(ref: TensorRef, source: Source) -> torch.Tensor:
+    """Read a tensor of floats or integers."""
     data = bytearray(ref.nbytes)
     source.read_into(ref, 0, memoryview(data))
     if not data:
@@ -354,20 +365,28 @@ def _decode(linear: Linear, source: Source) -> torch.Tensor:
     return torch.frombuffer(data, dtype=TORCH_DTYPES[weights.dtype]).reshape(linear.shape)
 
 
-def _decode_stack(name: str, parts: list[Linear], source: Source, recipe: Recipe) -> torch.Tensor:
+def _decode_stack(stack: Stacked, source: Source, dtype: torch.dtype) -> torch.Tensor:
     """Decode packed experts to the stack that an unquantized checkpoint has."""
-    rule = recipe.stack_rule(name)
-    if rule is None:
-        detail = f"{name}: no recipe says how this stack of experts is stored unquantized"
-        raise InputError("calibration-model", detail, NEXT, name)
-    by_module = {linear.module: linear for linear in parts}
-    made = []
-    for expert in sorted({_expert_of(linear.module) for linear in parts}):
-        modules = [rule.module(name, expert, member) for member in rule.members]
-        rows = [_decode(by_module[module], source) for module in modules]
-        whole = torch.stack(rows, 1).flatten(0, 1) if rule.is_interleaved else torch.cat(rows)
-        made.append((whole.T if rule.is_transposed else whole).to(torch.bfloat16))
-    return torch.stack(made)
+    made = {linear.module: _decode(linear, source).to(dtype) for linear in stack.linears}
+    parts = []
+    for slot in stack.slots:
+        rows = [made[one.module][one.first : one.last] for one in slot]
+        parts.append(torch.stack(rows, 1).flatten(0, 1))
+    joined = torch.cat(parts)
+    whole = joined.reshape(stack.shape[0], -1, joined.shape[-1])
+    whole = whole.transpose(1, 2) if stack.is_transposed else whole
+    return whole.flatten(0, 1) if stack.is_flat else whole
+
+
+def _dtype_of(linear: Linear, is_exact: bool) -> torch.dtype:
+    """Choose in which dtype the experts of a stack are held.
+
+    In that in which they are stored; packed ones in bfloat16, in which all values of MXFP4 are.
+    """
+    stored = linear.refs[0].dtype
+    if not linear.coding.is_packed:
+        return TORCH_DTYPES[stored]
+    return torch.float32 if is_exact and linear.coding.format is not MXFP4 else torch.bfloat16
 
 
 def _expert_of(module: str) -> int:
@@ -375,7 +394,9 @@ def _expert_of(module: str) -> int:
     return int(next(part for part in reversed(module.split(".")) if part.isdecimal()))
 
 
-def _narrow_experts(model: Any, seats: Mapping[str, Seat], linears: Mapping[str, Linear]) -> None:
+def _narrow_experts(
+    model: Any, seats: Mapping[str, Seat], dtypes: Mapping[str, torch.dtype]
+) -> None:
     """Hold stacks of experts in the dtype in which they are stored.
 
     They are most of a model, and each expert is widened when it computes.
@@ -384,11 +405,10 @@ def _narrow_experts(model: Any, seats: Mapping[str, Seat], linears: Mapping[str,
         owner = model.get_submodule(seat.path)
         if seat.expert is None or not is_known(owner):
             continue  # of others nobody knows how they compute
-        stored, parameter = linears[module].refs[0].dtype, owner._parameters[seat.parameter]
-        dtype = TORCH_DTYPES[stored] if stored in FLOAT_TYPES else torch.bfloat16
-        if parameter.dtype != dtype:
+        parameter = owner._parameters[seat.parameter]
+        if parameter.dtype != dtypes[module]:
             owner._parameters[seat.parameter] = torch.nn.Parameter(
-                parameter.to(dtype), requires_grad=False
+                parameter.to(dtypes[module]), requires_grad=False
             )
 
 

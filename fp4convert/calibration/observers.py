@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4convert.calibration.activations import Round, Rounding
 from fp4convert.calibration.experts import (
     FIRST_PARAMETERS,
     between,
@@ -95,6 +96,11 @@ class Moments:
         return {f"{module}.{kind}": value.cpu().numpy() for kind, value in found.items()}
 
 
+def is_cached(module: Any) -> bool:
+    """Tell whether an attention keeps keys and values: latent ones do not."""
+    return not hasattr(module, "kv_lora_rank")
+
+
 def block_width(gram: str, columns: int) -> int:
     """Return how wide the blocks of a Gram matrix are; 0 for none."""
     if gram == "full":
@@ -115,6 +121,8 @@ class Watch:
     unfed    path of a stack -> its experts that are still short of tokens, and are now fed with
              every one; None while tokens go where the router sends them
     is_looking  False where the model only runs, and nothing is kept of what it is given
+    rounding    of inputs, keys and values, which are computed with as they come out of it
+    rounded     paths of linear layers whose input was
     _members    (path of a stack, is it its first matrix, expert) -> modules of the checkpoint
     _paths      id of a module of the model -> its path
     _given      tensors of this sample that were seen, by address: who holds their statistics
@@ -130,6 +138,8 @@ class Watch:
     sample: int = 0
     unfed: dict[str, list[int]] | None = None
     is_looking: bool = True
+    rounding: Rounding = field(default_factory=Rounding)
+    rounded: set[str] = field(default_factory=set)
     _members: dict[tuple[str, bool, int], list[str]] = field(default_factory=dict)
     _paths: dict[int, str] = field(default_factory=dict)
     _given: dict[tuple[int, ...], tuple[str, torch.Tensor]] = field(default_factory=dict)
@@ -154,11 +164,24 @@ class Watch:
             if not isinstance(owner, torch.nn.Embedding):
                 hook = self._make_hook(names)
                 handles.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
+        for path, make in self.rounding.linears.items():
+            rounding = partial(self._round_input, path, make)
+            owner = self.skeleton.module(path)
+            handles.append(owner.register_forward_pre_hook(rounding, with_kwargs=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _round_input(
+        self, path: str, make: Round, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Round the one tensor that a linear layer is given."""
+        self.rounded.add(path)
+        if args:
+            return (make(args[0]), *args[1:]), kwargs
+        return args, {name: make(given) for name, given in kwargs.items()}
 
     def begin(self, sample: int) -> None:
         """Forget the tensors of the last sample; the next one comes."""
@@ -264,10 +287,10 @@ class Watch:
 
         share  of the router, for each token
         """
-        inner = between(module, expert, given)
-        made = output(module, expert, inner)
+        path, count = self._paths[id(owner_of(module))], count_of(module)
+        inner = between(module, expert, self.rounding.expert(path, True, expert, given))
+        made = output(module, expert, self.rounding.expert(path, False, expert, inner))
         if self._follows_router:
-            path, count = self._paths[id(owner_of(module))], count_of(module)
             none = np.zeros(count, np.int64), np.zeros(count, np.float64)
             tokens, norms = self.routed.setdefault(path, none)
             self._add_expert(module, expert, given, inner)
@@ -310,11 +333,14 @@ class Watch:
         **options: Any,
     ) -> Any:
         """Compute attention by the model's own function; look at keys, values."""
-        # Latent attention has no cache of keys and values.
-        if self._follows_router and not hasattr(module, "kv_lora_rank"):
+        if self._follows_router and is_cached(module):
             largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
             largest[0] = max(largest[0], float(key.abs().max()))
             largest[1] = max(largest[1], float(value.abs().max()))
+        if self.rounding.cache is not None and is_cached(module):
+            path = self._paths.get(id(module))
+            if path is not None:
+                key, value = self.rounding.keys_and_values(path, key, value)
         return compute(module, query, key, value, *rest, **options)
 
     def take(self, layer: str | None) -> tuple[dict[str, str], Arrays]:
@@ -385,11 +411,12 @@ def watching(watch: Watch) -> Iterator[None]:
     """Run attention and experts of the model by a watch, for a while."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    implementation = f"{IMPLEMENTATION}-{id(watch):x}"  # two models may run side by side
     modules = list(watch.skeleton.model.modules())
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, watch.experts)
+    ALL_EXPERTS_FUNCTIONS.register(implementation, watch.experts)
     for module in modules:  # each may have a config of its own
         if (config := getattr(module, "config", None)) is not None:
-            config._experts_implementation = IMPLEMENTATION
+            config._experts_implementation = implementation
     taken: dict[Any, Callable[..., Any]] = {
         module: watch.experts_of_all_tokens if is_llama4(module) else watch.experts
         for module in modules

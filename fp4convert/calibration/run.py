@@ -129,9 +129,9 @@ def calibrate(run: Run) -> Calibrated:
     purpose = json.dumps([notes, run.gram, str(device), feed, libraries])
     with kept_state(run.output, purpose, run.tell) as state, stopping(run.source):
         run.phases.begin("model")
-        _copy_texts(run.source, state / "model")
+        copy_texts(run.source, state / "model")
         skeleton = open_skeleton(run.source, state / "model", device)
-        _check_reads_text(skeleton)
+        check_reads_text(skeleton)
         samples = _find_samples(run, skeleton, state)
         needs = needs_of(skeleton, run.gram, sum(map(len, samples)), run.source.checkpoint.config)
         needs.check(run.output, state, device)
@@ -162,7 +162,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _copy_texts(source: Source, folder: Path) -> None:
+def copy_texts(source: Source, folder: Path) -> None:
     """Copy config.json and the tokenizer's files; no code is among them."""
     if not source.checkpoint.config:
         detail = f"{source.name} has no config.json"
@@ -178,7 +178,7 @@ def _copy_texts(source: Source, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(unquantized(source.checkpoint.config)))
 
 
-def _check_reads_text(skeleton: Skeleton) -> None:
+def check_reads_text(skeleton: Skeleton) -> None:
     """Raise InputError for a model of images or of sound alone."""
     name = getattr(skeleton.model, "main_input_name", "input_ids")
     if name != "input_ids":

@@ -37,7 +37,7 @@ class Feed:
 
     self_generate    how many sequences the model is to write
     samples          at most so many
-    sequence_length  tokens of each; None for as many as the model takes, up to SEQUENCE_LENGTH, or
+    sequence_length  tokens of each; None for as many as the model takes, up to `usual`, or
                      OWN_LENGTH of its own
     """
 
@@ -46,12 +46,13 @@ class Feed:
     self_generate: int | None = None
     samples: int = 128
     sequence_length: int | None = None
+    usual: int = SEQUENCE_LENGTH
 
     def check(self) -> None:
         """Raise InputError unless one of them is given, and can be."""
         given = (bool(self.text), self.dataset is not None, self.self_generate is not None)
         if given.count(True) != 1:
-            detail = "calibrate takes text from --text FILE, --dataset FILE or --self-generate N"
+            detail = "text comes from --text FILE, --dataset FILE or --self-generate N"
             next_step = "With no data at hand: --self-generate 32."
             raise InputError("no-text", f"{detail}; expected one of them", next_step)
         for option, value, least in (
@@ -65,7 +66,7 @@ class Feed:
         for path in (*self.text, *([self.dataset] if self.dataset else [])):
             if not path.is_file():
                 found = "is not a file" if path.exists() else "no such file"
-                detail = f"{path}: {found}; expected calibration text"
+                detail = f"{path}: {found}; expected text"
                 raise InputError("no-text", detail, "Look for a typing error.")
 
     def words(self) -> str:
@@ -149,7 +150,7 @@ def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
     Raises  InputError where there is no tokenizer, no text, or a file that is not what it should be
     """
     tokenizer = _open_tokenizer(folder)
-    length = sequence_length(skeleton, feed.sequence_length, SEQUENCE_LENGTH, tokenizer)
+    length = sequence_length(skeleton, feed.sequence_length, feed.usual, tokenizer)
     is_packed = skeleton.model.can_generate()
     tokens = []
     for text, options in _read_texts(feed, tokenizer, is_by_line=not is_packed):
@@ -162,7 +163,7 @@ def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
         tokens = [whole[number * length : (number + 1) * length] for number in range(count)]
     tokens = [ids[:length] for ids in tokens if len(ids) >= SHORTEST]
     if not tokens:
-        detail = "the calibration text has no sample of two tokens; expected prose or code"
+        detail = "the text has no sample of two tokens; expected prose or code"
         raise InputError("no-text", detail, "Add more.")
     if len(tokens) > feed.samples:  # evenly over all of them
         tokens = [tokens[number * len(tokens) // feed.samples] for number in range(feed.samples)]

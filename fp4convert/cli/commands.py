@@ -12,6 +12,7 @@ from fp4convert.commands.options import (
     AnalyzeOptions,
     CalibrateOptions,
     CompareOptions,
+    EvaluateOptions,
     InspectOptions,
     MergeOptions,
     VerifyOptions,
@@ -147,6 +148,14 @@ def _compare(options: CompareOptions) -> Shown:
     return Shown(document, draw_quality.draw_comparison, document["passed"])
 
 
+def _evaluate(options: EvaluateOptions) -> Shown:
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import evaluation
+
+    document = evaluation.evaluate.run(options).as_json()
+    return Shown(document, draw_quality.draw_evaluation, document["passed"])
+
+
 def _analyze(options: AnalyzeOptions) -> Shown:
     from fp4convert.cli import draw_quality
     from fp4convert.commands import analysis
@@ -198,6 +207,7 @@ COMMANDS: dict[str, Command[Any]] = {  # in the order and under the headings of 
     "inspect": Command(InspectOptions, _inspect, CHECK, hidden=LOOKING),
     "verify": Command(VerifyOptions, _verify, CHECK, hidden=LOOKING),
     "compare": Command(CompareOptions, _compare, CHECK, hidden=LOOKING),
+    "evaluate": Command(EvaluateOptions, _evaluate, CHECK),
     "analyze": Command(AnalyzeOptions, _analyze, PREPARE),
     "calibrate": Command(CalibrateOptions, _calibrate, PREPARE),
     "prune": Command(PruneOptions, _prune, PREPARE, _preview_prune),

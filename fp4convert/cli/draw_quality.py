@@ -322,6 +322,30 @@ def _kind_row(kind: dict[str, Any], used: list[dict[str, Any]], weights: int) ->
     return kind["kind"], str(kind["matrices"]), f"{100 * kind['weights'] / weights:.3g} %", *cells
 
 
+def draw_evaluation(screen: Screen, found: Document) -> None:
+    """Draw the figures of `evaluate`, and the layers that cost most."""
+    kl, ppl = found["kl"], found["ppl"]
+    rows = {
+        "KL divergence": f"{kl['mean']:.5g} nats a token; 99.9 % are below {kl['p999']:.4g}"
+        f", the largest is {kl['max']:.4g}",
+        "same top token": f"{100 * found['top1']:.2f} %",
+        "perplexity": f"{ppl['source']:.5g} -> {ppl['artifact']:.5g}"
+        f" ({100 * (ppl['artifact'] / ppl['source'] - 1):+.2f} %)",
+        "text": f"{found['tokens']:,} tokens in {found['windows']} windows",
+        "activations": f"{found['activations']}-bit",
+    }
+    if found["kv_cache"]:
+        rows["KV cache"] = found["kv_cache"]
+    for key, value in rows.items():
+        screen.line(f"{key:<16}{value}", hang=16)
+    if layers := found["by_layer"]:
+        headings = ["layer", "KL alone", "KL with all before it"]
+        cells = [(each["layer"], each["alone"], each["cumulated"]) for each in layers]
+        screen.table(headings, [[a, f"{b:.4g}", f"{c:.4g}"] for a, b, c in cells])
+    draw_findings(screen, found["findings"])
+    draw_verdict(screen, found["passed"], "passed", "failed")
+
+
 def draw_calibrated(screen: Screen, found: Document) -> None:
     """Draw what `calibrate` wrote."""
     screen.unwrapped(found["output"], "bold")

@@ -1,17 +1,24 @@
-"""calibrate(): run text through a model; needs torch and transformers."""
+"""calibrate(): run text through a model; needs torch and transformers.
+
+And what text a person gives, for evaluate(), too.
+"""
 
 from __future__ import annotations
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fp4convert.calibration.result import Calibrated
 from fp4convert.checkpoint.whole_model import open_model
-from fp4convert.commands.options import CalibrateOptions, as_path, public
+from fp4convert.commands.options import CalibrateOptions, TextOptions, as_path, public
 from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.progress import Phases
+
+if TYPE_CHECKING:
+    from fp4convert.calibration.samples import Feed
 
 
 @public(CalibrateOptions)
@@ -24,25 +31,11 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
     Raises   Fp4Error: InputError for text or a model that cannot be used, or without the packages
              that run it, OutputError for a file that cannot be written
     """
-    if find_spec("torch") is None:
-        raise InputError(
-            "no-torch", *describe_missing("calibrate needs the package torch", "calibrate")
-        )
+    feed = feed_of(options, "calibrate")
     from fp4convert.calibration import run
-    from fp4convert.calibration.samples import Feed
     from fp4convert.calibration.workdir import interruptible
 
-    output, phases, text = Path(options.output), options.phases or Phases(), options.text
-    files = (text,) if isinstance(text, str | os.PathLike) else text or ()
-    feed = Feed(
-        text=tuple(map(Path, files)),
-        dataset=as_path(options.dataset),
-        self_generate=options.self_generate,
-        samples=options.samples,
-        sequence_length=options.sequence_length,
-    )
-    feed.check()
-    _refuse_idle(options)
+    output, phases = Path(options.output), options.phases or Phases()
     with interruptible(output):
         phases.begin("plan")
         return run.calibrate(
@@ -60,11 +53,37 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
         )
 
 
-def _refuse_idle(options: CalibrateOptions) -> None:
+def feed_of(options: TextOptions, command: str) -> Feed:
+    """Return the text that a person gives a command.
+
+    Raises  InputError for text that cannot be, an option of the other way to get it, or without
+            the package that reads it
+    """
+    if find_spec("torch") is None:
+        needing = f"{command} needs the package torch"
+        raise InputError("no-torch", *describe_missing(needing, "calibrate"))
+    from fp4convert.calibration.samples import Feed
+
+    text = options.text
+    files = (text,) if isinstance(text, str | os.PathLike) else text or ()
+    feed = Feed(
+        text=tuple(map(Path, files)),
+        dataset=as_path(options.dataset),
+        self_generate=options.self_generate,
+        samples=options.samples,
+        sequence_length=options.sequence_length,
+        usual=options.USUAL_LENGTH,
+    )
+    feed.check()
+    _refuse_idle(options)
+    return feed
+
+
+def _refuse_idle(options: TextOptions) -> None:
     """Raise InputError for an option of the other way to get text."""
     is_own = options.self_generate is not None
     name, given = ("samples", options.samples) if is_own else ("hold", options.hold)
-    if given == getattr(CalibrateOptions, name):
+    if given == getattr(TextOptions, name):
         return
     if is_own:
         detail = f"--samples {given} is for --text and --dataset, and --self-generate is given"

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from inspect import Signature, cleandoc, signature
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, ParamSpec, Protocol, TypeVar, cast, get_args
 
 from fp4convert.commands.idle_options import refuse_idle_options
 from fp4convert.conversion.options import (
@@ -235,23 +235,14 @@ class AnalyzeOptions(RecipeOptions, AccessOptions):
     phases: Phases | None = None
 
 
-@dataclass(eq=False, repr=False)
-class CalibrateOptions(AccessOptions):
-    """Record the inputs of linear layers, for better rounding.
+@dataclass(kw_only=True, eq=False, repr=False)
+class TextOptions(AccessOptions):
+    """Which text a model is given, and where it runs.
 
-    Text runs through the model, a layer at a time; statistics of what every linear layer is given
-    are kept.
-
-    Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram
-    block:128
+    USUAL_LENGTH  most tokens of a sample where a person does not say
     """
 
-    source: SourceArgument
-    output: Annotated[
-        Reference,
-        Option("New safetensors file.", parse=Path, flags=("--output", "-o"), panel=TARGET),
-    ]
-    _: KW_ONLY
+    USUAL_LENGTH: ClassVar[int] = 2048
     text: Annotated[
         Reference | Iterable[Reference] | None,
         Option(
@@ -281,14 +272,6 @@ class CalibrateOptions(AccessOptions):
             panel=QUALITY,
         ),
     ] = None
-    gram: Annotated[
-        str,
-        Option(
-            "Input statistics: diag for importance and awq, block:N or full for gptq.",
-            panel=QUALITY,
-            value=f"[{'|'.join(GRAMS)}]",
-        ),
-    ] = "diag"
     device: Annotated[
         str, Option("auto takes a GPU, else the CPU.", panel=DEVICE, value=DEVICES)
     ] = DeviceOptions.device
@@ -301,7 +284,82 @@ class CalibrateOptions(AccessOptions):
             value="<gb>",
         ),
     ] = 8.0
+
+
+@dataclass(eq=False, repr=False)
+class CalibrateOptions(TextOptions):
+    """Record the inputs of linear layers, for better rounding.
+
+    Text runs through the model, a layer at a time; statistics of what every linear layer is given
+    are kept.
+
+    Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram
+    block:128
+    """
+
+    source: SourceArgument
+    output: Annotated[
+        Reference,
+        Option("New safetensors file.", parse=Path, flags=("--output", "-o"), panel=TARGET),
+    ]
+    _: KW_ONLY
+    gram: Annotated[
+        str,
+        Option(
+            "Input statistics: diag for importance and awq, block:N or full for gptq.",
+            panel=QUALITY,
+            value=f"[{'|'.join(GRAMS)}]",
+        ),
+    ] = "diag"
     force: Force = False
+    phases: Phases | None = None
+
+
+@dataclass(eq=False, repr=False)
+class EvaluateOptions(TextOptions):
+    """Compare an artifact's predictions with its source's.
+
+    Both read the same text, a layer at a time: KL divergence, how often the likeliest token is the
+    same, perplexity of both. Exit code 6 when a limit is missed.
+
+    Example: fp4convert evaluate ./Llama-3.1-8B-NVFP4 --source ./Llama-3.1-8B --text book.txt
+    """
+
+    USUAL_LENGTH: ClassVar[int] = 512
+    artifact: ArtifactArgument
+    _: KW_ONLY
+    source: Annotated[
+        Reference,
+        Option("The original checkpoint, to compare with.", parse=str, panel=TARGET),
+    ]
+    sequence_length: Annotated[
+        int | None,
+        Option(
+            "Tokens of a window; each is read by itself. Default: up to 512.",
+            panel=QUALITY,
+        ),
+    ] = None
+    by_layer: Annotated[
+        bool,
+        Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY),
+    ] = False
+    max_kl: Annotated[
+        float | None,
+        Option("Fail when the mean KL divergence is above this many nats.", panel=QUALITY),
+    ] = None
+    min_top1: Annotated[
+        float | None,
+        Option(
+            "Fail when the likeliest token is the same less often; 0.95 is 95 %.", panel=QUALITY
+        ),
+    ] = None
+    max_ppl_ratio: Annotated[
+        float | None,
+        Option(
+            "Fail when perplexity over the source's is above this; 1.02 is 2 % more.",
+            panel=QUALITY,
+        ),
+    ] = None
     phases: Phases | None = None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
+from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.conversion.artifact_job import (
@@ -27,7 +28,6 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named, format_named
 from fp4convert.numerics.matrices import row_panels
-from fp4convert.planning.expert_stacks import find_stacks, rules_of
 from fp4convert.planning.gguf_template import Framed, place_modules
 from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
 from fp4convert.planning.steps import Plan

@@ -16,6 +16,7 @@ from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
+from fp4convert.checkpoint.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
@@ -27,7 +28,6 @@ from fp4convert.planning.activation_scales import (
     scales_of,
 )
 from fp4convert.planning.decisions import Verdict, decide, uneven_groups, warnings_on_four_bits
-from fp4convert.planning.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kv_cache_scales import Cache
 from fp4convert.planning.no_effect import find_idle

@@ -11,10 +11,10 @@ from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.expert_stacks import Stacked
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import dtype_named
-from fp4convert.planning.expert_stacks import Stacked
 from fp4convert.planning.quantize_plan import kept_modules, notes_on, refuse_other_container
 from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups

@@ -64,15 +64,19 @@ class Declared(NamedTuple):
 
 
 def declared_in(kind: type) -> list[Declared]:
-    """Return the options of a class: its own first, then those it shares."""
+    """Return the options of a class: its own first, then those it shares.
+
+    Of one that it declares again, its own words count.
+    """
     defaults = {field.name: field.default for field in fields(kind)}
-    found = []
+    found: dict[str, Declared] = {}
     for base in kind.__mro__:
         for name, hint in get_annotations(base).items():
             for extra in getattr(hint, "__metadata__", ()):
                 if isinstance(extra, Option):
-                    found.append(Declared(name, hint.__origin__, defaults[name], extra))
-    return sorted(found, key=lambda each: not each.option.is_argument)
+                    declared = Declared(name, hint.__origin__, defaults[name], extra)
+                    found.setdefault(name, declared)
+    return sorted(found.values(), key=lambda each: not each.option.is_argument)
 
 
 def is_required(declared: Declared) -> bool:

@@ -44,6 +44,7 @@ COMMANDS = (
     "recipes",
     "analyze",
     "calibrate",
+    "evaluate",
 )
 HEAVY = (
     "torch",

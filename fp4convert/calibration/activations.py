@@ -1,0 +1,147 @@
+"""Round what linear layers and the KV cache are given, as engines do.
+
+Where an artifact asks for four-bit activations, engines quantize the input of each of its linear
+layers and multiply four bits with four; the values that these stand for go on as floats here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from fp4convert.calibration.experts import FIRST_PARAMETERS
+from fp4convert.calibration.model import Seat, Skeleton, read_tensor
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
+from fp4convert.numerics.formats import E2M1_MAX, E4M3_MAX, MXFP4, NVFP4
+
+EVEN = 0x200000  # added to the bits of a float32: from a mantissa of 1.75 on it is the next power
+E8M0_BIAS, E8M0_MAX = 127, 254
+CACHE_SCALE = 1.0  # of keys and values where none is stored
+
+Round = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What is rounded in a model.
+
+    linears  path of a linear layer -> how its input is
+    experts  (path of a stack, is it its first matrix, expert) -> how that input is
+    cache    path of an attention -> scales of its keys and values, in FP8; None: they are not
+    """
+
+    linears: Mapping[str, Round] = field(default_factory=dict)
+    experts: Mapping[tuple[str, bool, int], Round] = field(default_factory=dict)
+    cache: Mapping[str, tuple[float, float]] | None = None
+
+    def expert(self, path: str, is_first: bool, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Round what a matrix of an expert is given."""
+        made = self.experts.get((path, is_first, expert))
+        return x if made is None else made(x)
+
+    def keys_and_values(
+        self, path: str, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Round what an attention would keep."""
+        if self.cache is None:
+            return key, value
+        scales = self.cache.get(path, (CACHE_SCALE, CACHE_SCALE))
+        return round_fp8(key, scales[0]), round_fp8(value, scales[1])
+
+
+def rounding_of(skeleton: Skeleton, artifact: Artifact | None) -> Rounding:
+    """Find what engines round by the records of an artifact.
+
+    Matrices that the model multiplies as one, and the first ones of an expert, are given one input:
+    of their input scales the largest counts, as in engines.
+    """
+    if artifact is None:
+        return Rounding()
+    scales: dict[tuple[str, bool, int | None], float] = defaultdict(float)
+    formats = {}
+    for module, packed in artifact.modules.items():
+        seat = skeleton.seats.get(module)
+        if seat is None or packed.form.activations != ACTIVATIONS_FP4:
+            continue
+        key = (seat.path, seat.parameter in FIRST_PARAMETERS, seat.expert)
+        formats[key] = packed.form.format
+        scales[key] = max(scales[key], artifact.input_scale(module) or 0.0)
+    made: dict[tuple[str, bool, int | None], Round] = {
+        key: partial(round_nvfp4, input_scale=scales[key] or 1.0) if fmt is NVFP4 else round_mxfp4
+        for key, fmt in formats.items()
+        if fmt in (NVFP4, MXFP4)
+    }
+    return Rounding(
+        {path: each for (path, _, expert), each in made.items() if expert is None},
+        {(path, one, n): each for (path, one, n), each in made.items() if n is not None},
+        _cache_scales(artifact, skeleton.seats),
+    )
+
+
+def _cache_scales(
+    artifact: Artifact, seats: Mapping[str, Seat]
+) -> dict[str, tuple[float, float]] | None:
+    """Read the scales of a cache in FP8, by the path of the attention."""
+    if not any(form.kv_cache for form in artifact.forms):
+        return None
+    homes = {  # what the checkpoint calls an attention -> what the model does
+        module.rpartition(".")[0]: seat.path.rpartition(".")[0]
+        for module, seat in seats.items()
+        if seat.expert is None
+    }
+    found: dict[str, tuple[float, float]] = {}
+    for place, ending in enumerate(artifact.spelling.TRAITS.cache_scales):
+        for name, ref in artifact.tensors.items():
+            home = homes.get(name.removesuffix(f".{ending}"))
+            if name.endswith(f".{ending}") and home is not None:
+                stored = float(read_tensor(ref, artifact.source).float().max())
+                both = list(found.get(home, (CACHE_SCALE, CACHE_SCALE)))
+                both[place] = stored
+                found[home] = (both[0], both[1])
+    return found
+
+
+def round_e2m1(q: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest E2M1 value, ties to the even code, saturating."""
+    magnitude = q.abs().clamp(max=E2M1_MAX)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return torch.copysign(torch.round(magnitude / step) * step, q)
+
+
+def round_nvfp4(x: torch.Tensor, input_scale: float) -> torch.Tensor:
+    """Quantize and dequantize with a static global scale.
+
+    input_scale  a multiplier: amax / 2688
+    Formula      vLLM's emulation: block_scale = e4m3(amax of 16 / 6 / input_scale); a block whose
+                 scale is below E4M3's least value is zero
+    """
+    blocks = x.float().reshape(*x.shape[:-1], -1, NVFP4.block_size)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    wanted = (amax / E2M1_MAX / input_scale).clamp(max=E4M3_MAX)
+    steps = wanted.to(torch.float8_e4m3fn).float() * input_scale
+    made = torch.where(steps == 0, 0.0, round_e2m1(blocks / steps) * steps)
+    return made.reshape(x.shape).to(x.dtype)
+
+
+def round_mxfp4(x: torch.Tensor) -> torch.Tensor:
+    """Quantize and dequantize with a power of two for each block of 32.
+
+    Formula  OCP MX, with the amax rounded to a power of two first, as compressed-tensors and quark
+             have it: 2^(floor(log2(amax')) - 2)
+    """
+    blocks = x.float().reshape(*x.shape[:-1], -1, MXFP4.block_size)
+    bits = blocks.abs().amax(-1, keepdim=True).contiguous().view(torch.int32)
+    exponents = (((bits + EVEN) >> 23) - 2).clamp(0, E8M0_MAX)
+    steps = torch.ldexp(torch.ones_like(blocks[..., :1]), exponents - E8M0_BIAS)
+    return (round_e2m1(blocks / steps) * steps).reshape(x.shape).to(x.dtype)
+
+
+def round_fp8(x: torch.Tensor, multiplier: float) -> torch.Tensor:
+    """Quantize and dequantize with one scale, saturating."""
+    codes = (x.float() / multiplier).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * multiplier).to(x.dtype)

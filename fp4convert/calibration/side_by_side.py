@@ -1,0 +1,367 @@
+"""Run a source and an artifact side by side, and compare their logits.
+
+Both are given the same text.  Of each, one layer's weights are in memory at a time; logits are
+compared batch by batch, and kept by nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fp4convert.calibration.activations import Rounding, rounding_of
+from fp4convert.calibration.layers import Chain, stops_of
+from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
+from fp4convert.calibration.observers import Watch, watching
+from fp4convert.calibration.run import check_reads_text, copy_texts, find_device
+from fp4convert.calibration.samples import (
+    Batch,
+    Feed,
+    Samples,
+    batches_of,
+    inputs_of,
+    own_shape,
+    read_samples,
+    write_samples,
+)
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8
+from fp4convert.errors import InputError
+from fp4convert.progress import Phases, tokens_text
+from fp4convert.storage.source import Source, stopping
+
+SOURCE, ARTIFACT = 0, 1
+CHUNK_NBYTES = 1 << 25  # of log-probabilities in float64, each of two
+AROUND = "outside the layers"  # what a row of by_layer calls embeddings, the last norm, the head
+# Of config.json: what says nothing of how the model computes.
+SILENT = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+SILENT_ENDINGS = ("_token_id", "_name_or_path")
+SAME_MODEL = "Give the weights that it was made from: --source SOURCE."
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be compared, on which text, and how.
+
+    is_by_layer  each layer of the artifact alone and cumulated, too
+    held_nbytes  of weights that may be in memory at once, where the source writes its own text
+    tell         gets lines for people
+    """
+
+    source: Source
+    artifact: Source
+    feed: Feed
+    device: str = "auto"
+    is_by_layer: bool = False
+    held_nbytes: int = 8 * 10**9
+    phases: Phases = field(default_factory=Phases)
+    tell: Callable[[str], None] = lambda line: None
+
+
+class LayerLoss(NamedTuple):
+    """The mean KL that one layer of the artifact brings.
+
+    alone      in the source, where every other layer stays
+    cumulated  with all layers before it
+    """
+
+    layer: str
+    alone: float
+    cumulated: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What both say of every token that has text before it in its window.
+
+    windows  how many there are
+    kl       KL(source || artifact) of the distributions of the token, in nats
+    agrees   whether the likeliest token is the same
+    losses   -ln of the probability of the token, by the source and by the artifact
+    activations, kv_cache  of the artifact, as they were computed with: 4, "fp8"
+    """
+
+    windows: int
+    kl: NDArray[np.float64]
+    agrees: NDArray[np.bool_]
+    losses: tuple[NDArray[np.float64], NDArray[np.float64]]
+    by_layer: tuple[LayerLoss, ...] = ()
+    activations: int = 16
+    kv_cache: str | None = None
+
+
+def compare_models(task: Task) -> Measured:
+    """Run both models on the same text.
+
+    Raises InputError for models that are not the same, that cannot be run a layer at a time or
+    give no probabilities of a next token, and for text that is none
+    """
+    task.feed.check()
+    import_transformers()
+    device = find_device(task.device)
+    with (
+        stopping(task.source),
+        stopping(task.artifact),
+        TemporaryDirectory(prefix="fp4convert-") as name,
+    ):
+        folder = Path(name)
+        task.phases.begin("model")
+        models = _open_both(task, folder, device)
+        samples = _find_samples(task, models[SOURCE], folder / "source")
+        return _Run(task, models, batches_of(samples), folder).measure(len(samples))
+
+
+def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton, Skeleton]:
+    """Build both models; InputError unless they are the same."""
+    copy_texts(task.source, folder / "source")
+    theirs = folder / "artifact"
+    if task.artifact.checkpoint.config:
+        copy_texts(task.artifact, theirs)
+    else:  # a file of weights alone
+        theirs = folder / "source"
+    source = open_skeleton(task.source, folder / "source", device)
+    check_reads_text(source)
+    if not source.model.can_generate():
+        detail = f"{type(source.model).__name__} gives no probabilities of a next token"
+        raise InputError("evaluate-model", f"{detail}; expected a model that writes text")
+    artifact = open_skeleton(task.artifact, theirs, device, is_exact=True)
+    if not artifact.stored:
+        kind = type(source.model).__name__
+        detail = f"no tensor of {task.artifact.name} has a name of {kind}; expected its weights"
+        next_step = "GGUF has names of its own: give the safetensors that it was made from."
+        raise InputError("evaluate-model", detail, next_step)
+    _check_same(source.model, artifact.model)
+    return source, artifact
+
+
+def _check_same(source: Any, artifact: Any) -> None:
+    """Raise InputError unless both compute the same, but for weights."""
+    kinds = [type(model).__name__ for model in (source, artifact)]
+    if kinds[SOURCE] != kinds[ARTIFACT]:
+        detail = f"the artifact is a {kinds[ARTIFACT]}, and the source a {kinds[SOURCE]}"
+        raise InputError("evaluate-model", f"{detail}; expected one model", SAME_MODEL)
+    settings = [dict(_settings(model.config.to_dict())) for model in (source, artifact)]
+    for name in sorted(settings[SOURCE].keys() | settings[ARTIFACT].keys()):
+        own, other = (side.get(name) for side in settings)
+        if own != other:
+            detail = f"config.json: {name} is {other!r} in the artifact, and {own!r} in the source"
+            raise InputError("evaluate-model", f"{detail}; expected one model", SAME_MODEL)
+
+
+def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what a config says of how its model computes, by name."""
+    for key, value in config.items():
+        name = str(key)
+        if name in SILENT or name.endswith(SILENT_ENDINGS) or name.startswith("_"):
+            continue
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{name}.")
+        elif name != "quantization_config":
+            yield f"{prefix}{name}", value
+
+
+def _find_samples(task: Task, skeleton: Skeleton, folder: Path) -> Samples:
+    """Read the text, or let the source write it."""
+    if task.feed.self_generate is None:
+        return read_samples(task.feed, skeleton, folder)
+    count, length = own_shape(task.feed, skeleton)
+    task.phases.begin("write", count * (length - 1), tokens_text)
+    return write_samples(task.feed, skeleton, task.held_nbytes, task.phases.report)
+
+
+class _Lane(NamedTuple):
+    """One forward of every batch.
+
+    model    whose parts outside of the layers it runs
+    place    among the lanes of that model
+    borrows  whether a layer of that path is run by the other model
+    """
+
+    model: int
+    place: int
+    borrows: Callable[[str], bool]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Two models on the same batches.
+
+    _kept     the source's logits of the batch that comes to its end
+    _visited  the layers that text came through
+    """
+
+    task: Task
+    models: tuple[Skeleton, Skeleton]
+    batches: list[Batch]
+    folder: Path
+    _lanes: list[_Lane] = field(default_factory=list)
+    _found: list[list[NDArray[np.float64]]] = field(default_factory=list)
+    _agrees: list[NDArray[np.bool_]] = field(default_factory=list)
+    _losses: list[NDArray[np.float64]] = field(default_factory=list)
+    _kept: Any = None
+    _rounding: Rounding = field(default_factory=Rounding)
+    _visited: list[str] = field(default_factory=list)
+
+    def measure(self, windows: int) -> Measured:
+        """Run everything, a layer of each model at a time."""
+        layers = self.models[SOURCE].layers if self.task.is_by_layer else ()
+        self._lanes = list(_lanes_of(layers))
+        self._found = [[] for _ in self._lanes]
+        artifact = _artifact_of(self.models[ARTIFACT])
+        self._rounding = rounding_of(self.models[ARTIFACT], artifact)
+        if eight_bit := _eight_bit_inputs(artifact):
+            words = f"{len(eight_bit)} linear layers have 8-bit activations in engines, and 16-bit"
+            self.task.tell(f"{words} ones here; the first is {eight_bit[0]}")
+        self._run_layers()
+        means = [float(np.concatenate(each).mean()) for each in self._found[1:]]
+        by_layer = [
+            LayerLoss(path, means[2 + 2 * number], means[3 + 2 * number])
+            for number, path in enumerate(layers)
+            if path in self._visited
+        ]
+        if layers:
+            by_layer.append(LayerLoss(AROUND, means[1], means[0]))
+        losses = np.concatenate(self._losses, 1)
+        kl, agrees = np.concatenate(self._found[ARTIFACT]), np.concatenate(self._agrees)
+        rounding = self._rounding
+        return Measured(
+            windows,
+            kl,
+            agrees,
+            (losses[0], losses[1]),
+            tuple(by_layer),
+            ACTIVATIONS_FP4 if rounding.linears or rounding.experts else 16,
+            None if rounding.cache is None else "fp8",
+        )
+
+    def _run_layers(self) -> None:
+        """Run all layers."""
+        phases, sides = self.task.phases, (SOURCE, ARTIFACT)
+        inputs = [inputs_of(self.models[SOURCE], batch) for batch in self.batches]
+        widths = [sum(lane.model == side for lane in self._lanes) for side in sides]
+        with ExitStack() as stack:
+            chains = [
+                stack.enter_context(self._chain(side, [each for each in inputs for _ in range(n)]))
+                for side, n in enumerate(widths)
+            ]
+            standing = [
+                (chain, stack.enter_context(chain.standing(is_headless=False))) for chain in chains
+            ]
+            forwards = [
+                [
+                    (chains[lane.model], batch * widths[lane.model] + lane.place)
+                    for lane in self._lanes
+                ]
+                for batch in range(len(inputs))
+            ]
+            nbytes = {path: self.models[SOURCE].nbytes(path) for path in self.models[SOURCE].layers}
+            phases.begin("evaluate", 2 * sum(nbytes.values()))
+            for path in stops_of(standing, forwards, self._end):
+                for side in sides:
+                    self._run_layer(path, side, forwards)
+                    phases.report(path, 0 if path in self._visited else nbytes[path])
+                self._visited.append(path)
+
+    @contextmanager
+    def _chain(self, side: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[Chain]:
+        """Make the forwards of one model, whose experts run one by one."""
+        folder = self.folder / f"hidden-{side}"
+        folder.mkdir()
+        skeleton = self.models[side]
+        rounding = self._rounding if side == ARTIFACT else Rounding()
+        watch = Watch(skeleton, "none", {}, is_looking=False, rounding=rounding)
+        with watching(watch):
+            yield Chain(skeleton, inputs, folder)
+        missed = [path for path in rounding.linears if path not in watch.rounded]
+        if missed := [path for path in missed if skeleton.layer_above(path) in self._visited]:
+            words = f"{len(missed)} linear layers got 16-bit inputs, for the model multiplies with"
+            self.task.tell(f"{words} them in a way of its own; the first is {missed[0]}")
+
+    def _run_layer(
+        self, path: str, side: int, forwards: Sequence[Sequence[tuple[Chain, int]]]
+    ) -> None:
+        """Run one layer of one model, for every lane that it is to run for."""
+        skeleton = self.models[side]
+        skeleton.fill(path)
+        for batch in forwards:
+            for lane, (chain, number) in zip(self._lanes, batch, strict=True):
+                if (lane.model != side) == lane.borrows(path):
+                    chain.hand_on(number, chain.run(number, skeleton))
+        skeleton.empty(path)
+
+    def _end(self, batch: int, place: int, made: Any) -> None:
+        """Compare what a forward made in the end with the source's."""
+        logits, ids = made.logits, torch.from_numpy(self.batches[batch].ids)
+        if not self.models[SOURCE].model.config.is_encoder_decoder:
+            logits, ids = logits[:, :-1], ids[:, 1:]  # each says what the next token is
+        if place == SOURCE:
+            self._kept = logits
+            return
+        rows: list[list[torch.Tensor]] = [[], [], [], []]
+        step = max(1, CHUNK_NBYTES // (8 * logits.shape[-1]))
+        for ours, theirs, tokens in zip(self._kept, logits, ids, strict=True):
+            for first in range(0, len(tokens), step):
+                part = slice(first, first + step)
+                made_of = _compare(ours[part], theirs[part], tokens[part].to(ours.device))
+                for row, values in zip(rows, made_of, strict=True):
+                    row.append(values.cpu())
+        kl, agrees, *losses = (torch.cat(row).numpy() for row in rows)
+        for name, loss in zip(("source", "artifact"), losses, strict=True):
+            if not np.isfinite(loss).all():
+                detail = f"the {name} computes NaN or Inf for this text; expected finite logits"
+                raise InputError("evaluate-nan", detail)
+        self._found[place].append(np.maximum(kl, 0.0))  # rounding makes it -1e-17
+        if place == ARTIFACT:
+            self._agrees.append(agrees)
+            self._losses.append(np.stack(losses))
+
+
+def _artifact_of(skeleton: Skeleton) -> Artifact | None:
+    """Return the artifact that four-bit linear layers are of."""
+    found = (linear.coding.artifact for linear in skeleton.linears.values())
+    return next((each for each in found if each is not None), None)
+
+
+def _eight_bit_inputs(artifact: Artifact | None) -> list[str]:
+    """List the modules whose inputs engines quantize to eight bits."""
+    packed = artifact.packed if artifact else {}
+    return [name for name, each in packed.items() if each.form.activations == ACTIVATIONS_FP8]
+
+
+def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:
+    """Yield the lanes: the source, the artifact, and those of single layers.
+
+    Of each layer alone and cumulated, in turn; before them what is outside of all layers.
+    """
+    yield _Lane(SOURCE, 0, lambda path: False)
+    yield _Lane(ARTIFACT, 0, lambda path: False)
+    if layers:
+        yield _Lane(ARTIFACT, 1, lambda path: True)
+    for number, layer in enumerate(layers):
+        before = frozenset(layers[: number + 1])
+        yield _Lane(SOURCE, 1 + 2 * number, layer.__eq__)
+        yield _Lane(SOURCE, 2 + 2 * number, before.__contains__)
+
+
+def _compare(
+    ours: torch.Tensor, theirs: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return KL, agreement and both losses of some tokens, in float64.
+
+    ours, theirs  (tokens, vocabulary) logits
+    """
+    p, q = (torch.log_softmax(logits.double(), -1) for logits in (ours, theirs))
+    losses = [-each.gather(1, tokens[:, None])[:, 0] for each in (p, q)]
+    agrees = p.argmax(-1) == q.argmax(-1)
+    # A token that the model rules out (-inf) adds nothing.
+    kl = torch.where(p == -math.inf, 0.0, p.exp() * (p - q)).sum(-1)
+    return kl, agrees, losses[0], losses[1]

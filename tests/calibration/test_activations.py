@@ -1,0 +1,174 @@
+"""Inputs as engines round them: beside compressed-tensors, by itself and inside transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import run
+from tiny_chains import LENGTH, SAMPLES, TEXT, make_model, tokens_of
+from tiny_models import read_tensors
+
+pytestmark = pytest.mark.engine
+
+
+def scheme(fmt: str) -> Any:
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    name = {"nvfp4": "NVFP4", "mxfp4": "MXFP4"}[fmt]
+    return preset_name_to_scheme(name, ["Linear"]).input_activations
+
+
+def rounded_by_compressed_tensors(fmt: str, x: Any, multiplier: float) -> Any:
+    import torch
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    args = scheme(fmt)
+    divisor = torch.tensor([1 / multiplier]) if fmt == "nvfp4" else None
+    scales, zero = compute_dynamic_scales_and_zp(
+        value=x, args=args, module=torch.nn.Linear(x.shape[-1], 1), global_scale=divisor
+    )
+    return fake_quantize(x, scales, zero, args, global_scale=divisor)
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 2.0**-9, 2.0**-14])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_values_are_those_of_compressed_tensors(fmt: str, multiplier: float) -> None:
+    """Of a power of two as the scale, by which divisions are exact in any order."""
+    import torch
+
+    from fp4convert.calibration.activations import round_mxfp4, round_nvfp4
+
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn((64, 256), generator=random) * torch.logspace(-2, 2, 256)
+    x[0], x[1, :64] = 0, torch.arange(64) / 8
+    found = round_nvfp4(x, multiplier) if fmt == "nvfp4" else round_mxfp4(x)
+    judged = rounded_by_compressed_tensors(fmt, x, multiplier)
+    assert (found == judged).double().mean() > 0.9999  # a quotient that rounds to a tie
+    torch.testing.assert_close(found, judged, rtol=0.34, atol=0)
+
+
+def ids_of() -> Any:
+    import torch
+
+    return torch.tensor(tokens_of(TEXT)).reshape(SAMPLES, LENGTH)
+
+
+def mean_kl(source: Any, artifact: Any) -> float:
+    import torch
+    from torch.nn import functional
+
+    with torch.no_grad():
+        p, q = (
+            model(input_ids=ids_of()).logits[:, :-1].double().log_softmax(-1).flatten(0, 1)
+            for model in (source, artifact)
+        )
+    return float(functional.kl_div(q, p, log_target=True, reduction="batchmean"))
+
+
+def load(folder: Path) -> Any:
+    import transformers
+
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    kind = transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype="float32", **eager).eval()
+
+
+def evaluate(artifact: Path, source: Path) -> dict[str, Any]:
+    text = source.parent / "text.txt"
+    text.write_text(TEXT)
+    named = ("--source", source, "--text", text, "--sequence-length", LENGTH)
+    outcome = run("evaluate", artifact, *named, "--json")
+    assert outcome.code == 0, outcome.err
+    return outcome.json
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_four_bit_activations_are_those_of_compressed_tensors(fmt: str, tmp_path: Path) -> None:
+    """transformers' model, where compressed-tensors rounds the input of what is packed."""
+    source, artifact, plain = make_model(tmp_path / "m", "Llama"), tmp_path / "a", tmp_path / "w"
+    options = ("--input-scale", 2.0**-9) if fmt == "nvfp4" else ()
+    made = run("quantize", source, "--format", fmt, "-o", artifact, "--activations", 4, *options)
+    assert made.code == 0, made.err
+    assert run("quantize", source, "--format", fmt, "-o", plain).code == 0
+    found = evaluate(artifact, source)
+    assert found["activations"] == 4
+    restored = tmp_path / "r"
+    assert run("dequantize", artifact, "-o", restored, "--dtype", "fp32").code == 0
+    stored, theirs = read_tensors(artifact), load(restored)
+    packed = [name.removesuffix(".weight_packed") for name in stored if "_packed" in name]
+    assert len(packed) == 21
+    for path in packed:
+        divisor = stored.get(f"{path}.input_global_scale")
+        assert (divisor is not None) == (fmt == "nvfp4")
+        scale = 1.0 if divisor is None else 1 / float(divisor)
+        theirs.get_submodule(path).register_forward_pre_hook(
+            lambda module, args, scale=scale: rounded_by_compressed_tensors(fmt, args[0], scale)
+        )
+    judged = mean_kl(load(source), theirs)
+    assert found["kl"]["mean"] == pytest.approx(judged, rel=1e-3)
+    assert found["kl"]["mean"] > 1.2 * evaluate(plain, source)["kl"]["mean"]
+
+
+def test_experts_are_given_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own experts, whose inputs the test rounds."""
+    import torch
+
+    source = make_model(tmp_path / "m", "Qwen3Moe", moe_intermediate_size=96)
+    artifact = tmp_path / "a"
+    options = ("--activations", 4, "--exclude", "*self_attn*", "--exclude", "lm_head")
+    assert run("quantize", source, "--format", "mxfp4", "-o", artifact, *options).code == 0
+    restored = tmp_path / "r"
+    assert run("dequantize", artifact, "-o", restored, "--dtype", "fp32").code == 0
+    found = evaluate(artifact, source)
+    models, multiply = (load(source), load(restored)), torch.nn.functional.linear
+    of_experts = {
+        (192, 64),  # gate and up of an expert
+        (64, 96),
+    }
+    is_artifact = False
+
+    def rounding(x: Any, weight: Any, bias: Any = None) -> Any:
+        if is_artifact and tuple(weight.shape) in of_experts:
+            x = rounded_by_compressed_tensors("mxfp4", x, 1.0)
+        return multiply(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", rounding)
+    ours = models[0](input_ids=ids_of())
+    is_artifact = True
+    theirs = models[1](input_ids=ids_of())
+    judged = mean_kl(lambda input_ids: ours, lambda input_ids: theirs)
+    assert found["kl"]["mean"] == pytest.approx(judged, rel=1e-3)
+
+
+def test_keys_and_values_go_through_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own attention, whose keys and values the test rounds by ml_dtypes."""
+    import ml_dtypes
+    import torch
+    from transformers.models.llama import modeling_llama
+
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    options = ("--kv-cache", "fp8", "--include", "*")
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact, *options).code == 0
+    restored = tmp_path / "r"
+    assert run("dequantize", artifact, "-o", restored, "--dtype", "fp32").code == 0
+    found = evaluate(artifact, source)
+    assert found["kv_cache"] == "fp8"
+    whole, other = load(source), load(restored)
+    ours, attend = whole(input_ids=ids_of()), modeling_llama.eager_attention_forward
+
+    def rounded(x: Any) -> Any:
+        held = x.detach().numpy().astype(ml_dtypes.float8_e4m3fn)
+        return torch.from_numpy(held.astype("float32"))
+
+    def attention(module: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
+        return attend(module, query, rounded(key), rounded(value), *rest, **more)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
+    theirs = other(input_ids=ids_of())
+    judged = mean_kl(lambda input_ids: ours, lambda input_ids: theirs)
+    assert found["kl"]["mean"] == pytest.approx(judged, rel=1e-4)
+    without = evaluate(restored, source)["kl"]["mean"]
+    assert abs(without - judged) > 1e-3 * judged
