@@ -13,6 +13,7 @@ from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.sensitivity import removed_if_refused
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.settings import Result, Settings
@@ -105,14 +106,14 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         with stopping(source):
             refuse_no_model(source, os.fspath(options.source))
         found = None
-        if goal:
-            found = fit(source, options, goal, phases or Phases(), may_write)
-        formats = found.rules if found else ()
-        plan = prepare_quantize(source, options, formats)
-        with stopping(source):
-            refuse_idle([plan.idle])
-            refuse_empty(source.name, [plan])
-            verdict = check_plan(plan, source.checkpoint, options)
+        with removed_if_refused(output):
+            if goal:
+                found = fit(source, options, goal, phases or Phases(), may_write)
+            plan = prepare_quantize(source, options, found.rules if found else ())
+            with stopping(source):
+                refuse_idle([plan.idle])
+                refuse_empty(source.name, [plan])
+                verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
     if goal:
         source.stop()

@@ -175,12 +175,24 @@ def test_the_engine_is_named_where_its_row_is_the_cause(words, code, step, tmp_p
     assert bool(names) == (code == "engine-refuses")
 
 
-def test_formats_of_a_size_that_the_engine_does_not_load_are_told(tmp_path):
-    source = write_llama(tmp_path / "m")
-    asked = ("quantize", source, "--for", "sglang", "--dialect", "modelopt", "--target-bits", 8)
-    error = run(*asked, "--json").json["error"]
+@pytest.mark.parametrize("before", [None, "here", "here/.fp4convert/measured"])
+def test_formats_of_a_size_that_the_engine_does_not_load_are_told(before, tmp_path):
+    """The weights were measured before that showed, and nothing of it stays."""
+    source, out = write_llama(tmp_path / "m"), tmp_path / "here" / "deep" / "out"
+    if before:
+        (tmp_path / before).mkdir(parents=True)
+        (tmp_path / before / "mine.json").write_text("{}")
+        out = tmp_path / "here" if before.endswith("measured") else out
+    there = sorted(tmp_path.rglob("*"))
+    asked = ("quantize", source, "--for", "sglang", "--dialect", "modelopt", "-o", out)
+    refused = run(*asked, "--target-bits", 8, "--json")
+    error = refused.json["error"]
     assert (error["code"], error["next"]) == ("engine-refuses", "Leave --target-bits out.")
+    assert (refused.code, sorted(tmp_path.rglob("*"))) == (2, there)
     assert "MIXED_PRECISION" in error["message"]
+    told = run(*asked, "--target-bits", 8, "--dry-run", "--json")
+    assert told.json["error"]["code"] == "engine-refuses"
+    assert sorted(tmp_path.rglob("*")) == there
 
 
 @pytest.mark.parametrize(
