@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
+from fp4convert.conversion.diffusers import component_options, named_component
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.errors import InputError, shell_line
@@ -50,13 +51,24 @@ class Candidate(NamedTuple):
 class Asked(NamedTuple):
     """Which engine is to load what is made of a source.
 
-    parts  its components, or itself
+    parts  its components by name, or itself as ""
     """
 
     engine: Engine
     version: Version | None
-    source: str
-    parts: tuple[Source, ...]
+    source: Source
+    parts: dict[str, Source]
+
+    @property
+    def first(self) -> str:
+        """Return the name of the first part."""
+        return next(iter(self.parts))
+
+    def plan(self, name: str, chosen: QuantizeOptions) -> Plan:
+        """Plan a part with its own options."""
+        with named_component(name):
+            own = component_options(chosen, self.source, name) if name else chosen
+            return prepare_quantize(self.parts[name], own)
 
 
 def choose_options(options: QuantizeOptions) -> QuantizeOptions:
@@ -72,8 +84,8 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
         dialect_named(options.dialect)
     format_named(options.format or FOUR_BIT[0])
     source, components = open_with_components(os.fspath(options.source), options.access())
-    asked = Asked(engine, version, source.name, tuple(components.values()) or (source,))
-    with stopping(source, *asked.parts):
+    asked = Asked(engine, version, source, components or {"": source})
+    with stopping(source, *asked.parts.values()):
         try:
             chosen = _choose_first(asked, options)
         except InputError as error:
@@ -83,7 +95,7 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
             own = NO_ADVICE if "--" in error.next_step else error.next_step
             step = _advise(asked, options) or own
             raise InputError(error.code, error.lines, step) from None
-    for each in {source, *asked.parts}:
+    for each in {source, *asked.parts.values()}:
         each.stop()
     return chosen
 
@@ -113,18 +125,19 @@ def _check_candidate(asked: Asked, chosen: QuantizeOptions) -> None:
     if dialect not in asked.engine.dialects:
         verdict = judge_contents(asked.engine, Contents(dialect, frozenset()))
         raise _refusal(asked.engine, asked.version, verdict)
-    plans = [prepare_quantize(part, chosen) for part in asked.parts]
+    plans = {name: asked.plan(name, chosen) for name in asked.parts}
     # An engine has nothing to do with these.
-    refuse_idle([plan.idle for plan in plans])
-    refuse_empty(asked.source, plans)
-    for part, plan in zip(asked.parts, plans, strict=True):
-        _judge_plan(asked.engine, asked.version, plan, part.checkpoint)
+    refuse_idle([plan.idle for plan in plans.values()])
+    refuse_empty(asked.source.name, list(plans.values()))
+    for name, plan in plans.items():
+        with named_component(name):
+            _judge_plan(asked.engine, asked.version, plan, asked.parts[name].checkpoint)
 
 
 def _candidates(asked: Asked, options: QuantizeOptions) -> Iterator[Candidate]:
     """Yield what may be made, best first: what is given by hand, in all."""
     engine = asked.engine
-    model = str(asked.parts[0].checkpoint.config.get("model_type", ""))
+    model = str(asked.parts[asked.first].checkpoint.config.get("model_type", ""))
     own = [preset for preset in engine.presets if _fits(preset.models, model)]
     usual = [preset for preset in engine.presets if not preset.models]
     found: dict[Candidate, None] = {}
@@ -197,8 +210,8 @@ def _find_change(asked: Asked, options: QuantizeOptions, keeps_experts: bool) ->
             continue  # without a plan, which takes its time
         try:
             if seen is None:
-                part = asked.parts[0]
-                found = plan_contents(prepare_quantize(part, chosen), part.checkpoint)
+                plan = asked.plan(asked.first, chosen)
+                found = plan_contents(plan, asked.parts[asked.first].checkpoint)
                 seen = found if found.parts else None
             _check_candidate(asked, chosen)
         except InputError:

@@ -322,6 +322,31 @@ def test_python_takes_an_engine_and_the_folder_is_named_by_what_it_chose(tmp_pat
         preview_quantize(source)
 
 
+def test_a_pipeline_takes_the_global_scales_of_a_pipeline(tmp_path):
+    """With --for and without it: each component those of its own folder."""
+    source = write_wan(tmp_path / "m")
+    first = run("quantize", source, "--for", "diffusers", "-o", tmp_path / "first", "--json")
+    given = ("--global-scale", tmp_path / "first", "--json", "-o")
+    own = run("quantize", source, "--for", "diffusers", *given, tmp_path / "own")
+    words = ("--format", "nvfp4", "--dialect", "modelopt", "--activations", 4)
+    by_hand = run("quantize", source, *words, *given, tmp_path / "hand")
+    assert (own.code, by_hand.code) == (0, 0), own.err
+    assert own.json["digest"] == by_hand.json["digest"]
+    # Equal weights have these scales by themselves, too.
+    assert own.json["digest"] == first.json["digest"]
+
+
+def test_a_component_without_global_scales_is_named(tmp_path):
+    source, scales = write_wan(tmp_path / "wan"), tmp_path / "scales.json"
+    scales.write_text('{"blocks.0.ffn.net.2": 1.0}')
+    for words in (("--for", "diffusers"), ("--format", "nvfp4")):
+        asked = ("quantize", source, *words, "--global-scale", scales, "-o", tmp_path / "out")
+        error = run(*asked, "--json").json["error"]
+        assert error["code"] == "bad-global-scale"
+        assert error["message"].startswith(f"transformer: --global-scale {scales} is one file for")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_pipeline_of_several_files_is_refused(tmp_path):
     folder = tmp_path / "wan"
     config = {"_class_name": "WanTransformer3DModel", "num_layers": 8}
