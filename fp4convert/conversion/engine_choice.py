@@ -17,7 +17,7 @@ from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.conversion.diffusers import component_options, named_component
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.errors import InputError, shell_line
+from fp4convert.errors import ChoiceError, InputError, shell_line
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.engine_contents import plan_contents
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
@@ -33,9 +33,8 @@ from fp4convert.storage.source import Checkpoint, Source, stopping
 
 NO_EXPERTS = r"re:(?!.*\.experts\.)"  # fits every module but experts
 ALL_EXPERTS = "*.experts.*"
-# Beginnings of codes of errors that another candidate may not have.
-OF_A_CANDIDATE = ("engine-refuses", "dialect-", "no-linears")
 DECIDED = ("dialect", "format", "activations")  # options that --for fills in
+TRIED = tuple(f"--{name}" for name in (*DECIDED, "exclude"))  # for advice
 NO_ADVICE = "Nothing of this model is known to load there; choose another engine."
 
 
@@ -88,12 +87,9 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
     with stopping(source, *asked.parts.values()):
         try:
             chosen = _choose_first(asked, options)
-        except InputError as error:
-            is_of_choice = error.code.startswith(("engine-refuses", "dialect-"))
-            if not is_of_choice or error.code == "dialect-container":
-                raise  # it says better what to do
-            own = NO_ADVICE if "--" in error.next_step else error.next_step
-            step = _advise(asked, options) or own
+        except ChoiceError as error:
+            is_tried = any(option in error.next_step for option in TRIED)
+            step = _advise(asked, options) or (NO_ADVICE if is_tried else error.next_step)
             raise InputError(error.code, error.lines, step) from None
     for each in {source, *asked.parts.values()}:
         each.stop()
@@ -103,16 +99,15 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
 def _choose_first(asked: Asked, options: QuantizeOptions) -> QuantizeOptions:
     """Return the options of the first candidate that the engine loads.
 
-    Raises  InputError of the first candidate, where it loads none
+    Raises  ChoiceError of the first candidate, where it loads none; InputError for what no other
+            choice mends
     """
-    failures: list[InputError] = []
+    failures: list[ChoiceError] = []
     for candidate in _candidates(asked, options):
         chosen = _with_candidate(options, candidate)
         try:
             _check_candidate(asked, chosen)
-        except InputError as error:
-            if not error.code.startswith(OF_A_CANDIDATE):
-                raise  # what no other choice mends, or would hide
+        except ChoiceError as error:
             failures.append(error)
             continue
         return chosen
@@ -120,7 +115,7 @@ def _choose_first(asked: Asked, options: QuantizeOptions) -> QuantizeOptions:
 
 
 def _check_candidate(asked: Asked, chosen: QuantizeOptions) -> None:
-    """Raise InputError for what cannot be made, or not be loaded."""
+    """Raise ChoiceError for what cannot be made so, or not be loaded."""
     dialect = str(chosen.dialect)
     if dialect not in asked.engine.dialects:
         verdict = judge_contents(asked.engine, Contents(dialect, frozenset()))
@@ -243,7 +238,7 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
     engine, version = engine_asked(options.engine)
     try:
         _judge_plan(engine, version, plan, checkpoint)
-    except InputError as error:  # it loads what was planned without a size: choose_options
+    except ChoiceError as error:  # it loads what was planned without a size: choose_options
         option = "--target-size" if options.target_size is not None else "--target-bits"
         raise InputError(error.code, error.lines, f"Leave {option} out.") from None
     return judge_contents(engine, plan_contents(plan, checkpoint))
@@ -252,7 +247,7 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
 def _judge_plan(
     engine: Engine, version: Version | None, plan: Plan, checkpoint: Checkpoint
 ) -> None:
-    """Raise InputError where an engine is not known to load the result."""
+    """Raise ChoiceError where an engine is not known to load the result."""
     verdict = judge_contents(engine, plan_contents(plan, checkpoint), version)
     if not verdict.loads:
         made = f"{plan.target.format} in dialect {plan.target.dialect}"
@@ -262,12 +257,12 @@ def _judge_plan(
 
 def _refusal(
     engine: Engine, version: Version | None, verdict: Verdict, made: str = ""
-) -> InputError:
+) -> ChoiceError:
     """Make the error of a verdict."""
     name = f"{engine.name} {version}" if version else engine.name
     detail, instead = f"{name} {verdict.why}", verdict.instead
-    return InputError(
+    return ChoiceError(
         "engine-refuses",
         f"{detail}; it would be {made}" if made else detail,
-        f"{instead[0].upper()}{instead[1:]}." if instead else "",
+        f"{instead[0].upper()}{instead[1:]}." if instead else NO_ADVICE,
     )

@@ -175,6 +175,34 @@ def test_the_engine_is_named_where_its_row_is_the_cause(words, code, step, tmp_p
     assert bool(names) == (code == "engine-refuses")
 
 
+@pytest.mark.parametrize(
+    ("model", "words", "step"),
+    [
+        ("qwen3", "sglang --kv-cache fp8", "Leave out --kv-cache."),  # no other choice does
+        (
+            "bert",
+            "mlx",
+            "Nothing of this model is known to load there; choose another engine.",
+        ),
+    ],
+)
+def test_what_no_other_choice_mends_is_not_answered_with_one(model, words, step, tmp_path):
+    source = write_llama(tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": model}))
+    error = run("quantize", source, "--for", *words.split(), "--json").json["error"]
+    assert (error["code"], error["next"]) == ("engine-refuses", step)
+
+
+def test_blocks_of_another_format_that_fit_are_advised(tmp_path):
+    tensors = {f"{LAYER}.self_attn.o_proj.weight": weight(0, 64, 48)}  # three blocks of 16
+    source = write_single(tmp_path / "m", tensors, LLAMA)
+    asked = ("quantize", source, "--for", "vllm", "-o", tmp_path / "out", "--json")
+    error = run(*asked, "--format", "mxfp4").json["error"]
+    assert (error["code"], error["next"]) == ("no-linears", "Use --format nvfp4")
+    assert run(*asked).json["format"] == "nvfp4"
+
+
 @pytest.mark.parametrize("before", [None, "here", "here/.fp4convert/measured"])
 def test_formats_of_a_size_that_the_engine_does_not_load_are_told(before, tmp_path):
     """The weights were measured before that showed, and nothing of it stays."""
