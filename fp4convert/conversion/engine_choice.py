@@ -26,8 +26,8 @@ from fp4convert.recipes.engine_rows import FOUR_BIT, Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine, engine_asked
-from fp4convert.recipes.fused_modules import EXPERTS_IN_PART
 from fp4convert.recipes.options import as_globs
+from fp4convert.recipes.uneven_formats import EXPERTS_IN_PART
 from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Checkpoint, Source, stopping
 
@@ -39,12 +39,12 @@ NO_ADVICE = "Nothing of this model is known to load there; choose another engine
 
 
 class Candidate(NamedTuple):
-    """What may be made for an engine; others: as a Preset has it."""
+    """What may be made for an engine; keeps_others: as a Preset has it."""
 
     dialect: str
     format: str
     activations: int
-    others: str = ""
+    keeps_others: bool = False
 
 
 class Asked(NamedTuple):
@@ -140,7 +140,7 @@ def _candidates(asked: Asked, options: QuantizeOptions) -> Iterator[Candidate]:
         dialect, fmt = options.dialect or preset.dialect, options.format or preset.format
         is_own = (dialect, fmt) == (preset.dialect, preset.format)
         bits = options.activations or preset.activations
-        found[Candidate(dialect, fmt, bits, preset.others if is_own else "")] = None
+        found[Candidate(dialect, fmt, bits, is_own and preset.keeps_others)] = None
     for dialect in (options.dialect,) if options.dialect else DIALECTS:
         for bits in (options.activations,) if options.activations else (16, 4):
             for fmt in (options.format,) if options.format else FOUR_BIT:
@@ -155,7 +155,7 @@ def _fits(models: tuple[str, ...], model: str) -> bool:
 
 def _with_candidate(options: QuantizeOptions, candidate: Candidate) -> QuantizeOptions:
     """Return the options with a candidate in them."""
-    kept = (NO_EXPERTS,) if candidate.others else ()
+    kept = (NO_EXPERTS,) if candidate.keeps_others else ()
     return replace(
         options,
         dialect=candidate.dialect,
@@ -222,7 +222,7 @@ def _as_if(contents: Contents, candidate: Candidate, keeps_experts: bool) -> Con
         if part.format in FOUR_BIT
         else part
         for part in contents.parts
-        if not (part.is_expert and keeps_experts) and (part.is_expert or not candidate.others)
+        if not (part.is_expert and keeps_experts) and (part.is_expert or not candidate.keeps_others)
     ]
     findings = contents.findings - {EXPERTS_IN_PART}  # by the format's blocks, perhaps
     return replace(contents, dialect=candidate.dialect, parts=frozenset(parts), findings=findings)

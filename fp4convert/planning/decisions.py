@@ -15,9 +15,9 @@ from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, Format
 from fp4convert.planning.steps import Action
-from fp4convert.recipes.fused_modules import EXPERTS, find_uneven
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups, scale_groups
+from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 NAME_SOME = (

@@ -14,7 +14,7 @@ from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine, known_engines
-from fp4convert.recipes.fused_modules import EXPERTS
+from fp4convert.recipes.uneven_formats import EXPERTS
 
 
 def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
