@@ -154,11 +154,11 @@ def find_device(name: str) -> torch.device:
     except RuntimeError:
         is_known = False
     if not is_known:
-        raise InputError("unknown-device", detail, "Leave it out for a GPU, else the CPU.")
+        raise InputError("no-device", detail, "Leave it out for a GPU, else the CPU.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         detail = f"--device {name}: torch {torch.__version__} finds"
         detail += f" {torch.cuda.device_count()} GPUs"
-        raise DeviceError("no-gpu", detail, "Use --device cpu, or see: fp4convert doctor.")
+        raise DeviceError("no-device", detail, "Use --device cpu, or see: fp4convert doctor.")
     return device
 
 
