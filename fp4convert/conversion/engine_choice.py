@@ -119,7 +119,7 @@ def _check_candidate(asked: Asked, chosen: QuantizeOptions) -> None:
     dialect = str(chosen.dialect)
     if dialect not in asked.engine.dialects:
         verdict = judge_contents(asked.engine, Contents(dialect, frozenset()))
-        raise _refusal(asked.engine, asked.version, verdict)
+        raise _refusal(verdict, asked.version)
     plans = {name: asked.plan(name, chosen) for name in asked.parts}
     # An engine has nothing to do with these.
     refuse_idle([plan.idle for plan in plans.values()])
@@ -252,15 +252,12 @@ def _judge_plan(
     if not verdict.loads:
         made = f"{plan.target.format} in dialect {plan.target.dialect}"
         made += f" with {plan.target.activations}-bit activations"
-        raise _refusal(engine, version, verdict, made)
+        raise _refusal(verdict, version, made)
 
 
-def _refusal(
-    engine: Engine, version: Version | None, verdict: Verdict, made: str = ""
-) -> ChoiceError:
+def _refusal(verdict: Verdict, version: Version | None, made: str = "") -> ChoiceError:
     """Make the error of a verdict."""
-    name = f"{engine.name} {version}" if version else engine.name
-    detail, instead = f"{name} {verdict.why}", verdict.instead
+    detail, instead = verdict.reason(version), verdict.instead
     return ChoiceError(
         "engine-refuses",
         f"{detail}; it would be {made}" if made else detail,

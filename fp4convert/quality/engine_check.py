@@ -54,9 +54,7 @@ def check_engine(
     verdict = _judge(engine, version, artifact_contents(artifact, findings), findings)
     if verdict.loads:
         return []
-    name = f"{engine.name} {version}" if version else engine.name
-    detail = f"{name} {verdict.why}"
-    detail += f"; {verdict.instead}" if verdict.instead else ""
+    detail = "; ".join(filter(None, (verdict.reason(version), verdict.instead)))
     if verdict.loads is None:
         return [Finding("error", "engine-unknown", None, detail)]
     return [Finding("error", "engine-refuses", None, detail)]

@@ -152,7 +152,11 @@ class Engine:
         """Name the engine with versions: those, or the newest looked at."""
         if versions is not None and versions.before is not None:
             return f"{self.name} before {versions.before}"
-        return f"{self.name} {self.version}" if self.version else self.name
+        return self.at(self.version)
+
+    def at(self, versions: object) -> str:
+        """Name the engine with a version or several, where it has one."""
+        return f"{self.name} {versions}" if versions else self.name
 
 
 @cache
