@@ -49,6 +49,7 @@ from fp4convert.calibration.workdir import (
     part_file,
     part_notes,
     read_part,
+    reading_kept,
     remark_file,
     write_part,
 )
@@ -190,7 +191,8 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     """Make the samples; a run that goes on loads them."""
     kept, config = state / SAMPLES_FILE, run.source.checkpoint.config
     if kept.exists():
-        return load_samples(kept)
+        with reading_kept(kept):
+            return load_samples(kept)
     if run.feed.self_generate is None:
         samples = read_samples(run.feed, skeleton, state / "model")
     else:
@@ -272,7 +274,8 @@ class _LayerRun:
         """Read what is said of the layers that an earlier run finished."""
         found: list[dict[str, Any]] = []
         while (remark := remark_file(self.state, len(found))).exists():
-            found.append(json.loads(remark.read_text()))
+            with reading_kept(remark):
+                found.append(json.loads(remark.read_text()))
         return found
 
     def _run_layer(self, chain: Chain, watch: Watch, path: str) -> list[str]:
