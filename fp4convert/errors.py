@@ -2,6 +2,7 @@
 
 Fp4Error              1  never raised itself; anything else that escapes is our bug, and exits 1
 ├── InputError        2  bad input or usage; nothing was written
+│   ├── ChoiceError   2  a dialect, format or activations that do not do; others may
 │   └── NumericError  2  weights that four bits cannot hold (NaN, Inf)
 ├── DeviceError       2  a GPU that is not there, lacks memory or fails; resumable
 ├── SourceError       3  the source went away or changed; resumable
@@ -106,6 +107,13 @@ class InputError(Fp4Error):
     """
 
     exit_code = 2
+
+
+class ChoiceError(InputError):
+    """A dialect, format or number of activation bits that do not do.
+
+    Another choice of them may, for the same source and the same engine.
+    """
 
 
 class NumericError(InputError):

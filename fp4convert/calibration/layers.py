@@ -22,6 +22,7 @@ from greenlet import getcurrent, greenlet
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4convert.calibration.model import NEXT, Skeleton
+from fp4convert.calibration.workdir import reading_kept
 from fp4convert.errors import InputError
 from fp4convert.storage.disk import write_errors_at
 
@@ -288,7 +289,7 @@ class Chain:
         arity    of what it gave
         is_last  it is the last one that was run: its hidden states lie in their file; those of
                  earlier ones are not needed
-        Raises   InputError where they do not fit the model
+        Raises   OutputError where the file is gone, or is not of their size
         """
         forward = self.forwards[number]
         hidden = forward.hidden()
@@ -386,7 +387,8 @@ def _mapped(value: Any, paths: Iterator[Path], folder: Path) -> Any:
 
 def _open_mapped(path: Path, like: torch.Tensor) -> torch.Tensor:
     """Map hidden states of a shape and dtype that an earlier run kept."""
-    if path.stat().st_size != like.nbytes:
-        raise RuntimeError(f"{path.name} is not {tuple(like.shape)} of {like.dtype}")
+    with reading_kept(path):
+        if (nbytes := path.stat().st_size) != like.nbytes:
+            raise ValueError(f"{nbytes:,} bytes; {like.nbytes:,} hold {tuple(like.shape)}")
     found = torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype)
     return found.reshape(like.shape).to(like.device)

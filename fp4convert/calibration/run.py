@@ -49,6 +49,7 @@ from fp4convert.calibration.workdir import (
     part_file,
     part_notes,
     read_part,
+    reading_kept,
     remark_file,
     write_part,
 )
@@ -154,11 +155,11 @@ def find_device(name: str) -> torch.device:
     except RuntimeError:
         is_known = False
     if not is_known:
-        raise InputError("unknown-device", detail, "Leave it out for a GPU, else the CPU.")
+        raise InputError("no-device", detail, "Leave it out for a GPU, else the CPU.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         detail = f"--device {name}: torch {torch.__version__} finds"
         detail += f" {torch.cuda.device_count()} GPUs"
-        raise DeviceError("no-gpu", detail, "Use --device cpu, or see: fp4convert doctor.")
+        raise DeviceError("no-device", detail, "Use --device cpu, or see: fp4convert doctor.")
     return device
 
 
@@ -190,7 +191,8 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     """Make the samples; a run that goes on loads them."""
     kept, config = state / SAMPLES_FILE, run.source.checkpoint.config
     if kept.exists():
-        return load_samples(kept)
+        with reading_kept(kept):
+            return load_samples(kept)
     if run.feed.self_generate is None:
         samples = read_samples(run.feed, skeleton, state / "model")
     else:
@@ -272,7 +274,8 @@ class _LayerRun:
         """Read what is said of the layers that an earlier run finished."""
         found: list[dict[str, Any]] = []
         while (remark := remark_file(self.state, len(found))).exists():
-            found.append(json.loads(remark.read_text()))
+            with reading_kept(remark):
+                found.append(json.loads(remark.read_text()))
         return found
 
     def _run_layer(self, chain: Chain, watch: Watch, path: str) -> list[str]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
 from fp4convert.calibration.model import Skeleton
 from fp4convert.calibration.observers import block_width
 from fp4convert.calibration.statistics import DTYPES
-from fp4convert.errors import Fp4Error, InputError, OutputError
+from fp4convert.errors import Fp4Error, InputError, OutputError, shell_line
 from fp4convert.numerics.backends.base import memory_nbytes
 from fp4convert.process import Stopped
 from fp4convert.progress import size_text
@@ -287,6 +288,21 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
                     for place in made[1:]:
                         place.rmdir()
             raise
+
+
+@contextmanager
+def reading_kept(path: Path) -> Iterator[None]:
+    """Raise OutputError for a file of the folder that is not as it was kept.
+
+    It is named with the folder: without that a run begins anew.
+    """
+    try:
+        yield
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        detail = f"{path}: cannot be read ({why}); expected what an earlier run kept there"
+        step = f"Remove the folder, and the calibration begins anew: {shell_line(path.parent)}"
+        raise OutputError("damaged", detail, step) from None
 
 
 def _begin_state(state: Path, purpose: str, tell: Callable[[str], None]) -> None:

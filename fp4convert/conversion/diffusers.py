@@ -33,11 +33,12 @@ from fp4convert.execution.plan_file import (
 )
 from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.execution.workers import CopyWorker
+from fp4convert.planning.global_scales import scales_for_component
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
 from fp4convert.storage.disk import write_errors_at
-from fp4convert.storage.open import absolute
+from fp4convert.storage.open import absolute, access_to
 from fp4convert.storage.source import Source
 
 
@@ -302,12 +303,35 @@ class PipelineConversion:
 
 @contextmanager
 def named_component(component: str) -> Iterator[None]:
-    """Make errors say meanwhile of which component they are."""
+    """Make errors say meanwhile of which component they are.
+
+    component  "" for a checkpoint by itself
+    """
     try:
         yield
     except Fp4Error as error:
+        if not component:
+            raise
         lines = tuple(f"{component}: {line}" for line in error.lines)
         raise type(error)(error.code, lines, error.next_step, error.tensor) from None
+
+
+def component_options(options: QuantizeOptions, pipeline: Source, name: str) -> QuantizeOptions:
+    """Return the options that make one component of a pipeline.
+
+    Raises  InputError where what is given has nothing for it by itself
+    """
+    access, given = access_to(options.access(), pipeline, name), options.global_scale
+    if given is not None:
+        count = len(pipeline.checkpoint.components)
+        given = scales_for_component(os.fspath(given), name, count)
+    return replace(
+        options,
+        subfolder=access.subfolder,
+        revision=access.revision,
+        output=options.folder / name,
+        global_scale=given,
+    )
 
 
 def _label_entries(name: str, value: object) -> object:

@@ -14,9 +14,10 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
+from fp4convert.conversion.diffusers import component_options, named_component
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.errors import InputError, shell_line
+from fp4convert.errors import ChoiceError, InputError, shell_line
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.engine_contents import plan_contents
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
@@ -25,38 +26,48 @@ from fp4convert.recipes.engine_rows import FOUR_BIT, Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine, engine_asked
-from fp4convert.recipes.fused_modules import EXPERTS_IN_PART
 from fp4convert.recipes.options import as_globs
+from fp4convert.recipes.uneven_formats import EXPERTS_IN_PART
 from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Checkpoint, Source, stopping
 
 NO_EXPERTS = r"re:(?!.*\.experts\.)"  # fits every module but experts
 ALL_EXPERTS = "*.experts.*"
-# Beginnings of codes of errors that another candidate may not have.
-OF_A_CANDIDATE = ("engine-refuses", "dialect-", "no-linears")
 DECIDED = ("dialect", "format", "activations")  # options that --for fills in
+TRIED = tuple(f"--{name}" for name in (*DECIDED, "exclude"))  # for advice
 NO_ADVICE = "Nothing of this model is known to load there; choose another engine."
 
 
 class Candidate(NamedTuple):
-    """What may be made for an engine; others: as a Preset has it."""
+    """What may be made for an engine; keeps_others: as a Preset has it."""
 
     dialect: str
     format: str
     activations: int
-    others: str = ""
+    keeps_others: bool = False
 
 
 class Asked(NamedTuple):
     """Which engine is to load what is made of a source.
 
-    parts  its components, or itself
+    parts  its components by name, or itself as ""
     """
 
     engine: Engine
     version: Version | None
-    source: str
-    parts: tuple[Source, ...]
+    source: Source
+    parts: dict[str, Source]
+
+    @property
+    def first(self) -> str:
+        """Return the name of the first part."""
+        return next(iter(self.parts))
+
+    def plan(self, name: str, chosen: QuantizeOptions) -> Plan:
+        """Plan a part with its own options."""
+        with named_component(name):
+            own = component_options(chosen, self.source, name) if name else chosen
+            return prepare_quantize(self.parts[name], own)
 
 
 def choose_options(options: QuantizeOptions) -> QuantizeOptions:
@@ -72,18 +83,15 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
         dialect_named(options.dialect)
     format_named(options.format or FOUR_BIT[0])
     source, components = open_with_components(os.fspath(options.source), options.access())
-    asked = Asked(engine, version, source.name, tuple(components.values()) or (source,))
-    with stopping(source, *asked.parts):
+    asked = Asked(engine, version, source, components or {"": source})
+    with stopping(source, *asked.parts.values()):
         try:
             chosen = _choose_first(asked, options)
-        except InputError as error:
-            is_of_choice = error.code.startswith(("engine-refuses", "dialect-"))
-            if not is_of_choice or error.code == "dialect-container":
-                raise  # it says better what to do
-            own = NO_ADVICE if "--" in error.next_step else error.next_step
-            step = _advise(asked, options) or own
+        except ChoiceError as error:
+            is_tried = any(option in error.next_step for option in TRIED)
+            step = _advise(asked, options) or (NO_ADVICE if is_tried else error.next_step)
             raise InputError(error.code, error.lines, step) from None
-    for each in {source, *asked.parts}:
+    for each in {source, *asked.parts.values()}:
         each.stop()
     return chosen
 
@@ -91,16 +99,15 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
 def _choose_first(asked: Asked, options: QuantizeOptions) -> QuantizeOptions:
     """Return the options of the first candidate that the engine loads.
 
-    Raises  InputError of the first candidate, where it loads none
+    Raises  ChoiceError of the first candidate, where it loads none; InputError for what no other
+            choice mends
     """
-    failures: list[InputError] = []
+    failures: list[ChoiceError] = []
     for candidate in _candidates(asked, options):
         chosen = _with_candidate(options, candidate)
         try:
             _check_candidate(asked, chosen)
-        except InputError as error:
-            if not error.code.startswith(OF_A_CANDIDATE):
-                raise  # what no other choice mends, or would hide
+        except ChoiceError as error:
             failures.append(error)
             continue
         return chosen
@@ -108,23 +115,24 @@ def _choose_first(asked: Asked, options: QuantizeOptions) -> QuantizeOptions:
 
 
 def _check_candidate(asked: Asked, chosen: QuantizeOptions) -> None:
-    """Raise InputError for what cannot be made, or not be loaded."""
+    """Raise ChoiceError for what cannot be made so, or not be loaded."""
     dialect = str(chosen.dialect)
     if dialect not in asked.engine.dialects:
         verdict = judge_contents(asked.engine, Contents(dialect, frozenset()))
-        raise _refusal(asked.engine, asked.version, verdict)
-    plans = [prepare_quantize(part, chosen) for part in asked.parts]
+        raise _refusal(verdict, asked.version)
+    plans = {name: asked.plan(name, chosen) for name in asked.parts}
     # An engine has nothing to do with these.
-    refuse_idle([plan.idle for plan in plans])
-    refuse_empty(asked.source, plans)
-    for part, plan in zip(asked.parts, plans, strict=True):
-        _judge_plan(asked.engine, asked.version, plan, part.checkpoint)
+    refuse_idle([plan.idle for plan in plans.values()])
+    refuse_empty(asked.source.name, list(plans.values()))
+    for name, plan in plans.items():
+        with named_component(name):
+            _judge_plan(asked.engine, asked.version, plan, asked.parts[name].checkpoint)
 
 
 def _candidates(asked: Asked, options: QuantizeOptions) -> Iterator[Candidate]:
     """Yield what may be made, best first: what is given by hand, in all."""
     engine = asked.engine
-    model = str(asked.parts[0].checkpoint.config.get("model_type", ""))
+    model = str(asked.parts[asked.first].checkpoint.config.get("model_type", ""))
     own = [preset for preset in engine.presets if _fits(preset.models, model)]
     usual = [preset for preset in engine.presets if not preset.models]
     found: dict[Candidate, None] = {}
@@ -132,7 +140,7 @@ def _candidates(asked: Asked, options: QuantizeOptions) -> Iterator[Candidate]:
         dialect, fmt = options.dialect or preset.dialect, options.format or preset.format
         is_own = (dialect, fmt) == (preset.dialect, preset.format)
         bits = options.activations or preset.activations
-        found[Candidate(dialect, fmt, bits, preset.others if is_own else "")] = None
+        found[Candidate(dialect, fmt, bits, is_own and preset.keeps_others)] = None
     for dialect in (options.dialect,) if options.dialect else DIALECTS:
         for bits in (options.activations,) if options.activations else (16, 4):
             for fmt in (options.format,) if options.format else FOUR_BIT:
@@ -147,7 +155,7 @@ def _fits(models: tuple[str, ...], model: str) -> bool:
 
 def _with_candidate(options: QuantizeOptions, candidate: Candidate) -> QuantizeOptions:
     """Return the options with a candidate in them."""
-    kept = (NO_EXPERTS,) if candidate.others else ()
+    kept = (NO_EXPERTS,) if candidate.keeps_others else ()
     return replace(
         options,
         dialect=candidate.dialect,
@@ -197,8 +205,8 @@ def _find_change(asked: Asked, options: QuantizeOptions, keeps_experts: bool) ->
             continue  # without a plan, which takes its time
         try:
             if seen is None:
-                part = asked.parts[0]
-                found = plan_contents(prepare_quantize(part, chosen), part.checkpoint)
+                plan = asked.plan(asked.first, chosen)
+                found = plan_contents(plan, asked.parts[asked.first].checkpoint)
                 seen = found if found.parts else None
             _check_candidate(asked, chosen)
         except InputError:
@@ -214,7 +222,7 @@ def _as_if(contents: Contents, candidate: Candidate, keeps_experts: bool) -> Con
         if part.format in FOUR_BIT
         else part
         for part in contents.parts
-        if not (part.is_expert and keeps_experts) and (part.is_expert or not candidate.others)
+        if not (part.is_expert and keeps_experts) and (part.is_expert or not candidate.keeps_others)
     ]
     findings = contents.findings - {EXPERTS_IN_PART}  # by the format's blocks, perhaps
     return replace(contents, dialect=candidate.dialect, parts=frozenset(parts), findings=findings)
@@ -230,7 +238,7 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
     engine, version = engine_asked(options.engine)
     try:
         _judge_plan(engine, version, plan, checkpoint)
-    except InputError as error:  # it loads what was planned without a size: choose_options
+    except ChoiceError as error:  # it loads what was planned without a size: choose_options
         option = "--target-size" if options.target_size is not None else "--target-bits"
         raise InputError(error.code, error.lines, f"Leave {option} out.") from None
     return judge_contents(engine, plan_contents(plan, checkpoint))
@@ -239,22 +247,19 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
 def _judge_plan(
     engine: Engine, version: Version | None, plan: Plan, checkpoint: Checkpoint
 ) -> None:
-    """Raise InputError where an engine is not known to load the result."""
+    """Raise ChoiceError where an engine is not known to load the result."""
     verdict = judge_contents(engine, plan_contents(plan, checkpoint), version)
     if not verdict.loads:
         made = f"{plan.target.format} in dialect {plan.target.dialect}"
         made += f" with {plan.target.activations}-bit activations"
-        raise _refusal(engine, version, verdict, made)
+        raise _refusal(verdict, version, made)
 
 
-def _refusal(
-    engine: Engine, version: Version | None, verdict: Verdict, made: str = ""
-) -> InputError:
+def _refusal(verdict: Verdict, version: Version | None, made: str = "") -> ChoiceError:
     """Make the error of a verdict."""
-    name = f"{engine.name} {version}" if version else engine.name
-    detail, instead = f"{name} {verdict.why}", verdict.instead
-    return InputError(
+    detail, instead = verdict.reason(version), verdict.instead
+    return ChoiceError(
         "engine-refuses",
         f"{detail}; it would be {made}" if made else detail,
-        f"{instead[0].upper()}{instead[1:]}." if instead else "",
+        f"{instead[0].upper()}{instead[1:]}." if instead else NO_ADVICE,
     )

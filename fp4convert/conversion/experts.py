@@ -16,10 +16,10 @@ from itertools import groupby
 
 from fp4convert.checkpoint.dialects.forms import parents_of
 from fp4convert.errors import InputError
-from fp4convert.recipes.fused_modules import EXPERTS
 from fp4convert.recipes.patterns import configs_in, integer_of, matches_any
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.recipes.rules import ExpertsRule
+from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.safetensors import DTYPE_BITS, TensorRef
 
 AGAIN = "Download the checkpoint again, or correct the number of experts in its config.json."

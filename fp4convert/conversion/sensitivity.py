@@ -20,9 +20,9 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -35,7 +35,7 @@ from fp4convert.calibration.input_power import column_power, weighted
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
-from fp4convert.errors import NumericError
+from fp4convert.errors import InputError, NumericError
 from fp4convert.execution.leases import Leases, do_together
 from fp4convert.execution.plan_file import STATE, refuse_links
 from fp4convert.execution.repacker import find_not_finite
@@ -144,6 +144,30 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
     if unsound:
         raise summarize(list(unsound.values()))
     return {candidate.linear.module: found[candidate.linear.module] for candidate in candidates}
+
+
+@contextmanager
+def removed_if_refused(output: Path) -> Iterator[None]:
+    """Remove what is measured meanwhile where an InputError ends it.
+
+    A refused run writes nothing.  What lay there before stays, and so does all that is measured
+    where weights are bad: the same command without these finds it.
+    """
+    place = output / STATE / FOLDER
+    before = set(place.glob("*.json"))
+    folders = [place / "claims", place, output / STATE, output, *output.parents]
+    made = [folder for folder in folders if not folder.exists()]
+    try:
+        yield
+    except NumericError:
+        raise
+    except InputError:
+        with suppress(OSError):  # others are at work here, too; or the disk is away
+            for file in set(place.glob("*.json")) - before:
+                file.unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
+        raise
 
 
 def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Protocol
 
 from fp4convert.checkpoint.whole_model import refuse_no_model
-from fp4convert.conversion.diffusers import PipelineConversion, named_component
+from fp4convert.conversion.diffusers import PipelineConversion, component_options, named_component
 from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.sensitivity import removed_if_refused
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.settings import Result, Settings
-from fp4convert.planning.global_scales import scales_for_component
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
 from fp4convert.progress import Phases
 from fp4convert.recipes.engine_verdicts import Verdict
-from fp4convert.storage.open import access_to, open_with_components
+from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Source, stopping
 
 
@@ -105,14 +104,14 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         with stopping(source):
             refuse_no_model(source, os.fspath(options.source))
         found = None
-        if goal:
-            found = fit(source, options, goal, phases or Phases(), may_write)
-        formats = found.rules if found else ()
-        plan = prepare_quantize(source, options, formats)
-        with stopping(source):
-            refuse_idle([plan.idle])
-            refuse_empty(source.name, [plan])
-            verdict = check_plan(plan, source.checkpoint, options)
+        with removed_if_refused(output):
+            if goal:
+                found = fit(source, options, goal, phases or Phases(), may_write)
+            plan = prepare_quantize(source, options, found.rules if found else ())
+            with stopping(source):
+                refuse_idle([plan.idle])
+                refuse_empty(source.name, [plan])
+                verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
     if goal:
         source.stop()
@@ -124,14 +123,8 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         )
     conversions = {}
     for name, component in components.items():
-        there = access_to(access, source, name)
-        own = replace(
-            options, subfolder=there.subfolder, revision=there.revision, output=output / name
-        )
         with named_component(name):
-            if options.global_scale is not None:
-                given = os.fspath(options.global_scale)
-                own.global_scale = scales_for_component(given, name, len(components))
+            own = component_options(options, source, name)
             plan = prepare_quantize(component, own)
             verdict = check_plan(plan, component.checkpoint, own)
             conversions[name] = Conversion(own, component, plan, verdict=verdict)

@@ -12,12 +12,12 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import check_forms, module_form
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import Linears
-from fp4convert.errors import InputError
+from fp4convert.errors import ChoiceError, InputError
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, Format
 from fp4convert.planning.steps import Action
-from fp4convert.recipes.fused_modules import EXPERTS, find_uneven
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups, scale_groups
+from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 NAME_SOME = (
@@ -167,7 +167,7 @@ class _Judge:
             detail = f"{linear.name} is kept, and dialect {self.recipe.target.dialect} cannot hold"
             detail += f" {word}"
             next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
-            raise InputError(
+            raise ChoiceError(
                 "dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name
             )
         action = "transcode" if form.format.is_fp4 else "copy"

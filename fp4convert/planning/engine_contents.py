@@ -12,8 +12,8 @@ from dataclasses import replace
 from fp4convert.planning.steps import Plan, Step
 from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import failures_of, trap_text
-from fp4convert.recipes.fused_modules import EXPERTS, find_uneven, ordinary_matrices
 from fp4convert.recipes.recipe import group_members
+from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven, ordinary_matrices
 from fp4convert.storage.source import Checkpoint
 
 _DRAFT = re.compile(r"(^|\.)(mtp|nextn|mtp_layers)\.")  # in names of layers that draft tokens

@@ -10,7 +10,7 @@ from itertools import islice
 
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
-from fp4convert.errors import InputError, shell_line
+from fp4convert.errors import ChoiceError, InputError, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.steps import Idle, Plan, Step, module_of
 from fp4convert.recipes.patterns import compiled, matches
@@ -125,7 +125,7 @@ def _modules(count: int) -> str:
 
 
 def refuse_empty(source: str, plans: Sequence[Plan]) -> None:
-    """Raise InputError where no tensor gets another form.
+    """Raise ChoiceError where no tensor gets another form.
 
     source  how a person calls it
     plans   one, or those of all components of a pipeline
@@ -142,10 +142,10 @@ def refuse_empty(source: str, plans: Sequence[Plan]) -> None:
     detail = f"{source}: nothing becomes {plans[0].target.format}: {why}"
     next_step = ""
     if any(plan.excluded for plan in plans):
-        next_step = "Exclude fewer modules: a narrower --exclude 'PATTERN'."
+        next_step = "Exclude fewer modules, by a narrower pattern."
     elif any(ref.dtype not in FLOAT_TYPES for step in matrices for ref in step.refs):
         next_step = "Start from the original weights, in bf16, fp16 or fp32."
-    raise InputError("no-linears", f"{detail}; expected at least one linear layer", next_step)
+    raise ChoiceError("no-linears", f"{detail}; expected at least one linear layer", next_step)
 
 
 def _is_matrix(step: Step) -> bool:

@@ -15,8 +15,8 @@ from fp4convert.storage.source import Checkpoint
 
 CHAT = "ForCausalLM"  # ends the class names of models that engines serve
 HOW = {  # a row is known
-    "run": "this repository's tests run it",
-    "loaded": "its own loader took such artifacts (make engines); no model was run",
+    "run": "run by {proof}",
+    "loaded": "its own loader took such artifacts; no model was run",
     "read": "read in its source or documentation; not run",
 }
 
@@ -24,9 +24,9 @@ HOW = {  # a row is known
 def verdict_text(verdict: Verdict, plan: Plan) -> str:
     """Say what was chosen for an engine, and how that is known."""
     target, row = plan.target, verdict.row
-    name = " ".join(filter(None, (verdict.engine.name, verdict.versions)))
     made = f"{target.format} in dialect {target.dialect} with {target.activations}-bit activations"
-    return f"for {name}: {made} ({HOW[row.tried]})" if row else f"for {name}: {made}"
+    how = f" ({HOW[row.tried].format(proof=row.proof)})" if row else ""
+    return f"for {verdict.engine.at(verdict.versions)}: {made}{how}"
 
 
 def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:

@@ -14,7 +14,7 @@ from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine, known_engines
-from fp4convert.recipes.fused_modules import EXPERTS
+from fp4convert.recipes.uneven_formats import EXPERTS
 
 
 def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
@@ -54,9 +54,7 @@ def check_engine(
     verdict = _judge(engine, version, artifact_contents(artifact, findings), findings)
     if verdict.loads:
         return []
-    name = f"{engine.name} {version}" if version else engine.name
-    detail = f"{name} {verdict.why}"
-    detail += f"; {verdict.instead}" if verdict.instead else ""
+    detail = "; ".join(filter(None, (verdict.reason(version), verdict.instead)))
     if verdict.loads is None:
         return [Finding("error", "engine-unknown", None, detail)]
     return [Finding("error", "engine-refuses", None, detail)]

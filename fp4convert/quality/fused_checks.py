@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.recipes.fused_modules import (
+from fp4convert.recipes.recipe import group_members
+from fp4convert.recipes.uneven_formats import (
     EXPERTS_IN_PART,
     GROUP_IN_PART,
     Uneven,
     find_uneven,
     ordinary_matrices,
 )
-from fp4convert.recipes.recipe import group_members
 
 
 def check_fused(artifact: Artifact) -> Iterator[Finding]:

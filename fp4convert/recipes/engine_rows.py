@@ -38,7 +38,7 @@ class Contents:
     classes    names of classes in config.json
     has_code   config.json names code of the model's own
     keeps_draft  experts of layers that draft tokens (MTP) stay as they are
-    findings   codes of inspect's; none for a plan
+    findings   codes of inspect's; of a plan those on formats alone
     """
 
     dialect: str

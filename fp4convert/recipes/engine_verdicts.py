@@ -28,6 +28,10 @@ class Verdict:
     instead: str = ""
     row: Row | None = None
 
+    def reason(self, version: Version | None) -> str:
+        """Name the engine that was asked for, and say why it is so."""
+        return f"{self.engine.at(version)} {self.why}"
+
     def as_json(self) -> dict[str, object]:
         return {
             "engine": self.engine.key,

@@ -49,13 +49,13 @@ NICKNAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What to type for an engine, best first.
+    """One choice of what to type for an engine.
 
-    only     models that it is for, for people; "" for all
-    models   globs on their model_type
-    source   what stands there for the source
-    options  beside these words, such as a recipe
-    others   "keep" where the engine reads no such modules but experts
+    only          models that it is for, for people; "" for all
+    models        globs on their model_type
+    source        what stands there for the source
+    options       beside these words, such as a recipe
+    keeps_others  the engine reads no such modules but experts: all others stay
     """
 
     dialect: str
@@ -65,7 +65,7 @@ class Preset:
     models: tuple[str, ...] = ()
     source: str = "./Model"
     options: str = ""
-    others: str = ""
+    keeps_others: bool = False
     note: str = ""
 
     @property
@@ -107,6 +107,7 @@ class Engine:
     """An engine: its names, what to type, how it serves, what it loads.
 
     key       as --for has it
+    presets   best first
     version   the newest that was looked at; None where it has none
     tried     how, in a few words
     serve     the command that serves a folder {output}, or a file {file} under the {name}; or ""
@@ -151,7 +152,11 @@ class Engine:
         """Name the engine with versions: those, or the newest looked at."""
         if versions is not None and versions.before is not None:
             return f"{self.name} before {versions.before}"
-        return f"{self.name} {self.version}" if self.version else self.name
+        return self.at(self.version)
+
+    def at(self, versions: object) -> str:
+        """Name the engine with a version or several, where it has one."""
+        return f"{self.name} {versions}" if versions else self.name
 
 
 @cache

@@ -181,8 +181,8 @@ def test_data_sets_that_are_none(llama, tmp_path, line):
 def test_options_that_cannot_be(llama, words):
     assert refuse(llama, "--text", words, "--gram", "block:0")["code"] == "unknown-gram"
     assert refuse(llama, "--text", words, "--gram", "half")["code"] == "unknown-gram"
-    assert refuse(llama, "--text", words, "--device", "tpu")["code"] == "unknown-device"
-    assert refuse(llama, "--text", words, "--device", "cuda:99")["code"] == "no-gpu"
+    assert refuse(llama, "--text", words, "--device", "tpu")["code"] == "no-device"
+    assert refuse(llama, "--text", words, "--device", "cuda:99")["code"] == "no-device"
     assert refuse(llama, "--text", words, "--sequence-length", 1)["code"] == "bad-number"
     assert refuse(llama, "--text", words, "--sequence-length", 41)["code"] == "bad-number"
     assert refuse(llama, "--text", words, "--samples", 0)["code"] == "bad-number"

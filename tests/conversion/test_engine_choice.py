@@ -175,12 +175,52 @@ def test_the_engine_is_named_where_its_row_is_the_cause(words, code, step, tmp_p
     assert bool(names) == (code == "engine-refuses")
 
 
-def test_formats_of_a_size_that_the_engine_does_not_load_are_told(tmp_path):
+@pytest.mark.parametrize(
+    ("model", "words", "step"),
+    [
+        ("qwen3", "sglang --kv-cache fp8", "Leave out --kv-cache."),  # no other choice does
+        (
+            "bert",
+            "mlx",
+            "Nothing of this model is known to load there; choose another engine.",
+        ),
+    ],
+)
+def test_what_no_other_choice_mends_is_not_answered_with_one(model, words, step, tmp_path):
     source = write_llama(tmp_path / "m")
-    asked = ("quantize", source, "--for", "sglang", "--dialect", "modelopt", "--target-bits", 8)
-    error = run(*asked, "--json").json["error"]
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": model}))
+    error = run("quantize", source, "--for", *words.split(), "--json").json["error"]
+    assert (error["code"], error["next"]) == ("engine-refuses", step)
+
+
+def test_blocks_of_another_format_that_fit_are_advised(tmp_path):
+    tensors = {f"{LAYER}.self_attn.o_proj.weight": weight(0, 64, 48)}  # three blocks of 16
+    source = write_single(tmp_path / "m", tensors, LLAMA)
+    asked = ("quantize", source, "--for", "vllm", "-o", tmp_path / "out", "--json")
+    error = run(*asked, "--format", "mxfp4").json["error"]
+    assert (error["code"], error["next"]) == ("no-linears", "Use --format nvfp4")
+    assert run(*asked).json["format"] == "nvfp4"
+
+
+@pytest.mark.parametrize("before", [None, "here", "here/.fp4convert/measured"])
+def test_formats_of_a_size_that_the_engine_does_not_load_are_told(before, tmp_path):
+    """The weights were measured before that showed, and nothing of it stays."""
+    source, out = write_llama(tmp_path / "m"), tmp_path / "here" / "deep" / "out"
+    if before:
+        (tmp_path / before).mkdir(parents=True)
+        (tmp_path / before / "mine.json").write_text("{}")
+        out = tmp_path / "here" if before.endswith("measured") else out
+    there = sorted(tmp_path.rglob("*"))
+    asked = ("quantize", source, "--for", "sglang", "--dialect", "modelopt", "-o", out)
+    refused = run(*asked, "--target-bits", 8, "--json")
+    error = refused.json["error"]
     assert (error["code"], error["next"]) == ("engine-refuses", "Leave --target-bits out.")
+    assert (refused.code, sorted(tmp_path.rglob("*"))) == (2, there)
     assert "MIXED_PRECISION" in error["message"]
+    told = run(*asked, "--target-bits", 8, "--dry-run", "--json")
+    assert told.json["error"]["code"] == "engine-refuses"
+    assert sorted(tmp_path.rglob("*")) == there
 
 
 @pytest.mark.parametrize(
@@ -308,6 +348,31 @@ def test_python_takes_an_engine_and_the_folder_is_named_by_what_it_chose(tmp_pat
     assert (tmp_path / "m-MXFP4" / "quantization_config.json").exists()
     with pytest.raises(InputError, match="Missing option --format"):
         preview_quantize(source)
+
+
+def test_a_pipeline_takes_the_global_scales_of_a_pipeline(tmp_path):
+    """With --for and without it: each component those of its own folder."""
+    source = write_wan(tmp_path / "m")
+    first = run("quantize", source, "--for", "diffusers", "-o", tmp_path / "first", "--json")
+    given = ("--global-scale", tmp_path / "first", "--json", "-o")
+    own = run("quantize", source, "--for", "diffusers", *given, tmp_path / "own")
+    words = ("--format", "nvfp4", "--dialect", "modelopt", "--activations", 4)
+    by_hand = run("quantize", source, *words, *given, tmp_path / "hand")
+    assert (own.code, by_hand.code) == (0, 0), own.err
+    assert own.json["digest"] == by_hand.json["digest"]
+    # Equal weights have these scales by themselves, too.
+    assert own.json["digest"] == first.json["digest"]
+
+
+def test_a_component_without_global_scales_is_named(tmp_path):
+    source, scales = write_wan(tmp_path / "wan"), tmp_path / "scales.json"
+    scales.write_text('{"blocks.0.ffn.net.2": 1.0}')
+    for words in (("--for", "diffusers"), ("--format", "nvfp4")):
+        asked = ("quantize", source, *words, "--global-scale", scales, "-o", tmp_path / "out")
+        error = run(*asked, "--json").json["error"]
+        assert error["code"] == "bad-global-scale"
+        assert error["message"].startswith(f"transformer: --global-scale {scales} is one file for")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_pipeline_of_several_files_is_refused(tmp_path):

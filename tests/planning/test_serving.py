@@ -47,6 +47,19 @@ def test_no_engine_is_named_that_is_known_not_to_load_it_or_answers_no_text(tmp_
         assert len(run(*asked, "--json").json["next"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    [
+        ("vllm", "its own loader took such artifacts; no model was run"),
+        ("transformers", "run by tests/engines/test_transformers.py"),
+    ],
+)
+def test_what_was_chosen_comes_with_how_that_is_known(engine, how, tmp_path):
+    source, asked = write_llama(tmp_path / "m"), ("--dry-run", "-o", tmp_path / "out")
+    told = " ".join(run("quantize", source, "--for", engine, *asked).err.split())
+    assert f"in dialect compressed-tensors with 16-bit activations ({how})" in told
+
+
 def test_the_next_step_of_a_part_is_to_merge(tmp_path):
     source, out = write_llama(tmp_path / "m"), tmp_path / "out"
     parts = ("--shard-index", 0, "--num-shards", 2, "--json")

@@ -52,7 +52,7 @@ def test_what_is_to_be_typed_loads(engine):
     assert any(not preset.models for preset in engine.presets)
     for preset in engine.presets:
         kinds = {preset.format + (" w4a4" if preset.activations == 4 else "")}
-        kinds = {f"{kind} experts" for kind in kinds} if preset.others else kinds
+        kinds = {f"{kind} experts" for kind in kinds} if preset.keeps_others else kinds
         usual = "" if engine.key == "comfyui" else "llama"
         model = preset.models[0].replace("*", "") if preset.models else usual
         made = contents(preset.dialect, *kinds, model=model, is_diffusers=engine.key == "diffusers")

@@ -29,7 +29,7 @@ from fp4convert.checkpoint.dialects.base import (
 from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
 from fp4convert.checkpoint.dialects.registry import METHODS
 from fp4convert.checkpoint.dialects.tables import Scalars, Table
-from fp4convert.errors import InputError
+from fp4convert.errors import ChoiceError
 from fp4convert.numerics.formats import MXFP4
 from fp4convert.storage.safetensors import TensorRef
 
@@ -47,7 +47,7 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
         if not _EXPERT.fullmatch(module):
             detail = f"{module} is four-bit; dialect deepseek holds only routed experts"
             detail = f"{detail}, named ...experts.N.w1, w2 and w3"
-            raise InputError("dialect-module", detail, tensor=module)
+            raise ChoiceError("dialect-module", detail, tensor=module)
     return dict(shapes)
 
 

@@ -33,7 +33,7 @@ from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot
 from fp4convert.checkpoint.dialects.tables import Scalars, Table, whole_blocks
-from fp4convert.errors import InputError
+from fp4convert.errors import ChoiceError
 from fp4convert.numerics.formats import MXFP4
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
@@ -62,7 +62,7 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
         if (match := _EXPERT.fullmatch(module)) is None:
             detail = f"{module} is four-bit; dialect gpt-oss holds only experts"
             detail = f"{detail}, named ...experts.N.gate_proj, up_proj, down_proj"
-            raise InputError("dialect-module", detail, tensor=module)
+            raise ChoiceError("dialect-module", detail, tensor=module)
         experts[match[1]][int(match[2])][f"{match[3]}_proj"] = matrix
     found: dict[str, tuple[int, ...]] = {}
     for parent, members in experts.items():
@@ -76,7 +76,7 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
             if kinds or shape is None:
                 detail = f"{parent}: dialect gpt-oss stacks the {stack} of all experts"
                 detail = f"{detail}; expected every one, and all of one shape"
-                raise InputError("dialect-module", detail, tensor=parent)
+                raise ChoiceError("dialect-module", detail, tensor=parent)
             found[f"{parent}.{stack}"] = (len(members), shape[0] * len(names), shape[1])
     return found
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity
 from fp4convert.checkpoint.dialects.registry import dialect_named
-from fp4convert.errors import InputError
+from fp4convert.errors import ChoiceError
 from fp4convert.numerics.formats import FP8, MODULE_FORMATS, format_named
 from fp4convert.recipes.recipe import Target
 
@@ -16,7 +16,7 @@ from fp4convert.recipes.recipe import Target
 def dialect_to_write(target: Target) -> Dialect:
     """Return the dialect of what is made.
 
-    Raises InputError where it cannot say the format, layout, activations or cache
+    Raises ChoiceError where it cannot say the format, layout, activations or cache
     """
     name, form = str(target.dialect), form_of(target)
     dialect = dialect_named(name)
@@ -24,21 +24,21 @@ def dialect_to_write(target: Target) -> Dialect:
     if form.format not in traits.writes:
         able = ", ".join(known.name for known in traits.writes)
         detail = f"dialect {name} cannot hold {form.format.name}; it holds {able}"
-        raise InputError("dialect-format", detail)
+        raise ChoiceError("dialect-format", detail)
     if target.scale_layout is not None and target.scale_layout not in traits.layouts:
         detail = f"dialect {name} cannot hold block scales in layout {target.scale_layout!r}"
         detail = f"{detail}; it holds {', '.join(traits.layouts)}"
         other = "" if name == "plain" else ", or --dialect plain, which holds them all"
-        raise InputError("dialect-layout", detail, f"Choose another --scale-layout{other}.")
+        raise ChoiceError("dialect-layout", detail, f"Choose another --scale-layout{other}.")
     if form.activations == ACTIVATIONS_FP4 and form.format not in traits.activations:
         detail = f"dialect {name} cannot record four-bit activations of {form.format.name}"
         next_step = "Choose another --dialect, or --activations 16."
-        raise InputError("dialect-activations", detail, next_step)
+        raise ChoiceError("dialect-activations", detail, next_step)
     if target.kv_cache and not (target.kv_cache == "fp8" and traits.cache_scales):
         detail = f"an {target.kv_cache} KV cache was asked for"
         detail = f"{detail}, which dialect {name} cannot record"
         next_step = "Choose another --dialect: compressed-tensors or modelopt."
-        raise InputError("dialect-cache", detail, next_step)
+        raise ChoiceError("dialect-cache", detail, next_step)
     return dialect
 
 
@@ -72,7 +72,7 @@ def fp8_form(target: Target, granularity: Granularity, stored_scales: str = "F32
 
 
 def check_forms(target: Target, forms: Iterable[Form]) -> None:
-    """Raise InputError where the dialect cannot hold such forms together."""
+    """Raise ChoiceError where the dialect cannot hold such forms together."""
     name, seen = str(target.dialect), [form_of(target)]
     mixes = dialect_named(name).TRAITS.mixes
     for form in forms:
@@ -84,4 +84,4 @@ def check_forms(target: Target, forms: Iterable[Form]) -> None:
             able = " and ".join(fmt.name for fmt in mixes) or "one format in an artifact"
             detail = f"modules would become {words}, which dialect {name} cannot hold together"
             next_step = "Choose another --dialect, or one format for all modules."
-            raise InputError("dialect-mixed", f"{detail}; it holds {able}", next_step)
+            raise ChoiceError("dialect-mixed", f"{detail}; it holds {able}", next_step)

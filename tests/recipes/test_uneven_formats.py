@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp4convert.recipes.fused_modules import Uneven, find_uneven
+from fp4convert.recipes.uneven_formats import Uneven, find_uneven
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 EVEN = {f"a.experts.{n}.{leaf}": "nvfp4" for n in (0, 1) for leaf in ("gate_proj", "down_proj")}
