@@ -17,6 +17,7 @@ Granularity = str | tuple[int, int]
 ACTIVATIONS_FP4, ACTIVATIONS_FP8 = 4, 8
 SCALE_DTYPES = ("F32", "BF16", "F16")  # of FP8 and int4 scales
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that counts layers or experts
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,25 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
         texts = _NUMBER.split(core if is_clear else names[0])
         targets.append(before + r"\d+".join(map(re.escape, texts)) + "$")
     return list(dict.fromkeys(targets))
+
+
+def with_fused(names: Iterable[str]) -> tuple[str, ...]:
+    """Add the names of the matrices that engines make of several.
+
+    SGLang looks for these, and where its class of a model does not say what it fuses, for no others
+    (0.5.23). Of experts nobody does.
+
+    names  modules, or globs, that are treated alike
+    """
+    names = dict.fromkeys(names)
+    fused: dict[str, None] = {}
+    for name in names:
+        parent, dot, word = name.rpartition(".")
+        for whole, parts in _FUSED.items():
+            members = [parent + dot + part for part in parts]
+            if word == parts[0] and ".experts." not in name and names.keys() >= set(members):
+                fused[parent + dot + whole] = None
+    return tuple(names | fused)
 
 
 def from_layers(module: str) -> str:
