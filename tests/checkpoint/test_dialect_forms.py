@@ -47,5 +47,23 @@ def test_records_of_a_mixture_name_what_engines_fuse(tmp_path):
             assert any(place[0])
 
 
+def test_no_expression_fits_nothing(tmp_path, caplog):
+    """transformers would warn of it; compressed-tensors finds its modules so."""
+    from compressed_tensors.utils import match_named_modules
+    from transformers import AutoModelForCausalLM
+
+    model, out = make_llama(tmp_path / "m"), tmp_path / "out"
+    fp4convert("quantize", model, "--format", "nvfp4", "--target-bits", "6", "-o", out)
+    record = read_json(out / "config.json")["quantization_config"]
+    groups = [group["targets"] for group in record["config_groups"].values()]
+    targets = [target for group in groups for target in group]
+    assert any("qkv_proj" in target for target in targets)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    with caplog.at_level("WARNING", logger="compressed_tensors"):
+        found = [name for name, _ in match_named_modules(loaded, targets, warn_on_fail=True)]
+    assert caplog.messages == []
+    assert len(found) == sum(name.endswith("_proj") for name, _ in loaded.named_modules())
+
+
 def _fits(target, name):
     return bool(re.match(target[3:], name)) if target.startswith("re:") else target == name

@@ -1,6 +1,7 @@
 """Contents of artifacts in few words, for engines to judge."""
 
 import json
+import re
 import shutil
 
 from fp4convert.recipes.engine_rows import Contents, Part
@@ -29,9 +30,13 @@ def without_fused_names(folder):
 
 
 def _without(said):
+    if isinstance(said, str):
+        return re.sub(r"\(\?:(\w+)\|\w+\)", r"\1", said)  # of a part and its fused matrix
     if isinstance(said, dict):
         return {key: _without(value) for key, value in said.items() if not _is_fused(key)}
-    return [_without(each) for each in said if not _is_fused(each)] if type(said) is list else said
+    if isinstance(said, list):
+        return [each for each in map(_without, said) if not _is_fused(each)]
+    return said
 
 
 def _is_fused(name):

@@ -117,7 +117,22 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
         is_clear = bool(prefix) and not {_NUMBER.sub("0", core)} & (strange | endings)
         texts = _NUMBER.split(core if is_clear else names[0])
         targets.append(before + r"\d+".join(map(re.escape, texts)) + "$")
-    return list(dict.fromkeys(targets))
+    return _joined(targets)
+
+
+def _joined(targets: Iterable[str]) -> list[str]:
+    """Let a part's expression fit the fused matrix too.
+
+    transformers warns of an expression that fits none of its modules.
+    """
+    made = dict.fromkeys(targets)
+    for whole, (part, *_) in _FUSED.items():
+        for target in [each for each in made if each.endswith(f"{whole}$")]:
+            stem = target.removesuffix(f"{whole}$")
+            if (alone := f"{stem}{part}$") in made:
+                both = f"{stem}(?:{part}|{whole})$"
+                made = {both if each == alone else each: None for each in made if each != target}
+    return list(made)
 
 
 def with_fused(names: Iterable[str]) -> tuple[str, ...]:
