@@ -177,6 +177,7 @@ def test_the_engine_is_named_where_its_row_is_the_cause(words, code, step, tmp_p
 
 def test_formats_of_a_size_that_the_engine_does_not_load_are_told(tmp_path):
     source = write_llama(tmp_path / "m")
+    (source / "config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen3_vl"}))
     asked = ("quantize", source, "--for", "sglang", "--dialect", "modelopt", "--target-bits", 8)
     error = run(*asked, "--json").json["error"]
     assert (error["code"], error["next"]) == ("engine-refuses", "Leave --target-bits out.")
