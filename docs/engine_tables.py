@@ -149,6 +149,7 @@ def about(condition: Condition) -> str:
         ("is_sharded", "several files", "one file"),
         ("has_cache", "FP8 cache", "no FP8 cache"),
         ("keeps_draft", "MTP experts kept", ""),
+        ("names_fused", "", "`qkv_proj` or `gate_up_proj` not named as their parts are"),
     ):
         value = getattr(condition, name)
         words += [] if value is None else [yes if value else no]

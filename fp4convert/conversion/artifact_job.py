@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from importlib.metadata import version
 
-from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.base import Dialect, Ignored
+from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.record import Contents, make_record
 from fp4convert.errors import InputError
@@ -56,7 +57,9 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     """
     spelling = dialect_of(plan)
     groups = plan.groups
-    records = spelling.records(groups, plan.ignored)
+    named = [Group(group.form, with_fused(group.modules)) for group in groups]
+    kept = Ignored(with_fused(plan.ignored.modules), with_fused(plan.ignored.patterns))
+    records = spelling.records(named, kept)
     config = unquantized(source.checkpoint.config)
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding
 from fp4convert.planning.engine_contents import with_model
+from fp4convert.quality.fused_checks import names_fused
 from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engine_versions import Version
@@ -29,6 +30,7 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
         is_sharded=len(artifact.source.checkpoint.shards) > 1,
         has_cache=any(form.kv_cache for form in artifact.forms),
         findings=frozenset(finding.code for finding in findings),
+        names_fused=names_fused(artifact),
     )
     stored = {ref.name for packed in modules.values() for ref in packed.refs}
     kept = (name for name in artifact.tensors if name not in stored)

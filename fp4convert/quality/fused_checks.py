@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.forms import Form, with_fused
+from fp4convert.checkpoint.modules import form_finder
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.recipe import group_members
 from fp4convert.recipes.uneven_formats import (
+    EXPERTS,
     EXPERTS_IN_PART,
     GROUP_IN_PART,
     Uneven,
     find_uneven,
     ordinary_matrices,
 )
+from fp4convert.storage.safetensors import WEIGHT
 
 
 def check_fused(artifact: Artifact) -> Iterator[Finding]:
@@ -48,3 +53,28 @@ def _finding(found: list[Uneven]) -> Finding:
         return Finding("warning", "group-in-part", module, detail)
     detail += "; engines that fuse them refuse the artifact"
     return Finding("error", "group-forms-differ", module, detail)
+
+
+def names_fused(artifact: Artifact) -> bool:
+    """Tell whether records name fused matrices as they name the parts.
+
+    Engines that know no parts look for qkv_proj and gate_up_proj, to be quantized or kept.
+    """
+    if not artifact.spelling.TRAITS.ignores_by_name:
+        return True
+    form_of = form_finder(artifact.spelling.recognise(artifact.clues))
+    is_ignored = artifact.spelling.ignores(artifact.clues)
+
+    def said(module: str) -> Form | str | None:
+        return "kept" if is_ignored(module) else form_of(module)
+
+    weights = (name.removesuffix(WEIGHT) for name in artifact.tensors if name.endswith(WEIGHT))
+    alike: dict[Form | str | None, list[str]] = defaultdict(list)
+    for module in dict.fromkeys((*artifact.packed, *weights)):
+        if EXPERTS not in module:
+            alike[said(module)].append(module)
+    return all(
+        said(whole) == words
+        for words, modules in alike.items()
+        for whole in with_fused(modules)[len(modules) :]
+    )

@@ -38,6 +38,7 @@ class Contents:
     classes    names of classes in config.json
     has_code   config.json names code of the model's own
     keeps_draft  experts of layers that draft tokens (MTP) stay as they are
+    names_fused  records say of qkv_proj and gate_up_proj what they say of their parts, as ours do
     findings   codes of inspect's; of a plan those on formats alone
     """
 
@@ -50,6 +51,7 @@ class Contents:
     has_cache: bool = False
     has_code: bool = False
     keeps_draft: bool = False
+    names_fused: bool = True
     findings: frozenset[str] = frozenset()
 
 
@@ -82,6 +84,7 @@ class Condition:
     is_sharded: bool | None = None
     has_cache: bool | None = None
     keeps_draft: bool | None = None
+    names_fused: bool | None = None
 
     def fits(self, contents: Contents) -> bool:
         """Tell whether an artifact is one of those."""
@@ -98,6 +101,7 @@ class Condition:
             "is_sharded": contents.is_sharded,
             "has_cache": contents.has_cache,
             "keeps_draft": contents.keeps_draft,
+            "names_fused": contents.names_fused,
         }
         return (
             bool(four_bit)

@@ -212,6 +212,7 @@ def test_formats_of_a_size_that_the_engine_does_not_load_are_told(before, tmp_pa
         (tmp_path / before / "mine.json").write_text("{}")
         out = tmp_path / "here" if before.endswith("measured") else out
     there = sorted(tmp_path.rglob("*"))
+    (source / "config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen3_vl"}))
     asked = ("quantize", source, "--for", "sglang", "--dialect", "modelopt", "-o", out)
     refused = run(*asked, "--target-bits", 8, "--json")
     error = refused.json["error"]

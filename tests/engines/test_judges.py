@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_contents import without_fused_names
 from families import FAMILIES
 from family import Family
 from judged_families import JUDGED, source
@@ -200,3 +201,31 @@ def test_a_judge_passes_what_is_right_and_nothing_else(
     said = judged(judge, artifacts, tmp_path / "said.json", PYTHONPATH=str(wheel))
     assert said[:3] == ["exact", "wrong", "wrong"]
     assert said[3] != "exact"
+
+
+@needs_engines
+@pytest.mark.slow
+def test_sglang_needs_the_names_of_what_it_fuses(tmp_path: Path) -> None:
+    """Of a class that does not say what it fuses; `inspect` says so without running it."""
+    model = make_llama(tmp_path / "m", head_dim=64)
+    kept = ("--exclude", "*.[qkv]_proj")
+    folders = []
+    for dialect, options in (("compressed-tensors", kept), ("modelopt", ("--target-bits", "6.5"))):
+        ours = tmp_path / dialect
+        fp4convert(
+            *("quantize", model, "--dialect", dialect, "--format", "nvfp4", *options, "-o", ours)
+        )
+        row = {"family": "llama", "dialect": dialect, "format": "nvfp4"}
+        Path(f"{ours}.json").write_text(json.dumps({**row, "activations": 16, "options": ""}))
+        folders += [ours, without_fused_names(changed(tmp_path, f"{dialect}-apart", ours))]
+    (wheel,) = (ROOT / ".venv-engines").glob("sglang-*")
+    said = judged("judge_sglang", folders, tmp_path / "said.json", PYTHONPATH=str(wheel))
+    assert [each == "exact" for each in said] == [True, False, True, False]
+    assert [_loads_in_sglang(folder) for folder in folders] == [True, False, True, False]
+
+
+def _loads_in_sglang(folder: Path) -> bool | None:
+    from fp4convert import inspect
+
+    (said,) = (each["loads"] for each in inspect(folder)["engines"] if each["engine"] == "sglang")
+    return said

@@ -2,6 +2,7 @@
 
 import pytest
 from checkpoints import LAYER, LLAMA, pack_shard, read_shard, run, weight, write_single
+from engine_contents import without_fused_names
 
 EXPERTS = [
     f"{LAYER}.mlp.experts.{n}.{leaf}_proj" for n in (0, 1) for leaf in ("gate", "up", "down")
@@ -69,3 +70,44 @@ def test_stacks_that_stay_beside_experts_are_seen(tmp_path):
     file.write_bytes(pack_shard(kept))
     codes = [one["code"] for one in run("inspect", out, "--json").json["findings"]]
     assert "experts-in-part" in codes
+
+
+KEPT, MIXED = ("--exclude", "*.[qkv]_proj"), ("--target-bits", "6.5")
+
+
+@pytest.mark.parametrize(
+    ("model", "dialect", "format", "options", "says"),
+    [
+        ("llama", "compressed-tensors", "nvfp4", KEPT, "builds kept q/k/v"),
+        ("llama", "compressed-tensors", "nvfp4", MIXED, "finds no scheme for q/k/v"),
+        ("llama", "modelopt", "nvfp4", MIXED, "builds q/k/v, or gate and up, in bf16"),
+        ("llama", "quark", "mxfp4", KEPT, "builds kept q/k/v as a four-bit matrix"),
+        ("llama", "modelopt", "nvfp4", KEPT, ""),
+        ("llama", "compressed-tensors", "nvfp4", (), ""),
+        ("qwen3_moe", "compressed-tensors", "nvfp4", KEPT, ""),
+        ("qwen3_moe", "compressed-tensors", "nvfp4", MIXED, ""),
+        ("qwen3_moe", "modelopt", "nvfp4", MIXED, ""),
+        ("deepseek_v3", "quark", "mxfp4", KEPT, ""),
+    ],
+)
+def test_records_that_name_the_parts_alone_are_judged_as_sglang_does(
+    model, dialect, format, options, says, tmp_path
+):
+    """What its loader said of each is in configs/engines/sglang.toml."""
+    names = [*ATTENTION, *(f"{LAYER}.mlp.{leaf}_proj" for leaf in ("gate", "up", "down"))]
+    tensors = {f"{name}.weight": weight(number, rows=64) for number, name in enumerate(names)}
+    source = write_single(tmp_path / "m", tensors, {**LLAMA, "model_type": model})
+    out = tmp_path / "out"
+    words = ["--dialect", dialect, "--format", format]
+    words += ["--activations", 4] if dialect == "quark" else []
+    made = run("quantize", source, *words, *options, "-o", out)
+    assert made.code == 0, made.err
+    for command in ("inspect", "verify"):
+        assert run(command, out, "--for", "sglang").code == 0
+    without_fused_names(out)
+    for command in ("inspect", "verify"):
+        assert run(command, out, "--for", "vllm").code == 0
+        told = run(command, out, "--for", "sglang", "--json")
+        details = [one["detail"] for one in told.json["findings"]]
+        assert told.code == (6 if says else 0)
+        assert not says or any(detail.startswith(f"SGLang 0.5.23 {says}") for detail in details)

@@ -32,10 +32,23 @@ def loaded(*given, **facts):
         ((CT, "nvfp4", "nvfp4 experts"), {}, {"vllm": ">=0.32", "sglang": ">=0.5.22"}),
         (
             (CT, "nvfp4", "fp8 row"),
-            {"model": "phi3"},
+            {},
             {"vllm": ">=0.32", "sglang": ">=0.5.22", "transformers": ">=5"},
         ),
-        ((CT, "nvfp4", "fp8 row"), {}, {"vllm": ">=0.32", "transformers": ">=5"}),
+        (
+            (CT, "nvfp4", "fp8 row"),
+            {"names_fused": False},
+            {"vllm": ">=0.32", "transformers": ">=5"},
+        ),
+        (
+            (CT, "nvfp4", "fp8 row"),
+            {"names_fused": False, "model": "qwen3_moe"},
+            {"vllm": ">=0.32", "sglang": ">=0.5.22", "transformers": ">=5"},
+        ),
+        ((CT, "nvfp4"), {"names_fused": False}, {"vllm": ">=0.32", "transformers": ">=5"}),
+        ((MO, "nvfp4"), {"names_fused": False}, {"vllm": ">=0.24", "sglang": ">=0.5.12"}),
+        ((MO, "nvfp4", "fp8 tensor"), {"names_fused": False}, {"vllm": ">=0.24"}),
+        ((MO, "nvfp4", "fp8 tensor"), {"model": "qwen3_vl_moe"}, {"vllm": ">=0.24"}),
         ((CT, "mxfp4 experts"), {"model": "gpt_oss"}, {}),
         (
             ("gpt-oss", "mxfp4 experts"),
@@ -44,8 +57,8 @@ def loaded(*given, **facts):
         ),
         ((MO, "nvfp4"), {}, {"vllm": ">=0.24", "sglang": ">=0.5.12"}),
         ((MO, "nvfp4 w4a4"), {}, {"vllm": ">=0.24", "sglang": ">=0.5.12", "tensorrt-llm": ""}),
-        ((MO, "nvfp4", "fp8 tensor"), {}, {"vllm": ">=0.24"}),
-        ((MO, "nvfp4", "fp8 128x128"), {}, {}),
+        ((MO, "nvfp4", "fp8 tensor"), {}, {"vllm": ">=0.24", "sglang": ">=0.5.12"}),
+        ((MO, "nvfp4", "fp8 128x128"), {}, {"sglang": ">=0.5.12"}),
         ((MO, "nvfp4", "fp8 tensor"), {"findings": frozenset({"input-scale-missing"})}, {}),
         (
             (MO, "nvfp4 experts", "fp8 tensor"),

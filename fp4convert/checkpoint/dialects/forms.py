@@ -17,6 +17,7 @@ Granularity = str | tuple[int, int]
 ACTIVATIONS_FP4, ACTIVATIONS_FP8 = 4, 8
 SCALE_DTYPES = ("F32", "BF16", "F16")  # of FP8 and int4 scales
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that counts layers or experts
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,41 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
         is_clear = bool(prefix) and not {_NUMBER.sub("0", core)} & (strange | endings)
         texts = _NUMBER.split(core if is_clear else names[0])
         targets.append(before + r"\d+".join(map(re.escape, texts)) + "$")
-    return list(dict.fromkeys(targets))
+    return _joined(targets)
+
+
+def _joined(targets: Iterable[str]) -> list[str]:
+    """Let a part's expression fit the fused matrix too.
+
+    transformers warns of an expression that fits none of its modules.
+    """
+    made = dict.fromkeys(targets)
+    for whole, (part, *_) in _FUSED.items():
+        for target in [each for each in made if each.endswith(f"{whole}$")]:
+            stem = target.removesuffix(f"{whole}$")
+            if (alone := f"{stem}{part}$") in made:
+                both = f"{stem}(?:{part}|{whole})$"
+                made = {both if each == alone else each: None for each in made if each != target}
+    return list(made)
+
+
+def with_fused(names: Iterable[str]) -> tuple[str, ...]:
+    """Add the names of the matrices that engines make of several.
+
+    SGLang looks for these, and where its class of a model does not say what it fuses, for no others
+    (0.5.23). Of experts nobody does.
+
+    names  modules, or globs, that are treated alike
+    """
+    names = dict.fromkeys(names)
+    fused: dict[str, None] = {}
+    for name in names:
+        parent, dot, word = name.rpartition(".")
+        for whole, parts in _FUSED.items():
+            members = [parent + dot + part for part in parts]
+            if word == parts[0] and ".experts." not in name and names.keys() >= set(members):
+                fused[parent + dot + whole] = None
+    return tuple(names | fused)
 
 
 def from_layers(module: str) -> str:

@@ -15,6 +15,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from sglang.srt.model_loader.loader import (
     _get_quantization_config,
     _initialize_model,
 )
+from sglang.srt.model_loader.utils import get_model_architecture
 
 from results import judge_all
 
@@ -95,6 +98,27 @@ def prepare(folder: Path, scratch: str) -> None:
 def judge(folder: Path, expected: Path) -> tuple[Judged, str]:
     """Load an artifact and return what was found."""
     config, loading = ModelConfig(str(folder), dtype="bfloat16"), LoadConfig()
+    with own_mapping(config):
+        return _judge(config, loading, expected)
+
+
+@contextmanager
+def own_mapping(config: ModelConfig) -> Iterator[None]:
+    """Undo what the loading of one artifact leaves in the class for the next.
+
+    SGLang adds to the class's packed_modules_mapping, which in a server is of one artifact.
+    """
+    model_class, _ = get_model_architecture(config)
+    mapping = getattr(model_class, "packed_modules_mapping", {})
+    before = dict(mapping)
+    try:
+        yield
+    finally:
+        mapping.clear()
+        mapping.update(before)
+
+
+def _judge(config: ModelConfig, loading: LoadConfig, expected: Path) -> tuple[Judged, str]:
     quantization = _get_quantization_config(config, loading)
     before_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
