@@ -1,4 +1,4 @@
-"""One GPU: its kernels, its memory and its clock.
+"""Launch kernels on one GPU, and time them.
 
 Decides how kernels are launched, and how they are timed: medians of REPEATS times of LAUNCHES runs
 between two events, so that the start of one is hidden behind the end of the one before, as in a
@@ -70,7 +70,7 @@ Work = Callable[[int], object]  # takes the number of the run
 
 
 def family(name: str) -> str:
-    """amax, quantize, dequantize, gemv, compare, count, decode or transpose."""
+    """Return the first word of a kernel, a key of FILES."""
     return name.partition("_")[0]
 
 
