@@ -107,7 +107,8 @@ class Cuda:
     def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
         """Multiply a packed matrix with vectors: fp16, (vectors, rows).
 
-        Added up in float32; Inf beyond the range of fp16.
+        Added up in float32; Inf beyond the range of fp16. No command launches it, and the check of
+        a GPU before its first work leaves it out.
         q  columns % 64 == 0
         x  (vectors, columns): bf16, fp16, or NVFP4 with a multiplier and block scales of its own
         Raises InputError for anything else, DeviceError

@@ -57,7 +57,8 @@ from fp4convert.numerics.matrices import (
     row_panels,
 )
 
-# To a GPU at most: callers that read and write side by side. A core moves some 2.5 GB/s of bf16 so.
+# To a GPU at most: callers that read and write side by side, 2.8 GB/s of bf16 a core
+# (benchmarks/results/host.md: read, write and lock).
 LANES = 16
 GPU_PANEL_ELEMENTS = (
     8 << 20

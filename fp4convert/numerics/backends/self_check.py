@@ -1,7 +1,7 @@
 """Check the kernels of a GPU before its first work.
 
-Adversarial values go through every entry point that commands launch, under every rule, and through
-the CPU library. What comes of it is kept beside the cubins: it is found out once for each compiled
+Adversarial values go through every kernel that commands launch, under every rule, and through the
+CPU library. What comes of it is kept beside the cubins: it is found out once for each compiled
 kernel, driver, GPU and version of this package. A GPU whose bytes differ is given no work.
 """
 
@@ -176,7 +176,7 @@ class Output(NamedTuple):
 
 
 def find_difference(gpu: Gpu) -> str:
-    """Compare every entry point with the CPU library.
+    """Compare every kernel that commands launch with the CPU library.
 
     Returns  kernel, unit and both bytes of the first difference; "" where there is none
     Raises   DeviceError where the GPU fails
