@@ -22,12 +22,20 @@
  *        N  <=  N_k (1 + t) ((1 + e) / (1 - e))^c  +  M^2 (1 + 1/t) (1 + e)^c       the limit: a code above it is not the best
  * 6. One element that a code clips costs T (u - 6S)^2 or more, as it does under every code below.  None of them is the best where that
  *    is above T_k <= N_k (1 + t) / (1 - e)^c + (a |u|)^2 (1 + 1/t): 4. again, the bound.
+ * 7. |u|^2 is itself found in fp16, of rounded halves: no smaller than (1 - e)^10 |u|^2. float32 computes the limit: off by
+ *    less than 4 * 2^-24 of itself; and the bound with what is compared with it: 8 * 2^-24.
+ * 8. fp16 results below 2^-14 are off by 2^-25, not by e of themselves. N and N_k have 17 sums each: 34 * 2^-25, and less than 2^-20 in all
+ *    for u, distances and the norm; the limit adds both (HALF_REST). The bound adds nothing: |u| is 1.5 or more, for the largest element
+ *    is near 6 times a code of 1/4 or more, and what BOUND_NORM has beyond 6. is then more than 8 * 2^-25. So much one of the two sums of
+ *    eight is off where it stays below 2^-14; one that does not has a rounding less in c for each such result. Where both stay below,
+ *    N_k <= 2^-13, and a |u| is so large beside it that 6. has room for all 17.
  *
- *    fp16     a = e and what float32 adds, b = .625 e (over the eight mantissas), c = 11; t = 2^-5, of the bound 2^-7
- *    float32  a = 3e, b = 2e, c = 12, and as much in codec.py; t = 2^-16; weights are below 2, and so S^2 sums to 32
+ *    fp16     a = e + 12 * 2^-24 (float32: three roundings of u, and the rest for codec.py's), b = .625 e (over the eight mantissas),
+ *             c = 11; t = 2^-5, of the bound 2^-7
+ *    float32  a = 4e, b = 2e, c = 24 (12 here, 12 in codec.py), sums off by 2^-150; t = 2^-16; weights are below 2: S^2 sums to 32
  *
- * tests/kernels/test_screening.py finds 2. to hold for every fp16 number and every S, and the constants to follow from the rest, to the
- * last digit that they are written with. */
+ * tests/kernels/test_screening.py finds 2. to hold for every fp16 number and every S, and the constants to follow from the rest: those of
+ * fp16 to the last digit that they are written with. */
 #ifndef FP4_SCREENING_CUH
 #define FP4_SCREENING_CUH
 

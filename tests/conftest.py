@@ -19,7 +19,7 @@ from simt import KERNELS, compile_for_host
 from tiny_chains import TEXT, make_model
 from tiny_models import offline
 
-from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends import entry_points
 from fp4convert.storage.hub.api import Patience
 
 
@@ -104,7 +104,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
 def simt_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     """Every .cu file for the host, as lazy_cuda.Machine takes them."""
     folder = tmp_path_factory.mktemp("simt")
-    stems = [Path(source).stem for source in cubins.SOURCES]
+    stems = [Path(source).stem for source in entry_points.SOURCES]
     return {stem: compile_for_host(KERNELS / f"{stem}.cu", folder) for stem in stems}
 
 

@@ -1,1 +1,1 @@
-"""What the CUDA kernels take on a GPU, and whether they are right there."""
+"""Measure the CUDA kernels on a GPU, and compare what they give."""

@@ -1,5 +1,6 @@
-"""Other people's amax and NVFP4 quantizers, on the same bytes in the same run: torch,
-torch.compile, torchao, ModelOpt.
+"""Measure amax and NVFP4 quantizers of other packages on the same bytes.
+
+torch, torch.compile, torchao, ModelOpt; in the same run.
 
 A peer that is missing or fails is a row that says why.  Output: whether its bytes are those of this
 project's kernel.

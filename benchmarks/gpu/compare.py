@@ -1,5 +1,6 @@
-"""Is the output of every kernel right on this GPU?  Bytes as the CPU backend gives them; products
-as float64 gives them.
+"""Compare the output of every kernel on this GPU.
+
+Bytes are those of the CPU backend, products those of float64.
 
 Decides what is compared, on adversarial.py's data, before anything is measured.
 """

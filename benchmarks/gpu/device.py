@@ -1,4 +1,4 @@
-"""One GPU: its kernels, its memory and its clock.
+"""Launch kernels on one GPU, and time them.
 
 Decides how kernels are launched, and how they are timed: medians of REPEATS times of LAUNCHES runs
 between two events, so that the start of one is hidden behind the end of the one before, as in a
@@ -24,6 +24,7 @@ import numpy as np
 
 from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.backends.cubins import Target, cubin_path, kernels_folder
+from fp4convert.numerics.backends.entry_points import entry_of
 from harness.measure import table, verdict
 
 REPEATS, LAUNCHES, WARM_UP = 20, 8, 5
@@ -34,14 +35,7 @@ BUSY_NBYTES, BUSY_COPIES = (
 )  # some milliseconds: more than it takes to queue REPEATS * LAUNCHES runs
 SLOT_NBYTES = 128  # a cache line: each run has an amax of its own, zero at first
 THREADS = 256
-ELEMENTWISE = ("amax", "quantize", "search", "weigh", "dequantize", "decode")
-PER_BLOCK = {  # elements, or rows and vectors or columns, to a block of threads
-    **dict.fromkeys(ELEMENTWISE, (8192, 1)),
-    "gemv": (32, 2),
-    "compare": (8, 1),
-    "count": (131072, 1),
-    "transpose_2": (128, 128),
-    "transpose_4": (64, 64),
+PER_BLOCK = {  # of baselines.cu: elements, or rows and vectors, to a block of threads
     "quantize_naive": (128, 1),
     "quantize_naive_mxfp4": (256, 1),
     "dequantize_naive": (256, 1),
@@ -51,17 +45,9 @@ PER_BLOCK = {  # elements, or rows and vectors or columns, to a block of threads
     "gemv_three_tiles": (32, 1),
     "gemv_batch": (32, 1),
 }
-BASELINES = tuple(name for name in PER_BLOCK if "_" in name and not name.startswith("transpose"))
+BASELINES = tuple(PER_BLOCK)
 LADDER = tuple(name for name in BASELINES if name.startswith("gemv") and name != "gemv_batch")
 SUMMED_COLUMNS = 8192  # of the matrices that compare_* is measured on
-FILES = {
-    **dict.fromkeys(("amax", "quantize"), "quantize.cu"),
-    **dict.fromkeys(("search", "weigh"), "search.cu"),
-    "dequantize": "dequantize.cu",
-    "gemv": "gemv.cu",
-    **dict.fromkeys(("compare", "count"), "compare.cu"),
-    **dict.fromkeys(("decode", "transpose"), "decode.cu"),
-}
 INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 HEADINGS = ["what", "ms", "GB/s", "% of copy", "bar", "output"]
 
@@ -70,17 +56,16 @@ Work = Callable[[int], object]  # takes the number of the run
 
 
 def family(name: str) -> str:
-    """amax, quantize, dequantize, gemv, compare, count, decode or transpose."""
+    """Return the first word of a kernel: amax, search, weigh and so on."""
     return name.partition("_")[0]
 
 
 def grid_of(name: str, first: int, second: int = 1, widened: float = 1) -> tuple[int, int]:
-    """Blocks of threads for that many elements, or rows and vectors or columns, as the head
-    comments of the .cu files say.
+    """Count blocks of threads for elements, or rows and vectors or columns.
 
     widened  how many times as many elements a block takes
     """
-    across, down = PER_BLOCK.get(name) or PER_BLOCK[family(name)]
+    across, down = PER_BLOCK.get(name) or entry_of(name)[1:]
     return -(-first // round(across * widened)), -(-second // down)
 
 
@@ -119,7 +104,7 @@ class Kernels:
         """The .cu file that has a kernel."""
         if name in BASELINES:
             return baselines_source(Path(tempfile.mkdtemp()))
-        return kernels_folder() / FILES[family(name)]
+        return kernels_folder() / entry_of(name).file
 
     def shape(self, name: str, *counts: int) -> tuple[tuple[int, int], int]:
         """Grid and threads of a launch."""

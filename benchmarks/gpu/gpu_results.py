@@ -1,5 +1,6 @@
-"""What GPUs did, from the pages that `make gpu` has left in results/: tables with a naive kernel or
-another package in them.
+"""Read what GPUs did from the pages that `make gpu` has left in results/.
+
+Of their tables those with a naive kernel or another package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the host costs where a GPU computes: with a GPU that takes no time, beside the CPU.
+"""Measure what the host costs with a GPU that takes no time.
 
     python benchmarks/bench.py host [--rounds N] [--folder DIR]    writes results/host.md
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from cpu.conversion import words_of
 from fp4convert.execution.folder import FINISHERS
 from fp4convert.numerics.backends.cuda_stream import LANES
+from gpu.bars import NULL_GPU_SHARE
 from harness.checkpoints import make_checkpoint
 from harness.measure import BENCHMARKS, RESULTS, machine, table, verdict
 from harness.processes import Cost, run
@@ -30,7 +31,6 @@ RULES = ("mse",)
 ROUNDS = 5
 CORES = (2, 8, 16, 32)
 MODEL_CORES, FLOOR = 16, 20  # GB/s of bf16
-SHARE = 0.6  # of the CPU backend's CPU-seconds, by rule mse
 OUTSIDE = ("read", "write", "hash", "flush")  # of the interpreter's lock
 NULL_GPU = BENCHMARKS / "gpu" / "null_gpu.py"
 ABOUT = (
@@ -128,7 +128,7 @@ def measure(scratch: Path, rounds: int) -> tuple[list[list[str]], dict[str, Stag
         ratio = statistics.median(a / b for a, b in zip(wholes, cpu[rule], strict=True))
         cells = [f"{statistics.median(each):.2f}" for each in (wholes, cpu[rule])]
         spread = f"{min(wholes):.2f}-{max(wholes):.2f}, {min(cpu[rule]):.2f}-{max(cpu[rule]):.2f}"
-        bar = verdict(ratio, SHARE, is_floor=False) if rule == "mse" else ""
+        bar = verdict(ratio, NULL_GPU_SHARE, is_floor=False) if rule == "mse" else ""
         rows.append([rule, *cells, spread, f"{ratio:.2f}", bar])
         # Of each part the least: what else runs on a machine only adds to CPU-seconds.
         least = [

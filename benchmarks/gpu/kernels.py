@@ -1,11 +1,10 @@
-"""The CUDA kernels against the memory of this GPU, and beside other people's quantizers, as one
-Markdown page.
+"""Measure the CUDA kernels beside this GPU's memory and other packages.
 
     python benchmarks/bench.py gpu [--output benchmarks/results/gpu-NAME.md] [--seconds N]
 
-The page is written anew after each section, so that a run that is cut short leaves what it has
-measured.  Ends with 1 where a
-kernel's output differs or a section fails; a bar that is not met is the page's to tell.
+Writes one Markdown page, anew after each section, so that a run that is cut short leaves what it
+has measured. Ends with 1 where a kernel's output differs or a section fails; a bar that is not met
+is the page's to tell.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from fp4convert.numerics.formats import (
     rule_number,
 )
 from gpu import beside_quantizers, packed, products
-from gpu.bars import SHARES
+from gpu.bars import MEASURED, SHARES
 from gpu.compare import compare_all
 from gpu.device import (
     BASELINES,
@@ -298,11 +297,14 @@ def main(arguments: list[str]) -> int:
         ),
         "64M elements, fp16": partial(elementwise, dtype="F16", n=64 * M),
         "64M elements, fp32": partial(elementwise, dtype="F32", n=64 * M),
-        # last, for they may leave the GPU or the clock in no state to go on
-        "Others, 64M elements, bf16": partial(beside_quantizers.peers, x=noise("BF16")),
     }
     for title, section in sections.items():
         page.add_section(title, partial(section, device))
         device.release()
+    page.add(MEASURED)
+    # last, for they may leave the GPU or the clock in no state to go on
+    peers = partial(beside_quantizers.peers, device, x=noise("BF16"))
+    page.add_section("Others, 64M elements, bf16", peers)
+    device.release()
     is_right = all(not text.startswith("DIFFERS") for text in device.verdicts.values())
     return 0 if page.is_whole and is_right else 1

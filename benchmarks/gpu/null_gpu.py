@@ -1,4 +1,6 @@
-"""Run fp4convert with a GPU that takes no time and moves nothing: what is left is the host's.
+"""Run fp4convert with a GPU that takes no time and moves nothing.
+
+What is left is the host's.
 
     python benchmarks/gpu/null_gpu.py COSTS.json WORD ...    quantize ... --device cuda
 

@@ -1,4 +1,4 @@
-"""Packed weights decoded on this GPU, as a table of the benchmark's page.
+"""Measure how packed weights are decoded on this GPU.
 
 Bytes counted are those of kernels/decode.cu: codes, scales and what becomes of them.
 """

@@ -1,4 +1,4 @@
-"""Products of packed matrices with vectors on this GPU, as tables of the benchmark's page."""
+"""Measure products of packed matrices with vectors on this GPU."""
 
 from __future__ import annotations
 

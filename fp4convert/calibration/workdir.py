@@ -75,7 +75,7 @@ def write_part(
 
     statistics  of float32, float16 or int64; the same bytes for the same arrays
     notes       those of `part_notes`, and for a whole file the others that the head of
-                statistics.py has
+                calibration_file.py has
     """
     specs = [
         TensorSpec(name, _NAMES[array.dtype], array.shape) for name, array in statistics.items()
@@ -106,7 +106,7 @@ def join_parts(
 ) -> tuple[str, int]:
     """Join what write_part wrote, under its final name at once.
 
-    notes           as the head of statistics.py has them, but for `parts`
+    notes           as the head of calibration_file.py has them, but for `parts`
     largest_nbytes  beyond it PATH is an index, and the parts stay files:
                     STEM-00001-of-00007.safetensors beside it
     Returns         what Calibration.sha256 will be, and the size of all files

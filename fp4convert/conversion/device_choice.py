@@ -21,7 +21,9 @@ from fp4convert.recipes.recipe import Target
 
 LEAST_WEIGHTS = 10**9  # below, the CPU is done before a GPU has begun
 BEGIN_SECONDS = 5.0  # CuPy, contexts, the check's verdict, kernels that are loaded
-COPY_SECONDS = 0.4e-9  # of a core for a weight into pinned memory: 4.9 GB/s, measured
+COPY_SECONDS = (
+    0.45e-9  # of a core for a weight into pinned memory: benchmarks/results/host.md, read
+)
 LINK_SECONDS = 0.2e-9  # for a weight over PCIe 4: 10 GB/s of bf16, assumed
 MARGIN = 0.7  # of the CPU's time, below which a GPU must stay
 
@@ -65,6 +67,9 @@ def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Cho
         return Choice("cpu", f"the CPU is used: {problem}")
     shown = "cuda:0" if count == 1 else f"{count} GPUs"
     otherwise = f"--device cuda uses {shown}"
+    if target.method == "gptq":  # torch makes its codes, in sums of another order on a GPU
+        why = "a GPU gives gptq other bytes, which no timing may choose"
+        return Choice("cpu", f"device cpu: {why}; {otherwise}")
     rounded = list(rounded)
     shapes = [linear.shape for linear in rounded]
     weights, cores = sum(map(math.prod, shapes)), processors()

@@ -112,6 +112,19 @@ def test_the_gpu_must_win(weights, rule, count, device, cores, sound):
     assert ("--device cuda uses cuda:0" in chosen.reason) == (device == "cpu")
 
 
+def test_no_timing_chooses_the_bytes_of_gptq(cores, monkeypatch, without_cupy):
+    """docs/methods.md: a GPU gives it other bytes; nothing is measured."""
+    monkeypatch.setattr(device_choice, "measure_pace", None)
+    target, rounded = work_of(70e9)
+    chosen = choose_device("auto", replace(target, method="gptq"), rounded)
+    assert chosen == Choice(
+        "cpu",
+        "device cpu: a GPU gives gptq other bytes, which no timing may choose;"
+        " --device cuda uses cuda:0",
+    )
+    assert choose_device("cuda", replace(target, method="gptq"), rounded) == Choice("cuda")
+
+
 def test_a_gpu_that_loses_costs_no_cupy(cores, without_cupy):
     cores(16)
     assert choose_device("auto", *work_of(70e9, "amax")).device == "cpu"

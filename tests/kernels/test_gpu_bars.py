@@ -34,6 +34,12 @@ driver 1.
 | --- | --- | --- | --- | --- | --- |
 | gemv_nvfp4_fp16 | 0.4000 | 1900 | 95.0 | >= 90 met | product right |
 | gemv_mxfp4_fp16 |  |  |  |  | not run: the time is up |
+
+Every kernel of fp4convert has been measured.
+
+## Others, 64M elements, bf16
+
+Failed: torch is not there.
 """
 XML = """<testsuites><testsuite>
 <testcase classname="tests.numerics.test_on_gpu" name="a" time="1"/>
@@ -42,13 +48,10 @@ XML = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 COUNTERS = """==PROF== Connected
 "ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","search_nvfp4_bf16","gpu__time_duration.sum","nsecond","1,000"
 "0","search_nvfp4_bf16","smsp__issue_active.avg.pct_of_peak_sustained_active","%","81.5"
-"1","search_nvfp4_bf16","smsp__issue_active.avg.pct_of_peak_sustained_active","%","80.4"
-"1","search_mxfp4_bf16","smsp__issue_active.avg.pct_of_peak_sustained_active","%","10"
--- profiler: rc 0
-== profiler-others
-"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","gemv_nvfp4_fp16","dram__bytes.sum","byte","1,000"
+"1","search_mxfp4_bf16","smsp__issue_active.avg.pct_of_peak_sustained_active","%","80.4"
+-- profiler-mse: rc 0
 """
 BYTES, LARGE, AMAX, QUANTIZE, DEQUANTIZE, GEMV, SEARCH, CLEAN, DIGESTS, SLOWER, CPU = (
     bar.what for bar in bars.BARS
@@ -59,10 +62,36 @@ def verdicts(folder: Path) -> dict[str, tuple[str, str]]:
     return {bar.what: bars.judged(bar, folder) for bar in bars.BARS}
 
 
-def row(device: str, seconds: float, cpu: float, **more: object) -> str:
-    named = {"format": "nvfp4", "rule": "mse", "device": device, "workers": 0, "rc": 0}
-    found = {"took": device, "digest": "d", "seconds": seconds, "cpu_seconds": cpu}
-    return json.dumps({**named, **found, **more})
+PAIRS = [("nvfp4", "amax"), ("nvfp4", "mse"), ("nvfp4", "four-over-six")]
+PAIRS += [("mxfp4", "even"), ("mxfp4", "mse")]
+RUNS = [("cpu", 0), ("cuda", 0), ("auto", 0), ("cuda", 1)]
+
+
+def rows(**changed: dict[str, object]) -> list[dict[str, object]]:
+    """What whole.py writes; changed: by the device, of NVFP4 mse without --workers."""
+    found: list[dict[str, object]] = [{"gigabytes": 20.0, "warms up": {"rc": 0}}]
+    for fmt, rule in PAIRS:
+        for device, workers in RUNS:
+            took = {"cpu": "cpu", "cuda": "cuda:0", "auto": "cuda:0"}[device]
+            spent = {"cpu": (4.0, 40.0), "cuda": (2.0, 18.0), "auto": (2.0, 18.0)}[device]
+            row = {"gigabytes": 20.0, "format": fmt, "rule": rule, "device": device}
+            row |= {"workers": workers, "seconds": spent[0], "cpu_seconds": spent[1]}
+            row |= {"rc": 0, "took": took, "digest": f"{fmt} {rule}"}
+            if (fmt, rule, workers) == ("nvfp4", "mse", 0):
+                row |= changed.get(device, {})
+            found.append({name: value for name, value in row.items() if value is not None})
+    return found
+
+
+FAILED = {"took": None, "digest": None, "problem": "told why"}
+LATE = {**FAILED, "rc": None, "seconds": None, "cpu_seconds": None}
+
+
+def whole(folder: Path, lines: list[dict[str, object]]) -> list[tuple[str, str]]:
+    """What is found of these: digests, seconds, CPU-seconds."""
+    (folder / "whole.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = verdicts(folder)
+    return [found[DIGESTS], found[SLOWER], found[CPU]]
 
 
 def test_of_an_empty_folder_everything_is_not_run(tmp_path):
@@ -76,8 +105,20 @@ def test_the_page_of_kernels(tmp_path):
     assert found[QUANTIZE][0].startswith("91.9 % at least: quantize_mxfp4_bf16 even")
     assert (found[QUANTIZE][1], found[DEQUANTIZE][1]) == ("NOT MET", "NOT MET")
     assert found[GEMV] == ("", "not run")  # a row is missing
-    (tmp_path / "gpu.md").write_text(PAGE.replace("| copy |", "Failed: x.\n| copy |"))
-    assert verdicts(tmp_path)[AMAX] == ("", "not run")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        PAGE.replace("| copy |", "Failed: x.\n| copy |"),
+        PAGE.partition("\n## Products")[0],  # cut short
+        PAGE.partition("\n## 256M")[0],
+        PAGE.partition("\n## 256M")[0] + "\nEvery kernel of fp4convert has been measured.\n",
+    ],
+)
+def test_of_a_page_that_is_not_whole_nothing_is_met(tmp_path, page):
+    (tmp_path / "gpu.md").write_text(page)
+    assert set(verdicts(tmp_path).values()) == {("", "not run")}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +128,9 @@ def test_the_page_of_kernels(tmp_path):
         ('<failure message="bytes"/>', "rc 1", "NOT MET"),
         ('<skipped message="no room"/>', "rc 0", "not run"),
         ("", "rc 124", "not run"),  # interrupted: the rest is missing
+        ("", "rc 127", "not run"),
+        ("", "rc 137", "not run"),
+        ("", "rc 2", "not run"),
     ],
 )
 def test_bytes(tmp_path, inside, end, verdict):
@@ -94,49 +138,87 @@ def test_bytes(tmp_path, inside, end, verdict):
     (tmp_path / "bytes.txt").write_text(f"-- bytes: {end}, 10:00:00\n")
     found = verdicts(tmp_path)
     assert found[BYTES][1] == verdict
-    assert found[LARGE][1] == ("not run" if "124" in end else "met")
+    assert found[LARGE][1] == ("met" if end in ("rc 0", "rc 1") else "not run")
 
 
-def test_counters(tmp_path):
-    (tmp_path / "ncu.csv").write_text(COUNTERS)
-    assert verdicts(tmp_path)[SEARCH] == ("80.4 %", "met")
-    (tmp_path / "ncu.csv").write_text(COUNTERS.replace("80.4", "79.9"))
-    assert verdicts(tmp_path)[SEARCH] == ("79.9 %", "NOT MET")
+def test_a_page_of_bytes_that_was_cut_is_not_read(tmp_path):
+    (tmp_path / "bytes.xml").write_text(XML[:200])
+    (tmp_path / "bytes.txt").write_text("-- bytes: rc 137, 10:00:00\n")
+    assert verdicts(tmp_path)[BYTES] == ("", "not run")
 
 
-def test_sanitizers(tmp_path):
-    lines = [f"-- {tool}: rc 0, 10:00" for tool in bars.SANITIZERS]
-    (tmp_path / "sanitizer.txt").write_text("\n".join(lines))
-    assert verdicts(tmp_path)[CLEAN] == ("no errors", "met")
-    (tmp_path / "sanitizer.txt").write_text(
-        "\n".join(lines).replace("initcheck: rc 0", "initcheck: rc 9")
-    )
-    assert verdicts(tmp_path)[CLEAN] == ("errors of initcheck", "NOT MET")
-    (tmp_path / "sanitizer.txt").write_text("\n".join(lines[:3]))
-    assert verdicts(tmp_path)[CLEAN] == ("", "not run")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (COUNTERS, ("80.4 %: search_mxfp4_bf16", "met")),
+        (COUNTERS.replace("80.4", "79.9"), ("79.9 %: search_mxfp4_bf16", "NOT MET")),
+        (COUNTERS.replace("81.5", "9.5"), ("9.5 %: search_nvfp4_bf16", "NOT MET")),
+        (COUNTERS.replace("mxfp4", "other"), ("", "not run")),  # of one format alone
+        ("-- profiler-mse: rc 127, 10:00\n", ("", "not run")),
+    ],
+)
+def test_counters(tmp_path, text, expected):
+    (tmp_path / "ncu-mse.csv").write_text(text)
+    assert verdicts(tmp_path)[SEARCH] == expected
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("-- initcheck: rc 0", ("no errors", "met")),
+        ("-- initcheck: rc 9", ("errors of initcheck", "NOT MET")),
+        ("-- initcheck: rc 124", ("initcheck ended with 124", "not run")),
+        ("-- initcheck: rc 127", ("initcheck ended with 127", "not run")),
+        ("-- initcheck: not run, the time is up", ("", "not run")),
+        ("", ("", "not run")),
+    ],
+)
+def test_sanitizers(tmp_path, end, expected):
+    others = [f"-- {tool}: rc 0, 10:00" for tool in ("memcheck", "racecheck", "synccheck")]
+    (tmp_path / "sanitizer.txt").write_text("\n".join([others[0], f"{end}, 10:00", *others[1:]]))
+    assert verdicts(tmp_path)[CLEAN] == expected
 
 
 def test_whole_conversions(tmp_path):
-    path = tmp_path / "whole.jsonl"
-    path.write_text(
-        "\n".join((row("cpu", 2, 20), row("cuda", 1, 9), row("auto", 2.1, 9, took="cuda:0")))
-    )
-    found = verdicts(tmp_path)
-    assert found[DIGESTS] == ("1 pairs equal", "met")
-    assert found[SLOWER] == ("1.05 of the CPU's seconds: nvfp4 mse", "NOT MET")
-    assert found[CPU] == ("0.45", "met")
-    path.write_text(
-        "\n".join(
-            (row("cpu", 2, 20), row("cuda", 1, 11, digest="e"), row("auto", 2, 9, took="cpu"))
-        )
-    )
-    found = verdicts(tmp_path)
-    assert found[DIGESTS] == ("differ or are missing: nvfp4 mse", "NOT MET")
-    assert (found[SLOWER][1], found[CPU]) == ("met", ("0.55", "NOT MET"))
-    path.write_text(
-        "\n".join((row("cpu", 2, 20), row("cuda", 1, 11, problem="not run: the time is up")))
-    )
-    assert {verdicts(tmp_path)[what][1] for what in (DIGESTS, SLOWER)} == {"not run"}
+    assert whole(tmp_path, rows()) == [
+        ("5 pairs equal", "met"),
+        ("0.50 of the CPU's seconds: nvfp4 amax", "met"),
+        ("0.45", "met"),
+    ]
+    slow = rows(auto={"seconds": 4.2}, cuda={"cpu_seconds": 22.0, "digest": "another"})
+    assert whole(tmp_path, slow) == [
+        ("differ or are missing: nvfp4 mse", "NOT MET"),
+        ("1.05 of the CPU's seconds: nvfp4 mse", "NOT MET"),
+        ("0.55", "NOT MET"),
+    ]
+
+
+@pytest.mark.parametrize("code", [1, 124, 127, -9])
+def test_a_conversion_that_failed_meets_nothing(tmp_path, code):
+    """It was quick: its seconds say nothing."""
+    failed = {**FAILED, "rc": code, "seconds": 0.1, "cpu_seconds": 0.1}
+    on_cuda, on_auto = (f"nvfp4 mse on {device} ended with {code}" for device in ("cuda", "auto"))
+    found = whole(tmp_path, rows(cuda=failed))
+    assert found[0] == found[2] == (on_cuda, "NOT MET")
+    assert found[1][1] == "met"
+    found = whole(tmp_path, rows(auto=failed))
+    assert found[0] == found[1] == (on_auto, "NOT MET")
+    assert found[2][1] == "met"
+
+
+def test_a_conversion_that_was_not_begun_is_not_run(tmp_path):
+    assert {verdict for _, verdict in whole(tmp_path, rows(cpu=LATE))} == {"not run"}
+    found = whole(tmp_path, rows()[:7])  # ended amid them: what is there meets nothing
+    assert [verdict for _, verdict in found] == ["not run"] * 3
+    bad = whole(tmp_path, rows()[:7] + rows(cuda={"digest": "another"})[7:9])
+    assert bad[0] == ("", "not run")
+    bad = whole(tmp_path, rows(cuda={"digest": "another"})[:9])
+    assert bad[0] == ("differ or are missing: nvfp4 mse", "NOT MET")
+
+
+def test_where_auto_takes_no_gpu_its_bar_is_not_run(tmp_path):
+    lines = [row | ({"took": "cpu"} if row.get("device") == "auto" else {}) for row in rows()]
+    assert whole(tmp_path, lines)[1] == ("auto took the CPU", "not run")
 
 
 def test_a_table_has_a_column_for_each_gpu(tmp_path, capsys):

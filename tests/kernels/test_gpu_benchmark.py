@@ -26,7 +26,7 @@ from stand_in import Builds, compile_source, shrink, site, torch_without_dlpack
 
 from fp4convert.numerics.backends import cubins, gpus
 from gpu import beside_quantizers, kernels, variants
-from gpu.device import Device, grid_of, one_text
+from gpu.device import Device, Rung, grid_of, one_text
 from gpu.first_run import touch, whole
 
 FIRST_RUN = ROOT / "benchmarks" / "gpu" / "first_run"
@@ -95,7 +95,7 @@ def test_every_entry_point_is_touched(gpu, capsys):
 
 PARTS = ("first", "bytes", "whole", "variants", "page")
 LEFT = {  # what every part leaves in $OUT
-    "first": {"machine.txt", "brief.txt", "gpu.log", "sanitizer.txt", "ncu.csv"},
+    "first": {"machine.txt", "brief.txt", "gpu.log", "sanitizer.txt", "ncu.csv", "ncu-mse.csv"},
     "bytes": {"bytes.txt"},
     "whole": {"whole.txt"},
     "variants": {"variants.log"},
@@ -149,6 +149,30 @@ def test_a_form_that_gives_other_bytes_is_not_the_fastest(gpu, monkeypatch, caps
         text = sweep.text(pool)
     assert "| quantize_nvfp4_bf16 | FP4_UNITS 1 |  | DIFFERS |" in text
     assert "- quantize_nvfp4_bf16: the shipped form is the fastest" in text
+
+
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
+def test_without_the_shipped_form_or_time_nothing_is_said_of_others(gpu, monkeypatch):
+    units = variants.Knob("quantize.cu", "FP4_UNITS", (1,), widens=True)
+    monkeypatch.setattr(variants, "KNOBS", (units,))
+    device = Device(gpus.survey().gpus[0], 600)
+    sweep = variants.Sweep(device, "quantize.cu")
+    shipped, other = variants.variants(device.kernels.target, "quantize.cu")
+    assert sweep.row(shipped, "no room", "amax_bf16")[3] == "no room"
+    assert sweep.row(other, "", "amax_bf16")[3] == "not compared"
+    sweep._ms["amax_bf16"] = [(1.0, other)]
+    monkeypatch.setattr(Device, "is_late", lambda own: True)
+    assert list(sweep.best()) == ["amax_bf16: not run: the time is up"]
+
+
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
+def test_part_mse_launches_the_searches_alone(gpu, monkeypatch, capsys):
+    """Other rules have kernels of the same names: each is launched once."""
+    monkeypatch.setitem(touch.SIZES, "small", (("BF16",), (), (64,), (), (), ()))
+    found = []
+    monkeypatch.setattr(Rung, "launch", lambda own, *arguments: found.append(own.name))
+    touch.main("small", "mse")
+    assert found == ["search_nvfp4_bf16", "search_mxfp4_bf16"]
 
 
 def first_run(
@@ -252,7 +276,7 @@ def test_without_a_gpu_every_program_of_the_first_run_says_so(tmp_path):
     for name in ("machine.txt", "brief.txt", "gpu.log", "sanitizer.txt", "ncu.csv", "variants.log"):
         assert re.search("no NVIDIA driver|shows no GPU|CUDA error", left[name]), name
     (page,) = (json.loads(text) for name, text in left.items() if name.endswith(".json"))
-    assert {verdict for _, verdict in page["bars"].values()} == {"not run", "NOT MET"}
+    assert {verdict for _, verdict in page["bars"].values()} == {"not run"}
 
 
 def test_the_first_run_stops_at_nothing(tmp_path):
@@ -293,7 +317,7 @@ def test_the_first_run_from_beginning_to_end(builds, tmp_path):
         name: re.findall(r"^-- (\S+): (.*),", text, re.MULTILINE) for name, text in left.items()
     }
     assert [end for found in ends.values() for end in found if end[1] != "rc 0"] == []
-    assert sum(len(found) for found in ends.values()) == 15
+    assert sum(len(found) for found in ends.values()) == 16
     assert "kernels agree." in left["gpu.md"]
     assert "Failed" not in left["gpu.md"]
     assert left["sanitizer.txt"].count("touched every kernel") == 4

@@ -21,7 +21,7 @@ from simt import KERNELS, launch
 
 from fp4convert.numerics.backends import gpus, self_check
 
-STEMS = [Path(source).stem for source in self_check.SOURCES]
+STEMS = [Path(source).stem for source in self_check.CHECKED]
 BY_HAND = """
 .visible .entry sums(
 	.param .u64 .ptr .align 1 sums_param_0,

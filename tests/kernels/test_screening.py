@@ -61,6 +61,7 @@ CONSTANTS += ("FLOAT_LIMIT", "FLOAT_NORM", "FLOAT_REST")
 TOP, TRIED, MANTISSAS, OFFSETS = 8, 10, 8, 32
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 HALF, FLOAT = Fraction(1, 2**11), Fraction(1, 2**24)
+TINY = Fraction(1, 2**25)  # what a subnormal result of fp16 is off by
 QUOTIENT = 6.9  # of the top codes: search.cu
 
 
@@ -201,7 +202,7 @@ def half_margins(own: dict[str, Fraction]) -> Margins:
     """u has three roundings of float32 before its own, codec.py's quotients and sums a few."""
     a = HALF + 12 * FLOAT
     names = own["HALF_LIMIT"], own["HALF_NORM"], own["HALF_REST"]
-    subnormal = 2 * 17 * Fraction(1, 2**25) + Fraction(1, 2**20)
+    subnormal = 2 * 17 * TINY + Fraction(1, 2**20)  # step 8
     return Margins(*names, HALF, a, inverse_error(), 11, Fraction(1, 32), subnormal=subnormal)
 
 
@@ -222,12 +223,33 @@ def test_the_constants_follow_to_the_last_digit() -> None:
         assert not is_bound_enough(smaller(name, own)), name
 
 
+def has_bound_room(own: dict[str, Fraction]) -> bool:
+    """Step 8, with |u| = 1.5: a larger norm has more room."""
+    t, a, up = Fraction(1, 128), HALF + 12 * FLOAT, 1 / (1 - HALF) ** 11
+    least, shown = Fraction(3, 2), 1 - 8 * FLOAT  # step 7
+    norm = own["BOUND_NORM"] * shown * (1 - HALF) ** 10 - a * a * (1 + 1 / t)
+    one = own["BOUND_LIMIT"] * shown >= (1 + t) * up and norm * least**2 >= (1 + t) * up * 8 * TINY
+    # (p + q)^2 <= p^2 (1 + t) + q^2 (1 + 1/t) with p^2 = up N_k, N_k <= 2^-13: what is left of it
+    p, q = Fraction(1, 90) * up, a * least
+    return (
+        one and p * p >= up * Fraction(1, 2**13) and q * (q / t - 2 * p) >= (1 + t) * up * 17 * TINY
+    )
+
+
+def test_the_bound_has_room_for_subnormal_sums() -> None:
+    own = constants((KERNELS / "screening.cuh").read_text())
+    assert has_bound_room(own)
+    for name in ("BOUND_LIMIT", "BOUND_NORM"):
+        assert not has_bound_room(smaller(name, own)), name
+
+
 def test_the_constants_of_float32_are_more_than_enough() -> None:
     """Weights below 2; codec.py's own roundings are as many again."""
     own = constants((KERNELS / "screening.cuh").read_text())
     names = own["FLOAT_LIMIT"], own["FLOAT_NORM"], own["FLOAT_REST"]
     b, t = 2 * FLOAT, Fraction(1, 2**16)
-    assert Margins(*names, FLOAT, 4 * FLOAT, b, 24, t, worths=32).is_enough()
+    subnormal = 2 * 17 * Fraction(1, 2**150)
+    assert Margins(*names, FLOAT, 4 * FLOAT, b, 24, t, 32, subnormal).is_enough()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import WAIT_SECONDS
 
 from fp4convert.errors import OutputError
-from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends import cubins, entry_points
 from fp4convert.numerics.backends.cubins import Target
 
 PLAIN = Target("sm_90", has_cvt=False)
@@ -91,7 +91,9 @@ def test_each_source_target_and_nvrtc_has_its_own_file(compiled, monkeypatch):
         for arch in ("sm_90", "sm_120", "sm_120a")
         for has_cvt in (False, True)
     ]
-    cases = list(product((cubins.kernels_folder() / name for name in cubins.SOURCES), targets))
+    cases = list(
+        product((cubins.kernels_folder() / name for name in entry_points.SOURCES), targets)
+    )
     paths = {cubins.cubin_path(*case) for case in cases}
     monkeypatch.setattr(cubins, "nvrtc_version", lambda: (99, 0))
     paths |= {cubins.cubin_path(*case) for case in cases}

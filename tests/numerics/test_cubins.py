@@ -13,7 +13,7 @@ import pytest
 from sass import Listing, Loops, disassemble, fast_instructions
 
 from fp4convert.errors import DeviceError, InputError
-from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends import cubins, entry_points
 from fp4convert.numerics.backends.cubins import Target
 
 ARCHS = {
@@ -155,7 +155,7 @@ def built(request, tmp_path_factory) -> Built:
     target = cubins.target_for(request.param, cubins.known_targets())
     folder = tmp_path_factory.mktemp("built")
     kernels = []
-    for source in cubins.SOURCES:
+    for source in entry_points.SOURCES:
         path = cubins.kernels_folder() / source
         cubin, log = cubins.compile_cubin(path, target, ("--ptxas-options=-v",))
         (folder / source).write_bytes(cubin)

@@ -5,8 +5,11 @@ FLOORS is the only table of floors: docs/tables.py reads it for docs/architectur
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from operator import attrgetter
 
 from paths import ROOT
 
@@ -200,6 +203,19 @@ def test_every_module_says_in_one_line_what_it_does():
         for name, line in lines.items()
         if not line.endswith(".") or len(line) > MOST_WORDS_COLUMNS
     } == {}
+
+
+def test_what_the_page_says_of_a_file_is_in_it():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    told = re.findall(r"`([\w/]+)\.py: ([\w.]+)`", page)
+    wrong = []
+    for file, name in told:
+        try:
+            attrgetter(name)(import_module(f"fp4convert.{file.replace('/', '.')}"))
+        except (ImportError, AttributeError) as error:
+            wrong.append(f"{file}.py: {name}: {error}")
+    assert len(told) > 20
+    assert wrong == []
 
 
 def test_functions_say_what_they_do():

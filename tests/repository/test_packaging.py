@@ -18,10 +18,10 @@ from checkpoints import run, write_llama
 from packaging.requirements import Requirement
 from paths import ROOT
 
-from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends import cubins, entry_points
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-CUDA = (*cubins.HEADERS, *cubins.SOURCES)  # compiled on the user's machine
+CUDA = (*cubins.HEADERS, *entry_points.SOURCES)  # compiled on the user's machine
 PAGES = (
     "py.typed",
     "report/catalogue.toml",

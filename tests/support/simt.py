@@ -24,6 +24,7 @@ from fp4convert.numerics.backends.entry_points import (
     Values,
     amax_call,
     compare_call,
+    count_call,
     dequantize_call,
     quantize_call,
 )
@@ -210,7 +211,7 @@ class SimtKernels:
         launched = -(-rows // 8) * ELEMENTS_PER_BLOCK
         self.call(launched, compare_call(values_of(x), codes, sums))
         launched = -(-codes.packed.size // 65536) * ELEMENTS_PER_BLOCK
-        self.call(launched, ("count_codes", (codes.packed, codes.packed.size, counts)))
+        self.call(launched, count_call(codes.packed, codes.packed.size, counts))
         return Compared(sums.data, counts.data)
 
     def call(self, n: int, call: Call) -> None:

@@ -18,7 +18,7 @@ from lazy_cuda import Machine
 from numpy_cuda import Gpu
 from simt import KERNELS, compile_for_host
 
-from fp4convert.numerics.backends import cubins, cuda_stream, gpus, self_check
+from fp4convert.numerics.backends import cubins, cuda_stream, entry_points, gpus, self_check
 
 ELF = b"\x7fELF" + bytes(60)  # without any table
 BENCHMARKS = ("bench.py", "touch.py")
@@ -124,7 +124,7 @@ def install(folder: str) -> None:
         patched.setitem(sys.modules, "torch", torch_without_dlpack())
         shrink(patched)
         return
-    stems = [Path(source).stem for source in cubins.SOURCES]
+    stems = [Path(source).stem for source in entry_points.SOURCES]
     libraries = {stem: ctypes.CDLL(str(Path(folder) / f"{stem}.so")) for stem in stems}
     patched.setitem(sys.modules, "cupy", Machine(libraries).module())
     patched.setattr(self_check, "check", lambda gpu: None)

@@ -90,8 +90,9 @@ first)
         run "$tool" 25 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "${touched[@]}" small
     done > "$OUT/sanitizer.txt"
     grep -E "^--|^==|SUMMARY" "$OUT/sanitizer.txt"
-    profile profiler 45 elements > "$OUT/ncu.csv"
-    profile profiler-others 45 products reports packed >> "$OUT/ncu.csv"
+    profile profiler-mse 25 mse > "$OUT/ncu-mse.csv"
+    profile profiler 40 elements > "$OUT/ncu.csv"
+    profile profiler-others 40 products reports packed >> "$OUT/ncu.csv"
     ;;
 bytes)
     {

@@ -3,8 +3,8 @@
     PYTHONPATH=benchmarks python benchmarks/gpu/first_run/touch.py small|large [PART ...]
 
 small has tails and odd sizes and takes seconds under a sanitizer, which sees every array's end:
-CuPy's pool, where arrays lie side by side, is left aside. large has 64M elements of bf16. What the
-kernels give is not looked at, but for a count.
+CuPy's pool, where arrays lie side by side, is left aside. large has 64M elements of bf16, and part
+mse the searches of that rule alone. What the kernels give is not looked at, but for a count.
 """
 
 from __future__ import annotations
@@ -19,20 +19,28 @@ from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, FORMATS, ROW_SUMS
 from gpu import device as device_module
 from gpu import kernels, packed, products
-from gpu.device import Device, Rung
+from gpu.device import Case, Device, Rung
 
 KINDS = ("quantize", "search", "weigh", "dequantize", "compare")  # by format and dtype
 DECODERS = ("decode_fp8", "decode_int4", "decode_int8", "transpose_2", "transpose_4")
 SECONDS = 600
-SIZES = {  # dtypes; elements; shapes of products, of what is compared, of what is decoded
+SIZES = {  # dtypes; elements, and of the searches alone; shapes of products, reports, packed
     "small": (
         tuple(FLOAT_TYPES),
         (32, 3 * 8192 + 32),
+        (),
         ((40, 64), (33, 1088)),
         ((1, 32), (37, 544)),
         ((1, 128), (130, 96), (37, 544)),
     ),
-    "large": (("BF16",), (64 * kernels.M,), products.SHAPES, (packed.SHAPE,), (packed.SHAPE,)),
+    "large": (
+        ("BF16",),
+        (64 * kernels.M,),
+        (64 * kernels.M,),
+        products.SHAPES,
+        (packed.SHAPE,),
+        (packed.SHAPE,),
+    ),
 }
 
 
@@ -50,6 +58,7 @@ def main(size: str, *parts: str) -> None:
     dtypes, *shapes = SIZES[size]
     works = {  # of every case the first run
         "elements": lambda n: [kernels.Elementwise(device, dtype, n)._cases() for dtype in dtypes],
+        "mse": lambda n: [_searches(device, n)],
         "products": lambda shape: [products.Products(device, *shape)._cases()],
         "reports": lambda shape: _compare(device, dtypes, *shape),
         "packed": lambda shape: [packed.Decoders(device, shape)._cases()],
@@ -61,6 +70,12 @@ def main(size: str, *parts: str) -> None:
                     case.work(0)
                 device.release()
     print(f"touched every kernel of {', '.join(parts or works)}; {size}")
+
+
+def _searches(device: Device, n: int) -> list[Case]:
+    """List the shipped searches of rule mse: other rules launch kernels of the same names."""
+    cases = list(kernels.Elementwise(device, "BF16", n)._cases())
+    return [case for case in cases if case.label.endswith(" mse")]
 
 
 def _compare(device: Device, dtypes: Sequence[str], rows: int, columns: int) -> list[Any]:

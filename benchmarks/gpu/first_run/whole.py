@@ -1,9 +1,10 @@
-"""Convert a whole checkpoint in memory, on the CPU and on the GPU; note seconds and digests.
+"""Convert a whole checkpoint in memory, on the CPU and on the GPU.
 
     python benchmarks/gpu/first_run/whole.py OUT.jsonl [--gigabytes N] [--hidden N]
         [--folder /dev/shm] [--seconds N]
 
-A line of OUT for each run, as it ends. Digests of one rule must be equal on both devices.
+OUT is written anew: a line for each run with its seconds and digest, as it ends. Digests
+of one rule must be equal on both devices.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def main(arguments: list[str]) -> int:
     digests: dict[tuple[object, object], set[object]] = {}
     try:
         write_checkpoint(source, layers, options.hidden)
-        with options.out.open("a", encoding="utf-8") as stream:
+        with options.out.open("w", encoding="utf-8") as stream:
             for row in rows(source, output, options.seconds):
                 text = json.dumps({"gigabytes": layers * layer_nbytes / 1e9, **row})
                 print(text, flush=True)

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from fp4convert.errors import DeviceError, InputError, OutputError
 
-SOURCES = ("quantize.cu", "search.cu", "dequantize.cu", "gemv.cu", "compare.cu", "decode.cu")
 HEADERS = ("fp4.h", "device.h", "codes.cuh", "screening.cuh")
 ELF_HEADER_NBYTES = 64
 OLDEST = (8, 0)  # the first with packed bf16 arithmetic

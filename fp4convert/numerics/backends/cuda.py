@@ -15,12 +15,12 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.backends.base import OWN, Given
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
 from fp4convert.numerics.backends.cuda_stream import (
-    GEMV_VECTORS,
     GPU_PANEL_ELEMENTS,
     LANES,
     Lane,
     held_nbytes,
 )
+from fp4convert.numerics.backends.entry_points import ENTRIES
 from fp4convert.numerics.backends.gpus import Gpu
 from fp4convert.numerics.codec import Float32s, global_scale_of
 from fp4convert.numerics.formats import NVFP4, Format
@@ -28,7 +28,7 @@ from fp4convert.numerics.matrices import Blocks, InMemory, Matrix, Quantized, We
 from fp4convert.process import processors
 
 LEAST_LANES = 4  # so that a GPU has work while callers wait for a disk
-MAX_VECTORS = 65535 * GEMV_VECTORS  # a grid has no more rows
+MAX_VECTORS = 65535 * ENTRIES["gemv"].down  # a grid has no more rows
 
 
 class Cuda:
@@ -107,7 +107,8 @@ class Cuda:
     def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
         """Multiply a packed matrix with vectors: fp16, (vectors, rows).
 
-        Added up in float32; Inf beyond the range of fp16.
+        Added up in float32; Inf beyond the range of fp16. No command launches it, and the check of
+        a GPU before its first work leaves it out.
         q  columns % 64 == 0
         x  (vectors, columns): bf16, fp16, or NVFP4 with a multiplier and block scales of its own
         Raises InputError for anything else, DeviceError

@@ -9,22 +9,11 @@ from typing import Any
 
 from fp4convert.errors import DeviceError
 from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends.entry_points import Call, entry_of, grid_of
 from fp4convert.numerics.backends.gpus import Gpu
 
 RESIDENT_SHARE = 0.8  # of the free device memory: panels that stay between the passes
 THREADS = 256  # of a block: kernels/device.h
-FILES = {
-    "amax": "quantize.cu",
-    "quantize": "quantize.cu",
-    "dequantize": "dequantize.cu",
-    "gemv": "gemv.cu",
-    "search": "search.cu",
-    "weigh": "search.cu",
-    "compare": "compare.cu",
-    "count": "compare.cu",
-    "decode": "decode.cu",
-    "transpose": "decode.cu",
-}
 
 
 class Kernels:
@@ -48,22 +37,24 @@ class Kernels:
                     self._room_nbytes = int(RESIDENT_SHARE * device.mem_info[0])
             return self._room_nbytes
 
-    def launch(self, name: str, grid: tuple[int, ...], stream: Any, *arguments: int) -> None:
+    def launch(self, call: Call, stream: Any, *counts: int) -> None:
         """Start a kernel, on the GPU that must be current.
 
-        arguments  addresses and integers, which CuPy passes as 64 bits each
+        call    its arguments are addresses and integers, which CuPy passes as 64 bits each
+        counts  of elements, or of rows and vectors or columns: `grid_of`
         """
+        name, arguments = call
         # Generators of two GPUs that take turns in a thread would leave the other's current.
         if (current := self.cupy.cuda.runtime.getDevice()) != self.gpu.number:
             raise RuntimeError(f"{name} is for cuda:{self.gpu.number}; cuda:{current} is current")
         with self._lock:
             if name not in self._functions:
                 self._functions[name] = self._load(name)
-        self._functions[name](grid, (THREADS,), arguments, stream=stream)
+        self._functions[name](grid_of(name, *counts), (THREADS,), arguments, stream=stream)
 
     def _load(self, name: str) -> Any:
         """Load a kernel; a cubin that the driver refuses is made again, once."""
-        source = cubins.kernels_folder() / FILES[name.partition("_")[0]]
+        source = cubins.kernels_folder() / entry_of(name).file
         path = cubins.cubin_path(source, self.gpu.target)
         try:
             return self.cupy.RawModule(path=str(path)).get_function(name)

@@ -33,9 +33,12 @@ from fp4convert.numerics.backends.entry_points import (
     Call,
     Codes,
     Values,
+    Vectors,
     amax_call,
     compare_call,
+    count_call,
     dequantize_call,
+    gemv_call,
     quantize_call,
 )
 from fp4convert.numerics.codec import (
@@ -57,19 +60,16 @@ from fp4convert.numerics.matrices import (
     row_panels,
 )
 
-# To a GPU at most: callers that read and write side by side. A core moves some 2.5 GB/s of bf16 so.
+# To a GPU at most: callers that read and write side by side, 2.8 GB/s of bf16 a core
+# (benchmarks/results/host.md: read, write and lock).
 LANES = 16
 GPU_PANEL_ELEMENTS = (
     8 << 20
 )  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs
-ELEMENTS_PER_LAUNCH_BLOCK = 8192  # kernels/device.h
 MAX_ELEMENT_NBYTES = 4  # float32
 RESULT_NBYTES = 1  # for an element, with the sums of its row where that has NARROW elements or more
 NARROW = 128
-ROWS_PER_LAUNCH_BLOCK, COUNTED_PER_BLOCK = 8, 1 << 17  # kernels/compare.cu
-TRANSPOSED_NBYTES = 256  # of a row of what is written, to a block of threads: kernels/decode.cu
 EVEN_ROWS = 16  # panels of more are multiples: transposing goes by squares
-GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
 
 T = TypeVar("T")
 Part = memoryview | NDArray[np.generic]
@@ -184,10 +184,8 @@ class Lane:
                 if note:
                     self._start(n, amax_call(x, at + own.start))
                 stored_codes = codes._replace(global_scale=group_scale.device.ptr)
-                name, compared = compare_call(x, stored_codes, at + sums.start)
-                grid, blocks = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),), -(-n // COUNTED_PER_BLOCK)
-                self._kernels.launch(name, grid, self._work, *compared)
-            self._kernels.launch("count_codes", (blocks,), self._work, codes.packed, n // 2, at)
+                self._start(shape[0], compare_call(x, stored_codes, at + sums.start))
+            self._start(n, count_call(codes.packed, n // 2, at))
             result.download(block_scales.stop, self._down, after=self._work)
 
             def take() -> tuple[int, Quantized]:
@@ -277,32 +275,17 @@ class Lane:
             stored_global,
             *vector_places,
         ):
-            grid = (-(-rows // GEMV_ROWS), -(-vectors // GEMV_VECTORS))
-            places = (
-                packed,
-                block_scales,
-                stored_global,
-                int(q.kind == "divisor"),
-                rows,
-                q.shape[1],
-                *vector_places,
-            )
-            self._kernels.launch(
-                f"gemv_{q.format.name}_{kind}",
-                grid,
-                self._work,
-                *places,
-                vectors,
-                result.device.ptr,
-            )
+            codes = Codes(q.format, packed, block_scales, stored_global, q.kind)
+            own = Vectors(kind, tuple(vector_places), vectors)
+            call = gemv_call(codes, q.shape, own, result.device.ptr)
+            self._kernels.launch(call, self._work, rows, vectors)
         result.download(2 * vectors * rows, self._down, after=self._work)
         result.copied.synchronize()
         return result.host[: 2 * vectors * rows]
 
     def _start(self, n: int, call: Call) -> None:
-        """Start an elementwise kernel on n elements."""
-        name, arguments = call
-        self._kernels.launch(name, (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),), self._work, *arguments)
+        """Start a kernel on n elements, or rows."""
+        self._kernels.launch(call, self._work, n)
 
     @contextmanager
     def _panel(
@@ -353,11 +336,11 @@ class Lane:
         with self._parts(tables) as addresses:
             places = iter(addresses)
             arguments = [a if isinstance(a, int) else next(places) for a in stored.arguments]
-            grid: tuple[int, ...] = (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),)
+            counts: tuple[int, ...] = (n,)
             if stored.kernel.startswith("transpose"):
-                rows, side = tables[0].shape[0], TRANSPOSED_NBYTES // tables[0].itemsize
-                grid = (-(-rows // side), -(-(n // rows) // side))
-            self._kernels.launch(stored.kernel, grid, self._work, *arguments, at)
+                rows = tables[0].shape[0]
+                counts = (rows, n // rows)
+            self._kernels.launch((stored.kernel, (*arguments, at)), self._work, *counts)
             yield
 
     def decode(self, stored: StoredRows, nbytes: int) -> memoryview:

@@ -19,9 +19,7 @@ import numpy as np
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cuda_buffers import ALIGNMENT
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
-from fp4convert.numerics.backends.cuda_stream import ELEMENTS_PER_LAUNCH_BLOCK
 from fp4convert.numerics.backends.entry_points import (
-    Call,
     Codes,
     Values,
     amax_call,
@@ -167,7 +165,7 @@ class DeviceWork:
         """Wait for the largest magnitude; Inf or NaN where there is one."""
         result = self._cupy.cuda.alloc(ALIGNMENT)
         result.memset_async(0, 4, self._stream)
-        self._start(n, amax_call(Values(dtype, address, (1, n)), result.ptr))
+        self._kernels.launch(amax_call(Values(dtype, address, (1, n)), result.ptr), self._stream, n)
         return float(np.frombuffer(self.copy_to_host(result.ptr, 4), np.float32)[0])
 
     def quantize(
@@ -185,7 +183,7 @@ class DeviceWork:
         values = Values(x.dtype, x.address, (rows, columns))
         codes = Codes(fmt, packed.data.ptr, block_scales.data.ptr)
         amax_at = None if group_amax is None else group_amax.ptr
-        self._start(n, quantize_call(values, codes, rule, amax_at, choice))
+        self._kernels.launch(quantize_call(values, codes, rule, amax_at, choice), self._stream, n)
         stored = float(global_scale_of(amax, rule)) if fmt.has_global_scale else None
         return DeviceQuantized(fmt, (rows, columns), packed, block_scales, stored)
 
@@ -207,7 +205,9 @@ class DeviceWork:
         stored = self._upload(np.array([q.global_scale or 0], np.float32))
         packed_at, scales_at = (part.address for part in parts)
         codes = Codes(fmt, packed_at, scales_at, stored.ptr, q.kind)
-        self._start(n, dequantize_call(codes, Values(dtype, values.data.ptr, q.shape)))
+        self._kernels.launch(
+            dequantize_call(codes, Values(dtype, values.data.ptr, q.shape)), self._stream, n
+        )
         # What was rounded to the largest may have been beyond it: the host looks at such a matrix.
         if dtype != "F32" and not self.amax(dtype, n, values.data.ptr) < float_type.largest:
             packed, block_scales = (self.copy_to_host(part.address, part.nbytes) for part in parts)
@@ -229,11 +229,6 @@ class DeviceWork:
         host, stream = values.ctypes.data, self._stream.ptr
         self._runtime.memcpyAsync(place.ptr, host, values.nbytes, direction, stream)
         return place
-
-    def _start(self, n: int, call: Call) -> None:
-        name, arguments = call
-        grid = (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),)
-        self._kernels.launch(name, grid, self._stream, *arguments)
 
     def _from_dlpack(self, x: Any) -> tuple[DeviceArray, tuple[int, ...] | None] | None:
         """Read a capsule and its strides; None where a producer gives none."""

@@ -1,4 +1,4 @@
-"""Name the entry points of kernels/*.cu, with their arguments in order.
+"""Name the entry points of kernels/*.cu: files, grids and arguments.
 
 Addresses are whatever the caller has: of a GPU's memory, or arrays of NumPy where kernels run on
 the host.
@@ -10,7 +10,44 @@ from typing import Any, NamedTuple
 
 from fp4convert.numerics.formats import FLOAT_TYPES, Format, Kind, kernel_of, rule_number
 
-Call = tuple[str, tuple[Any, ...]]
+Call = tuple[str, tuple[Any, ...]]  # name and arguments
+
+
+class Entry(NamedTuple):
+    """Where a kernel stands, and what a block of threads takes.
+
+    across  elements, or rows
+    down    vectors, or columns
+    """
+
+    file: str
+    across: int
+    down: int = 1
+
+
+ENTRIES = {  # by the beginning of a name; the heads of the files say the same
+    **dict.fromkeys(("amax", "quantize"), Entry("quantize.cu", 8192)),
+    **dict.fromkeys(("search", "weigh"), Entry("search.cu", 8192)),
+    "dequantize": Entry("dequantize.cu", 8192),
+    "gemv": Entry("gemv.cu", 32, 2),
+    "compare": Entry("compare.cu", 8),
+    "count": Entry("compare.cu", 1 << 17),
+    "decode": Entry("decode.cu", 8192),
+    "transpose_2": Entry("decode.cu", 128, 128),
+    "transpose_4": Entry("decode.cu", 64, 64),
+}
+SOURCES = tuple(dict.fromkeys(entry.file for entry in ENTRIES.values()))
+
+
+def entry_of(name: str) -> Entry:
+    """Find the entry of a kernel by its name."""
+    return ENTRIES.get(name) or ENTRIES[name.partition("_")[0]]
+
+
+def grid_of(name: str, first: int, second: int = 1) -> tuple[int, int]:
+    """Count blocks of threads for elements, or rows and vectors or columns."""
+    entry = entry_of(name)
+    return -(-first // entry.across), -(-second // entry.down)
 
 
 class Values(NamedTuple):
@@ -48,6 +85,19 @@ class Codes(NamedTuple):
         return (self.global_scale, is_divisor) if self.format.has_global_scale else ()
 
 
+class Vectors(NamedTuple):
+    """Vectors that a matrix is multiplied with.
+
+    kind   bf16, fp16 or nvfp4
+    parts  addresses: of values or codes, of block scales and of the global scale, as a format has
+           them
+    """
+
+    kind: str
+    parts: tuple[Any, ...]
+    n: int
+
+
 def amax_call(x: Values, amax: Any) -> Call:
     """Raise the float32 at `amax` to the largest magnitude."""
     return f"amax_{x.word}", (x.address, x.n, amax)
@@ -75,3 +125,17 @@ def compare_call(x: Values, q: Codes, sums: Any) -> Call:
     """Write the sums of every row."""
     name = f"compare_{q.format.name}_{x.word}"
     return name, (x.address, *x.shape, q.packed, q.block_scales, *q.scale, sums)
+
+
+def count_call(packed: Any, nbytes: int, counts: Any) -> Call:
+    """Add to int64 counts of codes; launched for 2 * nbytes elements."""
+    return "count_codes", (packed, nbytes, counts)
+
+
+def gemv_call(q: Codes, shape: tuple[int, int], x: Vectors, y: Any) -> Call:
+    """Write fp16 products with vectors; launched for rows and vectors.
+
+    shape  of the matrix, rows and columns
+    """
+    matrix = (q.packed, q.block_scales, q.global_scale, int(q.kind == "divisor"), *shape)
+    return f"gemv_{q.format.name}_{x.kind}", (*matrix, *x.parts, x.n, y)

@@ -1,7 +1,7 @@
 """Check the kernels of a GPU before its first work.
 
-Adversarial values go through every entry point that commands launch, under every rule, and through
-the CPU library. What comes of it is kept beside the cubins: it is found out once for each compiled
+Adversarial values go through every kernel that commands launch, under every rule, and through the
+CPU library. What comes of it is kept beside the cubins: it is found out once for each compiled
 kernel, driver, GPU and version of this package. A GPU whose bytes differ is given no work.
 """
 
@@ -26,6 +26,7 @@ from fp4convert.numerics.backends.base import expected_device
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
 from fp4convert.numerics.backends.cuda_stream import Lane
+from fp4convert.numerics.backends.entry_points import ENTRIES, SOURCES
 from fp4convert.numerics.backends.gpus import NO_GPU, Gpu, Survey, survey
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, decode_e4m3
 from fp4convert.numerics.formats import (
@@ -46,8 +47,8 @@ from fp4convert.numerics.formats import (
 from fp4convert.numerics.fp8_int import Grid
 from fp4convert.numerics.matrices import InMemory, Matrix, Quantized, StoredRows
 
-# That commands launch.
-SOURCES = ("quantize.cu", "search.cu", "compare.cu", "dequantize.cu", "decode.cu")
+# That commands launch: none multiplies.
+CHECKED = tuple(name for name in SOURCES if name != ENTRIES["gemv"].file)
 DRIVER = Path("/proc/driver/nvidia/version")  # its build; absent under WSL
 COLUMNS = 544  # whole blocks, and a tail of everything that takes more
 MIDPOINTS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # of E2M1's neighbours
@@ -130,7 +131,7 @@ def check(gpu: Gpu) -> None:
     Raises  DeviceError "device-differs", with kernel, block and bytes; others where kernels do not
             compile or the GPU fails, which is not kept
     """
-    paths = [cubins.cubin_path(cubins.kernels_folder() / name, gpu.target) for name in SOURCES]
+    paths = [cubins.cubin_path(cubins.kernels_folder() / name, gpu.target) for name in CHECKED]
     verdict = _place_of_verdict(gpu, paths)
     difference, next_step = None, f"Use --device cpu. To check again: {shell_line('rm', verdict)}"
     with suppress(OSError):
@@ -176,7 +177,7 @@ class Output(NamedTuple):
 
 
 def find_difference(gpu: Gpu) -> str:
-    """Compare every entry point with the CPU library.
+    """Compare every kernel that commands launch with the CPU library.
 
     Returns  kernel, unit and both bytes of the first difference; "" where there is none
     Raises   DeviceError where the GPU fails

@@ -1,0 +1,46 @@
+"""The one table of kernels: files and grids as the heads of kernels/*.cu have them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from simt import KERNELS
+
+from fp4convert.numerics.backends.entry_points import ENTRIES, SOURCES, entry_of, grid_of
+
+TOLD = {  # in the head of a file, a kernel, and what it says of its grid
+    "amax_bf16": ("device.h", r"32 elements a thread, so grid = ceil\(n / 8192\)"),
+    "decode_fp8": ("decode.cu", r"decode grid = ceil\(rows \* columns / 8192\)"),
+    "compare_nvfp4_bf16": ("compare.cu", r"compare grid = ceil\(rows / 8\)"),
+    "count_codes": ("compare.cu", r"count_codes grid = ceil\(nbytes / 65536\)"),
+    "gemv_mxfp4_fp16": ("gemv.cu", r"grid.x = ceil\(rows / 32\), grid.y = ceil\(vectors / 2\)"),
+    "transpose_2": ("decode.cu", r"ceil\(rows / T\), ceil\(count / T\)\), T = 256 / N"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "grid"),
+    [
+        ("amax_bf16", (8193,), (2, 1)),
+        ("decode_fp8", (8192,), (1, 1)),
+        ("compare_nvfp4_bf16", (17,), (3, 1)),
+        ("count_codes", (2 * 65536 + 2,), (2, 1)),
+        ("gemv_mxfp4_fp16", (65, 3), (3, 2)),
+        ("transpose_2", (129, 128), (2, 1)),
+        ("transpose_4", (64, 65), (1, 2)),
+    ],
+)
+def test_grids_are_those_of_the_heads(name, counts, grid):
+    file, text = TOLD["transpose_2" if name == "transpose_4" else name]
+    assert re.search(text, (KERNELS / file).read_text())
+    assert grid_of(name, *counts) == grid
+
+
+def test_every_kernel_stands_in_its_file():
+    """Of every file that is compiled; macros make the rest of a name."""
+    assert set(SOURCES) == {path.name for path in KERNELS.glob("*.cu")}
+    for name in ENTRIES:
+        assert re.search(
+            rf"\b{name.partition('_')[0]}_", (KERNELS / entry_of(name).file).read_text()
+        )
