@@ -8,6 +8,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +24,8 @@ from torch_formulas import decoded, e4m3, unpacked
 import fp4convert
 from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
 from fp4convert.errors import InputError, NumericError
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.matrices import Matrix
 
 INPUTS = load_file(GOLDEN / "inputs.safetensors")
 MODELOPT, TORCHAO = (
@@ -151,6 +154,49 @@ def test_a_tensor_that_torch_keeps_negated_is_what_it_says():
 def test_what_is_quantized_can_be_copied_and_pickled(format):
     q = quantize_tensor(INPUTS["rand_fp32"], format=format)
     assert pickle.loads(pickle.dumps(q)) == q == copy.deepcopy(q)
+
+
+DAMAGED = [
+    ("nvfp4", {"packed": b"\x22" * 16}, "packed is 16 bytes; expected 128 bytes"),
+    ("nvfp4", {"packed": b""}, "packed is 0 bytes"),
+    ("nvfp4", {"packed": bytes(129)}, "packed is 129 bytes"),
+    ("nvfp4", {"packed": None}, r"packed is a builtins\.NoneType"),
+    ("nvfp4", {"block_scales": bytes(3)}, "block_scales is 3 bytes; expected 16 bytes, for nvfp4"),
+    ("mxfp4", {"block_scales": bytes(16)}, "expected 8 bytes, for mxfp4 of the shape"),
+    ("nvfp4", {"shape": (64,)}, r"shape is \(64,\); expected \(rows, columns\)"),
+    ("nvfp4", {"shape": None}, "shape is None"),
+    ("nvfp4", {"shape": (-2, -128)}, r"shape is \(-2, -128\)"),
+    ("nvfp4", {"shape": (16, 16.0)}, r"shape is \(16, 16\.0\)"),
+    ("mxfp4", {"shape": (16, 16)}, "columns a multiple of 32, for mxfp4"),
+    ("nvfp4", {"global_scale": None}, "global_scale is None; expected a finite float32 above 0"),
+    ("nvfp4", {"global_scale": float("nan")}, "global_scale is nan"),
+    ("nvfp4", {"global_scale": 0.0}, r"global_scale is 0\.0"),
+    ("nvfp4", {"global_scale": 1e39}, r"global_scale is 1e\+39"),
+    ("nvfp4", {"global_scale": "x"}, "global_scale is 'x'"),
+    ("mxfp4", {"global_scale": 1.0}, r"global_scale is 1\.0; expected None, for mxfp4"),
+    ("nvfp4", {"kind": "factor"}, "kind is 'factor'; expected multiplier or divisor"),
+    ("nvfp4", {"format": "nvfp4"}, "format is 'nvfp4'; expected that of a Quantized"),
+]
+
+
+@pytest.mark.parametrize(("format", "changes", "said"), DAMAGED, ids=[said for *_, said in DAMAGED])
+def test_parts_that_do_not_fit_together_are_refused(format, changes, said):
+    """Kernels read as many bytes as the shape says, whatever is there."""
+    q = quantize_tensor(np.ones((4, 64), np.float32), format=format)
+    for dtype in ("fp32", "bf16"):
+        with pytest.raises(InputError, match=said) as refused:
+            dequantize_tensor(replace(q, **changes), dtype)
+        assert refused.value.code == "bad-quantized"
+
+
+@pytest.mark.parametrize("part", ["packed", "block_scales"])
+def test_the_cpu_reads_nothing_beyond_a_buffer(part):
+    q = quantize_tensor(X, format="nvfp4")
+    short = replace(q, **{part: getattr(q, part)[:-1]})
+    with pytest.raises(ValueError, match="cannot reshape"):
+        Cpu().dequantize(short, "F32")
+    with pytest.raises(ValueError, match="cannot reshape"):
+        Cpu().compare(Matrix(X.data.cast("B"), "F32", X.shape), short)
 
 
 def test_only_what_is_quantized_is_dequantized():

@@ -202,7 +202,7 @@ class DeviceWork:
             if part.element_nbytes != 1 or part.nbytes != nbytes or q.shape[1] % fmt.block_size:
                 found = f"{part.shape} of {part.element_nbytes} bytes each"
                 detail = f"parts of a matrix {q.shape} have the shape {found}"
-                raise InputError("tensor-shape", f"{detail}; expected {nbytes} bytes")
+                raise InputError("bad-quantized", f"{detail}; expected {nbytes} bytes")
         values = self._cupy.empty(q.shape, "u2" if dtype == "BF16" else f"f{float_type.nbytes}")
         stored = self._upload(np.array([q.global_scale or 0], np.float32))
         packed_at, scales_at = (part.address for part in parts)
