@@ -99,7 +99,7 @@ def quantize_tensor(
                  infinity, with the first place; DeviceError for a GPU that cannot be used
     """
     fmt = format_named(format)
-    rule = check_rule(fmt, scale_rule or fmt.default_rule)
+    rule = check_rule(fmt, fmt.default_rule if scale_rule is None else scale_rule)
     moments = None if importance is None else _moments(importance)
     if moments is not None and rule != IMPORTANCE:
         raise InputError(
