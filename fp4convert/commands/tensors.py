@@ -151,8 +151,8 @@ def dequantize_tensor(q: Quantized | DeviceQuantized, dtype: str = "fp32") -> An
         return np.concatenate(panels).reshape(q.shape)
     device = _gpu_of(getattr(q, "packed", None))
     if device is None:
-        found = f"a {type(q).__module__}.{type(q).__qualname__} is given"
-        raise InputError("tensor-type", f"{found}; expected a Quantized")
+        found = f"a {type(q).__module__}.{type(q).__qualname__} is given; expected a Quantized"
+        raise InputError("tensor-type", found, "Give what quantize_tensor returned.")
     _check_fields(q)
     with _working_at(q.packed, device) as work:
         return work.dequantize(q, stored)
@@ -291,11 +291,15 @@ def _check_amax(global_amax: float, fmt: Format, own: float) -> float:
 def _moments(importance: object) -> Float32s:
     """Return the second moments as an array; InputError for what is none."""
     try:
-        return np.asarray(getattr(importance, "detach", lambda: importance)(), np.float32)
+        given = np.asarray(getattr(importance, "detach", lambda: importance)())
+        if np.iscomplexobj(given):
+            raise TypeError
+        return given.astype(np.float32)
     except (TypeError, ValueError, RuntimeError):
         kind = f"{type(importance).__module__}.{type(importance).__qualname__}"
         raise InputError(
-            "importance-shape", f"importance is a {kind}; expected an array, one number to a column"
+            "importance-shape",
+            f"importance is a {kind}; expected an array of real numbers, one to a column",
         ) from None
 
 

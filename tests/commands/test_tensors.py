@@ -297,9 +297,27 @@ def test_what_is_not_finite_is_refused_with_its_place(bad, format):
             quantize_tensor(form, format=format)
 
 
-def test_an_unknown_dtype_to_dequantize_to_is_refused():
-    with pytest.raises(InputError, match="bf16, fp16, fp32"):
-        dequantize_tensor(quantize_tensor(X, format="mxfp4"), "int8")
+@pytest.mark.parametrize(
+    ("dtype", "meant"),
+    [
+        ("int8", ""),
+        (None, ""),
+        ([], ""),
+        (torch.int8, ""),
+        (torch.bfloat16, "bf16"),
+        (torch.float16, "fp16"),
+        (np.float32, "fp32"),
+        (np.dtype("float16"), "fp16"),
+        (ml_dtypes.bfloat16, "bf16"),
+        ("float32", "fp32"),
+    ],
+)
+def test_an_unknown_dtype_to_dequantize_to_is_refused_with_the_word(dtype, meant):
+    with pytest.raises(InputError) as refused:
+        dequantize_tensor(quantize_tensor(X, format="mxfp4"), dtype)
+    suggested = f"; did you mean {meant}?" if meant else ""
+    end = f" is not known; expected one of bf16, fp16, fp32{suggested}"
+    assert refused.value.message == f"dtype {dtype!r}{end}"
 
 
 def test_the_weights_are_not_changed_and_the_result_is_its_own():

@@ -316,8 +316,12 @@ def test_an_interface_without_a_key_is_refused(machine, left_out):
 def test_without_a_driver_an_array_of_a_gpu_is_a_device_error(monkeypatch):
     monkeypatch.setattr(gpus, "ask_driver", lambda: (None, 0, "there is no NVIDIA driver"))
     device_arrays._kernels.cache_clear()
-    with pytest.raises(DeviceError, match="'cuda:0' is not there: there is no NVIDIA driver"):
+    said = "'cuda:0' is not there: there is no NVIDIA driver"
+    with pytest.raises(DeviceError, match=said) as refused:
         quantize_tensor(array_of(**HOST), format="nvfp4")
+    assert refused.value.next_step == (
+        "Copy the matrix to the CPU; fp4convert doctor tells what the GPU needs."
+    )
 
 
 def test_parts_of_another_size_are_refused(machine):

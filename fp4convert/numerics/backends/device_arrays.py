@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4convert.errors import InputError
+from fp4convert.errors import DeviceError, InputError
 from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.backends.cuda_buffers import ALIGNMENT
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
@@ -156,7 +156,13 @@ def on_stream(device: int, stream: int | None) -> Iterator[DeviceWork]:
 @cache
 def _kernels(device: int) -> Kernels:
     """Open a GPU that passes the check, once for a process."""
-    (gpu,) = usable_gpus(f"cuda:{device}")
+    try:
+        (gpu,) = usable_gpus(f"cuda:{device}")
+    except DeviceError as error:  # whose next step may be an option
+        if error.code != "no-device":
+            raise
+        step = "Copy the matrix to the CPU; fp4convert doctor tells what the GPU needs."
+        raise DeviceError(error.code, error.message, step) from None
     return Kernels(gpu)
 
 
