@@ -42,6 +42,10 @@ class Stored(NamedTuple):
     number: float
     kind: Kind = "multiplier"
 
+    @property
+    def multiplier(self) -> float:
+        return 1 / self.number if self.kind == "divisor" and self.number else self.number
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalScales:
@@ -188,12 +192,11 @@ def given_amaxes(
         else list(map(scales.find, groups))
     )
     stored = dict(zip(groups, found, strict=True))
-    for module, (number, kind) in stored.items():
-        multiplier = 1 / number if kind == "divisor" and number else number
-        if not SMALLEST <= multiplier <= 1 / SMALLEST:
+    for module, one in stored.items():
+        if not SMALLEST <= one.multiplier <= 1 / SMALLEST:
             detail = (
-                f"{scales.origin}: the global scale of {module} is {multiplier:g} as a multiplier;"
-                f" expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
+                f"{scales.origin}: the global scale of {module} is {one.multiplier:g} as a"
+                f" multiplier; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
             )
             raise InputError("bad-global-scale", detail, MEASURE, module)
     _check_groups(groups, stored, scales.origin)
@@ -240,9 +243,10 @@ def _check_groups(
         if group and of_group.setdefault(group, stored[module]) != stored[module]:
             detail = (
                 f"{origin}: members of the scale group {group} have different global scales,"
-                f" {of_group[group].number:g} and {stored[module].number:g} ({module})"
+                f" {of_group[group].multiplier:g} and {stored[module].multiplier:g} ({module}) as"
+                " multipliers"
             )
-            next_step = "Give all of them the largest: engines use one for the whole group."
+            next_step = "Give all of them the largest multiplier, as engines have one for a group."
             raise InputError("global-scale-group", f"{detail}; expected one", next_step, module)
 
 

@@ -20,6 +20,7 @@ from checkpoints import (
 )
 from diffusion import write_wan
 from lazy_cuda import Machine
+from safetensors.torch import load_file, save_file
 
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
@@ -293,6 +294,25 @@ def test_members_of_a_group_have_one_scale(source, tmp_path, module):
     uneven = {**scales, module: float(np.nextafter(np.float32(scales[module]), np.float32(1)))}
     done = quantize(source, tmp_path / "q", "--global-scale", written(tmp_path / "u.json", uneven))
     assert (done.code, done.json["error"]["code"]) == (2, "global-scale-group"), done
+
+
+def test_of_stored_divisors_the_message_has_the_multipliers(source, tmp_path):
+    """Advice to take the largest would clip the larger member, were they divisors."""
+    first = tmp_path / "first"
+    digest(source, first)
+    shard = next(
+        path for path in first.glob("*.safetensors") if f"{Q}.weight_packed" in load_file(path)
+    )
+    tensors = load_file(shard)
+    stored = tensors[f"{Q}.weight_global_scale"]
+    tensors[f"{Q}.weight_global_scale"] = stored * 2
+    save_file(tensors, shard)
+    done = quantize(source, tmp_path / "q", "--global-scale", first)
+    error = done.json["error"]
+    assert (done.code, error["code"]) == (2, "global-scale-group"), done
+    halved, whole = 1 / float(stored.item() * 2), 1 / float(stored.item())
+    assert f"{halved:g} and {whole:g} ({K}) as multipliers" in error["message"]
+    assert "largest multiplier" in error["next"]
 
 
 def test_other_formats_and_files_are_refused(source, tmp_path):
