@@ -33,6 +33,7 @@ OPTION = "--global-scale"
 SMALLEST = 2.0**-100  # it, its inverse and 2688 times that are far inside float32
 NEARBY = 4  # float32 numbers on either side, among which is the amax of a stored scale
 SHOWN = 10  # names of a list
+NOT_QUANTIZED = frozenset({"no-weights", "not-an-artifact"})  # of files and checkpoints
 MEASURE = "Leave it out: global scales are then measured."
 
 
@@ -94,7 +95,14 @@ def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalSca
                 return Stored(decode_scalar(source.read_range(refs[module], 0, 4)))
 
             return GlobalScales(origin, refs, read, {}, source)
-    artifact = open_artifact(reference)
+    try:
+        artifact = open_artifact(reference)
+    except InputError as error:
+        if error.code not in NOT_QUANTIZED:
+            raise
+        next_step = "Give an artifact of nvfp4, or a .json or .safetensors file with a multiplier"
+        next_step += f" for every module. {MEASURE}"
+        raise InputError("bad-global-scale", f"{OPTION} {error.message}", next_step) from None
     _check_folds(artifact, origin, target)
     return _scales_of_artifact(artifact, origin)
 

@@ -1,6 +1,8 @@
 """--global-scale FILE: global scales that are given, so that no amax is measured for them."""
 
 import json
+import os
+import shutil
 import struct
 import sys
 from pathlib import Path
@@ -322,8 +324,21 @@ def test_other_formats_and_files_are_refused(source, tmp_path):
     assert (done.code, done.json["error"]["code"]) == (2, "bad-global-scale"), done
     done = quantize(source, tmp_path / "q", "--global-scale", tmp_path / "nowhere")
     assert done.code == 2, done
-    done = quantize(source, tmp_path / "q", "--global-scale", source)
-    assert done.code == 2, done
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "scales.txt").write_text("1.0")
+    shard = shutil.copy(source / FIRST, tmp_path / "text" / "llama.st")
+    for other in (
+        source,
+        source / FIRST,
+        shard,
+        tmp_path / "text" / "scales.txt",
+        Path(os.devnull),
+    ):
+        done = quantize(source, tmp_path / "q", "--global-scale", other)
+        error = done.json["error"]
+        assert (done.code, error["code"]) == (2, "bad-global-scale"), done
+        assert error["message"].startswith(f"--global-scale {other}"), error
+        assert error["next"].startswith("Give an artifact of nvfp4, or a .json"), error
 
 
 def test_blocks_that_are_taken_over_take_no_scale(source, tmp_path):
