@@ -244,11 +244,11 @@ def describe_missing(needing: str, extra: str) -> tuple[str, str]:
     return f"{needing}, which is not installed", f"Install it: {install_line(extra)}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean X?" where known words are near, else nothing."""
     from difflib import get_close_matches
 
-    word, known = word.lower(), list(known)
+    word, known = str(word).lower(), list(known)
     begun = [each for each in known if len(word) > 1 and each.startswith(word)]
     near = list(dict.fromkeys([*begun, *get_close_matches(word, known, MOST_NEAR, NEAR)]))
     return f"; did you mean {' or '.join(near[:MOST_NEAR])}?" if near else ""

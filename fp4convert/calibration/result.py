@@ -12,15 +12,17 @@ NAMED_MODULES = 3  # in a warning that many could stand in
 class Calibrated:
     """What came of a calibration.
 
-    output_bytes  of the file, and of the parts beside it where it is an index
-    linears       modules with statistics
-    unrouted      modules of experts that were fed tokens that were not routed to them
-    unwatched     modules without statistics
-    opaque        of these, experts that calibrate cannot see into
+    output_bytes   of the file, and of the parts beside it where it is an index
+    samples_asked  samples that were to be taken
+    linears        modules with statistics
+    unrouted       modules of experts that were fed tokens that were not routed to them
+    unwatched      modules without statistics
+    opaque         of these, experts that calibrate cannot see into
     """
 
     output: Path
     output_bytes: int
+    samples_asked: int
     samples: int
     tokens: int
     linears: int
@@ -42,6 +44,12 @@ class Calibrated:
         known = set(self.opaque)
         passed_by = tuple(module for module in self.unwatched if module not in known)
         found = []
+        if 2 * self.samples < self.samples_asked:
+            found.append(
+                f"the text has {self.samples} of {self.samples_asked} samples,"
+                f" {self.tokens:,} tokens: statistics of so little may not be those of other"
+                " text; give more text"
+            )
         for modules, what in (
             (
                 self.unrouted,
@@ -65,6 +73,7 @@ class Calibrated:
         return {
             "output": str(self.output),
             "output_bytes": self.output_bytes,
+            "samples_asked": self.samples_asked,
             "samples": self.samples,
             "tokens": self.tokens,
             "linears": self.linears,

@@ -361,6 +361,7 @@ class _LayerRun:
         return Calibrated(
             output=self.run.output,
             output_bytes=nbytes,
+            samples_asked=self.run.feed.self_generate or self.run.feed.samples,
             samples=len(samples),
             tokens=tokens,
             linears=len(seen),

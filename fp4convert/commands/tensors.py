@@ -11,7 +11,8 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Protocol, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,10 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
 from fp4convert.numerics.formats import (
     FLOAT_TYPES,
+    FORMATS,
     IMPORTANCE,
     Format,
+    Kind,
     check_rule,
     dtype_named,
     format_named,
@@ -96,7 +99,7 @@ def quantize_tensor(
                  infinity, with the first place; DeviceError for a GPU that cannot be used
     """
     fmt = format_named(format)
-    rule = check_rule(fmt, scale_rule or fmt.default_rule)
+    rule = check_rule(fmt, fmt.default_rule if scale_rule is None else scale_rule)
     moments = None if importance is None else _moments(importance)
     if moments is not None and rule != IMPORTANCE:
         raise InputError(
@@ -130,7 +133,8 @@ def quantize_tensor(
 def dequantize_tensor(q: Quantized | DeviceQuantized, dtype: str = "fp32") -> Any:
     """Return the values of a Quantized, as engines compute them.
 
-    q        of a DeviceQuantized the parts are arrays of any package that lie on one GPU
+    q        its parts as long as format and shape say; of a DeviceQuantized they are arrays of any
+             package that lie on one GPU
     dtype    fp32, bf16 (an array of ml_dtypes.bfloat16) or fp16
     Returns  (rows, columns) of this dtype, rounded once; of a DeviceQuantized an array of CuPy
              there, made on the stream as in quantize_tensor: of bf16 the bits, uint16
@@ -138,6 +142,8 @@ def dequantize_tensor(q: Quantized | DeviceQuantized, dtype: str = "fp32") -> An
     """
     stored = dtype_named(dtype)
     if isinstance(q, Quantized):
+        _check_fields(q)
+        _check_lengths(q)
         panels = [
             np.frombuffer(panel, FLOAT_DTYPES[stored])
             for panel in Cpu().dequantize_panels(q, stored)
@@ -145,10 +151,50 @@ def dequantize_tensor(q: Quantized | DeviceQuantized, dtype: str = "fp32") -> An
         return np.concatenate(panels).reshape(q.shape)
     device = _gpu_of(getattr(q, "packed", None))
     if device is None:
-        found = f"a {type(q).__module__}.{type(q).__qualname__} is given"
-        raise InputError("tensor-type", f"{found}; expected a Quantized")
+        found = f"a {type(q).__module__}.{type(q).__qualname__} is given; expected a Quantized"
+        raise InputError("tensor-type", found, "Give what quantize_tensor returned.")
+    _check_fields(q)
     with _working_at(q.packed, device) as work:
         return work.dequantize(q, stored)
+
+
+def _check_fields(q: Quantized | DeviceQuantized) -> None:
+    """Raise InputError unless format, shape and global scale fit together."""
+    if not isinstance(q.format, Format) or q.format.name not in FORMATS:
+        found = f"format is {q.format!r:.60}; expected that of a Quantized, as quantize_tensor"
+        raise InputError("bad-quantized", f"{found} gives it")
+    size = q.format.block_size
+    is_pair = isinstance(q.shape, tuple) and len(q.shape) == 2
+    if not (is_pair and all(type(n) is int and n > 0 for n in q.shape) and q.shape[1] % size == 0):
+        detail = f"shape is {q.shape!r:.60}; expected (rows, columns), columns a multiple of {size}"
+        raise InputError("bad-quantized", f"{detail}, for {q.format.name}")
+    if q.kind not in get_args(Kind):
+        detail = f"kind is {q.kind!r:.60}; expected {' or '.join(get_args(Kind))}"
+        raise InputError("bad-quantized", detail)
+    number, expected = q.global_scale, "None, for mxfp4"
+    is_sound = number is None
+    if q.format.has_global_scale:
+        expected = f"a finite float32 above 0, for {q.format.name}"
+        with np.errstate(over="ignore"):
+            is_sound = isinstance(number, Real) and 0 < float(np.float32(number)) < math.inf
+    if not is_sound:
+        detail = f"global_scale is {number!r:.60}; expected {expected}"
+        raise InputError("bad-quantized", detail)
+
+
+def _check_lengths(q: Quantized) -> None:
+    """Raise InputError unless its parts are as many bytes as its shape."""
+    elements = math.prod(q.shape)
+    sizes = {"packed": elements // 2, "block_scales": elements // q.format.block_size}
+    for name, expected in sizes.items():
+        part = getattr(q, name)
+        try:
+            found = f"{memoryview(part).nbytes} bytes"
+        except TypeError:  # no buffer
+            found = f"a {type(part).__module__}.{type(part).__qualname__}"
+        if found != f"{expected} bytes":
+            detail = f"{name} is {found}; expected {expected} bytes, for {q.format.name}"
+            raise InputError("bad-quantized", f"{detail} of the shape {q.shape}")
 
 
 def _quantize_there(
@@ -178,8 +224,7 @@ def _gpu_of(x: object) -> int | None:
     if torch is not None and isinstance(x, torch.Tensor):
         index = x.device.index
         return int(index or 0) if x.device.type == "cuda" else None
-    names = ("__dlpack_device__", "__cuda_array_interface__")
-    if isinstance(x, np.ndarray) or not any(hasattr(x, name) for name in names):
+    if isinstance(x, np.ndarray):
         return None
     from fp4convert.numerics.backends.device_arrays import device_of
 
@@ -246,11 +291,15 @@ def _check_amax(global_amax: float, fmt: Format, own: float) -> float:
 def _moments(importance: object) -> Float32s:
     """Return the second moments as an array; InputError for what is none."""
     try:
-        return np.asarray(getattr(importance, "detach", lambda: importance)(), np.float32)
+        given = np.asarray(getattr(importance, "detach", lambda: importance)())
+        if np.iscomplexobj(given):
+            raise TypeError
+        return given.astype(np.float32)
     except (TypeError, ValueError, RuntimeError):
         kind = f"{type(importance).__module__}.{type(importance).__qualname__}"
         raise InputError(
-            "importance-shape", f"importance is a {kind}; expected an array, one number to a column"
+            "importance-shape",
+            f"importance is a {kind}; expected an array of real numbers, one to a column",
         ) from None
 
 

@@ -61,6 +61,12 @@ class Goal:
     nbytes: int | None = None
     bits: float | None = None
 
+    @property
+    def asked(self) -> str:
+        if self.nbytes is not None:
+            return f"--target-size {self.nbytes / GIGA:.9g} GB"
+        return f"--target-bits {self.bits:g}"
+
     def within(self, low: float, high: float) -> None:
         """Raise InputError where no choice of formats meets the goal.
 
@@ -71,13 +77,11 @@ class Goal:
         if low <= wanted < high:
             return
         if self.nbytes is not None:
-            asked = f"--target-size {self.nbytes / GIGA:.9g} GB"
             least, most = f"{math.ceil(low) / GIGA:.9f}", f"{high / GIGA:.9f} GB"
         else:
-            asked = f"--target-bits {self.bits:g}"
             least, most = f"{math.ceil(low * 1e6) / 1e6:.6f}", f"{high:g} bits per weight"
         reach = "the least is all modules in four bits, the most is none"
-        detail = f"{asked}; expected from {least} to below {most}: {reach}"
+        detail = f"{self.asked}; expected from {least} to below {most}: {reach}"
         next_step = "Choose one in that range, or change the modules: --include, --exclude."
         raise InputError("target-range", detail, next_step)
 
@@ -137,7 +141,7 @@ def fit(
     """Measure, and choose the formats that meet the goal with the least error.
 
     may_write  measurements are kept in the output folder; they are read from there in any case
-    Raises  InputError for a goal out of reach, or where nothing is four-bit; what `measure` raises;
+    Raises  InputError for a goal out of reach, or where nothing is rounded; what `measure` raises;
             OutputError for a folder that is somebody else's
     """
     if options.via:
@@ -150,6 +154,10 @@ def fit(
         detail = "no module becomes four-bit, so there is nothing to choose"
         raise InputError("no-linears", detail, NAME_SOME)
     fitting.check(goal)
+    if not any(recipe.format.name in one.formats for one in fitting.candidates):
+        count = sum(map(len, fitting.parts.values()))
+        detail = f"{goal.asked} changes nothing: all {count} four-bit modules are taken over as"
+        raise InputError("idle-option", f"{detail} they are; expected one that is rounded")
     if calibration:
         check_linears(calibration, (candidate.linear for candidate in fitting.candidates))
         for candidate in fitting.candidates:

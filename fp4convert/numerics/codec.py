@@ -473,7 +473,9 @@ def check_largest(largest: float, dtype: str) -> None:
     if largest > kind.largest and dtype != "F32":
         detail = f"the value {largest:g} is beyond {kind.largest:g}, the largest of {kind.word}"
         raise NumericError(
-            f"{kind.word}-overflow", detail, f"Choose --dtype {'bf16 or ' * (dtype == 'F16')}fp32."
+            f"{kind.word}-overflow",
+            detail,
+            f"Choose the dtype {'bf16 or ' * (dtype == 'F16')}fp32.",
         )
 
 

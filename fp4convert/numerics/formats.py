@@ -96,7 +96,7 @@ FLOAT_TYPES = {  # by safetensors' name
 
 def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
     """Look the format of that name up; InputError names the known ones."""
-    if name in known:
+    if isinstance(name, str) and name in known:
         return known[name]
     detail = f"format {name!r} is not known; expected one of {', '.join(known)}"
     detail += did_you_mean(name, known)
@@ -109,13 +109,15 @@ def dtype_named(word: str) -> str:
     Raises InputError, which names the known ones.
     """
     known = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
-    if word not in known:
-        raise InputError(
-            "unknown-dtype",
-            f"dtype {word!r} is not known; expected one of {', '.join(known)}"
-            f"{did_you_mean(word, known)}",
-        )
-    return known[word]
+    if isinstance(word, str) and word in known:
+        return known[word]
+    detail = f"dtype {word!r} is not known; expected one of {', '.join(known)}"
+    # torch.bfloat16, numpy.float32 and numpy.dtype("float32") end with what config.json says.
+    name = word.__name__ if isinstance(word, type) else str(word).rpartition(".")[2]
+    meant = {kind.config_name: kind.word for kind in FLOAT_TYPES.values()}
+    near = did_you_mean(word, known)
+    near = f"; did you mean {meant[name]}?" if name in meant else near
+    raise InputError("unknown-dtype", detail + near)
 
 
 def check_rule(fmt: Format, rule: str) -> str:
@@ -123,7 +125,7 @@ def check_rule(fmt: Format, rule: str) -> str:
 
     Raises InputError, which names the rules it has.
     """
-    if rule not in fmt.scale_rules:
+    if not isinstance(rule, str) or rule not in fmt.scale_rules:
         known = ", ".join(fmt.scale_rules)
         detail = f"scale rule {rule!r} does not belong to {fmt.name}; expected one of {known}"
         raise InputError(

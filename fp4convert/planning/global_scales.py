@@ -33,6 +33,7 @@ OPTION = "--global-scale"
 SMALLEST = 2.0**-100  # it, its inverse and 2688 times that are far inside float32
 NEARBY = 4  # float32 numbers on either side, among which is the amax of a stored scale
 SHOWN = 10  # names of a list
+NOT_QUANTIZED = frozenset({"no-weights", "not-an-artifact"})  # of files and checkpoints
 MEASURE = "Leave it out: global scales are then measured."
 
 
@@ -41,6 +42,10 @@ class Stored(NamedTuple):
 
     number: float
     kind: Kind = "multiplier"
+
+    @property
+    def multiplier(self) -> float:
+        return 1 / self.number if self.kind == "divisor" and self.number else self.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,14 @@ def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalSca
                 return Stored(decode_scalar(source.read_range(refs[module], 0, 4)))
 
             return GlobalScales(origin, refs, read, {}, source)
-    artifact = open_artifact(reference)
+    try:
+        artifact = open_artifact(reference)
+    except InputError as error:
+        if error.code not in NOT_QUANTIZED:
+            raise
+        next_step = "Give an artifact of nvfp4, or a .json or .safetensors file with a multiplier"
+        next_step += f" for every module. {MEASURE}"
+        raise InputError("bad-global-scale", f"{OPTION} {error.message}", next_step) from None
     _check_folds(artifact, origin, target)
     return _scales_of_artifact(artifact, origin)
 
@@ -188,12 +200,11 @@ def given_amaxes(
         else list(map(scales.find, groups))
     )
     stored = dict(zip(groups, found, strict=True))
-    for module, (number, kind) in stored.items():
-        multiplier = 1 / number if kind == "divisor" and number else number
-        if not SMALLEST <= multiplier <= 1 / SMALLEST:
+    for module, one in stored.items():
+        if not SMALLEST <= one.multiplier <= 1 / SMALLEST:
             detail = (
-                f"{scales.origin}: the global scale of {module} is {multiplier:g} as a multiplier;"
-                f" expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
+                f"{scales.origin}: the global scale of {module} is {one.multiplier:g} as a"
+                f" multiplier; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
             )
             raise InputError("bad-global-scale", detail, MEASURE, module)
     _check_groups(groups, stored, scales.origin)
@@ -240,9 +251,10 @@ def _check_groups(
         if group and of_group.setdefault(group, stored[module]) != stored[module]:
             detail = (
                 f"{origin}: members of the scale group {group} have different global scales,"
-                f" {of_group[group].number:g} and {stored[module].number:g} ({module})"
+                f" {of_group[group].multiplier:g} and {stored[module].multiplier:g} ({module}) as"
+                " multipliers"
             )
-            next_step = "Give all of them the largest: engines use one for the whole group."
+            next_step = "Give all of them the largest multiplier, as engines have one for a group."
             raise InputError("global-scale-group", f"{detail}; expected one", next_step, module)
 
 

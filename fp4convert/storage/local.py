@@ -35,6 +35,7 @@ from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
 from fp4convert.storage.source import CACHED, Checkpoint, name_of, read_whole
 
+HOLDING = "Give the folder that holds the weights."
 SCALAR_NBYTES = 8
 AGAIN = "Run the command again once nothing writes to it."
 
@@ -161,7 +162,8 @@ class LocalSource:
         except OSError as error:
             raise _unreadable(self._folder, error) from None
         if self._single and not self._single.endswith((WEIGHTS, GGUF)):
-            step = f"Give the folder: {shell_line(self._folder)}"
+            here = [*self._folder.glob(f"*{WEIGHTS}"), *self._folder.glob(f"*{GGUF}")]
+            step = f"Give the folder: {shell_line(self._folder)}" if here else HOLDING
             raise no_weights(self._folder / self._single, names, step)
 
         # A pipeline: its components are checkpoints, and what lies beside them travels.
@@ -206,7 +208,7 @@ class LocalSource:
         if (self._folder / PLAN_FILE).exists():
             return UNFINISHED
         if not _folders_of(self._folder):
-            return "Give the folder that holds the weights."
+            return HOLDING
         snapshots = self._folder / "snapshots"
         if snapshots.is_dir() and CACHED.fullmatch(self._folder.resolve().name):
             newest = max(snapshots.iterdir(), key=lambda place: place.stat().st_mtime, default="")

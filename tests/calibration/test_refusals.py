@@ -217,7 +217,17 @@ def test_experts_that_cannot_be_looked_into(tmp_path, words, monkeypatch):
     transformers.DbrxForCausalLM(config).save_pretrained(folder)
     write_tokenizer(folder)
     found = run(
-        "calibrate", folder, "-o", file, "--text", words, "--sequence-length", 32, "--json"
+        "calibrate",
+        folder,
+        "-o",
+        file,
+        "--text",
+        words,
+        "--sequence-length",
+        32,
+        "--samples",
+        6,
+        "--json",
     ).json
     assert [warning.partition(" (")[0] for warning in found["warnings"]] == ["24 linear layers"]
     assert "calibrate cannot observe; prune does not take this file" in found["warnings"][0]

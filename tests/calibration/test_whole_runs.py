@@ -45,6 +45,10 @@ def test_the_same_file_from_the_same_input(tmp_path, llama, words):
         22,
         0,
     )
+    (warning,) = first["warnings"]
+    assert "6 of 128 samples, 192 tokens" in warning
+    enough = calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--samples", 6).json
+    assert (enough["samples"], enough["warnings"]) == (6, [])
     assert left_beside(tmp_path / "a.safetensors") == []
     check_source(open_calibration(tmp_path / "a.safetensors"), open_source(str(llama)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from checkpoints import run, write_llama
 
@@ -68,11 +70,12 @@ def test_one_letter_means_nothing():
 
 def test_a_folder_of_other_files_is_not_told_of_folders_in_it(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
-    error = run("inspect", tmp_path, "--json").json["error"]
-    assert (error["code"], error["next"]) == (
-        "no-weights",
-        "Give the folder that holds the weights.",
-    )
+    for given in (tmp_path, tmp_path / "notes.txt", os.devnull):
+        error = run("inspect", given, "--json").json["error"]
+        assert (error["code"], error["next"]) == (
+            "no-weights",
+            "Give the folder that holds the weights.",
+        )
 
 
 def test_an_empty_token_is_none(tmp_path):

@@ -94,7 +94,7 @@ def test_results_have_the_keys_of_their_documents(source, tmp_path):
     verified = [
         fp4convert.verify(made.output, source=source, outputs=outputs) for outputs in (False, True)
     ]
-    calibrated = Calibrated(tmp_path / "c", 1, 2, 3, 4, 5, ("a",), ("b", "c"), ("c",), "0f", 6.0)
+    calibrated = Calibrated(tmp_path / "c", 1, 2, 2, 3, 4, 5, ("a",), ("b", "c"), ("c",), "0f", 6.0)
     assert [(one.inputs, one.calibration) for one in verified] == [(None, None), ("gaussian", None)]
     for one in (made, *verified, calibrated):
         document = one.as_json()

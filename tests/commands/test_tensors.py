@@ -8,6 +8,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +24,8 @@ from torch_formulas import decoded, e4m3, unpacked
 import fp4convert
 from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
 from fp4convert.errors import InputError, NumericError
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.matrices import Matrix
 
 INPUTS = load_file(GOLDEN / "inputs.safetensors")
 MODELOPT, TORCHAO = (
@@ -153,6 +156,49 @@ def test_what_is_quantized_can_be_copied_and_pickled(format):
     assert pickle.loads(pickle.dumps(q)) == q == copy.deepcopy(q)
 
 
+DAMAGED = [
+    ("nvfp4", {"packed": b"\x22" * 16}, "packed is 16 bytes; expected 128 bytes"),
+    ("nvfp4", {"packed": b""}, "packed is 0 bytes"),
+    ("nvfp4", {"packed": bytes(129)}, "packed is 129 bytes"),
+    ("nvfp4", {"packed": None}, r"packed is a builtins\.NoneType"),
+    ("nvfp4", {"block_scales": bytes(3)}, "block_scales is 3 bytes; expected 16 bytes, for nvfp4"),
+    ("mxfp4", {"block_scales": bytes(16)}, "expected 8 bytes, for mxfp4 of the shape"),
+    ("nvfp4", {"shape": (64,)}, r"shape is \(64,\); expected \(rows, columns\)"),
+    ("nvfp4", {"shape": None}, "shape is None"),
+    ("nvfp4", {"shape": (-2, -128)}, r"shape is \(-2, -128\)"),
+    ("nvfp4", {"shape": (16, 16.0)}, r"shape is \(16, 16\.0\)"),
+    ("mxfp4", {"shape": (16, 16)}, "columns a multiple of 32, for mxfp4"),
+    ("nvfp4", {"global_scale": None}, "global_scale is None; expected a finite float32 above 0"),
+    ("nvfp4", {"global_scale": float("nan")}, "global_scale is nan"),
+    ("nvfp4", {"global_scale": 0.0}, r"global_scale is 0\.0"),
+    ("nvfp4", {"global_scale": 1e39}, r"global_scale is 1e\+39"),
+    ("nvfp4", {"global_scale": "x"}, "global_scale is 'x'"),
+    ("mxfp4", {"global_scale": 1.0}, r"global_scale is 1\.0; expected None, for mxfp4"),
+    ("nvfp4", {"kind": "factor"}, "kind is 'factor'; expected multiplier or divisor"),
+    ("nvfp4", {"format": "nvfp4"}, "format is 'nvfp4'; expected that of a Quantized"),
+]
+
+
+@pytest.mark.parametrize(("format", "changes", "said"), DAMAGED, ids=[said for *_, said in DAMAGED])
+def test_parts_that_do_not_fit_together_are_refused(format, changes, said):
+    """Kernels read as many bytes as the shape says, whatever is there."""
+    q = quantize_tensor(np.ones((4, 64), np.float32), format=format)
+    for dtype in ("fp32", "bf16"):
+        with pytest.raises(InputError, match=said) as refused:
+            dequantize_tensor(replace(q, **changes), dtype)
+        assert refused.value.code == "bad-quantized"
+
+
+@pytest.mark.parametrize("part", ["packed", "block_scales"])
+def test_the_cpu_reads_nothing_beyond_a_buffer(part):
+    q = quantize_tensor(X, format="nvfp4")
+    short = replace(q, **{part: getattr(q, part)[:-1]})
+    with pytest.raises(ValueError, match="cannot reshape"):
+        Cpu().dequantize(short, "F32")
+    with pytest.raises(ValueError, match="cannot reshape"):
+        Cpu().compare(Matrix(X.data.cast("B"), "F32", X.shape), short)
+
+
 def test_only_what_is_quantized_is_dequantized():
     with pytest.raises(InputError, match=r"numpy\.ndarray is given; expected a Quantized"):
         dequantize_tensor(X)
@@ -195,10 +241,15 @@ REFUSED = [
     (X.tolist(), {}, "tensor-type", "builtins.list"),
     (np.ma.masked_array(X), {}, "tensor-type", "MaskedArray"),
     (X, {"format": "int4"}, "unknown-format", "int4"),
+    (X, {"format": None}, "unknown-format", "None"),
+    (X, {"format": []}, "unknown-format", r"\[\]"),
     (X, {"scale_rule": "even"}, "unknown-scale-rule", "even"),
+    (X, {"scale_rule": 3}, "unknown-scale-rule", "3"),
+    (X, {"scale_rule": ""}, "unknown-scale-rule", "''"),
     (X, {"scale_rule": "importance"}, "no-importance", "second moments"),
     (X, {"importance": X[0]}, "scale-rule", "mse does not use it"),
     (X, {"scale_rule": "importance", "importance": X[0, :16]}, "importance-shape", r"\(64,\)"),
+    (X, {"scale_rule": "importance", "importance": X[0] * 1j}, "importance-shape", "ndarray"),
     (X, {"global_amax": 0.5}, "global-amax", "at least 1"),
     (X, {"global_amax": -1}, "global-amax", "at least 1"),
     (X, {"global_amax": float("nan")}, "global-amax", "finite"),
@@ -246,9 +297,27 @@ def test_what_is_not_finite_is_refused_with_its_place(bad, format):
             quantize_tensor(form, format=format)
 
 
-def test_an_unknown_dtype_to_dequantize_to_is_refused():
-    with pytest.raises(InputError, match="bf16, fp16, fp32"):
-        dequantize_tensor(quantize_tensor(X, format="mxfp4"), "int8")
+@pytest.mark.parametrize(
+    ("dtype", "meant"),
+    [
+        ("int8", ""),
+        (None, ""),
+        ([], ""),
+        (torch.int8, ""),
+        (torch.bfloat16, "bf16"),
+        (torch.float16, "fp16"),
+        (np.float32, "fp32"),
+        (np.dtype("float16"), "fp16"),
+        (ml_dtypes.bfloat16, "bf16"),
+        ("float32", "fp32"),
+    ],
+)
+def test_an_unknown_dtype_to_dequantize_to_is_refused_with_the_word(dtype, meant):
+    with pytest.raises(InputError) as refused:
+        dequantize_tensor(quantize_tensor(X, format="mxfp4"), dtype)
+    suggested = f"; did you mean {meant}?" if meant else ""
+    end = f" is not known; expected one of bf16, fp16, fp32{suggested}"
+    assert refused.value.message == f"dtype {dtype!r}{end}"
 
 
 def test_the_weights_are_not_changed_and_the_result_is_its_own():

@@ -22,6 +22,8 @@ from checkpoints import (
     write_single,
 )
 from diffusion import write_wan
+from gptoss_models import listed_experts as gptoss_experts
+from gptoss_models import make_gptoss
 from targets import digits, losses, nbytes_of, planned, quantize, shards
 
 from fp4convert.checkpoint.artifact import Artifact
@@ -260,6 +262,24 @@ def test_blocks_that_are_taken_over_and_fp8_that_stays_lose_nothing(source, tmp_
         tmp_path / "mixed", tmp_path / "out", "--dialect", "modelopt", "--target-bits", 9
     )["target"]
     assert (again["modules"], again["error"]) == ({"nvfp4": 12, "fp8": 2}, 0)
+
+
+@pytest.mark.parametrize("goal", [("--target-bits", 8), ("--target-size", 0.0006)])
+def test_a_target_for_blocks_that_are_all_taken_over_is_refused(tmp_path, goal):
+    """gpt-oss comes in MXFP4: there is no choice that loses less."""
+    source = make_gptoss(tmp_path / "source")
+    modules = len(gptoss_experts(source))
+    outcome = run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "q", *goal, "--json")
+    error = outcome.json["error"]
+    assert (outcome.code, error["code"], error["next"]) == (
+        2,
+        "idle-option",
+        "Leave the option out.",
+    )
+    assert f"all {modules} four-bit modules are taken over as they are" in error["message"]
+    low = run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "q", "--target-bits", 4)
+    assert (low.code, "target-range" in low.err) == (2, True)
+    assert not (tmp_path / "q").exists()
 
 
 def test_a_copied_input_scale_is_read_once_for_all_choices_that_are_tried(

@@ -267,6 +267,63 @@ def test_an_address_that_no_kernel_takes_is_refused(machine):
         quantize_tensor(x, format="nvfp4")
 
 
+def array_of(**words: object) -> object:
+    return SimpleNamespace(__cuda_array_interface__=words)
+
+
+class Raising:
+    @property
+    def __cuda_array_interface__(self) -> object:
+        raise RuntimeError("no such stream")
+
+
+HOST = {"data": (4096, False), "typestr": "<f4", "shape": (4, 64), "version": 3}
+UNREADABLE = [
+    (SimpleNamespace(__cuda_array_interface__=5), "tensor-type", "TypeError"),
+    (array_of(), "tensor-type", "KeyError: 'data'"),
+    (array_of(data=()), "tensor-type", "IndexError"),
+    (Raising(), "tensor-type", "RuntimeError: no such stream"),
+    *[
+        (SimpleNamespace(__dlpack_device__=lambda told=told: told), "tensor-type", "types.Simple")
+        for told in (None, 5, (2,), ("cuda", None, 1))
+    ],
+    (SimpleNamespace(__dlpack_device__=lambda: (2, 0)), "tensor-type", "AttributeError"),
+    (
+        SimpleNamespace(__dlpack_device__=lambda: (2, 0), __dlpack__=lambda stream: 7),
+        "tensor-type",
+        "ValueError",
+    ),
+    (array_of(**HOST), "tensor-device", "at 0x1000 of a GPU, and no GPU has that"),
+]
+
+
+@pytest.mark.parametrize(("x", "code", "said"), UNREADABLE)
+def test_an_array_that_does_not_keep_to_its_protocol_is_refused(machine, x, code, said):
+    with pytest.raises(InputError, match=said) as refused:
+        quantize_tensor(x, format="nvfp4")
+    assert refused.value.code == code
+    assert not machine.launches
+
+
+@pytest.mark.parametrize("left_out", ["typestr", "shape"])
+def test_an_interface_without_a_key_is_refused(machine, left_out):
+    interface = cupy_array(machine, weights(torch.float32).numpy()).__cuda_array_interface__
+    del interface[left_out]
+    with pytest.raises(InputError, match=f"KeyError: '{left_out}'"):
+        quantize_tensor(array_of(**interface), format="nvfp4")
+
+
+def test_without_a_driver_an_array_of_a_gpu_is_a_device_error(monkeypatch):
+    monkeypatch.setattr(gpus, "ask_driver", lambda: (None, 0, "there is no NVIDIA driver"))
+    device_arrays._kernels.cache_clear()
+    said = "'cuda:0' is not there: there is no NVIDIA driver"
+    with pytest.raises(DeviceError, match=said) as refused:
+        quantize_tensor(array_of(**HOST), format="nvfp4")
+    assert refused.value.next_step == (
+        "Copy the matrix to the CPU; fp4convert doctor tells what the GPU needs."
+    )
+
+
 def test_parts_of_another_size_are_refused(machine):
     q = quantize_tensor(weights(), format="nvfp4")
     parts = on_gpu(machine, q.packed[:-16]), on_gpu(machine, q.block_scales)

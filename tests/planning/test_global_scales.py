@@ -1,6 +1,8 @@
 """--global-scale FILE: global scales that are given, so that no amax is measured for them."""
 
 import json
+import os
+import shutil
 import struct
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ from checkpoints import (
 )
 from diffusion import write_wan
 from lazy_cuda import Machine
+from safetensors.torch import load_file, save_file
 
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
@@ -295,6 +298,25 @@ def test_members_of_a_group_have_one_scale(source, tmp_path, module):
     assert (done.code, done.json["error"]["code"]) == (2, "global-scale-group"), done
 
 
+def test_of_stored_divisors_the_message_has_the_multipliers(source, tmp_path):
+    """Advice to take the largest would clip the larger member, were they divisors."""
+    first = tmp_path / "first"
+    digest(source, first)
+    shard = next(
+        path for path in first.glob("*.safetensors") if f"{Q}.weight_packed" in load_file(path)
+    )
+    tensors = load_file(shard)
+    stored = tensors[f"{Q}.weight_global_scale"]
+    tensors[f"{Q}.weight_global_scale"] = stored * 2
+    save_file(tensors, shard)
+    done = quantize(source, tmp_path / "q", "--global-scale", first)
+    error = done.json["error"]
+    assert (done.code, error["code"]) == (2, "global-scale-group"), done
+    halved, whole = 1 / float(stored.item() * 2), 1 / float(stored.item())
+    assert f"{halved:g} and {whole:g} ({K}) as multipliers" in error["message"]
+    assert "largest multiplier" in error["next"]
+
+
 def test_other_formats_and_files_are_refused(source, tmp_path):
     digest(source, tmp_path / "first")
     given = ("--global-scale", tmp_path / "first")
@@ -302,8 +324,21 @@ def test_other_formats_and_files_are_refused(source, tmp_path):
     assert (done.code, done.json["error"]["code"]) == (2, "bad-global-scale"), done
     done = quantize(source, tmp_path / "q", "--global-scale", tmp_path / "nowhere")
     assert done.code == 2, done
-    done = quantize(source, tmp_path / "q", "--global-scale", source)
-    assert done.code == 2, done
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "scales.txt").write_text("1.0")
+    shard = shutil.copy(source / FIRST, tmp_path / "text" / "llama.st")
+    for other in (
+        source,
+        source / FIRST,
+        shard,
+        tmp_path / "text" / "scales.txt",
+        Path(os.devnull),
+    ):
+        done = quantize(source, tmp_path / "q", "--global-scale", other)
+        error = done.json["error"]
+        assert (done.code, error["code"]) == (2, "bad-global-scale"), done
+        assert error["message"].startswith(f"--global-scale {other}"), error
+        assert error["next"].startswith("Give an artifact of nvfp4, or a .json"), error
 
 
 def test_blocks_that_are_taken_over_take_no_scale(source, tmp_path):

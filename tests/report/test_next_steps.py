@@ -243,6 +243,14 @@ def test_from_python_a_next_step_does_not_speak_of_options():
     with pytest.raises(fp4convert.Fp4Error) as caught:
         fp4convert.quantize_tensor(np.ones((1, 31), np.float32), format="mxfp4")
     assert caught.value.next_step == "Pad its columns with zeros to a multiple of 32."
+    for given in (None, np.ones((1, 16), np.float32)):
+        with pytest.raises(fp4convert.Fp4Error) as caught:
+            fp4convert.dequantize_tensor(given)
+        assert caught.value.next_step == "Give what quantize_tensor returned."
+    large = fp4convert.quantize_tensor(np.full((1, 16), 1e6, np.float32), format="nvfp4")
+    with pytest.raises(fp4convert.Fp4Error) as caught:
+        fp4convert.dequantize_tensor(large, "fp16")
+    assert caught.value.next_step == "Choose the dtype bf16 or fp32."
 
 
 def test_names_in_a_checkpoint_forge_no_next_step(tmp_path):

@@ -138,10 +138,9 @@ class Machine:
         return cupy
 
     def owner_of(self, address: int) -> int:
-        """The device that an address belongs to."""
-        return next(
-            memory.device for memory in self.held if 0 <= address - memory.ptr < memory.nbytes
-        )
+        """The device that an address belongs to; cudaInvalidDeviceId for none."""
+        own = (memory.device for memory in self.held if 0 <= address - memory.ptr < memory.nbytes)
+        return next(own, -2)
 
 
 class Device:

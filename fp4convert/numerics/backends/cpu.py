@@ -147,10 +147,7 @@ class Cpu:
         """
         check_range(q, dtype)
         values = np.empty(q.shape[0] * q.shape[1], FLOAT_DTYPES[dtype])
-        packed, block_scales = (
-            np.frombuffer(q.packed, np.uint8),
-            np.frombuffer(q.block_scales, np.uint8),
-        )
+        packed, block_scales = _parts_of(q)
         stored = np.array([q.global_scale or 0], np.float32)
         extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
         self._call(
@@ -169,10 +166,7 @@ class Cpu:
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
         """Measure what rows lost by their codes; equals error_sums.compare."""
-        packed, block_scales = (
-            np.frombuffer(q.packed, np.uint8),
-            np.frombuffer(q.block_scales, np.uint8),
-        )
+        packed, block_scales = _parts_of(q)
         sums, counts = np.empty((x.shape[0], ROW_SUMS)), np.zeros(CODES, np.int64)
         stored = np.array([q.global_scale or 0], np.float32)
         extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
@@ -371,6 +365,17 @@ def _aligned(x: Matrix) -> Array:
 def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
     """Return the bytes in that shape; ValueError where they do not fit."""
     return np.frombuffer(stored, np.uint8).reshape(shape)
+
+
+def _parts_of(q: Quantized) -> tuple[Array, Array]:
+    """Return packed and block scales; ValueError where they do not fit."""
+    rows, columns = q.shape
+    widths = (columns // 2, columns // q.format.block_size)
+    packed, block_scales = (
+        _held(part, (rows, width))
+        for part, width in zip((q.packed, q.block_scales), widths, strict=True)
+    )
+    return packed, block_scales
 
 
 def native_grid(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.int64]]:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4convert.errors import InputError
+from fp4convert.errors import DeviceError, InputError
+from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.backends.cuda_buffers import ALIGNMENT
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
 from fp4convert.numerics.backends.entry_points import (
@@ -89,18 +90,46 @@ class DeviceQuantized(Canonical[Any]):
 
 
 def device_of(x: object) -> int | None:
-    """Return the number of the GPU that an array lies on; None for others."""
-    if hasattr(x, "__dlpack_device__"):
-        device_type, number = x.__dlpack_device__()
-        return int(number) if device_type in (CUDA, CUDA_MANAGED) else None
-    interface = getattr(x, "__cuda_array_interface__", None)
-    if interface is None:
-        return None
+    """Return the number of the GPU that an array lies on; None for others.
+
+    Raises  InputError where an array does not tell, or names memory of no GPU
+    """
+    with _as_input_error(x, Exception):  # whatever its package raises
+        if hasattr(x, "__dlpack_device__"):
+            device_type, number = x.__dlpack_device__()
+            return int(number) if device_type in (CUDA, CUDA_MANAGED) else None
+        if not hasattr(x, "__cuda_array_interface__"):
+            return None
+        address = int(x.__cuda_array_interface__["data"][0])
+    driver, _, problem = gpus.ask_driver()
+    if driver is None or problem:
+        return 0  # whoever opens that GPU says what is missing
     try:
         import cupy
     except ImportError:
-        return 0  # whoever opens that GPU says what is missing
-    return int(cupy.cuda.runtime.pointerGetAttributes(interface["data"][0]).device)
+        return 0
+    try:
+        found = int(cupy.cuda.runtime.pointerGetAttributes(address).device)
+    except cupy.cuda.runtime.CUDARuntimeError:
+        found = -1
+    if found < 0:
+        detail = f"an array says that it lies at {address:#x} of a GPU, and no GPU has that"
+        raise InputError("tensor-device", f"{detail}; expected cuda or cpu")
+    return found
+
+
+@contextmanager
+def _as_input_error(x: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds into one of an array that cannot be read."""
+    try:
+        yield
+    except InputError:
+        raise
+    except kinds as error:
+        array = f"{type(x).__module__}.{type(x).__qualname__}"
+        detail = f"a {array} cannot be read: {type(error).__name__}: {error!s:.100}"
+        expected = "expected what DLPack or version 3 of __cuda_array_interface__ lays down"
+        raise InputError("tensor-type", f"{detail}; {expected}") from error
 
 
 @contextmanager
@@ -125,7 +154,13 @@ def on_stream(device: int, stream: int | None) -> Iterator[DeviceWork]:
 @cache
 def _kernels(device: int) -> Kernels:
     """Open a GPU that passes the check, once for a process."""
-    (gpu,) = usable_gpus(f"cuda:{device}")
+    try:
+        (gpu,) = usable_gpus(f"cuda:{device}")
+    except DeviceError as error:  # whose next step may be an option
+        if error.code != "no-device":
+            raise
+        step = "Copy the matrix to the CPU; fp4convert doctor tells what the GPU needs."
+        raise DeviceError(error.code, error.message, step) from None
     return Kernels(gpu)
 
 
@@ -143,7 +178,8 @@ class DeviceWork:
         Its producer lets the stream wait for what it has begun.
         Raises  InputError for another device, gaps, and an address that no kernel takes
         """
-        found, strides = self._from_dlpack(x) or self._from_interface(x)
+        with _as_input_error(x, TypeError, LookupError, ValueError, AttributeError):
+            found, strides = self._from_dlpack(x) or self._from_interface(x)
         self.is_foreign |= not isinstance(x, self._cupy.ndarray)
         number = self._kernels.gpu.number
         if found.device != number:
@@ -200,7 +236,7 @@ class DeviceWork:
             if part.element_nbytes != 1 or part.nbytes != nbytes or q.shape[1] % fmt.block_size:
                 found = f"{part.shape} of {part.element_nbytes} bytes each"
                 detail = f"parts of a matrix {q.shape} have the shape {found}"
-                raise InputError("tensor-shape", f"{detail}; expected {nbytes} bytes")
+                raise InputError("bad-quantized", f"{detail}; expected {nbytes} bytes")
         values = self._cupy.empty(q.shape, "u2" if dtype == "BF16" else f"f{float_type.nbytes}")
         stored = self._upload(np.array([q.global_scale or 0], np.float32))
         packed_at, scales_at = (part.address for part in parts)
