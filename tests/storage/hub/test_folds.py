@@ -73,8 +73,7 @@ def test_a_folded_model_from_the_hub_is_the_folders(method, hub, tmp_path):
                 method,
                 "--calibration",
                 statistics,
-                "--memory",
-                "0.1",
+                *(() if source is made else ("--memory", "0.1")),
             ),
             *("-o", tmp_path / f"out-{len(digests)}", "-q", "--json", "--workers", "2"),
         )
