@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.dialects.base import Clues, strings
+from fp4convert.checkpoint.dialects.base import Clues, schemes_of, strings
+from fp4convert.checkpoint.dialects.forms import from_layers, parents_of
+from fp4convert.checkpoint.dialects.registry import METHODS
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
@@ -23,6 +25,7 @@ from fp4convert.progress import Phases
 from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.scale_checks import check_scales
+from fp4convert.recipes.fused_modules import EXPERTS
 from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.storage.safetensors import WEIGHT
@@ -183,6 +186,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
             yield Finding("warning", "tower-quantized", module, detail)
     if traits.ignores_by_name:
         yield from _check_kept_names(artifact)
+    yield from _check_targets(artifact)
     # Scales beside four-bit modules that nothing declares.
     with_global = [form for form in artifact.forms if form.format.has_global_scale]
     has_inputs = all(form.has_input_scale for form in with_global)
@@ -226,6 +230,34 @@ def _check_kept_names(artifact: Artifact) -> Iterator[Finding]:
             continue
         detail += ": engines would look for its scales"
         yield Finding("error", "kept-not-ignored", module, detail)
+
+
+def _check_targets(artifact: Artifact) -> Iterator[Finding]:
+    """Check that a target of compressed-tensors covers what is quantized.
+
+    A target is a class, a name or an expression; experts may also be covered by the module that
+    holds them, and names may differ in what stands before the layers.
+    """
+    record = artifact.clues.record
+    if record.get("quant_method") != METHODS["compressed-tensors"]:
+        return
+    targets = _targets(artifact.clues) if schemes_of(record) else []
+    if any(target[:1].isupper() and "." not in target for target in targets):
+        return  # a class, such as Linear
+    spelled = [*targets, *(from_layers(each) for each in targets if not each.startswith("re:"))]
+
+    def is_covered(module: str) -> bool:
+        names = [module, from_layers(module)]
+        if EXPERTS in module:
+            names += parents_of(module)
+        return any(_target_of(name, spelled) for name in names)
+
+    bare = [module for module in artifact.packed if not is_covered(module)]
+    if bare:
+        detail = f"{len(bare)} of {len(artifact.packed)} quantized modules, the first {bare[0]!r},"
+        detail += f" have no target in config_groups, which has {targets or 'none'}; engines make"
+        detail += " ordinary layers of them, without their weights"
+        yield Finding("error", "quantized-not-targeted", bare[0], detail)
 
 
 def _target_of(module: str, targets: Sequence[str]) -> str | None:

@@ -50,10 +50,8 @@ def _fitting(source: Path) -> list[str]:
     return [each for each in EXCLUDED if any(fnmatchcase(name, each) for name in names)]
 
 
-def _matched(artifact: Path, targets: list[str], ignore: list[str]) -> set[str]:
-    """Modules of transformers' own class that compressed-tensors would quantize, and that the
-    artifact has as ordinary matrices.
-    """
+def _named(artifact: Path, targets: list[str], ignore: list[str]) -> set[str]:
+    """Modules of transformers' own class that compressed-tensors would quantize."""
     import torch
     from compressed_tensors.utils.match import match_named_modules
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -62,7 +60,12 @@ def _matched(artifact: Path, targets: list[str], ignore: list[str]) -> set[str]:
     del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = {name for name, _ in match_named_modules(model, targets, ignore)}
+    return {name for name, _ in match_named_modules(model, targets, ignore)}
+
+
+def _matched(artifact: Path, targets: list[str], ignore: list[str]) -> set[str]:
+    """Those of them that the artifact has as ordinary matrices."""
+    found = _named(artifact, targets, ignore)
     stored = read_tensors(artifact)
     matrices = {name for name in found if getattr(stored.get(f"{name}.weight"), "ndim", 0) == 2}
     return {name for name in matrices if "embed" not in name}
@@ -89,3 +92,39 @@ def test_inspect_finds_what_compressed_tensors_would_quantize(
     assert expected <= found
     # Namesakes of quantized layers count too: engines fuse them, and split what transformers fuses.
     assert {name.rpartition(".")[2] for name in found - expected} <= NAMESAKES
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"a": ["Linear"]},
+        {"a": ["linear"]},
+        {"a": ["re:.*q_proj$"]},
+        {"a": ["re:q_proj"]},
+        {"a": ["re:.*self_attn.*", "re:.*mlp.*"]},
+        {"a": ["re:.*self_attn.*"], "b": ["re:.*mlp.*"]},
+        {"a": ["model.layers.1.self_attn.q_proj"]},
+        {},
+    ],
+    ids=str,
+)
+def test_quantized_layers_that_no_target_covers(groups, artifacts, tmp_path):
+    artifact = shutil.copytree(artifacts["llama"], tmp_path / "a")
+    config = json.loads((artifact / "config.json").read_text())
+    record = config["quantization_config"]
+    scheme = record["config_groups"]["group_0"]
+    record["config_groups"] = {name: scheme | {"targets": each} for name, each in groups.items()}
+    (artifact / "config.json").write_text(json.dumps(config))
+    targets = [target for each in groups.values() for target in each]
+    packed = {
+        name.removesuffix(".weight_packed")
+        for name in read_tensors(artifact)
+        if name.endswith(".weight_packed")
+    }
+    bare = packed - _named(artifact, targets, [])
+    outcome = run("inspect", artifact, "--json")
+    found = [one for one in outcome.json["findings"] if one["code"] == "quantized-not-targeted"]
+    assert (outcome.code == 6, len(found)) == (bool(bare), bool(bare))
+    if bare:
+        assert found[0]["tensor"] in bare
+        assert found[0]["detail"].startswith(f"{len(bare)} of {len(packed)} ")
