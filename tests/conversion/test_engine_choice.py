@@ -301,7 +301,7 @@ def test_what_a_refusal_advises_is_accepted(name, engine, tmp_path):
             "transformers",
             ">=5",
             "python -c 'from transformers import AutoModelForCausalLM; model ="
-            ' AutoModelForCausalLM.from_pretrained("{out}", dtype="auto")\'',
+            ' AutoModelForCausalLM.from_pretrained("{out}", dtype="bfloat16")\'',
         ),
     ],
 )
