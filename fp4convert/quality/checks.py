@@ -25,9 +25,9 @@ from fp4convert.progress import Phases
 from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.scale_checks import check_scales
-from fp4convert.recipes.fused_modules import EXPERTS
 from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import model_recipe
+from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.shard_writer import difference_from_package
 from fp4convert.storage.source import Source
