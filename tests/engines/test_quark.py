@@ -355,3 +355,31 @@ def test_quarks_own_export_never_writes_code_8(
         left, right = unpacked(ours[name]), unpacked(theirs[name])
         same = left.eq(right) | (left.eq(8) & right.eq(0))
         assert same.all(), name
+
+
+@pytest.mark.parametrize("name", ["T5", "MT5", "UMT5"])
+def test_a_cast_to_the_dtype_of_wo_computes_garbage(name: str, tmp_path: Path) -> None:
+    """A row of configs/engines says so, and refuses it."""
+    import torch
+    import transformers
+
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=128, decoder_start_token_id=0, **sizes
+    )
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    torch.manual_seed(0)
+    kind(config).bfloat16().save_pretrained(tmp_path / "m")
+    quark, plain = tmp_path / "quark", tmp_path / "plain"
+    asked = ("quantize", tmp_path / "m", "--format", "mxfp4", "-o", quark)
+    fp4convert(*asked, "--dialect", "quark", "-q")
+    fp4convert("dequantize", quark, "-o", plain, "-q")
+    ids = torch.arange(5, 25).reshape(1, -1)
+
+    def logits(folder: Path) -> Any:
+        model = kind.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        with torch.no_grad():
+            return model(input_ids=ids, decoder_input_ids=ids).logits.float().flatten()
+
+    assert torch.cosine_similarity(logits(quark), logits(plain), dim=0) < 0.99
+    fp4convert("quantize", tmp_path / "m", "--for", "transformers", "--dry-run", expect=2)
