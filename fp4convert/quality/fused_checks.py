@@ -58,8 +58,8 @@ def _finding(found: list[Uneven]) -> Finding:
 def names_fused(artifact: Artifact) -> bool:
     """Tell whether records name fused matrices as they name the parts.
 
-    Engines that know no parts look for qkv_proj and gate_up_proj, to be quantized or kept.  A record
-    whose patterns cannot be read says nothing of either: that is a finding of its own.
+    Engines that know no parts look for qkv_proj and gate_up_proj, to be quantized or kept.  Of a
+    record whose patterns cannot be read nothing is said: that is a finding of its own.
     """
     is_broken = any(finding.code == "ignore-pattern" for finding in artifact.findings)
     if is_broken or not artifact.spelling.TRAITS.ignores_by_name:
