@@ -1,7 +1,7 @@
 """Compute one expert of a stack, as transformers' models define it.
 
-Most families share one definition, which transformers lets others take the place of.  Llama 4,
-DBRX and LongCat have their own, whose modules are taken over one by one.
+Most families share one definition.  Llama 4, DBRX and LongCat have their own: a class each, and a
+line in KINDS.
 """
 
 from __future__ import annotations
@@ -10,99 +10,129 @@ from typing import Any
 
 import torch
 
-# Of a stack of experts: what is given the token itself.
+# Parameters of a stack that multiply with the token itself, and not with what is inside an expert.
 FIRST_PARAMETERS = ("gate_up_proj", "up_proj", "w1", "v1")
-OWN_KINDS = ("DbrxExperts", "Llama4TextExperts", "LongcatFlashExperts")
 
 
-def is_known(owner: Any) -> bool:
-    """Tell whether the experts of a stack can be computed one by one."""
-    is_shared = hasattr(owner, "has_gate") and hasattr(owner, "is_transposed")
-    own = (*OWN_KINDS, "DbrxExpertGLU")
-    return is_shared or type(owner).__name__ in own
+class Experts:
+    """A stack of experts in the definition that most families share.
 
-
-def is_own_kind(module: Any) -> bool:
-    """Tell whether a module is of experts that are to be taken over."""
-    return type(module).__name__ in OWN_KINDS
-
-
-def is_dbrx(module: Any) -> bool:
-    """Tell whether a module is of DBRX; its `mlp` holds the matrices."""
-    return type(module).__name__ == "DbrxExperts"
-
-
-def is_llama4(module: Any) -> bool:
-    """Tell whether a module is of Llama 4, which gives experts all tokens.
-
-    Those of an expert are multiplied by the router's scores before it, all others by 0.
+    module  of the model, which is called with tokens
+    owner   the module that holds the matrices
+    count   of the experts that compute
     """
-    return type(module).__name__ == "Llama4TextExperts"
+
+    def __init__(self, module: Any) -> None:
+        self.module = self.owner = module
+        self.count = int(getattr(module, "num_experts", 0))
+
+    def compute_inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Compute what an expert's last matrix is given.
+
+        x        (tokens, hidden)
+        Returns  (tokens, width of the expert)
+        """
+        name = "gate_up_proj" if self.module.has_gate else "up_proj"
+        made = self._multiply(name, expert, x)
+        found: torch.Tensor = (
+            self.module._apply_gate(made) if self.module.has_gate else self.module.act_fn(made)
+        )
+        return found
+
+    def compute_output(self, expert: int, inner: torch.Tensor) -> torch.Tensor:
+        """Compute what an expert gives, from what its last matrix is given.
+
+        Returns  (tokens, hidden)
+        """
+        made = self._multiply("down_proj", expert, inner)
+        if self.module.has_post_expert_norm:
+            made = self.module.post_expert_norm(made)
+        return made
+
+    def pass_by(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Return what tokens become that go to none of them; None for nothing."""
+        return None
+
+    def _matrix(self, parameter: str, expert: int, like: torch.Tensor) -> torch.Tensor:
+        stack: torch.Tensor = getattr(self.owner, parameter)
+        return stack[expert].to(like.dtype)
+
+    def _multiply(self, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Multiply with one matrix of a stack, and add its bias."""
+        matrix = self._matrix(parameter, expert, x)
+        made = x @ matrix if self.module.is_transposed else x @ matrix.T
+        if self.module.has_bias:
+            made = made + self._matrix(f"{parameter}_bias", expert, x)
+        return made
 
 
-def is_longcat(module: Any) -> bool:
-    """Tell whether a module is of LongCat, whose last experts do nothing."""
-    return type(module).__name__ == "LongcatFlashExperts"
+class LlamaExperts(Experts):
+    """Those of Llama 4, whose module is given every token for every expert.
 
-
-def count_of(module: Any) -> int:
-    """Count the experts that compute."""
-    return int(module.num_routed_experts if is_longcat(module) else module.num_experts)
-
-
-def owner_of(module: Any) -> Any:
-    """Return the module that holds the matrices."""
-    return module.mlp if is_dbrx(module) else module
-
-
-def between(module: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """Compute what an expert's last matrix is given.
-
-    x  (tokens, hidden)
+    The tokens of an expert are multiplied by the router's scores before it, all others by 0.
     """
-    found: torch.Tensor
-    if is_dbrx(module):
-        gate, up = x @ _dbrx(module, "w1", expert, x).T, x @ _dbrx(module, "v1", expert, x).T
-        found = module.mlp.activation_fn(gate) * up
-    elif is_llama4(module):
-        gate, up = (x @ module.gate_up_proj[expert].to(x.dtype)).chunk(2, -1)
-        found = up * module.act_fn(gate)
-    elif is_longcat(module):
-        gate, up = (x @ module.gate_up_proj[expert].to(x.dtype).T).chunk(2, -1)
-        found = module.act_fn(gate) * up
-    elif module.has_gate:
-        found = module._apply_gate(_multiply(module, "gate_up_proj", expert, x))
-    else:
-        found = module.act_fn(_multiply(module, "up_proj", expert, x))
+
+    def compute_inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (x @ self._matrix("gate_up_proj", expert, x)).chunk(2, -1)
+        found: torch.Tensor = up * self.module.act_fn(gate)
+        return found
+
+    def compute_output(self, expert: int, inner: torch.Tensor) -> torch.Tensor:
+        return inner @ self._matrix("down_proj", expert, inner)
+
+
+class DbrxExperts(Experts):
+    """Those of DBRX, which stand below each other in matrices of two dimensions."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.owner = module.mlp
+
+    def _matrix(self, parameter: str, expert: int, like: torch.Tensor) -> torch.Tensor:
+        stack: torch.Tensor = getattr(self.owner, parameter).unflatten(0, (self.count, -1))
+        return stack[expert].to(like.dtype)
+
+    def compute_inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (x @ self._matrix(name, expert, x).T for name in ("w1", "v1"))
+        found: torch.Tensor = self.owner.activation_fn(gate) * up
+        return found
+
+    def compute_output(self, expert: int, inner: torch.Tensor) -> torch.Tensor:
+        return inner @ self._matrix("w2", expert, inner)
+
+
+class LongcatExperts(Experts):
+    """Those of LongCat, the last of which give back what they are given."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.count = int(module.num_routed_experts)
+
+    def compute_inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (x @ self._matrix("gate_up_proj", expert, x).T).chunk(2, -1)
+        found: torch.Tensor = self.module.act_fn(gate) * up
+        return found
+
+    def compute_output(self, expert: int, inner: torch.Tensor) -> torch.Tensor:
+        return inner @ self._matrix("down_proj", expert, inner).T
+
+    def pass_by(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+
+# Names of transformers' classes that have a definition of their own.
+KINDS: dict[str, type[Experts]] = {
+    "DbrxExperts": DbrxExperts,
+    "Llama4TextExperts": LlamaExperts,
+    "LongcatFlashExperts": LongcatExperts,
+}
+
+
+def find_experts(model: Any) -> list[Experts]:
+    """Find the stacks of a model whose experts can be computed one by one."""
+    found = []
+    for module in model.modules():
+        is_shared = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+        kind = KINDS.get(type(module).__name__, Experts if is_shared else None)
+        found += [kind(module)] if kind else []
     return found
-
-
-def output(module: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """Compute what an expert gives, from what its last matrix is given."""
-    if is_dbrx(module):
-        return x @ _dbrx(module, "w2", expert, x)
-    if is_llama4(module):
-        down: torch.Tensor = module.down_proj[expert]
-        return x @ down.to(x.dtype)
-    if is_longcat(module):
-        last: torch.Tensor = module.down_proj[expert]
-        return x @ last.to(x.dtype).T
-    made = _multiply(module, "down_proj", expert, x)
-    if module.has_post_expert_norm:
-        made = module.post_expert_norm(made)
-    return made
-
-
-def _dbrx(module: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    stack = getattr(module.mlp, parameter).unflatten(0, (module.num_experts, -1))
-    matrix: torch.Tensor = stack[expert].to(x.dtype)
-    return matrix
-
-
-def _multiply(module: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """Multiply with one matrix of a stack, and add its bias."""
-    weight: torch.Tensor = getattr(module, parameter)[expert].to(x.dtype)
-    made = x @ weight if module.is_transposed else x @ weight.T
-    if module.has_bias:
-        made = made + getattr(module, f"{parameter}_bias")[expert].to(x.dtype)
-    return made

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp4convert.calibration.experts import is_known
+from fp4convert.calibration.experts import find_experts
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.expert_stacks import Stacked, find_stacks, rules_of
 from fp4convert.checkpoint.linears import find_linears
@@ -27,8 +27,6 @@ from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
-# Of experts: it looks at what passes, and computes what the model defines.
-IMPLEMENTATION = "fp4convert"
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -401,9 +399,10 @@ def _narrow_experts(
 
     They are most of a model, and each expert is widened when it computes.
     """
+    known = {id(experts.owner) for experts in find_experts(model)}
     for module, seat in seats.items():
         owner = model.get_submodule(seat.path)
-        if seat.expert is None or not is_known(owner):
+        if seat.expert is None or id(owner) not in known:
             continue  # of others nobody knows how they compute
         parameter = owner._parameters[seat.parameter]
         if parameter.dtype != dtypes[module]:

@@ -19,18 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from fp4convert.calibration.activations import Round, Rounding
-from fp4convert.calibration.experts import (
-    FIRST_PARAMETERS,
-    between,
-    count_of,
-    is_known,
-    is_llama4,
-    is_longcat,
-    is_own_kind,
-    output,
-    owner_of,
-)
-from fp4convert.calibration.model import IMPLEMENTATION, Seat, Skeleton
+from fp4convert.calibration.experts import FIRST_PARAMETERS, Experts, LlamaExperts, find_experts
+from fp4convert.calibration.model import Seat, Skeleton
+from fp4convert.calibration.moments import Arrays, Moments
 from fp4convert.errors import InputError
 
 PLAIN_ATTENTION = "eager_attention_forward"  # in each file of models of transformers
@@ -38,74 +29,10 @@ FEW_TOKENS = 16  # an expert that was given fewer has no statistics worth the na
 FEW_SHARE = 1 / 8  # of what each would get if all got the same: nor has one with less
 UNROUTED_TOKENS = 4096  # of the layer, that such an expert is given instead
 
-Arrays = dict[str, NDArray[np.generic]]
-
-
-class Moments:
-    """Sums over the tokens that a linear layer was given.
-
-    gram  none, diag, block:N or full
-    """
-
-    def __init__(self, columns: int, gram: str, device: torch.device) -> None:
-        self.columns, self.tokens = columns, 0
-        self.magnitudes = torch.zeros(columns, dtype=torch.float64, device=device)
-        self.largest = torch.zeros(columns, dtype=torch.float32, device=device)
-        self.squares: torch.Tensor | None = None
-        self.products: torch.Tensor | None = None
-        if gram != "none":
-            self.squares = torch.zeros(columns, dtype=torch.float64, device=device)
-        self.width = block_width(gram, columns)
-        if self.width:
-            count = -(-columns // self.width)
-            self.products = torch.zeros((count, self.width, self.width), device=device)
-
-    def add(self, given: torch.Tensor) -> bool:
-        """Add (tokens, columns); return False where a value is NaN or Inf."""
-        x = given.detach().reshape(-1, self.columns).float()
-        if not len(x):
-            return True
-        magnitudes = x.abs()
-        self.tokens += len(x)
-        torch.maximum(self.largest, magnitudes.amax(0), out=self.largest)
-        self.magnitudes += magnitudes.sum(0)
-        if self.squares is not None:
-            self.squares += x.square().sum(0)
-        if self.products is not None:
-            padded = torch.nn.functional.pad(x, (0, len(self.products) * self.width - self.columns))
-            blocks = padded.reshape(len(x), len(self.products), self.width).transpose(0, 1)
-            self.products.baddbmm_(blocks.transpose(1, 2), blocks)
-        return bool(torch.isfinite(self.largest).all())
-
-    def arrays(self, module: str) -> Arrays:
-        """Return what a calibration file says of them, and end them.
-
-        Nothing is added afterwards: a second copy of Gram matrices may not fit.
-        """
-        count = max(1, self.tokens)
-        found = {
-            "input_amax": self.largest.max(),
-            "input_abs_mean": (self.magnitudes / count).float(),
-            "input_channel_amax": self.largest,
-            "tokens": torch.tensor(self.tokens),
-        }
-        if self.squares is not None:
-            found["input_sq_mean"] = (self.squares / count).float()
-        if self.products is not None:
-            found["input_gram"] = self.products.div_(count)
-        return {f"{module}.{kind}": value.cpu().numpy() for kind, value in found.items()}
-
 
 def is_cached(module: Any) -> bool:
     """Tell whether an attention keeps keys and values: latent ones do not."""
     return not hasattr(module, "kv_lora_rank")
-
-
-def block_width(gram: str, columns: int) -> int:
-    """Return how wide the blocks of a Gram matrix are; 0 for none."""
-    if gram == "full":
-        return columns
-    return min(columns, int(gram.partition(":")[2])) if gram.startswith("block:") else 0
 
 
 @dataclass(slots=True)
@@ -226,74 +153,73 @@ class Watch:
             raise InputError("calibration-nan", detail, next_step, holder)
 
     def _add_expert(
-        self, module: Any, expert: int, given: torch.Tensor, inner: torch.Tensor
+        self, experts: Experts, expert: int, given: torch.Tensor, inner: torch.Tensor
     ) -> None:
         """Add what an expert's first matrices and its last one are given."""
-        path = self._paths[id(owner_of(module))]
+        path = self._paths[id(experts.owner)]
         for is_first, x in ((True, given), (False, inner)):
             names = self._members.get((path, is_first, expert), [])
             if names:
                 self.inputs |= dict.fromkeys(names[1:], names[0])
                 self._add(names[0], x)
 
-    def experts(
-        self, module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
+    def run_experts(
+        self, experts: Experts, hidden_states: Any, top_k_index: Any, top_k_weights: Any
     ) -> torch.Tensor:
         """Compute a stack of experts, expert by expert, as transformers does.
 
         The arguments have the names that transformers gives them.
         """
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-        self._feed(module, hidden)
+        self._feed(experts, hidden)
         out = torch.zeros_like(hidden)
-        count = count_of(module)
         for expert in torch.unique(top_k_index).tolist():
             token, rank = torch.where(top_k_index == expert)
             share = top_k_weights[token, rank, None]
-            if expert < count:
-                made = self._run_expert(module, expert, hidden[token], share)
-            elif is_longcat(module):
-                made = hidden[token]
+            if expert < experts.count:
+                made: torch.Tensor | None = self._run_expert(experts, expert, hidden[token], share)
             else:
-                continue
-            out.index_add_(0, token, (made * share).to(out.dtype))
+                made = experts.pass_by(hidden[token])
+            if made is not None:
+                out.index_add_(0, token, (made * share).to(out.dtype))
         return out.view(hidden_states.shape)
 
-    def experts_of_all_tokens(self, module: Any, hidden_states: Any) -> torch.Tensor:
+    def run_experts_on_all(self, experts: Experts, hidden_states: Any) -> torch.Tensor:
         """Compute the experts of Llama 4, of the tokens that are routed to them.
 
         hidden_states  (experts * tokens, hidden), zero where a token is not routed there
         """
-        given = hidden_states.view(module.num_experts, -1, hidden_states.shape[-1])
+        given = hidden_states.view(experts.count, -1, hidden_states.shape[-1])
         out = torch.zeros_like(given)
         if self.unfed:  # with the tokens as their own experts get them, multiplied by a score
-            self._feed(module, given.sum(0))
-        for expert in range(module.num_experts):
+            self._feed(experts, given.sum(0))
+        for expert in range(experts.count):
             token = given[expert].any(-1).nonzero().squeeze(-1)
             if len(token):
                 one = torch.ones(1, device=given.device)
-                out[expert, token] = self._run_expert(module, expert, given[expert, token], one)
+                out[expert, token] = self._run_expert(experts, expert, given[expert, token], one)
         return out.view(hidden_states.shape)
 
-    def _feed(self, module: Any, hidden: torch.Tensor) -> None:
+    def _feed(self, experts: Experts, hidden: torch.Tensor) -> None:
         """Give experts that are short of tokens every one."""
-        for expert in (self.unfed or {}).get(self._paths[id(owner_of(module))], ()):
-            self._add_expert(module, expert, hidden, between(module, expert, hidden))
+        for expert in (self.unfed or {}).get(self._paths[id(experts.owner)], ()):
+            self._add_expert(experts, expert, hidden, experts.compute_inner(expert, hidden))
 
     def _run_expert(
-        self, module: Any, expert: int, given: torch.Tensor, share: torch.Tensor
+        self, experts: Experts, expert: int, given: torch.Tensor, share: torch.Tensor
     ) -> torch.Tensor:
         """Compute what an expert makes of its tokens, and look at what passes.
 
         share  of the router, for each token
         """
-        path, count = self._paths[id(owner_of(module))], count_of(module)
-        inner = between(module, expert, self.rounding.expert(path, True, expert, given))
-        made = output(module, expert, self.rounding.expert(path, False, expert, inner))
+        path = self._paths[id(experts.owner)]
+        inner = experts.compute_inner(expert, self.rounding.expert(path, True, expert, given))
+        rounded = self.rounding.expert(path, False, expert, inner)
+        made = experts.compute_output(expert, rounded)
         if self._follows_router:
-            none = np.zeros(count, np.int64), np.zeros(count, np.float64)
+            none = np.zeros(experts.count, np.int64), np.zeros(experts.count, np.float64)
             tokens, norms = self.routed.setdefault(path, none)
-            self._add_expert(module, expert, given, inner)
+            self._add_expert(experts, expert, given, inner)
             tokens[expert] += len(made)
             norm = torch.linalg.vector_norm(made.float(), dim=-1, dtype=torch.float64)
             norms[expert] += float((share.double().reshape(-1) * norm).sum())
@@ -386,46 +312,17 @@ class Watch:
         raise InputError("calibration-model", detail, next_step, path)
 
 
-def merge_statistics(first: Arrays, second: Arrays) -> Arrays:
-    """Merge what a layer was given when it ran, and when it ran again.
-
-    Largest values are the larger, means are weighted by tokens, counts are added.
-    """
-    found = {**first, **second}
-    for name in first.keys() & second.keys():
-        (owner, _, kind), a, b = name.rpartition("."), first[name], second[name]
-        counter = {"expert_saliency": "expert_tokens"}.get(kind, "tokens")
-        if kind in ("tokens", "expert_tokens"):
-            found[name] = a + b  # type: ignore[operator]
-        elif kind.endswith("amax"):
-            found[name] = np.maximum(a, b)
-        else:
-            one, other = (np.asarray(v[f"{owner}.{counter}"], np.float64) for v in (first, second))
-            mean = (a * one + b * other) / np.maximum(one + other, 1)  # type: ignore[operator]
-            found[name] = mean.astype(a.dtype)
-    return found
-
-
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
     """Run attention and experts of the model by a watch, for a while."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    implementation = f"{IMPLEMENTATION}-{id(watch):x}"  # two models may run side by side
-    modules = list(watch.skeleton.model.modules())
-    ALL_EXPERTS_FUNCTIONS.register(implementation, watch.experts)
-    for module in modules:  # each may have a config of its own
-        if (config := getattr(module, "config", None)) is not None:
-            config._experts_implementation = implementation
-    taken: dict[Any, Callable[..., Any]] = {
-        module: watch.experts_of_all_tokens if is_llama4(module) else watch.experts
-        for module in modules
-        if is_own_kind(module)
-    }
-    for module, compute in taken.items():
-        module.forward = partial(compute, module)
+    model = watch.skeleton.model
+    stacks = find_experts(model)
+    for experts in stacks:
+        is_llama = isinstance(experts, LlamaExperts)
+        run = watch.run_experts_on_all if is_llama else watch.run_experts
+        experts.module.forward = partial(run, experts)
     # The name "eager" stays: by any other, models of sparse attention leave their index out.
-    homes = {sys.modules[type(module).__module__] for module in modules}
+    homes = {sys.modules[type(module).__module__] for module in model.modules()}
     plain = {home: vars(home)[PLAIN_ATTENTION] for home in homes if PLAIN_ATTENTION in vars(home)}
     for home, compute in plain.items():
         setattr(home, PLAIN_ATTENTION, partial(watch.attention, compute))
@@ -433,8 +330,8 @@ def watching(watch: Watch) -> Iterator[None]:
         with torch.no_grad(), watch.hooked():
             yield
     finally:
-        for module in taken:
-            del module.forward
+        for experts in stacks:
+            del experts.module.forward
         for home, compute in plain.items():
             setattr(home, PLAIN_ATTENTION, compute)
 
@@ -445,6 +342,7 @@ def find_unwatched(skeleton: Skeleton, seen: Mapping[str, object]) -> tuple[list
     They are not part of the model, or were never given text.
     Returns  these modules; and of them the experts of stacks that only transformers can compute
     """
+    known = {id(experts.owner) for experts in find_experts(skeleton.model)}
     unwatched, opaque = [], []
     for module in skeleton.linears:
         seat = skeleton.seats.get(module)
@@ -452,6 +350,6 @@ def find_unwatched(skeleton: Skeleton, seen: Mapping[str, object]) -> tuple[list
         if module in seen or isinstance(owner, torch.nn.Embedding):
             continue
         unwatched.append(module)
-        if seat and seat.expert is not None and not is_known(owner):
+        if seat and seat.expert is not None and id(owner) not in known:
             opaque.append(module)
     return unwatched, opaque

@@ -20,11 +20,11 @@ import torch
 
 from fp4convert.calibration.layers import Chain
 from fp4convert.calibration.model import NEXT, Skeleton, import_transformers, open_skeleton
+from fp4convert.calibration.moments import merge_statistics
 from fp4convert.calibration.observers import (
     UNROUTED_TOKENS,
     Watch,
     find_unwatched,
-    merge_statistics,
     watching,
 )
 from fp4convert.calibration.result import Calibrated

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from fp4convert.calibration.calibration_file import FORMAT, VERSION, header_of
 from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
 from fp4convert.calibration.model import Skeleton
-from fp4convert.calibration.observers import block_width
+from fp4convert.calibration.moments import block_width
 from fp4convert.calibration.statistics import DTYPES
 from fp4convert.errors import Fp4Error, InputError, OutputError, shell_line
 from fp4convert.numerics.backends.base import memory_nbytes

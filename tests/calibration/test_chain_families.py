@@ -70,7 +70,8 @@ def test_a_layer_at_a_time_computes_what_the_whole_model_does(
 
     from fp4convert.calibration.layers import Chain
     from fp4convert.calibration.model import open_skeleton
-    from fp4convert.calibration.observers import Watch, merge_statistics, watching
+    from fp4convert.calibration.moments import merge_statistics
+    from fp4convert.calibration.observers import Watch, watching
 
     folder = build(family, tmp_path / "m")
     inputs = [inputs_of(family, number) for number in range(2)]

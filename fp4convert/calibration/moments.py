@@ -1,0 +1,91 @@
+"""Sum up what a linear layer is given, and merge such sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Arrays = dict[str, NDArray[np.generic]]
+
+
+class Moments:
+    """Sums over the tokens that a linear layer was given.
+
+    gram  none, diag, block:N or full
+    """
+
+    def __init__(self, columns: int, gram: str, device: torch.device) -> None:
+        self.columns, self.tokens = columns, 0
+        self.magnitudes = torch.zeros(columns, dtype=torch.float64, device=device)
+        self.largest = torch.zeros(columns, dtype=torch.float32, device=device)
+        self.squares: torch.Tensor | None = None
+        self.products: torch.Tensor | None = None
+        if gram != "none":
+            self.squares = torch.zeros(columns, dtype=torch.float64, device=device)
+        self.width = block_width(gram, columns)
+        if self.width:
+            count = -(-columns // self.width)
+            self.products = torch.zeros((count, self.width, self.width), device=device)
+
+    def add(self, given: torch.Tensor) -> bool:
+        """Add (tokens, columns); return False where a value is NaN or Inf."""
+        x = given.detach().reshape(-1, self.columns).float()
+        if not len(x):
+            return True
+        magnitudes = x.abs()
+        self.tokens += len(x)
+        torch.maximum(self.largest, magnitudes.amax(0), out=self.largest)
+        self.magnitudes += magnitudes.sum(0)
+        if self.squares is not None:
+            self.squares += x.square().sum(0)
+        if self.products is not None:
+            padded = torch.nn.functional.pad(x, (0, len(self.products) * self.width - self.columns))
+            blocks = padded.reshape(len(x), len(self.products), self.width).transpose(0, 1)
+            self.products.baddbmm_(blocks.transpose(1, 2), blocks)
+        return bool(torch.isfinite(self.largest).all())
+
+    def arrays(self, module: str) -> Arrays:
+        """Return what a calibration file says of them, and end them.
+
+        Nothing is added afterwards: a second copy of Gram matrices may not fit.
+        """
+        count = max(1, self.tokens)
+        found = {
+            "input_amax": self.largest.max(),
+            "input_abs_mean": (self.magnitudes / count).float(),
+            "input_channel_amax": self.largest,
+            "tokens": torch.tensor(self.tokens),
+        }
+        if self.squares is not None:
+            found["input_sq_mean"] = (self.squares / count).float()
+        if self.products is not None:
+            found["input_gram"] = self.products.div_(count)
+        return {f"{module}.{kind}": value.cpu().numpy() for kind, value in found.items()}
+
+
+def block_width(gram: str, columns: int) -> int:
+    """Return how wide the blocks of a Gram matrix are; 0 for none."""
+    if gram == "full":
+        return columns
+    return min(columns, int(gram.partition(":")[2])) if gram.startswith("block:") else 0
+
+
+def merge_statistics(first: Arrays, second: Arrays) -> Arrays:
+    """Merge what a layer was given when it ran, and when it ran again.
+
+    Largest values are the larger, means are weighted by tokens, counts are added.
+    """
+    found = {**first, **second}
+    for name in first.keys() & second.keys():
+        (owner, _, kind), a, b = name.rpartition("."), first[name], second[name]
+        counter = {"expert_saliency": "expert_tokens"}.get(kind, "tokens")
+        if kind in ("tokens", "expert_tokens"):
+            found[name] = a + b  # type: ignore[operator]
+        elif kind.endswith("amax"):
+            found[name] = np.maximum(a, b)
+        else:
+            one, other = (np.asarray(v[f"{owner}.{counter}"], np.float64) for v in (first, second))
+            mean = (a * one + b * other) / np.maximum(one + other, 1)  # type: ignore[operator]
+            found[name] = mean.astype(a.dtype)
+    return found
