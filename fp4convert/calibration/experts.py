@@ -82,7 +82,7 @@ class LlamaExperts(Experts):
 
 
 class DbrxExperts(Experts):
-    """Those of DBRX, which stand below each other in matrices of two dimensions."""
+    """Those of DBRX, which stand below each other in flat matrices."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
