@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
-from fp4convert.process import Stopped, listen, uncovered
+from fp4convert.process import Stopped, end_if_stopped, listen, uncovered
 
 # NumPy's threads wait for work without sleeping, from when they begin: 30 ms of a core each, unless
 # told to sleep at once.
@@ -16,6 +16,16 @@ FEWEST_OBJECTS = 100_000
 
 def main() -> None:
     """Run the command line; every expected failure ends with its exit code."""
+    try:
+        _run()
+    except SystemExit as ended:
+        end_if_stopped(int(ended.code or 0))
+        raise
+    finally:
+        gc.freeze()  # the process ends: nothing is to be looked for
+
+
+def _run() -> None:
     try:
         listen()
         os.environ.setdefault(*BLAS_WAIT)
@@ -28,8 +38,6 @@ def main() -> None:
         from fp4convert.cli.app import end_stopped
 
         end_stopped(stopped)
-    finally:
-        gc.freeze()  # the process ends: nothing is to be looked for
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ main one until the exception is raised.
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import signal
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
 from typing import Any, NoReturn
@@ -86,6 +87,20 @@ def stop_listening() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is _stop:
             signal.signal(number, signal.SIG_IGN)
+
+
+def end_if_stopped(exit_code: int) -> None:
+    """End the process here if it was told to stop; wait for no thread.
+
+    Python would, also for those that other packages began; and one that a stop caught between its
+    start and its entry in their books is told by nobody to end.
+    """
+    if _raised:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(exit_code)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

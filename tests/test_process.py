@@ -211,6 +211,13 @@ def test_while_the_command_line_is_still_loaded(place, number):
     assert bare.stderr.startswith("error[interrupted]: ")
 
 
+def test_a_stop_waits_for_no_thread_of_another_package():
+    """As one that transformers had just begun to load a layer with, of which its pool knows not."""
+    more = "import threading, time; threading.Thread(target=time.sleep, args=(300,)).start()"
+    ended = stopped_at(signal.SIGTERM, "doctor", place="typer", more=more)
+    assert (ended.returncode, ended.stderr.split()[0]) == (143, "error[interrupted]:")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_after_the_last_word_adds_none(number):
     more = "from fp4convert.cli.screen import Screen; Screen.{} = stop"
