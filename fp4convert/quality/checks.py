@@ -24,6 +24,7 @@ from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
 from fp4convert.progress import Phases
 from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
+from fp4convert.quality.missing_parts import find_missing
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import model_recipe
@@ -187,6 +188,10 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     if traits.ignores_by_name:
         yield from _check_kept_names(artifact)
     yield from _check_targets(artifact)
+    stored = {ref.name for packed in artifact.packed.values() for ref in packed.refs}
+    kept = (name.rpartition(".")[0] for name in artifact.tensors if name not in stored)
+    modules = {*artifact.packed, *kept}
+    yield from find_missing(modules, artifact.source.checkpoint.config, recipe)
     # Scales beside four-bit modules that nothing declares.
     with_global = [form for form in artifact.forms if form.format.has_global_scale]
     has_inputs = all(form.has_input_scale for form in with_global)

@@ -114,7 +114,10 @@ HYBRID = (
         beside="mtp.",
         extra={
             "mtp.layers.0.eh_proj.weight": (64, 128),
-            "mtp.layers.1.mixer.experts.0.up_proj.weight": (48, 64),
+            **{
+                f"mtp.layers.1.mixer.experts.{expert}.up_proj.weight": (48, 64)
+                for expert in range(4)
+            },
         },
     ),
     Family(

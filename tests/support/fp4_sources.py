@@ -26,7 +26,10 @@ V4 = Family(
     {**DEEPSEEK_V4, "hidden_size": 256, "moe_intermediate_size": 128},
     V4_EXPERTS,
     published=unprefixed,
-    extra={"mtp.0.e_proj.weight": (256, 256), "mtp.0.ffn.experts.0.w1.weight": (128, 256)},
+    extra={
+        "mtp.0.e_proj.weight": (256, 256),
+        **{f"mtp.0.ffn.experts.{expert}.w1.weight": (128, 256) for expert in range(4)},
+    },
     beside="mtp.",
 )
 V4_FP8 = (
@@ -74,10 +77,8 @@ def make_deepseek_v4(folder: Path) -> Source:
     """
     build(V4, folder)
     fp8, fp4 = fp8_blocks(128, 128, "float8_e8m0fnu", ".scale"), mxfp4_experts()
-    experts = modules_of(*V4_EXPERTS)
-    judged = pack_checkpoint(
-        folder, [(fp8, modules_of(*V4_FP8)), (fp4, [*experts, "mtp.0.ffn.experts.0.w1"])]
-    )
+    experts = modules_of(*V4_EXPERTS, "mtp.0.ffn.experts.{0-3}.w1")
+    judged = pack_checkpoint(folder, [(fp8, modules_of(*V4_FP8)), (fp4, experts)])
     config = read_json(folder / "config.json")
     config["quantization_config"]["expert_dtype"] = config["expert_dtype"] = "fp4"
     (folder / "config.json").write_text(json.dumps(config))

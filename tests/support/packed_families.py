@@ -46,7 +46,7 @@ DEEPSEEK = (*DENSE_FIRST, *EXPERTS_SECOND, *SHARED_SECOND)
 MTP = {
     "model.layers.2.eh_proj.weight": (256, 512),
     "model.layers.2.enorm.weight": (256,),
-    "model.layers.2.mlp.experts.0.gate_proj.weight": (128, 256),
+    **{f"model.layers.2.mlp.experts.{expert}.gate_proj.weight": (128, 256) for expert in range(4)},
     "model.layers.2.self_attn.o_proj.weight": (256, 256),
 }
 
@@ -114,7 +114,8 @@ CASES = (
         (
             LATENT_ATTENTION,
             *DEEPSEEK,
-            "model.layers.2.{eh_proj,mlp.experts.0.gate_proj,self_attn.o_proj}",
+            "model.layers.2.{eh_proj,self_attn.o_proj}",
+            "model.layers.2.mlp.experts.{0-3}.gate_proj",
         ),
         partial(_fine_grained, 128, 128),
     ),

@@ -1,0 +1,116 @@
+"""Layers, experts and heads that are not there are found, and none where a model has none."""
+
+import pytest
+from checkpoints import pack_shard, read_shard, run
+from families import FAMILIES
+from family import build
+from tiny_models import make_qwen3_moe, read_json, read_tensors
+
+from fp4convert.quality.missing_parts import find_missing
+from fp4convert.recipes.recipe import model_recipe
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": False,
+}
+MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 3}
+
+
+def layers(*numbers, stack="model.layers"):
+    return {f"{stack}.{number}.self_attn.q_proj" for number in numbers}
+
+
+def experts(*numbers, layer=0, leaves="gate up down"):
+    return {
+        f"model.layers.{layer}.mlp.experts.{number}.{leaf}_proj"
+        for number in numbers
+        for leaf in leaves.split()
+    }
+
+
+def missing(modules, config):
+    return [one.tensor for one in find_missing(modules, config, model_recipe(config))]
+
+
+@pytest.mark.parametrize(
+    ("modules", "config", "first"),
+    [
+        (layers(0, 2), LLAMA, "model.layers.1"),
+        (layers(0, 1), LLAMA, "model.layers.2"),
+        (layers(1, 2), LLAMA, "model.layers.0"),
+        (layers(0, 2, stack="h"), {}, "h.1"),
+        (
+            layers(0, 1) | layers(*range(9), stack="vision_tower.layers"),
+            {"model_type": "gemma3", "text_config": {"num_hidden_layers": 4}},
+            "model.layers.2",
+        ),
+        (experts(0, 2) | layers(1), MOE, "model.layers.0.mlp.experts.1"),
+        (experts(0, 1) | layers(1), MOE, "model.layers.0.mlp.experts.2"),
+        (experts(0, 2), {}, "model.layers.0.mlp.experts.1"),
+        (
+            experts(0, 1, 2) - experts(1, leaves="down") | layers(1),
+            MOE,
+            "model.layers.0.mlp.experts.1.down_proj",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(modules, config, first):
+    assert missing({*modules, "lm_head"}, config) == [first]
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_a_head_of_its_own(name):
+    config = {**LLAMA, "architectures": [name]}
+    modules = layers(0, 1, 2)
+    assert missing(modules, config) == ["lm_head"]
+    for head in ("lm_head", "output", "lm_head.out_proj"):
+        assert missing({*modules, head}, config) == []
+
+
+@pytest.mark.parametrize(
+    ("modules", "config"),
+    [
+        (layers(0, 1, 2), {**LLAMA, "tie_word_embeddings": True}),
+        (layers(0, 1, 2), {**LLAMA, "text_config": {"tie_word_embeddings": True}}),
+        (layers(0, 1, 2), {**LLAMA, "architectures": ["LlamaModel"]}),
+        # A layer behind the others that predicts further tokens, or a draft of such alone.
+        (layers(0, 1, 2, 3) | {"lm_head"}, LLAMA),
+        (layers(3) | {"lm_head"}, LLAMA),
+        # Dense layers, and layers of another kind, among layers with experts.
+        (experts(0, 1, 2, layer=1) | layers(0), MOE),
+        # A stack holds the experts that have no number.
+        ({"model.layers.0.mlp.experts.gate_up_proj"} | layers(1), MOE),
+        # Several counts are of several kinds of mixtures, or of one that is asked in part.
+        (experts(0, 1) | layers(1), {**MOE, "vision_config": {"num_experts": 2}}),
+        (layers(0, 2), {**LLAMA, "architectures": ["DeciLM"], "block_configs": [{}, {}, {}]}),
+        # An encoder and a decoder that counts differ for.
+        (layers(0, 1, stack="encoder.layers") | layers(0, stack="decoder.layers"), {"n_layers": 2}),
+    ],
+)
+def test_what_a_model_does_not_have_is_not_missed(modules, config):
+    assert missing(modules, config) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_nothing_is_missed_in_a_whole_model(family, tmp_path):
+    folder = build(family, tmp_path / "m")
+    modules = {name.rpartition(".")[0] for name in read_tensors(folder)}
+    assert missing(modules, read_json(folder / "config.json")) == []
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
+def test_inspect_and_verify_say_what_a_lost_tensor_takes_with_it(dialect, tmp_path):
+    source, out = make_qwen3_moe(tmp_path / "m"), tmp_path / "out"
+    run("quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", out, "-q")
+    assert run("inspect", out).code == 0
+    last = f"experts.{read_json(out / 'config.json')['num_local_experts'] - 1}."
+    (shard,) = out.glob("*.safetensors")
+    tensors = {name: one for name, one in read_shard(shard).items() if last not in name}
+    shard.write_bytes(pack_shard(tensors))
+    for command in ("inspect", "verify"):
+        found = run(command, out, "--json")
+        codes = [one["code"] for one in found.json["findings"]]
+        assert (found.code, codes.count("module-missing")) == (6, 2)
