@@ -278,7 +278,7 @@ def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -
         detail = f"{RECORD} is not written yet: the conversion did not end"
         detail = f"{detail}; run its command again to continue"
         findings = [Finding("error", "unfinished", None, detail)]
-    elif not modules:
+    elif not modules and not any(finding.level == "error" for finding in findings):
         detail = f"no tensor is named as {dialect} names {describe_groups(groups)}"
         findings.append(Finding("warning", "nothing-quantized", None, detail))
     if not is_unfinished:

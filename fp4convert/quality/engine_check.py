@@ -67,15 +67,11 @@ def _judge(
 ) -> Verdict:
     """Judge contents; nothing loads as it should where findings are errors.
 
-    Those that compare with a source are none of the engine's.
+    Another source than its own is none of the engine's.
     """
     verdict = judge_contents(engine, contents, version)
-    errors = [
-        finding
-        for finding in findings
-        if finding.level == "error" and not finding.code.startswith("source-")
-    ]
-    if not verdict.loads or not errors:
+    errors = [one for one in findings if one.level == "error" and one.code != "source-differs"]
+    if verdict.loads is False or not errors:
         return verdict
     first = f"{errors[0].code}: {errors[0].detail}"
     return Verdict(engine, "", False, f"has an artifact with errors before it: {first}")

@@ -191,10 +191,11 @@ def verify(
     related = source if known & artifact.modules.keys() else None
     sampled = choose_modules(artifact, is_full=False)
     judged = judge(artifact, related, list(artifact.modules), sampled, phases)
+    findings = [*judged.findings, *check_headers(artifact)]
+    # An engine reads what is there: hashes, reports and limits are nothing to it.
+    refused = check_engine(artifact, findings, gate.engine)
     # 2. The hashes of files, and the tensors that were kept.
-    findings = [*judged.findings, *check_headers(artifact), *_check_hashes(artifact, phases)]
-    findings += _check_kept(artifact, phases)
-    findings += check_engine(artifact, findings, gate.engine)
+    findings += [*_check_hashes(artifact, phases), *_check_kept(artifact, phases), *refused]
     # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages

@@ -138,6 +138,28 @@ def test_a_gate_that_is_missed_is_no_fault_of_the_engine(tmp_path):
     assert {one["code"] for one in told.json["findings"]} == {"sqnr-low"}
 
 
+def test_a_file_that_was_changed_is_no_fault_of_the_engine(tmp_path):
+    source, out = write_llama(tmp_path / "m"), tmp_path / "out"
+    run("quantize", source, "--format", "nvfp4", "-o", out, "-q")
+    (out / "config.json").write_text((out / "config.json").read_text() + "\n")
+    told = run("verify", out, "--for", "vllm", "--json")
+    assert [one["code"] for one in told.json["findings"]] == ["hash-mismatch"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_module_without_a_scale_is_told_once(made, command):
+    """Every module lacks it, so that none is left; which says nothing of the engine."""
+    out = made(write_llama, "--format", "nvfp4", "--dialect", "modelopt", "--activations", "16")
+    for name in ("config.json", "hf_quant_config.json"):
+        document = json.loads((out / name).read_text().replace("W4A16_NVFP4", "NVFP4"))
+        for group in document.get("quantization_config", {}).get("config_groups", {}).values():
+            group["input_activations"] = group["weights"]
+        (out / name).write_text(json.dumps(document))
+    told = run(command, out, "--for", "vllm", "--json").json["findings"]
+    assert [one["code"] for one in told][-1] == "engine-refuses"
+    assert {one["code"] for one in told} - {"no-hashes"} == {"tensor-missing", "engine-refuses"}
+
+
 def test_another_source_is_no_fault_of_the_engine(tmp_path):
     out = tmp_path / "out"
     run("quantize", write_llama(tmp_path / "m"), "--format", "nvfp4", "-o", out, "-q")
