@@ -188,10 +188,11 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     if traits.ignores_by_name:
         yield from _check_kept_names(artifact)
     yield from _check_targets(artifact)
-    stored = {ref.name for packed in artifact.packed.values() for ref in packed.refs}
-    kept = (name.rpartition(".")[0] for name in artifact.tensors if name not in stored)
-    modules = {*artifact.packed, *kept}
-    yield from find_missing(modules, artifact.source.checkpoint.config, recipe)
+    if all(finding.code != "unfinished" for finding in artifact.findings):
+        stored = {ref.name for packed in artifact.packed.values() for ref in packed.refs}
+        kept = (name.rpartition(".")[0] for name in artifact.tensors if name not in stored)
+        modules = {*artifact.packed, *kept}
+        yield from find_missing(modules, artifact.source.checkpoint.config, recipe)
     # Scales beside four-bit modules that nothing declares.
     with_global = [form for form in artifact.forms if form.format.has_global_scale]
     has_inputs = all(form.has_input_scale for form in with_global)

@@ -56,7 +56,10 @@ def check_engine(
     verdict = _judge(engine, version, artifact_contents(artifact, findings), findings)
     if verdict.loads:
         return []
-    detail = "; ".join(filter(None, (verdict.reason(version), verdict.instead)))
+    instead = verdict.instead
+    if instead and artifact.dialect not in engine.dialects:  # not every transcode is lossless
+        instead = f"quantize the source with --for {engine.key}"
+    detail = "; ".join(filter(None, (verdict.reason(version), instead)))
     if verdict.loads is None:
         return [Finding("error", "engine-unknown", None, detail)]
     return [Finding("error", "engine-refuses", None, detail)]

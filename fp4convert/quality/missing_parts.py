@@ -1,4 +1,4 @@
-"""Find layers, experts and heads that an artifact lacks, by numbers, names and config.json."""
+"""Find layers, experts and heads that an artifact lacks."""
 
 from __future__ import annotations
 

@@ -192,10 +192,9 @@ def verify(
     sampled = choose_modules(artifact, is_full=False)
     judged = judge(artifact, related, list(artifact.modules), sampled, phases)
     findings = [*judged.findings, *check_headers(artifact)]
-    # An engine reads what is there: hashes, reports and limits are nothing to it.
-    refused = check_engine(artifact, findings, gate.engine)
+    findings += check_engine(artifact, findings, gate.engine)  # to which hashes are nothing
     # 2. The hashes of files, and the tensors that were kept.
-    findings += [*_check_hashes(artifact, phases), *_check_kept(artifact, phases), *refused]
+    findings += [*_check_hashes(artifact, phases), *_check_kept(artifact, phases)]
     # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages

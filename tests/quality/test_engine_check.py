@@ -111,8 +111,8 @@ def test_what_is_unfinished_loads_nowhere_though_no_row_says_so(tmp_path):
     assert document["engines"][0]["why"].startswith(
         "has an artifact with errors before it: unfinished: "
     )
-    (first, *_, last) = run("verify", out, "--for", "vllm", "--json").json["findings"]
-    assert (first["code"], last["code"]) == ("unfinished", "engine-refuses")
+    first, second, *_ = run("verify", out, "--for", "vllm", "--json").json["findings"]
+    assert (first["code"], second["code"]) == ("unfinished", "engine-refuses")
 
 
 def test_wildcards_of_quark_are_for_transformers_alone(made):
@@ -156,7 +156,6 @@ def test_a_module_without_a_scale_is_told_once(made, command):
             group["input_activations"] = group["weights"]
         (out / name).write_text(json.dumps(document))
     told = run(command, out, "--for", "vllm", "--json").json["findings"]
-    assert [one["code"] for one in told][-1] == "engine-refuses"
     assert {one["code"] for one in told} - {"no-hashes"} == {"tensor-missing", "engine-refuses"}
 
 

@@ -35,7 +35,7 @@ FLUX_INDEX = {
 WAN_CONFIG = {
     "_class_name": "WanTransformer3DModel",
     "_diffusers_version": "0.35.0.dev0",
-    "num_layers": 30,
+    "num_layers": 7,
 }
 WAN_INDEX = {
     "_class_name": "WanPipeline",

@@ -72,13 +72,13 @@ def make_gpt_oss(folder: Path) -> Source:
 
 
 def make_deepseek_v4(folder: Path) -> Source:
-    """Routed experts in MXFP4, one for multi-token prediction among them, attention and the shared
-    expert in FP8.
+    """Routed experts in MXFP4, those for multi-token prediction among them, attention and the
+    shared expert in FP8.
     """
     build(V4, folder)
     fp8, fp4 = fp8_blocks(128, 128, "float8_e8m0fnu", ".scale"), mxfp4_experts()
-    experts = modules_of(*V4_EXPERTS, "mtp.0.ffn.experts.{0-3}.w1")
-    judged = pack_checkpoint(folder, [(fp8, modules_of(*V4_FP8)), (fp4, experts)])
+    experts, draft = modules_of(*V4_EXPERTS), modules_of("mtp.0.ffn.experts.{0-3}.w1")
+    judged = pack_checkpoint(folder, [(fp8, modules_of(*V4_FP8)), (fp4, [*experts, *draft])])
     config = read_json(folder / "config.json")
     config["quantization_config"]["expert_dtype"] = config["expert_dtype"] = "fp4"
     (folder / "config.json").write_text(json.dumps(config))
