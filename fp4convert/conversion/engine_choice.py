@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.conversion.diffusers import component_options, named_component
@@ -35,6 +35,8 @@ NO_EXPERTS = r"re:(?!.*\.experts\.)"  # fits every module but experts
 ALL_EXPERTS = "*.experts.*"
 DECIDED = ("dialect", "format", "activations")  # options that --for fills in
 TRIED = tuple(f"--{name}" for name in (*DECIDED, "exclude"))  # for advice
+# Options that may have to go, and their values without them.
+GIVEN_UP: dict[str, Any] = {"kv_cache": None, "exclude": (), "include": ()}
 NO_ADVICE = "Nothing of this model is known to load there; choose another engine."
 
 
@@ -89,7 +91,8 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
             chosen = _choose_first(asked, options)
         except ChoiceError as error:
             is_tried = any(option in error.next_step for option in TRIED)
-            step = _advise(asked, options) or (NO_ADVICE if is_tried else error.next_step)
+            step = _advise(asked, options)
+            step = step or (_give_up(asked, options) if is_tried else error.next_step)
             raise InputError(error.code, error.lines, step) from None
     for each in {source, *asked.parts.values()}:
         each.stop()
@@ -182,6 +185,17 @@ def _advise(asked: Asked, options: QuantizeOptions) -> str:
                 line = shell_line("--for", at.engine.key, *words)
                 return f"{at.engine.called()} loads it: {line}"
     return ""
+
+
+def _give_up(asked: Asked, options: QuantizeOptions) -> str:
+    """Say which option stands in the way, or that the engine loads nothing."""
+    for name, nothing in GIVEN_UP.items():
+        without = replace(options, **{name: nothing})
+        is_given = getattr(options, name) != nothing
+        if is_given and (change := _find_change(asked, without, False)) is not None:
+            step = f"Leave out --{name.replace('_', '-')}"
+            return f"{step}, and use {shell_line(*change)}" if change else step + "."
+    return NO_ADVICE
 
 
 def _find_change(asked: Asked, options: QuantizeOptions, keeps_experts: bool) -> list[str] | None:

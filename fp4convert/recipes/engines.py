@@ -213,11 +213,11 @@ def engine_called(word: str) -> Engine | None:
 
 
 def engine_asked(word: object) -> tuple[Engine, Version | None]:
-    """Read ENGINE or ENGINE:VERSION; InputError for what is neither."""
+    """Read ENGINE, ENGINE:VERSION or ENGINE==VERSION; InputError for others."""
     if not isinstance(word, str):
         detail = f"engine {word!r} is no text; expected one of {', '.join(ENGINES)}"
         raise InputError("unknown-engine", detail, 'For example: engine="vllm".')
-    name, colon, number = word.partition(":")
+    name, colon, number = word.replace("==", ":", 1).partition(":")
     engine = engine_called(name)
     if engine is None:
         detail = f"engine {name!r} is not known; expected one of {', '.join(ENGINES)}"

@@ -48,6 +48,7 @@ W4A4 = ("nvfp4", "modelopt", 4)
     [
         ("llama", "vllm", NVFP4),
         ("llama", "vLLM:0.33", NVFP4),
+        ("llama", "vllm==0.33", NVFP4),
         ("llama", "vllm:0.33.0rc1", NVFP4),
         ("llama", "vllm:0.33.0+cu129", NVFP4),
         ("gguf", "llama.cpp:b4567", ("mxfp4", "gguf", 16)),
@@ -150,6 +151,11 @@ def test_a_refusal_has_the_rows_reason_and_what_to_do(words, why, step, tmp_path
     error = run("quantize", source, "--for", *words.split(), "--json").json["error"]
     assert why in error["message"]
     assert error["next"] == step
+
+
+def test_an_option_that_stands_in_the_way_is_named(tmp_path):
+    asked = ("quantize", write_llama(tmp_path / "m"), "--for", "mlx", "--kv-cache", "fp8", "--json")
+    assert run(*asked).json["error"]["next"] == "Leave out --kv-cache."
 
 
 @pytest.mark.parametrize(
