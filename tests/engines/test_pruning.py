@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from calibrations import write_calibration
 from families import FAMILIES
 from families_experts import LATENT
 from family import Family, build, load, logits, logits_of
-from tiny_chains import LENGTH, TEXT, make_model, tokens_of
+from tiny_chains import LENGTH, TEXT, make_model, tokens_of, write_tokenizer
 from tiny_models import fp4convert, fp4convert_json, read_json, read_tensors
 
 from fp4convert.storage.open import open_source
@@ -232,6 +233,40 @@ def test_256_experts_become_160_in_groups_and_quantize_takes_the_result(tmp_path
     restored = logits(DEEPSEEK, tmp_path / "restored")
     noise = (restored - found).float()
     assert 0 < noise.pow(2).mean() < 0.1 * found.float().pow(2).mean()
+
+
+@pytest.mark.slow
+def test_glm_5_is_calibrated_pruned_quantized_and_evaluated(tmp_path: Path) -> None:
+    """256 experts become 160 by a calibration of its own text; KL as whole models have it."""
+    import torch
+
+    experts = {"n_routed_experts": 256, "num_experts_per_tok": 8, "num_nextn_predict_layers": 0}
+    (glm,) = (family for family in FAMILIES if family.name == "glm_moe_dsa")
+    glm = replace(glm, config={**glm.config, **experts}, extra=None)
+    folders = [tmp_path / name for name in ("source", "pruned", "four", "restored")]
+    source, pruned, four, restored = folders
+    write_tokenizer(build(glm, source))
+    (text := tmp_path / "text.txt").write_text(TEXT)
+    read = ("--text", text, "--sequence-length", LENGTH)
+    file = tmp_path / "calibration.safetensors"
+    fp4convert("calibrate", source, "-o", file, *read)
+    document = fp4convert_json("prune", source, "-o", pruned, "--calibration", file, "--keep", 160)
+    assert document["experts"] == {"before": 256, "kept": 160, "layers": 1}
+    fp4convert("quantize", pruned, "--format", "nvfp4", "-o", four, "-q")
+    fp4convert("dequantize", four, "-o", restored, "--dtype", "fp32", "-q")
+    found = fp4convert_json("evaluate", four, "--source", pruned, *read)
+
+    ids = torch.tensor(tokens_of(TEXT)).reshape(-1, LENGTH)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    with torch.no_grad():
+        p, q = (
+            load(glm, folder, dtype="float32", **eager)(input_ids=ids).logits[:, :-1].double()
+            for folder in (pruned, restored)
+        )
+    ratios = p.log_softmax(-1) - q.log_softmax(-1)
+    kl = (p.softmax(-1) * ratios).sum(-1).mean().item()
+    assert kl > 1e-5
+    assert found["kl"]["mean"] == pytest.approx(kl, rel=1e-4)
 
 
 @pytest.mark.sweep(4)
