@@ -27,6 +27,8 @@ SEQUENCE_LENGTH, OWN_LENGTH = 2048, 512  # of text; of what a model writes token
 BATCH_TOKENS = 2048  # at once, of samples of one length
 SEED = 0
 SHORTEST = 2  # tokens that make a sample
+CHATS = ("messages", "conversations")  # keys of records that hold a conversation
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's words, and chat templates'
 
 Samples = list[NDArray[np.int64]]
 
@@ -52,7 +54,7 @@ class Feed:
         """Raise InputError unless one of them is given, and can be."""
         given = (bool(self.text), self.dataset is not None, self.self_generate is not None)
         if given.count(True) != 1:
-            detail = "text comes from --text FILE, --dataset FILE or --self-generate N"
+            detail = "text comes from --text FILE, --chat FILE, --dataset FILE or --self-generate N"
             next_step = "With no data at hand: --self-generate 32."
             raise InputError("no-text", f"{detail}; expected one of them", next_step)
         for option, value, least in (
@@ -208,16 +210,12 @@ def _read_texts(
     for number, record in enumerate(records, 1):
         where = f"{feed.dataset}: record {number}"
         options: dict[str, object] = {}
-        if isinstance(record.get("text"), str):
-            text = record["text"]
-        elif isinstance(record.get("messages"), list):
+        chat = next((record[key] for key in CHATS if isinstance(record.get(key), list)), None)
+        if chat is not None:
             options = {"add_special_tokens": False}  # the template has written them
-            try:
-                text = str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
-            except Exception as error:  # templates raise what they like
-                detail = f"{where} does not fit the tokenizer's chat template"
-                detail += f": {reason_of(error)}"
-                raise InputError("bad-dataset", detail, "Give records with 'text'.") from None
+            text = _write_chat(chat, record.get("tools"), tokenizer, where)
+        elif isinstance(record.get("text"), str):
+            text = record["text"]
         else:
             detail = f"{where} has neither a 'text' that is a string nor a list of 'messages'"
             detail += f", but {sorted(map(str, record))[:5]}"
@@ -229,6 +227,29 @@ def _read_texts(
             detail += "; expected Unicode text"
             raise InputError("bad-dataset", detail, "Leave the record out.") from None
         yield text, options
+
+
+def _write_chat(chat: list[Any], tools: object, tokenizer: Any, where: str) -> str:
+    """Write a conversation as the model's own template does.
+
+    chat   messages of role and content, or, as ShareGPT's, of from and value
+    tools  that the model may call, as transformers takes them; None for none
+    """
+    if not tokenizer.chat_template:
+        detail = f"{where} is a conversation, and the source has no chat template"
+        next_step = "Put chat_template.jinja next to the weights, or give records with 'text'."
+        raise InputError("bad-dataset", detail, next_step)
+    messages = [
+        {"role": SPEAKERS.get(each["from"], each["from"]), "content": each["value"]}
+        if isinstance(each, dict) and each.keys() >= {"from", "value"}
+        else each
+        for each in chat
+    ]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False))
+    except Exception as error:  # templates raise what they like
+        detail = f"{where} does not fit the source's chat template: {reason_of(error)}"
+        raise InputError("bad-dataset", detail, "Correct it, or leave the record out.") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

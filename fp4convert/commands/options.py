@@ -255,7 +255,11 @@ class TextOptions(AccessOptions):
     dataset: Annotated[
         Reference | None,
         Option(
-            "jsonl or parquet with 'text' or 'messages' in each record.", parse=Path, panel=TARGET
+            "jsonl or parquet: conversations ('messages'), which the model's chat template writes,"
+            " or 'text'.",
+            parse=Path,
+            flags=("--dataset", "--chat"),
+            panel=TARGET,
         ),
     ] = None
     self_generate: Annotated[

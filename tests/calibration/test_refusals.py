@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,27 @@ def test_data_sets_that_are_none(llama, tmp_path, line):
     data.write_text(line)
     error = refuse(llama, "--dataset", data)
     assert (error["code"], error["exit"]) == ("bad-dataset", 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "why"),
+    [
+        (None, {"messages": [{"role": "user", "content": "a"}]}, "has no chat template"),
+        ("{{ raise_exception('roles alternate') }}", {"messages": [{}]}, "roles alternate"),
+        ("{{ messages[0].content + 1 }}", {"conversations": [{"from": "a", "value": "b"}]}, "fit"),
+        ("{{ messages.clear() }}", {"messages": [{}]}, "fit"),
+    ],
+)
+def test_conversations_that_cannot_be_written(template, line, why, llama, tmp_path):
+    source = shutil.copytree(llama, tmp_path / "m")
+    if template:
+        (source / "chat_template.jinja").write_text(template)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "abc"}\n' + json.dumps(line))
+    error = refuse(source, "--chat", data)
+    assert (error["code"], error["exit"]) == ("bad-dataset", 2)
+    assert f"{data}: record 2 " in error["message"]
+    assert why in error["message"]
 
 
 def test_options_that_cannot_be(llama, words):

@@ -5,6 +5,7 @@ a Hub; one layer in memory.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,6 +200,29 @@ def test_records_of_a_data_set(tmp_path, llama):
     words.write_text(TEXT)
     assert calibrate(llama, tmp_path / "b.safetensors", "--text", words).code == 0
     first, second = (load_file(tmp_path / f"{name}.safetensors") for name in "ab")
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, second[name])
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_conversations_are_written_by_the_models_own_template(key, tmp_path, llama):
+    """Expected is what the template writes, by hand; a record's text is nothing beside them."""
+    source = shutil.copytree(llama, tmp_path / "m")
+    template = "{% for each in messages %}{{ each.role[0] }}{{ each.content }}{% endfor %}"
+    template += "{% if tools %}z{{ tools[0].name }}{% endif %}"
+    (source / "chat_template.jinja").write_text(template)
+    turns, tools = (TEXT[:60], TEXT[60:140]), [{"name": "f"}]
+    names = (("role", "content"), ("user", "assistant"))
+    if key == "conversations":
+        names = (("from", "value"), ("human", "gpt"))
+    chat = [dict(zip(names[0], pair, strict=True)) for pair in zip(names[1], turns, strict=True)]
+    data, words = tmp_path / "chat.jsonl", tmp_path / "words.txt"
+    data.write_text(json.dumps({key: chat, "tools": tools, "text": "aaaa"}))
+    words.write_text(f"u{turns[0]}a{turns[1]}zf")
+    for option, file in (("--chat", data), ("--text", words)):
+        out = tmp_path / f"{option[2:]}.safetensors"
+        assert calibrate(source, out, option, file).code == 0
+    first, second = (load_file(tmp_path / f"{name}.safetensors") for name in ("chat", "text"))
     for name, array in first.items():
         np.testing.assert_array_equal(array, second[name])
 
