@@ -68,8 +68,8 @@ def tiny(folder: Path) -> Path:
     """The language model's folder, trained where it is not there yet."""
     if not (folder / "trained.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = _train_tokenizer(folder)
-        loss = _train(folder, torch.tensor(tokenizer(sources("train"))["input_ids"]))
+        tokenizer = train_tokenizer(folder)
+        loss = train(folder, torch.tensor(tokenizer(sources("train"))["input_ids"]))
         (folder / "trained.json").write_text(json.dumps({"steps": STEPS, "loss": loss}))
     return folder
 
@@ -84,7 +84,8 @@ def tokens(folder: Path, what: str, count: int) -> Any:
     return torch.tensor(numbers[: count * SEQUENCE]).reshape(count, SEQUENCE)
 
 
-def _train_tokenizer(folder: Path) -> Any:
+def train_tokenizer(folder: Path) -> Any:
+    """Train a tokenizer of bytes on source text, and save it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -106,7 +107,7 @@ def _train_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _train(folder: Path, numbers: Any) -> float:
+def train(folder: Path, numbers: Any) -> float:
     """Train and save it in bf16; returns the mean loss of the last 50 steps."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -159,21 +159,20 @@ class VerifyOptions(AccessOptions):
         float | None,
         Option("Fail when the normalized squared error of a tensor is above this.", panel=QUALITY),
     ] = None
-    outputs: Annotated[
-        bool,
-        Option("Measure the output error of every linear layer, for random inputs.", panel=QUALITY),
-    ] = False
     calibration: Annotated[
         Reference | None,
         Option(
-            "The same for the inputs that a calibration file recorded.",
+            "Measure the output error of every linear layer, for the inputs recorded here.",
             parse=Path,
             panel=QUALITY,
         ),
     ] = None
     max_output_error: Annotated[
         float | None,
-        Option("Fail when the output error of a layer is above this; 0.1 is 10 %.", panel=QUALITY),
+        Option(
+            "With --calibration: fail when the output error of a layer is above this; 0.1 is 10 %.",
+            panel=QUALITY,
+        ),
     ] = None
     report: Page = None
     sarif: Sarif = None

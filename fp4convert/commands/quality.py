@@ -84,7 +84,7 @@ def verify(options: VerifyOptions) -> Verified:
     phases = _begin(options)
     artifact = _open_first(options, options.artifact)
     original = _original(options)
-    outputs = Outputs(known) if options.outputs or known else None
+    outputs = Outputs(known) if known else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
     gate = verification.Gate(*errors, engine)
     verified = verification.verify(artifact, original, gate, outputs, phases)

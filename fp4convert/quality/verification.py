@@ -172,8 +172,7 @@ def verify(
 ) -> Verified:
     """Verify every file and scale, and with a source every tensor.
 
-    outputs  measures what linear layers answer, too; a gate that asks for it does so for Gaussian
-             inputs where this is None
+    outputs  measures what linear layers answer, too
     phases   learns how far the reading is
     Raises   InputError where numbers are asked for and there is no source, or for a calibration of
              another model
@@ -181,9 +180,10 @@ def verify(
     phases = phases or Phases()
     gate.check(source is not None)
     if outputs is None and gate.max_output_error is not None:
-        outputs = Outputs()
+        detail = f"{OUTPUT_GATE} needs the inputs of the layers"
+        raise InputError("no-calibration", detail, "Add --calibration FILE; or --min-sqnr instead.")
     if source is None and outputs:
-        detail = "--outputs needs the original weights"
+        detail = "--calibration needs the original weights"
         raise InputError("no-source", detail, "Add --source SOURCE.")
     pairs = pair_with_source(artifact, source, outputs) if source else None
     # 1. Records, names and scales; a source that has the modules decides what scales alone cannot.

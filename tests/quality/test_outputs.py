@@ -1,4 +1,4 @@
-"""verify --outputs: what linear layers answer, beside the answers of dequantized weights to the
+"""verify --calibration: what linear layers answer, beside the answers of dequantized weights to the
 very inputs, by NumPy.
 """
 
@@ -86,19 +86,6 @@ def restored_pair(
     return before, restored(artifact, folder / "plain")
 
 
-def test_without_a_calibration_errors_are_those_of_random_inputs(source, artifact, tmp_path):
-    document = verify(artifact, "--source", source, "--outputs")
-    assert (document["inputs"], document["calibration"]) == ("gaussian", None)
-    before, after = restored_pair(source, artifact, tmp_path)
-    for entry in document["tensors"]:
-        w, v = before[entry["name"]], after[entry["name"]]
-        x = np.random.default_rng(4).standard_normal((w.shape[1], 20_000))
-        assert entry["output_error"] == pytest.approx(
-            np.linalg.norm((w - v) @ x) / np.linalg.norm(w @ x), rel=0.01
-        )
-        assert entry["output_error"] == pytest.approx(10 ** (-entry["sqnr_db"] / 20), rel=1e-9)
-
-
 def test_analyze_says_the_same_of_a_matrix_that_it_reads_whole(tmp_path):
     """Its global scale is that of the sampled rows, here all of them, and MXFP4 has none."""
     values = np.random.default_rng(2).standard_normal((32, 64)).astype(np.float32)
@@ -156,9 +143,10 @@ def test_the_gate_is_of_every_tensor(source, artifact, tmp_path):
     assert told.out.count("error output-error-high: 7 of 7 tensors, the worst ") == 1
 
 
-def test_a_gate_alone_measures_for_random_inputs_and_stands_beside_others(source, artifact):
-    both = verify(artifact, "--source", source, "--max-output-error", 0.001, "--min-sqnr", 90)
-    assert both["inputs"] == "gaussian"
+def test_a_gate_stands_beside_others(source, artifact, tmp_path):
+    file = calibrate(tmp_path / "c.safetensors", source)
+    gates = ("--max-output-error", 0.001, "--min-sqnr", 90)
+    both = verify(artifact, "--source", source, "--calibration", file, *gates)
     codes = [finding["code"] for finding in both["findings"]]
     assert (codes.count("output-error-high"), codes.count("sqnr-low")) == (7, 7)
 
@@ -170,13 +158,15 @@ def test_a_layer_that_was_nothing_and_answers_something_misses_every_gate(tmp_pa
     }
     source = write_single(tmp_path / "m", tensors)
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "-q").code == 0
-    clean = verify(tmp_path / "a", "--source", source, "--max-output-error", 0)
+    file = calibrate(tmp_path / "c.safetensors", source)
+    given = ("--source", source, "--calibration", file, "--max-output-error")
+    clean = verify(tmp_path / "a", *given, 0)
     assert [entry["output_error"] for entry in clean["tensors"]] == [0, 0]
     held = read_shard(tmp_path / "a" / "model.safetensors")
     dtype, shape, data = held[f"{DOWN}.weight_packed"]
     changed = {**held, f"{DOWN}.weight_packed": (dtype, shape, b"\x11" * len(data))}
     (tmp_path / "a" / "model.safetensors").write_bytes(pack_shard(changed))
-    spoilt = verify(tmp_path / "a", "--source", source, "--max-output-error", 1)
+    spoilt = verify(tmp_path / "a", *given, 1)
     assert [entry["output_error"] for entry in spoilt["tensors"]] == [None, 0]
     assert ("output-error-high", f"{DOWN}.weight") in {
         (each["code"], each["tensor"]) for each in spoilt["findings"]
@@ -200,11 +190,12 @@ def test_the_table_shows_what_answers_worst(source, artifact, tmp_path):
     assert "output error" not in run("verify", artifact, "--source", source).out
 
 
-@pytest.mark.parametrize("option", [("--outputs",), ("--max-output-error", "0.1")])
-def test_outputs_need_a_source(option, artifact):
-    outcome = run("verify", artifact, *option, "--json")
-    assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-source")
-    assert option[0] in outcome.json["error"]["message"]
+def test_a_gate_on_outputs_needs_a_source_and_their_inputs(source, artifact):
+    """For random inputs the error is that of the weights, which other gates are for."""
+    for given, code in (((), "no-source"), (("--source", source), "no-calibration")):
+        outcome = run("verify", artifact, *given, "--max-output-error", "0.1", "--json")
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, code)
+        assert "--max-output-error" in outcome.json["error"]["message"]
 
 
 def test_what_cannot_be_asked_is_refused(source, artifact, tmp_path):

@@ -153,7 +153,7 @@ def test_gates(source, artifact):
     } == {"nmse-high"}
 
 
-GATES = {"--min-sqnr": 20, "--max-nmse": 0.01, "--max-output-error": 0.1}
+GATES = {"--min-sqnr": 20, "--max-nmse": 0.01}
 
 
 def test_a_gate_that_measured_nothing_is_not_met(source, tmp_path):
