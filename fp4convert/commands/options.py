@@ -360,6 +360,7 @@ class EvaluateOptions(TextOptions):
             panel=QUALITY,
         ),
     ] = None
+    sarif: Sarif = None
     phases: Phases | None = None
 
 
