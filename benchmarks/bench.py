@@ -40,11 +40,12 @@ MODULES = (
         "cpu.workers",
         "peers.beside_converters",
     ),
-    *("cpu.sources", "cpu.planning", "cpu.startup", "gpu.gpu_results"),
+    *("cpu.sources", "cpu.evaluation", "cpu.planning", "cpu.startup", "gpu.gpu_results"),
 )
 PARTS = {module.rpartition(".")[2]: module for module in MODULES}  # in the order of the page
 UNCHECKED = (
     "beside_converters",
+    "evaluation",
     "planning",
     "gpu_results",
 )  # slow, or no ratio of two things measured in turn

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
-from fp4convert.commands.options import EvaluateOptions, public
+from fp4convert.commands.options import EvaluateOptions, as_path, public
+from fp4convert.commands.quality import folder_of
 from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
@@ -34,6 +35,13 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     gate.check()
     from fp4convert.calibration import side_by_side
 
+    sarif = as_path(options.sarif)
+    if sarif:
+        from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
+        from fp4convert.report.user_files import check_apart
+
+        check_apart({SARIF: sarif}, folder_of(options))
+        clear_sarif(sarif)
     phases = options.phases or Phases()
     phases.begin("headers")
     artifact = open_model(os.fspath(options.artifact), options.access())
@@ -48,4 +56,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
         phases=phases,
         tell=options.tell,
     )
-    return evaluation.evaluate(side_by_side.compare_models(task), gate)
+    found = evaluation.evaluate(side_by_side.compare_models(task), gate)
+    if sarif:
+        write_sarif(sarif, artifact, found.as_json()["findings"])
+    return found

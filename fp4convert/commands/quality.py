@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.commands.options import (
     CompareOptions,
+    EvaluateOptions,
     InspectOptions,
     VerifyOptions,
     as_path,
@@ -44,7 +45,7 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
         from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
         from fp4convert.report.user_files import check_apart
 
-        check_apart({SARIF: sarif}, _folder_of(options))
+        check_apart({SARIF: sarif}, folder_of(options))
         clear_sarif(sarif)
     engine = None if options.engine is None else engine_asked(options.engine)
     phases = _begin(options)
@@ -73,7 +74,7 @@ def verify(options: VerifyOptions) -> Verified:
     from fp4convert.report.user_files import check_apart
 
     page, sarif = as_path(options.report), as_path(options.sarif)
-    check_apart({PAGE: page, SARIF: sarif}, _folder_of(options))
+    check_apart({PAGE: page, SARIF: sarif}, folder_of(options))
     if page:
         check_page(page)
     if sarif:
@@ -126,7 +127,7 @@ def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:
     return phases
 
 
-def _folder_of(options: InspectOptions | VerifyOptions) -> Path | None:
+def folder_of(options: InspectOptions | VerifyOptions | EvaluateOptions) -> Path | None:
     """Return the folder of an artifact on this disk.
 
     None for a single file, whose neighbours are not its own, and for the Hub.

@@ -19,6 +19,7 @@ from fp4convert.report.user_files import Paper, check_place, write_paper
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.safetensors import WEIGHT
+from fp4convert.storage.source import Source
 
 VERSION = "2.1.0"
 SCHEMA = (
@@ -36,7 +37,7 @@ _OPENING = f"""{{
 """
 SARIF = Paper("--sarif", "FILE.sarif", _OPENING)
 Findings = Sequence[Mapping[str, Any]]
-"""The `findings` of a document of inspect or verify"""
+"""The `findings` of a document of inspect, verify or evaluate"""
 
 
 def clear_sarif(path: Path) -> None:
@@ -51,15 +52,15 @@ def clear_sarif(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_sarif(path: Path, artifact: Artifact, findings: Findings) -> None:
-    """Write the findings on an artifact.
+def write_sarif(path: Path, artifact: Artifact | Source, findings: Findings) -> None:
+    """Write the findings on an artifact, or on a checkpoint that is none.
 
     Raises  OutputError where they cannot be written
     """
     write_paper(path, json.dumps(make_sarif(artifact, findings), indent=2) + "\n", SARIF)
 
 
-def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
+def make_sarif(artifact: Artifact | Source, findings: Findings) -> dict[str, object]:
     """Return the SARIF document of the findings on an artifact."""
     import hashlib
     from importlib.metadata import version
@@ -80,10 +81,13 @@ def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
     ]
 
     # The file of every tensor and module, and the record where a finding names none of them.
-    checkpoint = artifact.source.checkpoint
-    files = {name: ref.file for name, ref in artifact.tensors.items()}
-    files |= {module: each.refs[0].file for module, each in artifact.packed.items()}
-    records = (name for name in (RECORD, "config.json") if artifact.source.has_file(name))
+    source = artifact.source if isinstance(artifact, Artifact) else artifact
+    checkpoint = source.checkpoint
+    files: dict[str, str] = {}  # of evaluate's findings none names a tensor
+    if isinstance(artifact, Artifact):
+        files |= {name: ref.file for name, ref in artifact.tensors.items()}
+        files |= {module: each.refs[0].file for module, each in artifact.packed.items()}
+    records = (name for name in (RECORD, "config.json") if source.has_file(name))
     record = next(records, checkpoint.shards[0].file if checkpoint.shards else RECORD)
 
     results = []

@@ -4,6 +4,7 @@ makes of the artifact.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -97,6 +98,25 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_gates_that_are_missed_are_in_sarif(is_packed: bool, tmp_path: Path, text: Path) -> None:
+    """Of a four-bit artifact, and of the very weights of the source."""
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    if is_packed:
+        assert run("quantize", source, "--format", "mxfp4", "-o", artifact).code == 0
+    else:
+        shutil.copytree(source, artifact)
+    limits = ("--max-kl", 0, "--min-top1", 1, "--max-ppl-ratio", 0)
+    file = tmp_path / "found.sarif"
+    found = evaluate(artifact, source, text, *limits, "--sarif", file)
+    assert found.code == 6
+    codes = ["kl-high", "top1-low", "ppl-high"] if is_packed else ["ppl-high"]
+    (judged,) = json.loads(file.read_text())["runs"]
+    assert [each["ruleId"] for each in judged["results"]] == codes
+    inside = evaluate(artifact, source, text, "--sarif", artifact / "found.sarif")
+    assert (inside.code, inside.json["error"]["code"]) == (2, "file-in-artifact")
 
 
 def test_a_model_is_itself(tmp_path: Path, text: Path) -> None:
