@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 
 from fp4convert.errors import Finding
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
@@ -19,6 +20,8 @@ UNEVEN_LAYERS = "block_configs"
 TIED = "tie_word_embeddings"
 HEADS = frozenset({"lm_head", "embed_out", "output_layer", "output", "head", "proj_out"})
 GENERATING = ("ForCausalLM", "ForConditionalGeneration")  # classes with a head
+DIGITS = 18  # of a number in a name
+SHOWN = 5  # missing numbers in a message
 WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
 
 
@@ -35,7 +38,7 @@ def find_missing(
         if EXPERTS in module:
             mixture, _, rest = module.partition(EXPERTS)
             expert, _, projection = rest.partition(".")
-            if expert.isdecimal():
+            if _is_number(expert):
                 mixtures[mixture].setdefault(int(expert), set()).add(projection)
         stack, layer = _split_at_number(module)
         if layer >= 0 and stack.rpartition(".")[2] in STACKS:
@@ -60,7 +63,7 @@ def _missing_layers(
     expected = min(numbers, default=0)
     for stack, found in stacks.items():
         first = 0 if min(found) < expected else min(found)  # beyond lie drafts alone
-        if missing := sorted(set(range(first, max(found))) - found):
+        if missing := _missing_of(range(first, max(found)), found):
             yield f"{stack}.{missing[0]}", f"{_count(missing, 'layer')} of {stack} missing"
     texts = {
         stack: max(found) + 1
@@ -83,7 +86,7 @@ def _missing_experts(
     for mixture, experts in mixtures.items():
         numbers = range(max(count, max(experts) + 1))
         projections = set[str]().union(*experts.values())
-        if missing := [number for number in numbers if number not in experts]:
+        if missing := _missing_of(numbers, experts):
             first = f"{mixture}{EXPERTS}{missing[0]}"
             detail = f"{_count(missing, 'expert')} of {len(numbers)} in {mixture} missing"
             yield first, detail
@@ -109,11 +112,20 @@ def _split_at_number(module: str) -> tuple[str, int]:
     """Split a name before its first number; -1 where it has none."""
     parts = module.split(".")
     for place, part in enumerate(parts):
-        if part.isdecimal():
+        if _is_number(part):
             return ".".join(parts[:place]), int(part)
     return module, -1
 
 
+def _is_number(part: str) -> bool:
+    return part.isdecimal() and len(part) <= DIGITS
+
+
+def _missing_of(numbers: range, found: Collection[int]) -> list[int]:
+    """List the first numbers that are missing; a config.json may count any."""
+    return list(islice((number for number in numbers if number not in found), SHOWN + 1))
+
+
 def _count(numbers: list[int], what: str) -> str:
-    shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+    shown = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}"
