@@ -201,6 +201,24 @@ def test_the_figures_do_not_depend_on_batches(
     assert together["ppl"] == pytest.approx(apart["ppl"], rel=1e-6)
 
 
+def test_the_figures_do_not_depend_on_threads(tmp_path: Path, text: Path) -> None:
+    """torch shares a product of this size among its threads; and rounds otherwise with fewer."""
+    import torch
+
+    source, artifact = make_model(tmp_path / "m", "Llama", hidden_size=512), tmp_path / "a"
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(evaluate(artifact, source, text).json)
+    finally:
+        torch.set_num_threads(before)
+    alone, shared = found
+    assert alone["kl"] == pytest.approx(shared["kl"], rel=1e-5)
+    assert alone["ppl"] == pytest.approx(shared["ppl"], rel=1e-6)
+
+
 def test_another_model_is_refused(tmp_path: Path, text: Path) -> None:
     source = make_model(tmp_path / "m", "Llama")
     for number, (name, sizes) in enumerate(
