@@ -10,7 +10,14 @@ from fp4convert.cli.screen import Screen, draw_findings, draw_verdict
 from fp4convert.numerics.formats import FORMATS, Format
 from fp4convert.progress import duration_text, size_text
 from fp4convert.recipes.engines import known_engines
-from fp4convert.report.text import Document, artifact_rows, badness, fidelity_text, most_lines
+from fp4convert.report.text import (
+    Document,
+    artifact_rows,
+    badness,
+    evaluation_rows,
+    fidelity_text,
+    most_lines,
+)
 
 CODE = "seem"  # E2M1, bit 3 first
 SCALES = {"fp8_e4m3": "-eeeemmm", "e8m0": "eeeeeeee"}  # of a scale that is positive
@@ -324,19 +331,7 @@ def _kind_row(kind: dict[str, Any], used: list[dict[str, Any]], weights: int) ->
 
 def draw_evaluation(screen: Screen, found: Document) -> None:
     """Draw the figures of `evaluate`, and the layers that cost most."""
-    kl, ppl = found["kl"], found["ppl"]
-    rows = {
-        "KL divergence": f"{kl['mean']:.5g} nats a token; 99.9 % are below {kl['p999']:.4g}"
-        f", the largest is {kl['max']:.4g}",
-        "same top token": f"{100 * found['top1']:.2f} %",
-        "perplexity": f"{ppl['source']:.5g} -> {ppl['artifact']:.5g}"
-        f" ({100 * (ppl['artifact'] / ppl['source'] - 1):+.2f} %)",
-        "text": f"{found['tokens']:,} tokens in {found['windows']} windows",
-        "activations": f"{found['activations']}-bit",
-    }
-    if found["kv_cache"]:
-        rows["KV cache"] = found["kv_cache"]
-    for key, value in rows.items():
+    for key, value in evaluation_rows(found).items():
         screen.line(f"{key:<16}{value}", hang=16)
     if layers := found["by_layer"]:
         headings = ["layer", "KL alone", "KL with all before it"]

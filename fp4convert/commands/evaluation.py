@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
 from fp4convert.commands.options import EvaluateOptions, as_path, public
@@ -34,17 +35,20 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     gate = evaluation.EvaluationGate(options.max_kl, options.min_top1, options.max_ppl_ratio)
     gate.check()
     from fp4convert.calibration import side_by_side
+    from fp4convert.report.html import PAGE, check_page, save_page
+    from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
+    from fp4convert.report.user_files import check_apart
 
-    sarif = as_path(options.sarif)
+    page, sarif = as_path(options.report), as_path(options.sarif)
+    check_apart({PAGE: page, SARIF: sarif}, folder_of(options))
+    if page:
+        check_page(page)
     if sarif:
-        from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
-        from fp4convert.report.user_files import check_apart
-
-        check_apart({SARIF: sarif}, folder_of(options))
         clear_sarif(sarif)
     phases = options.phases or Phases()
     phases.begin("headers")
     artifact = open_model(os.fspath(options.artifact), options.access())
+    shown = open_artifact(os.fspath(options.artifact), options.access()) if page else None
     source = open_model(os.fspath(options.source), options.original_access())
     task = side_by_side.Task(
         source=source,
@@ -57,6 +61,8 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
         tell=options.tell,
     )
     found = evaluation.evaluate(side_by_side.compare_models(task), gate)
+    if page and shown:
+        options.tell(save_page(page, shown, source, evaluated=found.as_json()))
     if sarif:
         write_sarif(sarif, artifact, found.as_json()["findings"])
     return found

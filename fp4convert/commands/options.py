@@ -363,6 +363,7 @@ class EvaluateOptions(TextOptions):
             panel=QUALITY,
         ),
     ] = None
+    report: Page = None
     sarif: Sarif = None
     phases: Phases | None = None
 

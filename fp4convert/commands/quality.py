@@ -90,7 +90,7 @@ def verify(options: VerifyOptions) -> Verified:
     gate = verification.Gate(*errors, engine)
     verified = verification.verify(artifact, original, gate, outputs, phases)
     if page:
-        options.tell(save_page(page, artifact, original, verified))
+        options.tell(save_page(page, artifact, original, verified=verified))
     if sarif:
         write_sarif(sarif, artifact, verified.as_json()["findings"])
     return verified

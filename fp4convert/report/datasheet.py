@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -40,9 +40,11 @@ from fp4convert.report.model_map import find_places, reading_order
 from fp4convert.report.text import (
     MOST_ALIKE,
     Document,
+    FoldedFinding,
     artifact_rows,
     badness,
     escape,
+    evaluation_rows,
     fold_findings,
     most_lines,
 )
@@ -59,14 +61,18 @@ COUNTED = "; verify counted the codes again."
 
 
 def make_datasheet(
-    artifact: Artifact, source: Source | None = None, verified: Verified | None = None
+    artifact: Artifact,
+    source: Source | None = None,
+    verified: Verified | None = None,
+    evaluated: Document | None = None,
 ) -> Document:
     """Return what a report of an artifact shows.
 
-    source    the original weights, where they are at hand
-    verified  what verify found; None where quantize asks
-    Returns   the keys that page/report.js reads
-    Raises    what reading the artifact and the source raises
+    source     the original weights, where they are at hand
+    verified   what verify found; None where another command asks
+    evaluated  what `evaluate --json` prints; None where another command asks
+    Returns    the keys that page/report.js reads
+    Raises     what reading the artifact and the source raises
     """
     described: Document = inspect(artifact, None, is_full=False)
     how, errors = _find_errors(artifact, verified)
@@ -78,21 +84,12 @@ def make_datasheet(
         is_good, words = described["healthy"], "healthy" if described["healthy"] else "not healthy"
         findings = described["findings"]
         how_many, most = 0, MOST_ALIKE
-    # Count errors and warnings, behind a colon; nothing where there are none.
-    levels = Counter(finding["level"] for finding in findings)
-    counts = [
-        f"{levels[level]} {level}{'s' if levels[level] > 1 else ''}"
-        for level in ("error", "warning")
-        if levels[level]
-    ]
-    if counts:
-        words += f": {', '.join(counts)}"
-    known = explanations("findings")
-    explained = []
-    for finding in fold_findings(findings, how_many, most):
-        row = known.get(finding.code, {})
-        told = {key: row.get(key, "") for key in ("meaning", "remedy")}
-        explained.append({**finding._asdict(), **told})
+        if evaluated:
+            is_good = is_good and evaluated["passed"]
+            words = "passed" if is_good else "failed"
+            findings = [*findings, *evaluated["findings"]]
+    words += _count_levels(findings)
+    explained = _explain(fold_findings(findings, how_many, most))
     document = {
         "title": artifact.source.name,
         "verdict": {"is_good": is_good, "words": words},
@@ -111,11 +108,43 @@ def make_datasheet(
         "worst": _worst(artifact, source, errors),
         # of codes without their sign
         "magnitudes": [f"{value:g}" for value in decode_e2m1(np.arange(8, dtype=np.uint8))],
+        "answers": _answers(evaluated) if evaluated else None,
         "groups": _groups(artifact),
         "findings": explained,
         "producer": f"fp4convert {version('fp4convert')}",
     }
     return {key: _make_visible(value) for key, value in document.items()}
+
+
+def _count_levels(findings: Sequence[Mapping[str, Any]]) -> str:
+    """Count errors and warnings, behind a colon; "" where there are none."""
+    levels = Counter(finding["level"] for finding in findings)
+    counts = [
+        f"{levels[level]} {level}{'s' if levels[level] > 1 else ''}"
+        for level in ("error", "warning")
+        if levels[level]
+    ]
+    return f": {', '.join(counts)}" if counts else ""
+
+
+def _explain(findings: Iterable[FoldedFinding]) -> list[Document]:
+    """Put beside each finding what it means and what to do."""
+    known = explanations("findings")
+    explained = []
+    for finding in findings:
+        row = known.get(finding.code, {})
+        told = {key: row.get(key, "") for key in ("meaning", "remedy")}
+        explained.append({**finding._asdict(), **told})
+    return explained
+
+
+def _answers(evaluated: Document) -> Document:
+    """Say how predictions differ: rows of words, and what each layer costs."""
+    layers = [
+        [row["layer"], f"{row['alone']:.4g}", f"{row['cumulated']:.4g}"]
+        for row in evaluated["by_layer"]
+    ]
+    return {"rows": list(evaluation_rows(evaluated).items()), "layers": layers}
 
 
 def _find_errors(

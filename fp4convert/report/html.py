@@ -22,7 +22,6 @@ from typing import Any
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.progress import size_text
-from fp4convert.quality.verification import Verified
 from fp4convert.report.datasheet import make_datasheet
 from fp4convert.report.user_files import Paper, check_place, write_paper
 from fp4convert.storage.source import Source
@@ -50,15 +49,13 @@ def check_page(path: Path) -> None:
     _find_plotly()
 
 
-def save_page(
-    path: Path, artifact: Artifact, source: Source | None, verified: Verified | None = None
-) -> str:
+def save_page(path: Path, artifact: Artifact, source: Source | None, **found: Any) -> str:
     """Write the page of an artifact; return a line that tells of it.
 
-    source, verified  as make_datasheet takes them
-    Raises            OutputError where it cannot be written; what make_datasheet raises
+    source, found  as make_datasheet takes them
+    Raises         OutputError where it cannot be written; what make_datasheet raises
     """
-    write_page(make_datasheet(artifact, source, verified), path)
+    write_page(make_datasheet(artifact, source, **found), path)
     return f"report: {path}, {size_text(path.stat().st_size)}"
 
 

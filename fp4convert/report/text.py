@@ -192,3 +192,20 @@ def _fold_all(level: str, code: str, findings: Sequence[Document], of: int) -> F
     how = "the worst" if is_measured else "such as"
     lead = f"{count} {'tensors' if first['tensor'] else 'of them'}, {how} "
     return FoldedFinding(level, code, lead, first["tensor"] or "", first["detail"], True)
+
+
+def evaluation_rows(found: Document) -> dict[str, str]:
+    """Write the figures of `evaluate`, by what they are called."""
+    kl, ppl = found["kl"], found["ppl"]
+    rows = {
+        "KL divergence": f"{kl['mean']:.5g} nats a token; 99.9 % are below {kl['p999']:.4g}"
+        f", the largest is {kl['max']:.4g}",
+        "same top token": f"{100 * found['top1']:.2f} %",
+        "perplexity": f"{ppl['source']:.5g} -> {ppl['artifact']:.5g}"
+        f" ({100 * (ppl['artifact'] / ppl['source'] - 1):+.2f} %)",
+        "text": f"{found['tokens']:,} tokens in {found['windows']} windows",
+        "activations": f"{found['activations']}-bit",
+    }
+    if found["kv_cache"]:
+        rows["KV cache"] = found["kv_cache"]
+    return rows

@@ -5,6 +5,7 @@ makes of the artifact.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,26 @@ def test_gates_that_are_missed_are_in_sarif(is_packed: bool, tmp_path: Path, tex
     assert [each["ruleId"] for each in judged["results"]] == codes
     inside = evaluate(artifact, source, text, "--sarif", artifact / "found.sarif")
     assert (inside.code, inside.json["error"]["code"]) == (2, "file-in-artifact")
+
+
+def test_the_page_has_the_figures(tmp_path: Path, text: Path) -> None:
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    page = tmp_path / "page.html"
+    found = evaluate(artifact, source, text, "--by-layer", "--max-kl", 0, "--report", page)
+    assert found.code == 6
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
+    assert data
+    sheet = json.loads(data[1])
+    assert sheet["verdict"] == {"is_good": False, "words": "failed: 1 error"}
+    assert [each["code"] for each in sheet["findings"]] == ["kl-high"]
+    answers = dict(sheet["answers"]["rows"])
+    assert answers["KL divergence"].startswith(f"{found.json['kl']['mean']:.5g} nats")
+    assert answers["same top token"] == f"{100 * found.json['top1']:.2f} %"
+    alone = [f"{row['alone']:.4g}" for row in found.json["by_layer"]]
+    assert [cells[1] for cells in sheet["answers"]["layers"]] == alone
+    plain = evaluate(source, source, text, "--report", page)
+    assert (plain.code, plain.json["error"]["code"]) == (2, "not-an-artifact")
 
 
 def test_a_model_is_itself(tmp_path: Path, text: Path) -> None:

@@ -3,6 +3,7 @@ that can be caught.
 """
 
 import ast
+import hashlib
 import inspect as reflection
 import json
 import os
@@ -91,11 +92,14 @@ def test_the_artifact_of_a_bare_call_is_that_of_the_bare_command(source, tmp_pat
 
 def test_results_have_the_keys_of_their_documents(source, tmp_path):
     made = fp4convert.quantize(source, format="nvfp4", output=tmp_path / "out")
+    file = calibrate(tmp_path / "c.safetensors", source)
     verified = [
-        fp4convert.verify(made.output, source=source, outputs=outputs) for outputs in (False, True)
+        fp4convert.verify(made.output, source=source, calibration=given) for given in (None, file)
     ]
     calibrated = Calibrated(tmp_path / "c", 1, 2, 2, 3, 4, 5, ("a",), ("b", "c"), ("c",), "0f", 6.0)
-    assert [(one.inputs, one.calibration) for one in verified] == [(None, None), ("gaussian", None)]
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    recorded = ("calibration, gram full", sha256)
+    assert [(one.inputs, one.calibration) for one in verified] == [(None, None), recorded]
     for one in (made, *verified, calibrated):
         document = one.as_json()
         named = {field.name for field in fields(one)}

@@ -250,7 +250,7 @@ def test_every_unsound_tensor_is_listed_after_the_sound_shards_are_finished(tmp_
             "model.layers.0.mlp.down_proj.weight": nan,
         },
         SECOND: {names[3]: weight(1), names[4]: weight(2), names[5]: nan},
-        "sound.safetensors": {"model.layers.7.mlp.down_proj.weight": weight(3)},
+        "sound.safetensors": {"model.layers.2.mlp.down_proj.weight": weight(3)},
     }
     source, out = write_checkpoint(tmp_path / "source", shards), tmp_path / "out"
     outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--json")

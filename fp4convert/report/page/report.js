@@ -379,7 +379,18 @@ function buildFindings() {
   $("card").after($("findings")); // what is wrong is read first
 }
 
+function buildAnswers() {
+  if (!sheet.answers) return;
+  const { rows, layers } = sheet.answers;
+  $("answers").hidden = false;
+  $("figures").append(...rows.map(([word, text]) => make("div", {}, make("dt", { textContent: word }), make("dd", { textContent: text }))));
+  $("layers").hidden = !layers.length;
+  $("layers").tBodies[0].append(...layers.map((cells) => make("tr", {}, ...cells.map((text) => make("td", { textContent: text })))));
+  $("card").after($("answers"));
+}
+
 fillHead();
+buildAnswers();
 buildGroups();
 buildFindings();
 buildMaps();
