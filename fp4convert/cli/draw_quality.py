@@ -188,6 +188,13 @@ def draw_comparison(screen: Screen, found: Document) -> None:
         better = f"a is better on {totals['better_a']}, b on {totals['better_b']}"
         how = f"equal on {totals['equal']}, by output error; SQNR of b - a {mean} dB on average"
         screen.line(f"{better}, {how}; {_inputs_text(found)}", "bold")
+    if both := found.get("predictions"):
+        rows = [evaluation_rows(both[side]) for side in "ab"]
+        screen.table(
+            ("predictions", "a", "b"), [(key, *(row[key] for row in rows)) for key in rows[0]]
+        )
+        better = {"equal": "a and b are equal"}.get(both["better"], f"{both['better']} is better")
+        screen.line(f"{better} by mean KL divergence", "bold")
     for side in "ab":
         findings = found[side]["findings"]
         draw_findings(screen, ({**one, "detail": f"{side}: {one['detail']}"} for one in findings))

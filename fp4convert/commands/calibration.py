@@ -79,6 +79,20 @@ def feed_of(options: TextOptions, command: str) -> Feed:
     return feed
 
 
+def has_text(options: TextOptions) -> bool:
+    """Tell whether a text is given, where none has to be.
+
+    Raises  InputError for what is about one, without it
+    """
+    if any(one is not None for one in (options.text, options.dataset, options.self_generate)):
+        return True
+    for name in ("samples", "sequence_length", "device", "hold"):
+        if getattr(options, name) != getattr(TextOptions, name):
+            detail = f"--{name.replace('_', '-')} is for predictions, and there is no text"
+            raise InputError("idle-option", detail, "Add --text FILE, or leave it out.")
+    return False
+
+
 def _refuse_idle(options: TextOptions) -> None:
     """Raise InputError for an option of the other way to get text."""
     is_own = options.self_generate is not None

@@ -1,20 +1,24 @@
-"""evaluate(): compare what two models answer; needs torch."""
+"""evaluate(), and what compare() takes of it; needs torch."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
-from fp4convert.commands.options import EvaluateOptions, as_path, public
-from fp4convert.commands.quality import folder_of
+from fp4convert.commands.options import CompareOptions, EvaluateOptions, as_path, public
 from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
+from fp4convert.storage.checkpoint_files import CARD
+from fp4convert.storage.source import Source
 
 if TYPE_CHECKING:
+    from fp4convert.calibration.samples import Feed
+    from fp4convert.calibration.side_by_side import Task
     from fp4convert.quality.evaluation import Evaluated
 
 
@@ -36,11 +40,17 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     gate.check()
     from fp4convert.calibration import side_by_side
     from fp4convert.report.html import PAGE, check_page, save_page
+    from fp4convert.report.model_card import ANY_CARD, add_evaluation, check_card
     from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
     from fp4convert.report.user_files import check_apart
 
-    page, sarif = as_path(options.report), as_path(options.sarif)
-    check_apart({PAGE: page, SARIF: sarif}, folder_of(options))
+    page, sarif, card = (as_path(one) for one in (options.report, options.sarif, options.card))
+    folder = options.folder_of(options.artifact)
+    # The card of the artifact itself may lie in its folder: no record has it.
+    own = folder is not None and card is not None and card.absolute() == folder.absolute() / CARD
+    check_apart({PAGE: page, SARIF: sarif, ANY_CARD: None if own else card}, folder)
+    if card:
+        check_card(card)
     if page:
         check_page(page)
     if sarif:
@@ -50,19 +60,55 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     artifact = open_model(os.fspath(options.artifact), options.access())
     shown = open_artifact(os.fspath(options.artifact), options.access()) if page else None
     source = open_model(os.fspath(options.source), options.original_access())
-    task = side_by_side.Task(
+    task = _task(options, source, artifact, feed, phases)
+    task = replace(task, is_by_layer=options.by_layer)
+    found = evaluation.evaluate(side_by_side.compare_models(task), gate)
+    if page and shown:
+        options.tell(save_page(page, shown, source, evaluated=found.as_json()))
+    if card:
+        options.tell(add_evaluation(card, found.as_json(), source))
+    if sarif:
+        write_sarif(sarif, artifact, found.as_json()["findings"])
+    return found
+
+
+def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> dict[str, Any]:
+    """Evaluate both artifacts of `compare` on one text, one after the other.
+
+    feed     that of feed_of
+    Returns  the figures of a and b, and which is better: "a", "b" or "equal", by mean KL
+    Raises   what `evaluate` does
+    """
+    from fp4convert.calibration import side_by_side
+    from fp4convert.quality import evaluation
+
+    source = open_model(os.fspath(options.source), options.original_access())
+    found: dict[str, Any] = {}
+    for name, reference in (("a", options.a), ("b", options.b)):
+        artifact = open_model(os.fspath(reference), options.access())
+        measured = side_by_side.compare_models(_task(options, source, artifact, feed, phases))
+        figures = evaluation.evaluate(measured, evaluation.EvaluationGate()).as_json()
+        keys = ("kl", "top1", "ppl", "activations", "kv_cache", "tokens", "windows")
+        found[name] = {key: figures[key] for key in keys}
+    a, b = (found[name]["kl"]["mean"] for name in "ab")
+    return {**found, "better": "equal" if a == b else "a" if a < b else "b"}
+
+
+def _task(
+    options: EvaluateOptions | CompareOptions,
+    source: Source,
+    artifact: Source,
+    feed: Feed,
+    phases: Phases,
+) -> Task:
+    from fp4convert.calibration.side_by_side import Task
+
+    return Task(
         source=source,
         artifact=artifact,
         feed=feed,
         device=options.device,
-        is_by_layer=options.by_layer,
         held_nbytes=as_nbytes(options.hold),
         phases=phases,
         tell=options.tell,
     )
-    found = evaluation.evaluate(side_by_side.compare_models(task), gate)
-    if page and shown:
-        options.tell(save_page(page, shown, source, evaluated=found.as_json()))
-    if sarif:
-        write_sarif(sarif, artifact, found.as_json()["findings"])
-    return found

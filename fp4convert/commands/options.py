@@ -180,37 +180,6 @@ class VerifyOptions(AccessOptions):
 
 
 @dataclass(eq=False, repr=False)
-class CompareOptions(AccessOptions):
-    """Show which of two artifacts is better, and by how much.
-
-    Both are measured against one source, tensor by tensor. Exit code 6 when one of them is not of
-    that source.
-
-    Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
-    """
-
-    a: ArtifactArgument
-    b: Annotated[
-        Reference,
-        Option("Another artifact of the same model, in any format or dialect.", is_argument=True),
-    ]
-    _: KW_ONLY
-    source: Annotated[
-        Reference,
-        Option("The original checkpoint, to measure both against.", parse=str, panel=QUALITY),
-    ]
-    calibration: Annotated[
-        Reference | None,
-        Option(
-            "Measure output errors for the inputs that a calibration file recorded.",
-            parse=Path,
-            panel=QUALITY,
-        ),
-    ] = None
-    phases: Phases | None = None
-
-
-@dataclass(eq=False, repr=False)
 class AnalyzeOptions(RecipeOptions, AccessOptions):
     """Measure what each format would lose, before converting.
 
@@ -318,8 +287,53 @@ class CalibrateOptions(TextOptions):
     phases: Phases | None = None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class WindowOptions(TextOptions):
+    """Which text two models read, window by window."""
+
+    USUAL_LENGTH: ClassVar[int] = 512
+    sequence_length: Annotated[
+        int | None,
+        Option(
+            "Tokens of a window; each is read by itself. Default: up to 512.",
+            panel=QUALITY,
+        ),
+    ] = None
+
+
 @dataclass(eq=False, repr=False)
-class EvaluateOptions(TextOptions):
+class CompareOptions(WindowOptions):
+    """Show which of two artifacts is better, and by how much.
+
+    Both are measured against one source, tensor by tensor, and with a text by their predictions.
+    Exit code 6 when one of them is not of that source.
+
+    Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
+    """
+
+    a: ArtifactArgument
+    b: Annotated[
+        Reference,
+        Option("Another artifact of the same model, in any format or dialect.", is_argument=True),
+    ]
+    _: KW_ONLY
+    source: Annotated[
+        Reference,
+        Option("The original checkpoint, to measure both against.", parse=str, panel=TARGET),
+    ]
+    calibration: Annotated[
+        Reference | None,
+        Option(
+            "Measure output errors for the inputs that a calibration file recorded.",
+            parse=Path,
+            panel=QUALITY,
+        ),
+    ] = None
+    phases: Phases | None = None
+
+
+@dataclass(eq=False, repr=False)
+class EvaluateOptions(WindowOptions):
     """Compare an artifact's predictions with its source's.
 
     Both read the same text, a layer at a time: KL divergence, how often the likeliest token is the
@@ -328,20 +342,12 @@ class EvaluateOptions(TextOptions):
     Example: fp4convert evaluate ./Llama-3.1-8B-NVFP4 --source ./Llama-3.1-8B --text book.txt
     """
 
-    USUAL_LENGTH: ClassVar[int] = 512
     artifact: ArtifactArgument
     _: KW_ONLY
     source: Annotated[
         Reference,
         Option("The original checkpoint, to compare with.", parse=str, panel=TARGET),
     ]
-    sequence_length: Annotated[
-        int | None,
-        Option(
-            "Tokens of a window; each is read by itself. Default: up to 512.",
-            panel=QUALITY,
-        ),
-    ] = None
     by_layer: Annotated[
         bool,
         Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY),
@@ -361,6 +367,14 @@ class EvaluateOptions(TextOptions):
         Option(
             "Fail when perplexity over the source's is above this; 1.02 is 2 % more.",
             panel=QUALITY,
+        ),
+    ] = None
+    card: Annotated[
+        Reference | None,
+        Option(
+            "Write the figures into a model card; what else it says stays.",
+            parse=Path,
+            panel=OUTPUT,
         ),
     ] = None
     report: Page = None

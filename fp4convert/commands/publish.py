@@ -97,7 +97,7 @@ def make_pusher(work: Work, settings: Settings) -> Pusher:
 
 def _publish(work: Work, settings: Settings) -> Result:
     """Carry out the work and upload what it makes, in one commit."""
-    from fp4convert.report.model_card import CardRequest, make_card
+    from fp4convert.report.model_card import CardRequest, evaluation_in, make_card
 
     options, repo = work.options, str(work.options.push_to_hub)
     pusher = make_pusher(work, settings)
@@ -106,7 +106,9 @@ def _publish(work: Work, settings: Settings) -> Result:
     try:
         pusher.begin()
         result = work.carry_out(replace(settings, on_named=pusher.add))
-        made_by = CardRequest(repo, options.that_make_bytes(), _fidelity_rows(result))
+        evaluated = evaluation_in(options.folder / CARD)
+        by = options.that_make_bytes()
+        made_by = CardRequest(repo, by, _fidelity_rows(result), evaluated)
         card = make_card(work.plan, result, work.source, made_by)
         files = work.ended_files()
         nbytes = sum((options.folder / file).stat().st_size for file in files if file != CARD)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.commands.options import (
     CompareOptions,
-    EvaluateOptions,
     InspectOptions,
     VerifyOptions,
     as_path,
@@ -21,7 +19,7 @@ from fp4convert.progress import Phases
 from fp4convert.recipes.engines import engine_asked
 from fp4convert.recipes.options import Reference
 from fp4convert.storage.open import open_original
-from fp4convert.storage.source import Source, subfolder_of, uncollected
+from fp4convert.storage.source import Source, uncollected
 
 if TYPE_CHECKING:
     from fp4convert.quality.verification import Verified
@@ -45,7 +43,7 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
         from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
         from fp4convert.report.user_files import check_apart
 
-        check_apart({SARIF: sarif}, folder_of(options))
+        check_apart({SARIF: sarif}, options.folder_of(options.artifact))
         clear_sarif(sarif)
     engine = None if options.engine is None else engine_asked(options.engine)
     phases = _begin(options)
@@ -74,7 +72,7 @@ def verify(options: VerifyOptions) -> Verified:
     from fp4convert.report.user_files import check_apart
 
     page, sarif = as_path(options.report), as_path(options.sarif)
-    check_apart({PAGE: page, SARIF: sarif}, folder_of(options))
+    check_apart({PAGE: page, SARIF: sarif}, options.folder_of(options.artifact))
     if page:
         check_page(page)
     if sarif:
@@ -106,18 +104,29 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     They may be of any formats, dialects and makers; a revision is that of both.
     Returns  what `compare --json` prints
     Raises   Fp4Error, as `inspect` does; InputError for an artifact that is not sound, or of
-             another source
+             another source; with a text what `evaluate` raises
     """
     from fp4convert.calibration.calibration_file import open_calibration
+    from fp4convert.commands.calibration import feed_of, has_text
     from fp4convert.quality import comparison
     from fp4convert.quality.source_compare import Outputs
 
+    feed = feed_of(options, "compare --text") if has_text(options) else None
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
     phases = _begin(options)
     a, b = (_open_first(options, each) for each in (options.a, options.b))
     source = open_original(os.fspath(options.source), options.original_access())
-    return comparison.compare((a, b), source, Outputs(known), phases)
+    if feed is None:
+        return comparison.compare((a, b), source, Outputs(known), phases)
+    from fp4convert.commands.evaluation import predictions_of
+
+    for artifact in (a, b):
+        artifact.refuse_unsound()  # before the longer part of the work
+    predictions = predictions_of(options, feed, phases)
+    phases.begin("headers")
+    found = comparison.compare((a, b), source, Outputs(known), phases)
+    return {**found, "predictions": predictions}
 
 
 def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:
@@ -125,15 +134,6 @@ def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:
     phases = options.phases or Phases()
     phases.begin("headers")
     return phases
-
-
-def folder_of(options: InspectOptions | VerifyOptions | EvaluateOptions) -> Path | None:
-    """Return the folder of an artifact on this disk.
-
-    None for a single file, whose neighbours are not its own, and for the Hub.
-    """
-    is_folder = os.path.isdir(options.artifact)
-    return Path(options.artifact, subfolder_of(options.access())) if is_folder else None
 
 
 def _original(options: InspectOptions | VerifyOptions) -> Source | None:

@@ -160,6 +160,16 @@ class AccessOptions:
             output=output,
         )
 
+    def folder_of(self, artifact: Reference) -> Path | None:
+        """Return the folder of an artifact on this disk.
+
+        None for a single file, whose neighbours are not its own, and for the Hub.
+        """
+        from fp4convert.storage.source import subfolder_of
+
+        is_folder = os.path.isdir(artifact)
+        return Path(artifact, subfolder_of(self.access())) if is_folder else None
+
     def original_access(self) -> "Access":
         """Return how the source of an artifact is found: at its own revision."""
         return replace(self.access(), revision=None)

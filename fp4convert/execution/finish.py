@@ -27,7 +27,7 @@ from fp4convert.execution.plan_file import (
 )
 from fp4convert.process import processors
 from fp4convert.progress import Phases
-from fp4convert.storage.checkpoint_files import PLAN_FILE, REPORT, UNDIGESTED
+from fp4convert.storage.checkpoint_files import CARD, PLAN_FILE, REPORT, UNDIGESTED
 from fp4convert.storage.disk import Mark, hash_file, is_sealed, write_errors_at
 from fp4convert.storage.json_text import as_text
 
@@ -89,8 +89,15 @@ def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
                 is_over.set()
                 pool.shutdown(cancel_futures=True)
                 raise
+
+    def is_sound(file: str, sha256: str) -> bool:
+        found = folder.hashes[file]
+        return found == sha256 or (file == CARD and bool(found))  # which people edit
+
     sound = {
-        key for key, done in records.items() if done and done.files.items() <= folder.hashes.items()
+        key
+        for key, done in records.items()
+        if done and all(is_sound(*each) for each in done.files.items())
     }
     return [task for task in folder.manifest.tasks if task.key not in sound]
 

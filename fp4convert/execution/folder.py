@@ -48,7 +48,7 @@ from fp4convert.execution.settings import OnNamed, Settings
 from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Shard, Task
 from fp4convert.process import processors
-from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE
+from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE
 from fp4convert.storage.disk import (
     Mark,
     fsync_folder,
@@ -137,8 +137,9 @@ class OutputFolder:
     def record_of(self, task: TaskFiles) -> Done | None:
         """Return what a task wrote; None where it is not finished.
 
-        A task whose files are gone or have other sizes is not finished.  Its record is parsed once
-        as long as it stays the same file; where it is damaged it proves nothing.
+        A task whose files are gone or have other sizes is not finished, but for the model card,
+        which people edit.  Its record is parsed once as long as it stays the same file; where it is
+        damaged it proves nothing.
         """
         try:
             with self._record_path(task).open(encoding="utf-8") as stream:
@@ -152,7 +153,8 @@ class OutputFolder:
         if done.files.keys() != task.files.keys():
             return None
         for file, nbytes in task.files.items():
-            if nbytes_there(self.root / file) != nbytes:
+            found = nbytes_there(self.root / file)
+            if found is None or (found != nbytes and file != CARD):
                 return None
         return done
 

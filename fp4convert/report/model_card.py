@@ -1,4 +1,4 @@
-"""Write the model card of a pushed artifact.
+"""Write the model card of an artifact, and figures into one.
 
 Decides what of the source's own card travels: its licence, languages and task, and its text below
 ours.  Whatever a checkpoint says stands in code spans, where markdown and HTML mean nothing.  The
@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fp4convert.errors import shell_line
+from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.engine_contents import plan_contents
@@ -23,8 +23,10 @@ from fp4convert.planning.serving import load_code
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.engine_verdicts import Verdict, failures_of, trap_text, verdicts_on
 from fp4convert.recipes.engines import Engine
-from fp4convert.report.text import spell
+from fp4convert.report.text import evaluation_rows, spell
+from fp4convert.report.user_files import Paper, check_place, write_paper
 from fp4convert.storage.checkpoint_files import CARD
+from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.source import Source
 
 # Words of the source's front matter.
@@ -34,6 +36,13 @@ CARD_LIMIT = 1 << 20  # bytes of the source's card
 KEPT_LINES = 40
 # Options that may name files of this machine: their names alone are told.
 PATHS = ("calibration", "global_scale", "input_scale", "recipe")
+ANY_CARD = Paper("--card", "README.md", "")
+# Between them is what `evaluate --card` writes.
+EVALUATION, EVALUATION_END = (
+    "<!-- made: fp4convert evaluate -->",
+    "<!-- end: fp4convert evaluate -->",
+)
+_EVALUATED = re.compile(f"{EVALUATION}.*?{EVALUATION_END}", re.DOTALL)
 _PLAIN = re.compile(r"(?!.*www)[A-Za-z0-9 ,.:'()+-]*")
 
 
@@ -41,15 +50,17 @@ _PLAIN = re.compile(r"(?!.*www)[A-Za-z0-9 ,.:'()+-]*")
 class CardRequest:
     """What a card is for.
 
-    repo     where it goes
-    options  of the command that makes the artifact again: words with their values; one that is None
-             was not given
-    errors   rows of a table, the first its headings; None where nothing was measured
+    repo       where it goes
+    options    of the command that makes the artifact again: words with their values; one that is
+               None was not given
+    errors     rows of a table, the first its headings; None where nothing was measured
+    evaluated  the section that evaluation_in found; what the source's own card has is not ours
     """
 
     repo: str
     options: Mapping[str, object]
     errors: Sequence[Sequence[object]] | None = None
+    evaluated: str = ""
 
 
 def make_card(plan: Plan, result: Result, source: Source, request: CardRequest) -> str:
@@ -67,11 +78,83 @@ def make_card(plan: Plan, result: Result, source: Source, request: CardRequest) 
         _fence("sh", _command(source, request.options)),
         *_loading(plan, source, request.repo),
         *([] if request.errors is None else ["## Errors", _table(request.errors)]),
+        *([request.evaluated] if request.evaluated not in body else []),
         "## What is not quantized",
         "\n".join(_kept_lines(plan)),
         *(["## The model card of the source", body] if body else []),
     ]
     return f"---\n{_front_matter(plan, source, known)}\n---\n\n" + "\n\n".join(parts) + "\n"
+
+
+def add_evaluation(path: Path, evaluated: dict[str, Any], source: Source) -> str:
+    """Write the figures of `evaluate` into a card.
+
+    An earlier section of that kind is replaced, everything else stays, and a card that is not there
+    is made.
+    evaluated  what `evaluate --json` prints
+    Returns    a line that tells a person
+    Raises     OutputError where it cannot be written
+    """
+    checkpoint = source.checkpoint
+    at = f" at commit {code(checkpoint.revision)}" if checkpoint.revision else ""
+    of = f"Beside {code(checkpoint.repo or source.name)}{at}, by `fp4convert evaluate`"
+    # All of these words are ours.
+    rows = "\n".join(f"| {name} | {words} |" for name, words in evaluation_rows(evaluated).items())
+    parts = [
+        EVALUATION,
+        "## Predictions",
+        f"{of} {version('fp4convert')}.",
+        f"| | |\n|---|---|\n{rows}",
+    ]
+    if layers := evaluated["by_layer"]:
+        named = [(row["layer"], row["alone"], row["cumulated"]) for row in layers]
+        parts += [
+            "Mean KL divergence by layer, in nats:",
+            _table([("layer", "alone", "cumulated"), *named]),
+        ]
+    section = "\n\n".join([*parts, EVALUATION_END])
+
+    text = _read_card(path)
+    if _EVALUATED.search(text):
+        text = _EVALUATED.sub(lambda _: section, text, count=1)
+    else:
+        text = f"{text.rstrip()}\n\n{section}\n".lstrip("\n")
+    write_paper(path, text, ANY_CARD)
+    return f"card: {path}"
+
+
+def evaluation_in(path: Path) -> str:
+    """Return what `evaluate` wrote into a card; empty where it did not."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as stream:
+        text = stream.read(CARD_LIMIT).decode("utf-8", "replace")
+    return found[0] if (found := _EVALUATED.search(text)) else ""
+
+
+def check_card(path: Path) -> None:
+    """Raise OutputError where no card can be written, or be added to."""
+    check_place(path, ANY_CARD)
+    _read_card(path)
+
+
+def _read_card(path: Path) -> str:
+    """Return the text of a card; empty where there is none.
+
+    Raises  OutputError for what is no text, or longer than any card
+    """
+    if not path.exists():
+        return ""
+    expected = f"expected a text in UTF-8 of at most {CARD_LIMIT:,} bytes"
+    with write_errors_at(path), path.open("rb") as stream:
+        data = stream.read(CARD_LIMIT + 1)
+    try:
+        if len(data) > CARD_LIMIT:
+            raise UnicodeError(f"more than {CARD_LIMIT:,} bytes")
+        return data.decode("utf-8")
+    except UnicodeError as error:
+        detail = f"{path} is no model card: {error}; {expected}"
+        raise OutputError("cannot-write", detail, "Give another: --card README.md.") from None
 
 
 def code(text: object) -> str:

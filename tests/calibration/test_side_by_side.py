@@ -140,6 +140,64 @@ def test_the_page_has_the_figures(tmp_path: Path, text: Path) -> None:
     assert (plain.code, plain.json["error"]["code"]) == (2, "not-an-artifact")
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_two_artifacts_are_ranked_by_predictions(own: bool, tmp_path: Path, text: Path) -> None:
+    """By the figures that each has alone."""
+    source, paths = make_model(tmp_path / "m", "Llama"), [tmp_path / name for name in "ab"]
+    for path, fmt in zip(paths, ("mxfp4", "nvfp4"), strict=True):
+        assert run("quantize", source, "--format", fmt, "-o", path).code == 0
+    window = ("--sequence-length", LENGTH, "--source", source)
+    feed = ("--self-generate", 2) if own else ("--text", text)
+    compared = run("compare", *paths, *window, *feed, "--json")
+    assert compared.code == 0, compared.err
+    both = compared.json["predictions"]
+    for name, path in zip("ab", paths, strict=True):
+        alone = run("evaluate", path, *window, *feed, "--json").json
+        assert both[name] == {key: alone[key] for key in both[name]}
+    assert both["b"]["kl"]["mean"] < both["a"]["kl"]["mean"]
+    assert both["better"] == "b"
+    shown = run("compare", *paths, *window, *feed)
+    assert "b is better by mean KL divergence" in shown.out
+    twins = run("compare", paths[0], paths[0], *window, *feed, "--json")
+    assert twins.json["predictions"]["better"] == "equal"
+
+
+def test_options_of_a_text_need_one(tmp_path: Path) -> None:
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    for option in (("--samples", 4), ("--sequence-length", 16), ("--hold", 2), ("--device", "cpu")):
+        refused = run("compare", artifact, artifact, "--source", source, *option, "--json")
+        assert (refused.code, refused.json["error"]["code"]) == (2, "idle-option")
+        assert option[0] in refused.json["error"]["message"]
+
+
+def test_the_card_has_the_figures(tmp_path: Path, text: Path) -> None:
+    """A section, which a later run replaces; what else is there stays as it is."""
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    digest = run("inspect", artifact, "--json").json
+    card = artifact / "README.md"
+    card.write_bytes(b"# Mine\r\n\r\nwords\r\n")
+    for options in ((), ("--by-layer",)):
+        found = evaluate(artifact, source, text, "--card", card, *options)
+        assert found.code == 0, found.err
+        written = card.read_bytes().decode()
+        assert written.startswith("# Mine\r\n\r\nwords\n\n<!-- made")
+        assert written.count("## Predictions") == 1
+        assert f"| KL divergence | {found.json['kl']['mean']:.5g} nats" in written
+        assert f"| same top token | {100 * found.json['top1']:.2f} % |" in written
+    assert "\n| model.layers.0 | " in written
+    assert run("verify", artifact, "--source", source).code == 0
+    assert run("inspect", artifact, "--json").json == digest
+    for place in (artifact / "other.md", tmp_path):
+        refused = evaluate(artifact, source, text, "--card", place)
+        assert refused.code in (2, 5)
+    card.write_bytes(b"\xff\xfe")
+    refused = evaluate(artifact, source, text, "--card", card)
+    assert (refused.code, refused.json["error"]["code"]) == (5, "cannot-write")
+    assert card.read_bytes() == b"\xff\xfe"
+
+
 def test_a_model_is_itself(tmp_path: Path, text: Path) -> None:
     source = make_model(tmp_path / "m", "Qwen3Moe")
     twin = shutil.copytree(source, tmp_path / "twin")

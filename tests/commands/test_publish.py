@@ -68,6 +68,21 @@ def test_again_it_changes_nothing(hub, source, tmp_path):
     assert hub.sent_nbytes() - sent < 20_000
 
 
+@pytest.mark.parametrize("is_of_source", [False, True])
+def test_what_evaluate_wrote_into_the_card_goes_along(is_of_source, hub, source, tmp_path):
+    """But not that of a source which is an evaluated artifact itself."""
+    section = "<!-- made: fp4convert evaluate -->\nKL 1\n<!-- end: fp4convert evaluate -->"
+    if is_of_source:
+        (source / "README.md").write_text(f"# Theirs\n\n{section}\n")
+    push(source, *NVFP4, "-o", tmp_path / "q", *PUSH)
+    if not is_of_source:
+        with (tmp_path / "q" / "README.md").open("a") as card:
+            card.write(section)
+        assert push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).code == 0
+    before, _, below = hub.read("me/q")["README.md"].decode().partition("## The model card of the")
+    assert (section in before, section in below) == (not is_of_source, is_of_source)
+
+
 def test_a_person_reads_where_it_is(hub, source, tmp_path):
     outcome = push(source, "--format", "nvfp4", "-o", tmp_path / "q", *PUSH, "--private")
     assert f"pushed: {hub.endpoint}/me/q/commit/" in outcome.out

@@ -1,8 +1,8 @@
-"""What `merge` is given that is nothing to finish."""
+"""How a folder is ended, and what `merge` says where there is none."""
 
 from __future__ import annotations
 
-from checkpoints import run
+from checkpoints import run, write_llama
 
 
 def test_merge_says_what_it_finds_instead_of_a_begun_folder(tmp_path):
@@ -16,3 +16,19 @@ def test_merge_says_what_it_finds_instead_of_a_begun_folder(tmp_path):
         outcome = run("merge", tmp_path / name, "--json")
         assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-plan")
         assert outcome.json["error"]["message"].startswith(f"{tmp_path / found}")
+
+
+def test_a_card_that_was_edited_is_no_damage(tmp_path):
+    """It is people's; that of the source was copied there.  Other copies are written again."""
+    source = write_llama(tmp_path / "m", **{"README.md": b"# Theirs", "notes.txt": b"notes"})
+    made, out = ("quantize", source, "--format", "nvfp4", "--json", "-o", tmp_path / "q"), []
+    out.append(run(*made).json["digest"])
+    card, notes = tmp_path / "q" / "README.md", tmp_path / "q" / "notes.txt"
+    card.write_text("# Mine, and longer")
+    out.append(run("merge", tmp_path / "q", "--json").json["digest"])
+    notes.write_text("other")
+    refused = run("merge", tmp_path / "q", "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (5, "damaged")
+    out.append(run(*made).json["digest"])
+    assert len(set(out)) == 1
+    assert notes.read_bytes() == b"notes"
