@@ -114,6 +114,7 @@ bench-check: $(VENV)/test.stamp
 
 # Writes benchmarks/results/fidelity.md: errors of every rule and method beside those of other packages. Trains a small model first.
 bench-fidelity: $(VENV)/test.stamp bench-peers
+	$(PIP_INSTALL) torchmetrics==1.9.0
 	$(BIN)/python benchmarks/bench.py fidelity
 
 # The packages that do not resolve with the rest, in an environment of their own; fouroversix is built without its CUDA kernels.

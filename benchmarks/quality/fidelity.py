@@ -11,6 +11,7 @@ Peers that do not resolve with the rest run in .venv-peers, which `make bench-pe
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -44,18 +45,31 @@ class Bench:
         self.sources = {"MiniLM": models.minilm(), "tiny": models.tiny(folder / "tiny")}
         self._made: dict[tuple[str, ...], Path] = {}
 
-    def values(self, model: str, *options: str) -> Path:
-        """A float32 checkpoint with the values of a converted model."""
+    def artifact(self, model: str, *options: str) -> Path:
+        """A converted model."""
         if (model, *options) not in self._made:
             stem = self.folder / "-".join(
                 [model, *(Path(word).name.strip("-") for word in options)]
             )
-            for path in (stem, stem.with_name(stem.name + "-values")):
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(stem, ignore_errors=True)
+            shutil.rmtree(_values_beside(stem), ignore_errors=True)
             run("quantize", self.sources[model], "--format", *options, "-o", stem)
-            self._made[model, *options] = stem.with_name(stem.name + "-values")
-            run("dequantize", stem, "-o", self._made[model, *options], "--dtype", "fp32")
+            self._made[model, *options] = stem
         return self._made[model, *options]
+
+    def values(self, model: str, *options: str) -> Path:
+        """A float32 checkpoint with the values of a converted model."""
+        artifact = self.artifact(model, *options)
+        values = _values_beside(artifact)
+        if not values.exists():
+            run("dequantize", artifact, "-o", values, "--dtype", "fp32")
+        return values
+
+    def evaluated(self, artifact: Path, text: Path) -> float:
+        """The mean KL that `evaluate` finds for an artifact of the language model."""
+        words = ("--source", self.sources["tiny"], "--text", text, "--samples", JUDGED)
+        document = run("evaluate", artifact, *words, "--sequence-length", models.SEQUENCE, "--json")
+        return float(json.loads(document)["kl"]["mean"])
 
     def originals(self, model: str) -> dict[str, Tensor]:
         """The matrices that are quantized."""
@@ -73,8 +87,14 @@ class Bench:
         return file
 
 
-def run(*words: object) -> None:
-    subprocess.run([sys.executable, "-m", "fp4convert", *map(str, words), "--quiet"], check=True)
+def _values_beside(artifact: Path) -> Path:
+    return artifact.with_name(artifact.name + "-values")
+
+
+def run(*words: object) -> str:
+    """Run the command; what it printed."""
+    command = [sys.executable, "-m", "fp4convert", *map(str, words), "--quiet"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def peers_of(fmt: str, originals: dict[str, Tensor], folder: Path) -> dict[str, dict[str, Tensor]]:
@@ -150,7 +170,9 @@ def rows_of_outputs(bench: Bench) -> Iterable[list[str]]:
     moments = metrics.minilm_moments(
         bench.sources["MiniLM"], models.sentences("judge"), list(originals)
     )
-    numbers = models.tokens(bench.sources["tiny"], "judge", JUDGED)
+    text = bench.folder / "judge.txt"
+    text.write_text(models.judge_text(JUDGED), encoding="utf-8")
+    numbers = models.tokens(bench.sources["tiny"], text.read_text(encoding="utf-8"), JUDGED)
     predicted = metrics.log_probabilities(bench.sources["tiny"], numbers)
     for name, choices in methods(bench):
         weights = (
@@ -159,9 +181,10 @@ def rows_of_outputs(bench: Bench) -> Iterable[list[str]]:
             else None
         )
         values = bench.values("tiny", *choices["tiny"])
-        kl = metrics.divergence(metrics.log_probabilities(values, numbers), predicted)
+        kl = bench.evaluated(bench.artifact("tiny", *choices["tiny"]), text)
+        judged = metrics.divergence(metrics.log_probabilities(values, numbers), predicted)
         output = f"{metrics.output_sqnr_db(weights, originals, moments):.2f}" if weights else "-"
-        yield [name, output, f"{kl:.5f}"]
+        yield [name, output, f"{kl:.4g}", f"{judged:.4g}"]
 
 
 def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
@@ -228,6 +251,12 @@ def bars(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> Itera
     found = {row[0]: row for row in outputs}
     gain = float(found["nvfp4 gptq"][1]) - float(found["nvfp4 amax"][1])
     yield ["nvfp4: output SQNR of gptq over amax, dB", f"{gain:.2f}", verdict(round(gain, 2), 5.5)]
+    apart = max(abs(float(row[2]) / float(row[3]) - 1) for row in outputs)
+    yield [
+        "KL by evaluate beside torchmetrics', largest difference",
+        f"{apart:.3%}",
+        verdict(round(apart, 5), 0.01, is_floor=False),
+    ]
     for what, over, bar in (
         ("nvfp4 gptq", "nvfp4 amax", 0.2),
         ("nvfp4 gptq, self", "nvfp4 gptq", 1.1),
@@ -249,11 +278,12 @@ def write_page(weights: dict[str, list[list[str]]], outputs: list[list[str]]) ->
         "squared error beside mse",
         "tensors with less error",
     ]
+    outputs_named = ["method", "MiniLM, output SQNR, dB", "tiny, KL", "by torchmetrics"]
     page = [
         f"# Fidelity\n\n{machine()}. Repeat with `make bench-fidelity`.\n",
         (Path(__file__).with_name("about.md")).read_text(encoding="utf-8"),
         *(f"## Weights, {fmt}\n\n{table(headings, rows)}\n" for fmt, rows in weights.items()),
-        f"## Outputs\n\n{table(['method', 'MiniLM, output SQNR, dB', 'tiny, KL'], outputs)}\n",
+        f"## Outputs\n\n{table(outputs_named, outputs)}\n",
         f"## Bars\n\n{table(['what', 'measured', 'bar'], list(bars(weights, outputs)))}\n",
     ]
     (RESULTS / "fidelity.md").write_text("\n".join(page), encoding="utf-8")

@@ -113,15 +113,17 @@ def _unpadded(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def log_probabilities(folder: Path, numbers: Tensor) -> Tensor:
-    """(tokens, vocabulary) of a language model, float32."""
+    """(tokens, vocabulary) of a language model, float32: of each token that follows another."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         parts = [model(input_ids=part).logits.log_softmax(-1) for part in numbers.split(BATCH // 4)]
-    return torch.cat(parts).flatten(0, 1)
+    return torch.cat(parts)[:, :-1].flatten(0, 1)
 
 
 def divergence(ours: Tensor, original: Tensor) -> float:
-    """KL(original || ours), a mean over tokens, in nats."""
-    return float((original.exp() * (original - ours)).sum(-1).double().mean())
+    """KL(original || ours), a mean over tokens, in nats; by torchmetrics."""
+    from torchmetrics import KLDivergence
+
+    return float(KLDivergence(log_prob=True)(original.double(), ours.double()))

@@ -74,14 +74,19 @@ def tiny(folder: Path) -> Path:
     return folder
 
 
-def tokens(folder: Path, what: str, count: int) -> Any:
-    """(sequences, SEQUENCE) token numbers of a text."""
+def judge_text(count: int) -> str:
+    """Text of at least so many sequences of tokens, to judge by."""
+    return sources("judge")[: 8 * count * SEQUENCE]
+
+
+def tokens(folder: Path, text: str, count: int) -> Any:
+    """(count, SEQUENCE) token numbers of a text, evenly spread over it."""
     from transformers import AutoTokenizer
 
-    numbers = AutoTokenizer.from_pretrained(folder)(sources(what)[: 8 * count * SEQUENCE])[
-        "input_ids"
-    ]
-    return torch.tensor(numbers[: count * SEQUENCE]).reshape(count, SEQUENCE)
+    numbers = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    length = len(numbers) // SEQUENCE
+    windows = torch.tensor(numbers[: length * SEQUENCE]).reshape(length, SEQUENCE)
+    return windows[[number * length // count for number in range(count)]]
 
 
 def train_tokenizer(folder: Path) -> Any:
