@@ -32,6 +32,7 @@ HERE = {
 ELSEWHERE = ("fouroversix", "llmcompressor")
 FOLDING = ("awq", "smooth")  # methods that MiniLM has too few places for
 RULES = {"nvfp4": ("amax", "four-over-six", "mse"), "mxfp4": ("floor", "even", "ceil", "mse")}
+ENDING = ".safetensors"  # of calibrations; no folder's name may have it
 SENTENCES = 300  # that MiniLM is calibrated with
 JUDGED, FED = 128, 128  # sequences of the language model: to judge by, to calibrate with
 
@@ -49,7 +50,7 @@ class Bench:
         """A converted model."""
         if (model, *options) not in self._made:
             stem = self.folder / "-".join(
-                [model, *(Path(word).name.strip("-") for word in options)]
+                [model, *(Path(word).name.removesuffix(ENDING).strip("-") for word in options)]
             )
             shutil.rmtree(stem, ignore_errors=True)
             shutil.rmtree(_values_beside(stem), ignore_errors=True)
@@ -81,7 +82,7 @@ class Bench:
         }
 
     def calibration(self, model: str, name: str, *options: str) -> Path:
-        file = self.folder / f"{model}-{name}.safetensors"
+        file = self.folder / f"{model}-{name}{ENDING}"
         file.unlink(missing_ok=True)
         run("calibrate", self.sources[model], "-o", file, "--gram", "full", *options)
         return file
