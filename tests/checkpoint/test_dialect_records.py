@@ -405,6 +405,8 @@ def test_mixed_precision_of_modelopt(form, algorithm, group):
         ),
         (["l.0.a"], ["mtp.l.0.a"], [r"re:l\.\d+\.a$"]),
         (["mtp.l.0.a"], ["l.0.a"], [r"re:^?mtp\.l\.\d+\.a$"]),
+        (["m.t.layers.0.a"], ["m.t.layers.1.a"], [r"re:^?layers\.0\.a$"]),
+        (["m.t.layers.0.a"], ["m.t.layers.1.a", "v.layers.0.a"], [r"re:^?m\.t\.layers\.0\.a$"]),
         (["b2.c", "b3.c"], [], [r"re:^?b2\.c$", r"re:^?b3\.c$"]),
         (["0", "1"], [], [r"re:^?\d+$"]),
         (["a+b.(c"], [], [r"re:^?a\+b\.\(c$"]),
