@@ -68,7 +68,7 @@ W4A4 = ("nvfp4", "modelopt", 4)
         ("moe", "transformers", MXFP4),
         ("moe", "sglang", NVFP4),
         ("moe", "sglang:0.5.12", W4A4),
-        ("gpt-oss", "sglang --format nvfp4", "engine-refuses"),
+        ("gpt-oss", "sglang --format nvfp4", "dialect-format"),
         ("wan", "vllm", "engine-refuses"),
         ("wan", "comfyui", "engine-refuses"),
         ("wan", "diffusers", W4A4),
