@@ -128,6 +128,29 @@ def test_layers_that_the_engine_reads_in_no_four_bits_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("words", "copied", "told"),
+    [
+        ("mlx", 6, "as with --exclude '*.experts.*': mlx-lm 0.32 reads these modules in no four"),
+        ("vllm", 0, ""),
+        (
+            "mlx --format mxfp4",
+            None,
+            "stacks the weights",
+        ),  # something is given: it is left at that
+    ],
+)
+def test_experts_that_the_engine_reads_in_no_four_bits_are_kept(words, copied, told, tmp_path):
+    """mlx-lm does not load those of Qwen3-MoE."""
+    source = write_moe(tmp_path / "m")
+    made = run("quantize", source, "--for", *words.split(), "-o", tmp_path / "out", "--json")
+    assert told in made.err or told in made.json["error"]["message"]
+    assert made.code == (2 if copied is None else 0)
+    if copied is not None:
+        assert made.json["tensors"]["copied"] == copied
+        assert ("--exclude" in made.err) == bool(copied)
+
+
+@pytest.mark.parametrize(
     ("words", "why", "step"),
     [
         (
