@@ -34,7 +34,7 @@ from typed_records import (
 )
 
 from fp4convert.checkpoint.dialects.base import Clues, Ignored
-from fp4convert.checkpoint.dialects.forms import Form, Group, targets_of
+from fp4convert.checkpoint.dialects.forms import Form, Group, targets_of, with_values
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.target_forms import check_forms, fp8_form, module_form
 from fp4convert.checkpoint.modules import form_finder
@@ -414,6 +414,17 @@ def test_mixed_precision_of_modelopt(form, algorithm, group):
 )
 def test_targets_name_modules_that_differ_in_numbers_at_once(modules, others, targets):
     assert targets_of(modules, others, "^?") == targets
+
+
+def test_values_that_are_keys_have_the_form_of_these():
+    """Of a layer that has none of its own, as other layers have."""
+    first = ("m.layers.0.k_proj", "m.layers.0.v_proj")
+    second = ("m.layers.1.k_proj", "m.layers.1.q_proj")
+    both = ("m.layers.1.k_proj", "m.layers.1.v_proj", "m.layers.1.q_proj")
+    assert with_values(first, (*first, *second)) == first
+    assert with_values(second, (*first, *second)) == both
+    assert with_values(second, both) == second
+    assert with_values(second, second) == second
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -158,6 +158,26 @@ def with_fused(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(names | fused)
 
 
+def with_values(modules: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Add values that are keys of the same layer, where other layers have both.
+
+    Some layers of Gemma 4 have keys alone. vLLM asks what the record says of the values too, and
+    refuses what a pattern for other layers says, or nothing (0.33).
+
+    known  all modules, quantized or kept
+    """
+    known = set(known)
+    patterns = {_NUMBER.sub("0", module) for module in known}
+    made: dict[str, None] = {}
+    for module in modules:
+        made[module] = None
+        stem = module.removesuffix("k_proj")
+        values = f"{stem}v_proj"
+        if stem != module and values not in known and _NUMBER.sub("0", values) in patterns:
+            made[values] = None
+    return tuple(made)
+
+
 def from_layers(module: str) -> str:
     """Cut off what stands before the layers in a module's name.
 
