@@ -159,7 +159,7 @@ def with_fused(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def with_values(modules: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
-    """Add values that are keys of the same layer, where other layers have both.
+    """Name the values of layers that have keys alone, where others have both.
 
     Some layers of Gemma 4 have keys alone. vLLM asks what the record says of the values too, and
     refuses what a pattern for other layers says, or nothing (0.33).
