@@ -140,6 +140,7 @@ def about(condition: Condition) -> str:
     words += [f"`{model}`" for model in (*condition.models, *condition.classes)]
     words += [f"not `{model}`" for model in condition.not_models]
     words += [f"beside {word}" for word in condition.beside]
+    words += [f"experts beside in {word}" for word in condition.beside_experts]
     words += [f"finding `{code}`" for code in condition.findings]
     for name, yes, no in (
         ("has_experts", "experts", "no experts"),

@@ -14,7 +14,7 @@ from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands import publish
 from fp4convert.commands.options import MergeOptions, as_warnings, public
 from fp4convert.conversion import pruning, repacking
-from fp4convert.conversion.engine_choice import choose_options
+from fp4convert.conversion.engine_choice import added_words, choose_options
 from fp4convert.conversion.options import (
     DequantizeOptions,
     PruneOptions,
@@ -91,7 +91,7 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     Those in the document of a dry run are not told twice.
     """
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
-    options = choose_options(options)
+    given, options = options, choose_options(options)
     if options.private or options.report is not None:
         publish.check_destinations(options, settings.share, is_dry)
     if options.ray is not None:
@@ -100,6 +100,8 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     work = prepare(options, settings.phases, may_write=not is_dry)
     if work.verdict:
         settings.tell(verdict_text(work.verdict, work.plan))
+        if added := added_words(work.verdict.engine, given, options):
+            settings.tell(added)
     _warn(options, () if is_dry else work.warnings, settings)
     return work, replace(settings, next=tuple(work.next_steps(is_absolute=True)))
 

@@ -102,6 +102,7 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
 def _choose_first(asked: Asked, options: QuantizeOptions) -> QuantizeOptions:
     """Return the options of the first candidate that the engine loads.
 
+    Where it loads none, and everything was left to --for, experts stay as they are.
     Raises  ChoiceError of the first candidate, where it loads none; InputError for what no other
             choice mends
     """
@@ -114,7 +115,29 @@ def _choose_first(asked: Asked, options: QuantizeOptions) -> QuantizeOptions:
             failures.append(error)
             continue
         return chosen
+    kept = replace(options, exclude=(ALL_EXPERTS,))
+    for candidate in _candidates(asked, kept) if _leaves_all(options) else ():
+        chosen = _with_candidate(kept, candidate)
+        try:
+            _check_candidate(asked, chosen)
+        except InputError:
+            continue
+        return chosen
     raise failures[0]  # of what it would be without other choices
+
+
+def _leaves_all(options: QuantizeOptions) -> bool:
+    """Tell whether every choice is left to --for, that of the modules too."""
+    given = (*(getattr(options, name) for name in (*DECIDED, *GIVEN_UP)), options.recipe)
+    return not any(given)
+
+
+def added_words(engine: Engine, options: QuantizeOptions, chosen: QuantizeOptions) -> str:
+    """Say which modules --for leaves as they are, if any."""
+    added = as_globs(chosen.exclude)[len(as_globs(options.exclude)) :]
+    words = [word for glob in added for word in ("--exclude", glob)]
+    why = f"{engine.called()} reads these modules in no four bits"
+    return f"as with {shell_line(*words)}: {why}" if words else ""
 
 
 def _check_candidate(asked: Asked, chosen: QuantizeOptions) -> None:

@@ -14,6 +14,9 @@ from fp4convert.recipes.engines import Engine, known_engines
 from fp4convert.storage.source import Checkpoint
 
 CHAT = "ForCausalLM"  # ends the class names of models that engines serve
+PICTURES = "ForConditionalGeneration"  # ends those of models that answer pictures with text
+# Stands where no line of an engine serves a model; a comment to a shell.
+NO_LINE = "# no line serves {names}, which answers no text: see how {engine} serves such models"
 HOW = {  # a row is known
     "run": "run by {proof}",
     "loaded": "its own loader took such artifacts; no model was run",
@@ -32,7 +35,7 @@ def verdict_text(verdict: Verdict, plan: Plan) -> str:
 def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
     """Name the command of the first engine that serves the result in a folder.
 
-    None for a model that answers no text, unless a file is served.
+    For a model that answers no text a comment, unless a file is served.
     """
     contents = plan_contents(plan, checkpoint)
     for engine in known_engines():
@@ -45,7 +48,7 @@ def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
 def serve_line(
     engine: Engine, plan: Plan, checkpoint: Checkpoint, output: str, source: str = ""
 ) -> str:
-    """Return the command that loads the result; "" where there is none.
+    """Return the command that loads the result, or why there is none; or "".
 
     source  arguments of Python that name the source's configuration
     """
@@ -59,7 +62,8 @@ def serve_line(
     if engine.serve:
         is_text = any(name.endswith(CHAT) for name in class_names(config))
         if not is_text and "text_config" not in config:
-            return ""
+            classes = ", ".join(class_names(config)) or "it"
+            return NO_LINE.format(names=classes, engine=engine.name)
         cache = f" {engine.cache}" if engine.cache and plan.target.kv_cache else ""
         return engine.serve.format(output=shell_line(folder)) + cache
     lines: list[str] = []
@@ -73,6 +77,9 @@ def serve_line(
 
 def load_code(engine: Engine, config: Mapping[str, object], place: str) -> list[str]:
     """Return the lines of Python that load a folder or repository."""
-    is_causal = any(name.endswith(CHAT) for name in class_names(config))
-    auto = f"AutoModel{CHAT if is_causal else ''}"
+    classes, auto = class_names(config), "AutoModel"
+    if any(name.endswith(CHAT) for name in classes):
+        auto += CHAT
+    elif "vision_config" in config and any(name.endswith(PICTURES) for name in classes):
+        auto += "ForImageTextToText"
     return engine.code.strip().format(auto=auto, output=json.dumps(place)).splitlines()

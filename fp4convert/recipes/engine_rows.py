@@ -63,6 +63,7 @@ class Condition:
     models       globs on model_type; not_models: none of these fits
     classes      globs on names of classes
     beside       globs on words of formats that other modules have
+    beside_experts  the same, of modules that are experts
     has_experts  some of the modules are experts, or none is
     has_others   some of them are no experts, or none is
     is_mixed     modules have several formats
@@ -75,6 +76,7 @@ class Condition:
     not_models: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    beside_experts: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     activations: int | None = None
     has_experts: bool | None = None
@@ -91,6 +93,7 @@ class Condition:
         wanted = self.formats or FOUR_BIT
         four_bit = [part for part in contents.parts if part.format in wanted]
         words = {part.format for part in contents.parts}
+        experts = {part.format for part in contents.parts if part.is_expert}
         is_expert = {part.is_expert for part in four_bit}
         facts = {
             "activations": min((part.activations for part in four_bit), default=16),
@@ -110,6 +113,7 @@ class Condition:
             and not _fit_any(self.not_models, (contents.model,))
             and (not self.classes or _fit_any(self.classes, contents.classes))
             and (not self.beside or _fit_any(self.beside, words - set(FOUR_BIT)))
+            and (not self.beside_experts or _fit_any(self.beside_experts, experts - set(FOUR_BIT)))
             and (not self.findings or not contents.findings.isdisjoint(self.findings))
             and all(getattr(self, name) in (None, value) for name, value in facts.items())
         )

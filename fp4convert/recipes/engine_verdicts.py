@@ -50,6 +50,10 @@ def judge_contents(engine: Engine, contents: Contents, version: Version | None =
     fitting = engine.rows_on(contents)
     row = _decisive(fitting, at)
     if row is None:
+        if contents.dialect in engine.dialects and engine.models:
+            unknown = _without_class(engine, engine.models, contents)
+            if unknown:
+                return unknown
         return Verdict(engine, "", *_unknown(engine, contents, fitting, version))
     loads = row.effect not in FAILS
     if loads and engine.models and (unknown := _without_class(engine, engine.models, contents)):

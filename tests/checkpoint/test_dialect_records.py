@@ -34,7 +34,7 @@ from typed_records import (
 )
 
 from fp4convert.checkpoint.dialects.base import Clues, Ignored
-from fp4convert.checkpoint.dialects.forms import Form, Group, targets_of
+from fp4convert.checkpoint.dialects.forms import Form, Group, targets_of, with_values
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.target_forms import check_forms, fp8_form, module_form
 from fp4convert.checkpoint.modules import form_finder
@@ -405,6 +405,8 @@ def test_mixed_precision_of_modelopt(form, algorithm, group):
         ),
         (["l.0.a"], ["mtp.l.0.a"], [r"re:l\.\d+\.a$"]),
         (["mtp.l.0.a"], ["l.0.a"], [r"re:^?mtp\.l\.\d+\.a$"]),
+        (["m.t.layers.0.a"], ["m.t.layers.1.a"], [r"re:^?layers\.0\.a$"]),
+        (["m.t.layers.0.a"], ["m.t.layers.1.a", "v.layers.0.a"], [r"re:^?m\.t\.layers\.0\.a$"]),
         (["b2.c", "b3.c"], [], [r"re:^?b2\.c$", r"re:^?b3\.c$"]),
         (["0", "1"], [], [r"re:^?\d+$"]),
         (["a+b.(c"], [], [r"re:^?a\+b\.\(c$"]),
@@ -412,6 +414,17 @@ def test_mixed_precision_of_modelopt(form, algorithm, group):
 )
 def test_targets_name_modules_that_differ_in_numbers_at_once(modules, others, targets):
     assert targets_of(modules, others, "^?") == targets
+
+
+def test_values_that_are_keys_have_the_form_of_these():
+    """Of a layer that has none of its own, as other layers have."""
+    first = ("m.layers.0.k_proj", "m.layers.0.v_proj")
+    second = ("m.layers.1.k_proj", "m.layers.1.q_proj")
+    both = ("m.layers.1.k_proj", "m.layers.1.v_proj", "m.layers.1.q_proj")
+    assert with_values(first, (*first, *second)) == first
+    assert with_values(second, (*first, *second)) == both
+    assert with_values(second, both) == second
+    assert with_values(second, second) == second
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

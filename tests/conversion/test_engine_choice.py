@@ -68,7 +68,7 @@ W4A4 = ("nvfp4", "modelopt", 4)
         ("moe", "transformers", MXFP4),
         ("moe", "sglang", NVFP4),
         ("moe", "sglang:0.5.12", W4A4),
-        ("gpt-oss", "sglang --format nvfp4", "engine-refuses"),
+        ("gpt-oss", "sglang --format nvfp4", "dialect-format"),
         ("wan", "vllm", "engine-refuses"),
         ("wan", "comfyui", "engine-refuses"),
         ("wan", "diffusers", W4A4),
@@ -125,6 +125,29 @@ def test_layers_that_the_engine_reads_in_no_four_bits_are_kept(tmp_path):
     made = run(*asked, tmp_path / "second")
     assert made.json["tensors"] == {"quantized": 6, "copied": 1, "skipped": 0}
     assert made.json["dialect"] == "compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    ("words", "copied", "told"),
+    [
+        ("mlx", 6, "as with --exclude '*.experts.*': mlx-lm 0.32 reads these modules in no four"),
+        ("vllm", 0, ""),
+        (
+            "mlx --format mxfp4",
+            None,
+            "stacks the weights",
+        ),  # something is given: it is left at that
+    ],
+)
+def test_experts_that_the_engine_reads_in_no_four_bits_are_kept(words, copied, told, tmp_path):
+    """mlx-lm does not load those of Qwen3-MoE."""
+    source = write_moe(tmp_path / "m")
+    made = run("quantize", source, "--for", *words.split(), "-o", tmp_path / "out", "--json")
+    assert told in made.err or told in made.json["error"]["message"]
+    assert made.code == (2 if copied is None else 0)
+    if copied is not None:
+        assert made.json["tensors"]["copied"] == copied
+        assert ("--exclude" in made.err) == bool(copied)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,11 @@ import pytest
 from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
 from gguf_donors import model, write_donor
 
+from fp4convert.planning.serving import load_code
+from fp4convert.recipes.engines import known_engines
+
+NO_TEXT = "# no line serves BertModel, which answers no text: see how vLLM serves such models"
+
 
 @pytest.mark.parametrize(
     ("dialect", "line"),
@@ -44,7 +49,23 @@ def test_no_engine_is_named_that_is_known_not_to_load_it_or_answers_no_text(tmp_
         config = {**LLAMA, "model_type": model_type, "architectures": [architecture]}
         folder = write_single(tmp_path / model_type, tensors, config)
         asked = ("quantize", folder, "--format", "mxfp4", "-o", tmp_path / f"{model_type}-out")
-        assert len(run(*asked, "--json").json["next"]) == 1
+        more = run(*asked, "--json").json["next"][1:]
+        assert more == ([NO_TEXT] if model_type == "bert" else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "auto"),
+    [
+        ("LlamaForCausalLM", {}, "AutoModelForCausalLM"),
+        ("Gemma3ForConditionalGeneration", {"vision_config": {}}, "AutoModelForImageTextToText"),
+        ("CLIPModel", {"vision_config": {}}, "AutoModel"),
+        ("T5ForConditionalGeneration", {}, "AutoModel"),
+    ],
+)
+def test_transformers_loads_a_model_that_sees_as_one_that_answers(name, config, auto):
+    (engine,) = (each for each in known_engines() if each.key == "transformers")
+    lines = load_code(engine, {**config, "architectures": [name]}, "m")
+    assert lines[-1] == f'model = {auto}.from_pretrained("m", dtype="bfloat16")'
 
 
 @pytest.mark.parametrize(

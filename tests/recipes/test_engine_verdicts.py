@@ -9,6 +9,7 @@ from fp4convert.recipes.engine_verdicts import failures_of, judge_contents, trap
 from fp4convert.recipes.engines import engine_asked
 
 CT, MO = "compressed-tensors", "modelopt"
+W4A4_EXPERTS = {"vllm": ">=0.32", "sglang": ">=0.5.12"}
 
 
 def loaded(*given, **facts):
@@ -46,6 +47,9 @@ def loaded(*given, **facts):
             {"vllm": ">=0.32", "sglang": ">=0.5.22", "transformers": ">=5"},
         ),
         ((CT, "nvfp4"), {"names_fused": False}, {"vllm": ">=0.32", "transformers": ">=5"}),
+        ((CT, "nvfp4 experts", "fp8 row"), {}, {"vllm": ">=0.32", "sglang": ">=0.5.22"}),
+        ((CT, "nvfp4 experts", "fp8 row experts"), {}, {}),
+        ((CT, "nvfp4 w4a4 experts", "fp8 row experts"), {}, W4A4_EXPERTS),
         ((MO, "nvfp4"), {"names_fused": False}, {"vllm": ">=0.24", "sglang": ">=0.5.12"}),
         ((MO, "nvfp4", "fp8 tensor"), {"names_fused": False}, {"vllm": ">=0.24"}),
         ((MO, "nvfp4", "fp8 tensor"), {"model": "qwen3_vl_moe"}, {"vllm": ">=0.24"}),
@@ -53,7 +57,7 @@ def loaded(*given, **facts):
         (
             ("gpt-oss", "mxfp4 experts"),
             {"model": "gpt_oss"},
-            {"vllm": ">=0.32", "transformers": ">=5"},
+            {"vllm": ">=0.32", "sglang": ">=0.5.23", "transformers": ">=5"},
         ),
         ((MO, "nvfp4"), {}, {"vllm": ">=0.24", "sglang": ">=0.5.12"}),
         ((MO, "nvfp4 w4a4"), {}, {"vllm": ">=0.24", "sglang": ">=0.5.12", "tensorrt-llm": ""}),
@@ -122,6 +126,9 @@ def test_a_version_is_judged_by_itself(asked, given, loads, why):
         ("vllm", CT, "llama", "LlamaForCausalLM", True),
         ("vllm", CT, "qwen3", "Qwen3Model", True),
         ("vllm", CT, "new", "NewForCausalLM", None),
+        ("tensorrt-llm", MO, "bert", "BertModel", None),
+        ("tensorrt-llm", MO, "qwen3", "Qwen3ForCausalLM", True),
+        ("diffusers", MO, "qwen3", "Qwen3ForCausalLM", False),
         ("sglang", CT, "new", "NewForCausalLM", None),
         ("transformers", CT, "new", "NewForCausalLM", False),
         ("comfyui", "comfy", "llama", "LlamaForCausalLM", False),
@@ -131,7 +138,8 @@ def test_a_version_is_judged_by_itself(asked, given, loads, why):
 def test_an_engine_loads_models_that_it_has_a_class_for(engine, dialect, model, names, loads):
     known, _ = engine_asked(engine)
     classes = tuple(filter(None, [names]))
-    verdict = judge_contents(known, contents(dialect, "nvfp4", model=model, classes=classes))
+    parts = "nvfp4 w4a4" if dialect == MO else "nvfp4"
+    verdict = judge_contents(known, contents(dialect, parts, model=model, classes=classes))
     assert verdict.loads is loads, verdict.why
     if not loads and engine != "comfyui":
         assert verdict.why.startswith("has no class for ")

@@ -25,8 +25,11 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": {**LATENT, "index_head_dim": 128, "index_n_heads": 8, "qk_rope_head_dim": 64},
     "gpt_oss": {"intermediate_size": 192},
+    "kimi_k2": LATENT,
     "gemma3": {"vision_config": {"vision_use_head": False}},
     "qwen3_5": {"vision_config": {"deepstack_visual_indexes": []}},
+    "qwen3_5_moe": {"vision_config": {"deepstack_visual_indexes": []}},
+    "llama4": {"intermediate_size": 192, "intermediate_size_mlp": 640},
     "mixtral": {"intermediate_size": 192, "head_dim": 32},
     "qwen2": {"head_dim": 32},
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
@@ -45,19 +48,21 @@ YARN = {
 ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {**ROUTER, "rope_parameters": YARN},
+    "kimi_k2": {**ROUTER, "rope_parameters": YARN},
     "glm_moe_dsa": {**ROUTER, "rope_parameters": YARN},  # SGLang has no other on a CPU
     "nemotron_h": {
         "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
         "mamba_n_groups": 2,
     },
     "qwen3_5": {"full_attention_interval": 2},
+    "qwen3_5_moe": {"full_attention_interval": 2},
     "qwen3_next": {"full_attention_interval": 2},
     "qwen3_vl_moe": {"norm_topk_prob": True},
 }
 JUDGED = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "mixtral", "qwen3_moe"),
     *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next", "qwen3_5"),
-    *("qwen3_vl_moe", "nemotron_h", "gpt_oss"),
+    *("qwen3_vl_moe", "nemotron_h", "gpt_oss", "gemma4-moe", "llama4", "kimi_k2", "qwen3_5_moe"),
 )
 
 

@@ -40,6 +40,7 @@ from fp4convert.checkpoint.dialects.forms import (
     from_layers,
     merge_groups,
     targets_of,
+    with_values,
 )
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
@@ -102,13 +103,18 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     formats = [_word(group.form.format) for group in groups]
     schemes = [_scheme(group.form, ["Linear"]) for group in groups]
     if len(groups) > 1:
+        known = {
+            *ignored.modules,
+            *ignored.patterns,
+            *(module for group in groups for module in group.modules),
+        }
+        named = [with_values(group.modules, known) for group in groups]
         others = [
-            [module for other in groups if other is not group for module in other.modules]
-            for group in groups
+            [module for other in named if other is not own for module in other] for own in named
         ]
         schemes = [
-            {**_scheme(group.form, targets_of(group.modules, rest, _PREFIX)), "format": name}
-            for group, rest, name in zip(groups, others, formats, strict=True)
+            {**_scheme(group.form, targets_of(own, rest, _PREFIX)), "format": name}
+            for group, own, rest, name in zip(groups, named, others, formats, strict=True)
         ]
     record: Json = {
         "quant_method": METHOD,
@@ -175,15 +181,17 @@ def _declare(ignored: Ignored, groups: Sequence[Group]) -> list[str]:
     A module apart, and a pattern of some layer, is also named under whatever an engine has before
     its layers.
     """
-    names = [name for name in ignored.apart() if not name.startswith("re:")]
     quantized = [module for group in groups for module in group.modules]
+    known = (*ignored.modules, *ignored.patterns, *quantized)
+    kept, patterns = (with_values(each, known) for each in (ignored.apart(), ignored.patterns))
+    names = [name for name in kept if not name.startswith("re:")]
     cores = {from_layers(module) for module in quantized}
     # A name from its layers on, where no quantized module has that name elsewhere.
-    apart = (name if from_layers(name) in cores else from_layers(name) for name in ignored.apart())
+    apart = (name if from_layers(name) in cores else from_layers(name) for name in kept)
     prefixed = [f"re:{_PREFIX}{re.escape(core)}$" for core in dict.fromkeys(apart)]
     # Globs with layer numbers, for whatever stands before the layers.
     of_layers = []
-    for pattern in ignored.patterns:
+    for pattern in patterns:
         if (core := from_layers(pattern)) != pattern:
             inner = _expression(f"{core}*").removeprefix("re:").removesuffix(".*$")
             of_layers.append(f"re:{_PREFIX}{inner}$")
@@ -191,7 +199,7 @@ def _declare(ignored: Ignored, groups: Sequence[Group]) -> list[str]:
     return [
         *names,
         *prefixed,
-        *(_expression(pattern) for pattern in ignored.patterns),
+        *(_expression(pattern) for pattern in patterns),
         *dict.fromkeys(clear),
     ]
 

@@ -98,26 +98,30 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
     prefix  an expression for what engines may put before a name, or instead of what stands before
             its layers; left out where another name would fit with it
     """
+    others = list(others)
     fitting, strange = defaultdict(list), {_NUMBER.sub("0", other) for other in others}
-    endings = {
-        template[dot + 1 :]
-        for template in strange
-        for dot, letter in enumerate(template)
-        if letter == "."
-    }
+    endings, ends = _endings(strange), {*others, *_endings(others)}
     for module in modules:
         fitting[_NUMBER.sub("0", module)].append(module)
     targets = []
     for template, names in fitting.items():
         before = "re:" + ("" if template in endings else prefix)
         if template in strange:
-            targets += [f"{before}{re.escape(name)}$" for name in names]
+            is_open = bool(prefix) and before.endswith(prefix)
+            for name in names:
+                core = from_layers(name) if is_open else name
+                targets.append(f"{before}{re.escape(name if core in ends else core)}$")
             continue
         core = from_layers(names[0])
         is_clear = bool(prefix) and not {_NUMBER.sub("0", core)} & (strange | endings)
         texts = _NUMBER.split(core if is_clear else names[0])
         targets.append(before + r"\d+".join(map(re.escape, texts)) + "$")
     return _joined(targets)
+
+
+def _endings(names: Iterable[str]) -> set[str]:
+    """Return what stands behind each dot of names."""
+    return {name[dot + 1 :] for name in names for dot, letter in enumerate(name) if letter == "."}
 
 
 def _joined(targets: Iterable[str]) -> list[str]:
@@ -152,6 +156,26 @@ def with_fused(names: Iterable[str]) -> tuple[str, ...]:
             if word == parts[0] and ".experts." not in name and names.keys() >= set(members):
                 fused[parent + dot + whole] = None
     return tuple(names | fused)
+
+
+def with_values(modules: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Name the values of layers that have keys alone, where others have both.
+
+    Some layers of Gemma 4 have keys alone. vLLM asks what the record says of the values too, and
+    refuses what a pattern for other layers says, or nothing (0.33).
+
+    known  all modules, quantized or kept
+    """
+    known = set(known)
+    patterns = {_NUMBER.sub("0", module) for module in known}
+    made: dict[str, None] = {}
+    for module in modules:
+        made[module] = None
+        stem = module.removesuffix("k_proj")
+        values = f"{stem}v_proj"
+        if stem != module and values not in known and _NUMBER.sub("0", values) in patterns:
+            made[values] = None
+    return tuple(made)
 
 
 def from_layers(module: str) -> str:

@@ -27,10 +27,11 @@ sglang_stubs.install()
 import sglang
 import sglang.srt.models.registry  # imports all classes, before kernels are chosen
 import torch
-from parameters import Artifact, Judged, compare, marked_memory, poison
+from parameters import Artifact, Judged, compare, marked_memory, poison, rotated
 from sglang.srt import distributed, runtime_context, server_args
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers import quantization
 from sglang.srt.model_loader.loader import (
     DefaultModelLoader,
     _get_quantization_config,
@@ -54,7 +55,16 @@ TOWER = (
 HYBRID = ((r"\.self_attn\.", "."),)
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen3_vl_moe": TOWER,
+    "llama4": ((r"^(vision_model.*)\.o_proj\.", r"\1.proj."),),
     "qwen3_5": (*TOWER, *HYBRID),
+    "qwen3_5_moe": (*TOWER, *HYBRID),
+    "gemma4": (
+        (r"^model\.", ""),
+        (r"^(vision_tower.*)\.([qkv]_proj)\.linear\.", r"\1.qkv.\2."),
+        (r"^(vision_tower.*)\.((gate|up)_proj)\.linear\.", r"\1.gate_up.\2."),
+        (r"\.router\.per_expert_scale", ".moe.per_expert_scale"),
+        (r"\.experts\.", ".moe.experts."),
+    ),
     "qwen3_next": HYBRID,
     "nemotron_h": (
         (r"^backbone\.embeddings\.", "model.embed_tokens."),
@@ -76,8 +86,14 @@ def prepare(folder: Path, scratch: str) -> None:
     for module in [each for name, each in sys.modules.items() if name.startswith("sglang.")]:
         for function in chosen.keys() & vars(module).keys():
             setattr(module, function, chosen[function])
+    # What it offers where it finds CUDA alone.
+    quantization.QUANTIZATION_METHODS["mxfp4"] = quantization.Mxfp4Config
     arguments = server_args.ServerArgs(
-        model_path=str(folder), device="cpu", skip_tokenizer_init=True, load_format="dummy"
+        model_path=str(folder),
+        device="cpu",
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enable_multimodal=True,
     )
     server_args.set_global_server_args_for_scheduler(arguments)
     distributed.init_distributed_environment(
@@ -132,6 +148,7 @@ def _judge(config: ModelConfig, loading: LoadConfig, expected: Path) -> tuple[Ju
     weights = loader._get_all_weights(config, model)
     loader.load_weights_only(model, weights, torch.device("cpu"))
     artifact = Artifact(expected, RENAMED.get(config.hf_config.model_type, ()))
+    artifact.rotated = rotated(config.hf_config)
     methods = [getattr(module, "scheme", module.quant_method) for module in _experts(model)]
     artifact.is_up_first = any(getattr(one, "load_up_proj_weight_first", False) for one in methods)
     return compare(model, artifact, before), "not run"

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import vllm
 import vllm_kernels
-from parameters import Artifact, Judged, compare, marked_memory, poison
+from parameters import Artifact, Judged, compare, marked_memory, poison, rotated
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_model_parallel,
@@ -48,11 +48,15 @@ ARGUMENTS: dict[str, Any] = {
 # What published checkpoints call a tensor, and what vLLM's classes call it, by model_type.
 TOWERS = (
     (r"^model\.language_model\.", "language_model.model."),
-    (r"^model\.(visual|vision_tower|multi_modal_projector)\.", r"\1."),
+    (r"^model\.(visual|vision_tower|embed_vision|multi_modal_projector)\.", r"\1."),
     (r"^lm_head\.", "language_model.lm_head."),
 )
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
-    **dict.fromkeys(("gemma3", "qwen3_5", "qwen3_vl_moe"), TOWERS),
+    **dict.fromkeys(("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"), TOWERS),
+    "bert": (
+        (r"^(embeddings|encoder|pooler)\.", r"model.\1."),
+        (r"\.self\.(q|k|v)\w+\.", r".self.\1_proj."),
+    ),
     "gpt_oss": (
         (r"^model\.embed_tokens\.", "model.embedding."),
         (r"\.self_attn\.", ".attn."),
@@ -82,7 +86,9 @@ def judge(folder: Path, expected: Path) -> tuple[Judged, str]:
         before = poison(model)
         loader.load_weights(model, config.model_config)
         renamed = RENAMED.get(config.model_config.hf_config.model_type, ())
-        judged = compare(model, Artifact(expected, renamed), before)
+        artifact = Artifact(expected, renamed)
+        artifact.rotated = rotated(config.model_config.hf_config)
+        judged = compare(model, artifact, before)
         try:
             process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         except Exception as error:  # what a CPU lacks is said in the row

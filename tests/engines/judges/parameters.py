@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors import safe_open
 
 POISON = 0xA5
 PARTS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),  # and keys for both: BOTH
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -27,9 +28,14 @@ PARTS = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "wk_weights_proj": ("wk", "weights_proj"),
 }
+BOTH = ("q_proj", "k_proj", "k_proj")  # of layers whose values are their keys
 EXPERTS = re.compile(r"(.+\.experts)(?:\.\w+)?\.w(13|2)_(\w+)")
 # Of gpt-oss: a tensor for all experts.
-STACKED = {"weight": ("_blocks", ""), "weight_scale": ("_scales",), "bias": ("_bias",)}
+BIASES = ("_bias",)
+STACKED = {
+    **{"weight": ("_blocks", ""), "weight_scale": ("_scales",)},
+    **{"bias": BIASES, "weight_bias": BIASES},
+}
 # The two halves of w13, and w2; without a gate w13 is up alone.
 GATED = (("gate_proj", "up_proj"), ("w1", "w3"), ("up_proj",)), (("down_proj",), ("w2",))
 MADE_LATER = re.compile(r"_blockscale_swizzled$")  # SGLang makes it of what was loaded
@@ -39,6 +45,14 @@ INPUT = re.compile(r"input_(global_)?scale$")
 def numberless(words: str) -> str:
     """Write N for the numbers of layers and experts in names."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "N", words)
+
+
+def rotated(config: Any) -> dict[str, int]:
+    """Return heads of the projections of Llama 4's text, whose rows engines order anew."""
+    if config.model_type != "llama4":
+        return {}
+    text, stem = config.text_config, "language_model.*."
+    return {f"{stem}q_proj": text.num_attention_heads, f"{stem}k_proj": text.num_key_value_heads}
 
 
 @dataclass
@@ -64,9 +78,12 @@ class Artifact:
 
     renamed      patterns and what stands for them, tried in order
     is_up_first  the engine says that it wants up before gate in w13
+    rotated      globs on projections whose rows the engine orders for its rotary embedding, and
+                 their heads
     """
 
     is_up_first = False
+    rotated: Mapping[str, int] = {}
 
     def __init__(self, folder: Path, renamed: tuple[tuple[str, str], ...]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -94,10 +111,19 @@ class Artifact:
         """Return what a parameter must hold and the tensors it is made of; None: it is not said."""
         for names in self._sources(name):
             if all(each in self.tensors for row in names for each in row):
-                rows = [_joined([self.tensors[each] for each in row]) for row in names]
+                rows = [_joined([self._ordered(each) for each in row]) for row in names]
                 used = [each for row in names for each in row]
                 return torch.stack(rows) if len(rows) > 1 else rows[0], used
         return None
+
+    def _ordered(self, name: str) -> torch.Tensor:
+        """Return a tensor; of a rotated projection the even rows of each head before the odd."""
+        tensor, module = self.tensors[name], name.rpartition(".")[0]
+        found = [heads for glob, heads in self.rotated.items() if fnmatchcase(module, glob)]
+        if not found or tensor.dim() != 2:
+            return tensor
+        (heads,) = found
+        return tensor.view(heads, -1, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
 
     def _sources(self, name: str) -> Iterator[list[list[str]]]:
         """Return lists of names that may make up the parameter, a row for each expert."""
@@ -106,6 +132,8 @@ class Artifact:
         module, _, fused = parent.rpartition(".")
         if fused in PARTS:
             yield [[f"{module}.{part}.{rest}" for part in PARTS[fused]]]
+        if fused == "qkv_proj":
+            yield [[f"{module}.{part}.{rest}" for part in BOTH]]
         if found := re.fullmatch(r"(.+)\.\w+\.([kv])_scale", name):  # of the cache
             yield [[f"{found[1]}.{found[2]}_proj.{found[2]}_scale"]]
             yield [[f"{found[1]}.{found[2]}_scale"]]
@@ -162,7 +190,8 @@ def compare(model: torch.nn.Module, artifact: Artifact, before: dict[str, torch.
     """Compare every parameter; those of which the artifact says nothing hold `before` again."""
     judged, used = Judged(), set[str]()
     parameters: dict[str, Any] = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+    buffers = {name: held for name, held in model.named_buffers() if name in artifact.tensors}
+    for name, parameter in {**parameters, **buffers}.items():
         held = artifact.holds(name)
         if held is None:
             if bool((raw(parameter.data) == POISON).all()):
@@ -205,12 +234,15 @@ def _is_same(got: torch.Tensor, wanted: torch.Tensor, name: str) -> bool:
     """True where all bytes are the same, or are the same numbers in a wider type.
 
     What engines do on purpose is undone: padding at the end, a wider type, one number in every
-    slot of a fused matrix, and the sign and exponential of a state space's A.
+    slot of a fused matrix, or once for gate and up, and the sign and exponential of a state
+    space's A.
     """
     if name.endswith(".A"):
         wanted = -torch.exp(wanted.float())
     if wanted.numel() == 1 and got.dim() == 1:
         wanted = wanted.reshape(1).expand(got.shape)
+    if wanted.dim() == 2 and got.dim() == 1 and bool((wanted == wanted[:, :1]).all()):
+        wanted = wanted[:, 0]
     if got.dim() == wanted.dim() and got.shape != wanted.shape:
         got = got[tuple(slice(0, size) for size in wanted.shape)]
     if got.numel() != wanted.numel():
