@@ -85,6 +85,8 @@ def make_record(
             }
             for use in folds
         ]
+    if target.keep_dtype:
+        record["keep_dtype"] = target.keep_dtype
     return {
         **record,
         "dialect": target.dialect,

@@ -28,6 +28,7 @@ from fp4convert.recipes.options import (
 )
 
 DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
+WORDS_OF_DTYPES = {kind.config_name: kind.word for kind in FLOAT_TYPES.values()}
 ACTIVATION_BITS = ("16", "4")
 VIAS = CACHES = ("fp8",)
 FILE_ENDINGS = (".gguf", ".safetensors")
@@ -176,6 +177,15 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         bool,
         Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET),
     ] = False
+    keep_dtype: Annotated[
+        str | None,
+        Option(
+            "Write kept fp32 matrices as this; vectors and routers stay as they are.",
+            DTYPES[:-1],
+            panel=TARGET,
+            synonyms=WORDS_OF_DTYPES,
+        ),
+    ] = None
     method: Annotated[
         str,
         Option(
@@ -305,7 +315,7 @@ class DequantizeOptions(DeviceOptions):
             "Data type of the restored weights.",
             DTYPES,
             panel=TARGET,
-            synonyms={kind.config_name: kind.word for kind in FLOAT_TYPES.values()},
+            synonyms=WORDS_OF_DTYPES,
         ),
     ] = "bf16"
 

@@ -28,6 +28,7 @@ from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.options import (
     ACTIVATION_BITS,
     CACHES,
+    DTYPES,
     VIAS,
     QuantizeOptions,
 )
@@ -134,6 +135,7 @@ def _recipe_for(
     fmt = format_named(asked_format)
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")
+    _check_word("--keep-dtype", options.keep_dtype, DTYPES[:-1], "unknown-dtype")
     asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache)
     traits = dialect_to_write(asked).TRAITS
     # Engines that read no global scale for this model take it as 1.
@@ -147,6 +149,7 @@ def _recipe_for(
         via=options.via,
         method=options.method,
         calibration=calibration.sha256 if calibration else None,
+        keep_dtype=options.keep_dtype,
     )
     recipe = build_recipe(target, source.checkpoint.config, options)
     return replace(recipe, keeps_packed=options.keep_packed)

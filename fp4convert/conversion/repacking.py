@@ -101,10 +101,11 @@ def prepare_transcode(
     target = Target(
         made.name, options.dialect, rule, activations, options.scale_layout, artifact.form.kv_cache
     )
-    method, calibration = (
-        _as_text_or_none(artifact.record.get(key)) for key in ("method", "calibration")
+    method, calibration, kept = (
+        _as_text_or_none(artifact.record.get(key))
+        for key in ("method", "calibration", "keep_dtype")
     )
-    target = replace(target, method=method, calibration=calibration)
+    target = replace(target, method=method, calibration=calibration, keep_dtype=kept)
     spelling = dialect_to_write(target)
     for module in artifact.modules if is_same else ():
         refuse_odd_scale(module, artifact.decode(module))

@@ -93,6 +93,9 @@ class Quantizer:
             else:
                 self._write_beside(first, form, writer, stop)
         except NumericError as error:
+            if form is None and error.code != "not-finite":  # of --keep-dtype
+                detail, better = f"{first.name}: {error.message}", "Choose another --keep-dtype."
+                error = NumericError(error.code, detail, better, first.name)
             if first.action == "transcode" or error.code != "not-finite":
                 raise UnsoundShardError([error]) from None
             # Name the linear layers that are not finite.

@@ -15,11 +15,11 @@ from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
+from fp4convert.checkpoint.encodings.floats import FLOATS, MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.checkpoint.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import FLOAT_TYPES, FP8
+from fp4convert.numerics.formats import FLOAT_TYPES, FP8, dtype_named
 from fp4convert.planning.activation_scales import (
     UNIT_SCALE,
     Fed,
@@ -32,6 +32,7 @@ from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kv_cache_scales import Cache
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.steps import (
+    Idle,
     Plan,
     Step,
     Task,
@@ -54,7 +55,7 @@ from fp4convert.storage.source import Checkpoint
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
-KEPT_DTYPE = "BF16"  # of what was packed and stays
+KEPT_DTYPE = "bf16"  # of what was packed and stays
 NO_CONFIG = (
     "the source has no config.json, or an empty one; the one written holds only the quantization"
     " record"
@@ -97,7 +98,7 @@ def plan_quantize(
     given = scalars.weights
     amaxes, more = given_amaxes(verdicts, given, recipe.target) if given else ({}, [])
     # a step for every tensor, and its place
-    maker = _StepMaker(verdicts, dialect, inputs, amaxes)
+    maker = _StepMaker(verdicts, dialect, inputs, amaxes, recipe)
     home, consumed = linears.by_home(), linears.consumed()
     writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
     tasks = []
@@ -109,7 +110,7 @@ def plan_quantize(
             elif ref.name in home:
                 steps += maker.steps_of(ref, home[ref.name])
             elif ref.name not in consumed:
-                steps.append(_keep(ref, recipe))
+                steps.append(_narrowed(_keep(ref, recipe), recipe))
             steps += scalars.cache.steps.get(ref.name, ())
         tasks.append(writing.task(shard, steps))
     _refuse_lookalikes(refuse_collisions(tasks), dialect, maker.stems)
@@ -133,10 +134,14 @@ def plan_quantize(
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
+    idle = find_idle(recipe, checkpoint, linears)
+    if recipe.target.keep_dtype and not any(map(_is_narrowed, (s for t in tasks for s in t.steps))):
+        why = "is for fp32 matrices and packed ones that stay; here are none"
+        idle = (*idle, Idle("--keep-dtype", why, is_pattern=False))
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = sum(matches_any(recipe.exclude, module) for module in verdicts)
-    return Plan(*made, idle=find_idle(recipe, checkpoint, linears), excluded=excluded)
+    return Plan(*made, idle=idle, excluded=excluded)
 
 
 class _StepMaker:
@@ -153,8 +158,9 @@ class _StepMaker:
         dialect: Dialect,
         inputs: Mapping[str, float],
         amaxes: Mapping[str, float],
+        recipe: Recipe,
     ) -> None:
-        self._verdicts, self._dialect = verdicts, dialect
+        self._verdicts, self._dialect, self._recipe = verdicts, dialect, recipe
         self._inputs, self._amaxes = inputs, amaxes
         shapes = {
             module: verdict.linear.shape for module, verdict in verdicts.items() if verdict.is_made
@@ -186,14 +192,16 @@ class _StepMaker:
             verdict.is_made or verdict.linear.coding.is_packed or verdict.linear.coding.foldings
             for verdict in verdicts
         ):
-            yield Step(verdicts[0].action, verdicts[0].reason, (ref,), (spec_of(ref),))
+            stays = Step(verdicts[0].action, verdicts[0].reason, (ref,), (spec_of(ref),))
+            yield _narrowed(stays, self._recipe)
             return
         for verdict in verdicts:
             linear = verdict.linear
             if not verdict.is_made and not linear.coding.is_packed and linear.coding.foldings:
-                yield _fold(linear, ref, verdict.reason)
+                yield _narrowed(_fold(linear, ref, verdict.reason), self._recipe)
             elif not verdict.is_made:
-                dtype = KEPT_DTYPE if linear.coding.is_packed else ref.dtype
+                packed = dtype_named(self._recipe.target.keep_dtype or KEPT_DTYPE)
+                dtype = packed if linear.coding.is_packed else ref.dtype
                 yield Step(
                     verdict.action,
                     verdict.reason,
@@ -329,6 +337,32 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Step:
         reason = f"{ref.dtype}, not one of {', '.join(FLOAT_TYPES)}"
         return Step("skip", reason, (ref,), (spec_of(ref),))
     return Step("copy", reason, (ref,), (spec_of(ref),))
+
+
+def _is_narrowed(step: Step) -> bool:
+    """Tell whether a step writes an ordinary matrix in another type."""
+    stays = not step.is_made and bool(step.linears)
+    return stays and step.outputs[0].dtype != step.refs[0].dtype
+
+
+def _narrowed(step: Step, recipe: Recipe) -> Step:
+    """Let a float32 matrix that stays take fewer bytes, where that is asked.
+
+    Vectors cost little, and routers decide by small differences: both stay as they are.
+    """
+    ref, word = step.refs[0], recipe.target.keep_dtype
+    is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
+    if word is None or ref.dtype != "F32" or not is_matrix:
+        return step
+    if recipe.kind_of(module_of(ref.name)) == "router":
+        return step
+    shape = ref.shape[0], ref.elements // ref.shape[0]
+    whole = Linear(module_of(ref.name), shape, FLOATS[ref.dtype], (ref,))
+    return step._replace(
+        reason=f"{step.reason}; fp32 becomes {word}",
+        specs=(TensorSpec(ref.name, dtype_named(word), ref.shape),),
+        linears=step.linears or (whole,),
+    )
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:

@@ -20,7 +20,7 @@ from fp4convert.errors import Finding
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_doubles, as_matrix
 from fp4convert.numerics.error_sums import Sums, count_codes
-from fp4convert.numerics.formats import CODES
+from fp4convert.numerics.formats import CODES, dtype_named
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
@@ -248,11 +248,19 @@ class SourcePairs:
         if ref.name in self.originals.vectors:
             return check_vector(artifact, self.originals.vectors[ref.name], source)
         kept = artifact.tensors.get(ref.name)
-        if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
+        dtypes = {ref.dtype}
+        if ref.dtype == "F32" and (word := artifact.record.get("keep_dtype")):
+            dtypes.add(dtype_named(str(word)))
+        if kept is None or kept.dtype not in dtypes or kept.shape != ref.shape:
             detail = "missing from the artifact, or there with another dtype or shape"
             return Finding("error", "kept-missing", ref.name, detail)
         for part in split_bytes(ref):
-            if artifact.source.read_range(kept, *part) != source.read_range(ref, *part):
+            expected, own = source.read_range(ref, *part), part
+            if kept.dtype != ref.dtype:  # by --keep-dtype
+                values = np.frombuffer(expected, FLOAT_DTYPES[ref.dtype])
+                expected = values.astype(FLOAT_DTYPES[kept.dtype]).view(np.uint8).data
+                own = (part[0] * kept.nbytes // ref.nbytes, part[1] * kept.nbytes // ref.nbytes)
+            if artifact.source.read_range(kept, *own) != expected:
                 detail = "it was kept, but its bytes are not the source's"
                 return Finding("error", "kept-differs", ref.name, detail)
         return None

@@ -83,6 +83,8 @@ class Target:
     method          by which weights are rounded, one of METHODS; None where none are,
                     or nobody knows
     calibration     sha256 of the file of statistics that they were rounded with
+    keep_dtype      a word for the type of float32 matrices that stay, but for routers; None leaves
+                    them as they are
     """
 
     format: str
@@ -95,6 +97,7 @@ class Target:
     via: str | None = None
     method: str | None = None
     calibration: str | None = None
+    keep_dtype: str | None = None
 
     def rule_for(self, fmt: Format) -> str:
         """Choose the scale rule of modules of a format.

@@ -159,7 +159,7 @@ def find_floats(
             continue
         if len(ref.shape) == MATRIX_DIMENSIONS and ref.name.endswith(WEIGHT):
             module = ref.name.removesuffix(WEIGHT)
-            found[module] = Linear(module, (ref.shape[0], ref.shape[1]), _FLOATS[ref.dtype], (ref,))
+            found[module] = Linear(module, (ref.shape[0], ref.shape[1]), FLOATS[ref.dtype], (ref,))
         elif len(ref.shape) in (MATRIX_DIMENSIONS, STACK_DIMENSIONS) and (
             rule := rule_for(ref.name, ref.shape)
         ):
@@ -216,7 +216,7 @@ def _view_stack(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> Ten
 def _split_stack(stored: TensorRef, stack: TensorRef, rule: StackRule) -> Iterator[Linear]:
     """Yield the matrices of every expert in a stack."""
     experts, outer, inner = stack.shape
-    members, kind = len(rule.members), _FLOATS[stack.dtype]
+    members, kind = len(rule.members), FLOATS[stack.dtype]
     if (inner if rule.is_transposed else outer) % members:
         detail = (
             f"{stack.file}: {stack.name} {list(stack.shape)} holds {members} matrices for each"
@@ -242,4 +242,4 @@ def _split_stack(stored: TensorRef, stack: TensorRef, rule: StackRule) -> Iterat
                 yield Linear(module, shape, kind, (part,), stack=stored)
 
 
-_FLOATS = {dtype: Floats(kind.word) for dtype, kind in FLOAT_TYPES.items()}
+FLOATS = {dtype: Floats(kind.word) for dtype, kind in FLOAT_TYPES.items()}
