@@ -142,6 +142,7 @@ def about(condition: Condition) -> str:
     words += [f"beside {word}" for word in condition.beside]
     words += [f"experts beside in {word}" for word in condition.beside_experts]
     words += [f"finding `{code}`" for code in condition.findings]
+    words += [f"`{glob}` quantized" for glob in condition.modules]
     for name, yes, no in (
         ("has_experts", "experts", "no experts"),
         ("has_others", "other layers than experts", "experts alone"),

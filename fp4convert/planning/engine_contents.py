@@ -30,6 +30,7 @@ def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
         is_sharded=len(plan.shards) > 1,
         has_cache=plan.target.kv_cache is not None,
         findings=_uneven_codes(steps, checkpoint),
+        modules=frozenset(step.module for step in steps if step.form),
     )
     return with_model(contents, checkpoint.config, kept)
 

@@ -31,6 +31,7 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
         has_cache=any(form.kv_cache for form in artifact.forms),
         findings=frozenset(finding.code for finding in findings),
         names_fused=names_fused(artifact),
+        modules=frozenset(modules),
     )
     stored = {ref.name for packed in modules.values() for ref in packed.refs}
     kept = (name for name in artifact.tensors if name not in stored)

@@ -40,6 +40,7 @@ class Contents:
     keeps_draft  experts of layers that draft tokens (MTP) stay as they are
     names_fused  records say of qkv_proj and gate_up_proj what they say of their parts, as ours do
     findings   codes of inspect's; of a plan those on formats alone
+    modules    names of all that are quantized
     """
 
     dialect: str
@@ -53,6 +54,7 @@ class Contents:
     keeps_draft: bool = False
     names_fused: bool = True
     findings: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Condition:
     has_others   some of them are no experts, or none is
     is_mixed     modules have several formats
     findings     codes, of which the artifact has one
+    modules      globs on names of modules, of which a quantized one fits
     """
 
     dialects: tuple[str, ...] = ()
@@ -78,6 +81,7 @@ class Condition:
     beside: tuple[str, ...] = ()
     beside_experts: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     activations: int | None = None
     has_experts: bool | None = None
     has_others: bool | None = None
@@ -116,6 +120,7 @@ class Condition:
             and (not self.beside_experts or _fit_any(self.beside_experts, experts - set(FOUR_BIT)))
             and (not self.findings or not contents.findings.isdisjoint(self.findings))
             and all(getattr(self, name) in (None, value) for name, value in facts.items())
+            and (not self.modules or _fit_any(self.modules, contents.modules))
         )
 
 

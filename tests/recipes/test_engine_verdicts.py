@@ -93,6 +93,21 @@ def loaded(*given, **facts):
         (("comfy", "nvfp4"), {"model": ""}, {"comfyui": ""}),
         (("comfy", "nvfp4"), {"is_diffusers": True}, {}),
         (("plain", "nvfp4"), {}, {}),
+        (
+            (CT, "nvfp4"),
+            {"model": "llama4", "modules": frozenset({"vision_model.model.layers.0.mlp.fc1"})},
+            {"transformers": ">=5"},
+        ),
+        (
+            (CT, "nvfp4"),
+            {"model": "kimi_k2", "modules": frozenset({"model.layers.0.self_attn.o_proj"})},
+            {"vllm": ">=0.32"},
+        ),
+        (
+            (CT, "nvfp4"),
+            {"model": "kimi_k2", "modules": frozenset({"model.layers.0.mlp.down_proj"})},
+            {"vllm": ">=0.32", "sglang": ">=0.5.22"},
+        ),
     ],
 )
 def test_engines_load_what_was_tried(given, facts, expected):
