@@ -6,7 +6,7 @@ a line or a record each, cut to what they can take.  Nothing is ever padded.
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fp4convert.calibration.layers import MODEL_ERRORS, filled_on_demand
 from fp4convert.calibration.model import Skeleton, import_transformers, reason_of
 from fp4convert.calibration.observers import Watch, watching
+from fp4convert.calibration.records import read_records, read_texts
 from fp4convert.errors import InputError
 from fp4convert.storage.disk import hash_file
 
@@ -27,8 +28,6 @@ SEQUENCE_LENGTH, OWN_LENGTH = 2048, 512  # of text; of what a model writes token
 BATCH_TOKENS = 2048  # at once, of samples of one length
 SEED = 0
 SHORTEST = 2  # tokens that make a sample
-CHATS = ("messages", "conversations")  # keys of records that hold a conversation
-SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's words, and chat templates'
 
 Samples = list[NDArray[np.int64]]
 
@@ -155,7 +154,9 @@ def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
     length = sequence_length(skeleton, feed.sequence_length, feed.usual, tokenizer)
     is_packed = skeleton.model.can_generate()
     tokens = []
-    for text, options in _read_texts(feed, tokenizer, is_by_line=not is_packed):
+    texts = read_texts(feed.text, is_by_line=not is_packed)
+    records = read_records(feed.dataset, tokenizer) if feed.dataset else ()
+    for text, options in itertools.chain(texts, records):
         ids = np.asarray(tokenizer(text, **options)["input_ids"], np.int64)
         if len(ids):
             tokens.append(ids)
@@ -188,104 +189,6 @@ def _open_tokenizer(folder: Path) -> Any:
         detail = "the source has no tokenizer: its vocabulary is empty"
         raise InputError("no-tokenizer", detail, "Or: --self-generate 32.")
     return found
-
-
-def _read_texts(
-    feed: Feed, tokenizer: Any, is_by_line: bool
-) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read texts, and with what options each is to be tokenized."""
-    for path in feed.text:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            detail = f"{path} cannot be read as UTF-8 text: {error}"
-            raise InputError("bad-text", detail, "Give plain text.") from None
-        for part in text.splitlines() if is_by_line else [text]:
-            if part.strip():
-                yield part, {}
-    if feed.dataset is None:
-        return
-    is_parquet = feed.dataset.suffix == ".parquet"
-    records = _read_parquet(feed.dataset) if is_parquet else _read_jsonl(feed.dataset)
-    for number, record in enumerate(records, 1):
-        where = f"{feed.dataset}: record {number}"
-        options: dict[str, object] = {}
-        chat = next((record[key] for key in CHATS if isinstance(record.get(key), list)), None)
-        if chat is not None:
-            options = {"add_special_tokens": False}  # the template has written them
-            text = _write_chat(chat, record.get("tools"), tokenizer, where)
-        elif isinstance(record.get("text"), str):
-            text = record["text"]
-        else:
-            detail = f"{where} has neither a 'text' that is a string nor a list of 'messages'"
-            detail += f", but {sorted(map(str, record))[:5]}"
-            raise InputError("bad-dataset", detail, "Give every record one of them.")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can hold it, and no tokenizer takes it
-            detail = f"{where} holds half a surrogate pair at character {error.start}"
-            detail += "; expected Unicode text"
-            raise InputError("bad-dataset", detail, "Leave the record out.") from None
-        yield text, options
-
-
-def _write_chat(chat: list[Any], tools: object, tokenizer: Any, where: str) -> str:
-    """Write a conversation as the model's own template does.
-
-    chat   messages of role and content, or, as ShareGPT's, of from and value
-    tools  that the model may call, as transformers takes them; None for none
-    """
-    if not tokenizer.chat_template:
-        detail = f"{where} is a conversation, and the source has no chat template"
-        next_step = "Put chat_template.jinja next to the weights, or give records with 'text'."
-        raise InputError("bad-dataset", detail, next_step)
-    messages = [
-        {"role": SPEAKERS.get(each["from"], each["from"]), "content": each["value"]}
-        if isinstance(each, dict) and each.keys() >= {"from", "value"}
-        else each
-        for each in chat
-    ]
-    try:
-        return str(tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False))
-    except Exception as error:  # templates raise what they like
-        detail = f"{where} does not fit the source's chat template: {reason_of(error)}"
-        raise InputError("bad-dataset", detail, "Correct it, or leave the record out.") from None
-
-
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the records of a jsonl file, one object on each line."""
-    with path.open(encoding="utf-8") as stream:
-        try:
-            for number, line in enumerate(stream, 1):
-                try:
-                    record = json.loads(line) if line.strip() else None
-                except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from None
-                if record is not None and not isinstance(record, dict):
-                    raise ValueError(f"line {number} is not an object")
-                if record is not None:
-                    yield record
-        except (ValueError, RecursionError) as error:
-            detail = f"{path} is not jsonl, one JSON object on each line: {error}"
-            raise InputError("bad-dataset", detail, "Give jsonl or parquet.") from None
-
-
-def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-            ArrowException,
-            parquet,
-        )
-    except ImportError:
-        detail = f"{path}: reading parquet needs the package pyarrow; it is not installed"
-        next_step = "Install it: pip install pyarrow. Or give jsonl."
-        raise InputError("no-pyarrow", detail, next_step) from None
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    except (ArrowException, OSError) as error:
-        detail = f"{path} is not a parquet file: {error}"
-        raise InputError("bad-dataset", detail, "Give jsonl or parquet.") from None
 
 
 def own_shape(feed: Feed, skeleton: Skeleton) -> tuple[int, int]:
