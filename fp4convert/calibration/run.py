@@ -284,14 +284,15 @@ class _LayerRun:
         Returns  the modules of experts that were fed tokens of others
         """
         self.skeleton.fill(path)
-        for number in range(len(self.batches)):
+        numbers = chain.standing_at(path)
+        for number in numbers:
             chain.hand_on(number, chain.run(number))
         # Experts with too few tokens are fed some that were not routed to them.
         unrouted, fed = watch.feed_starving(), 0
-        for number, batch in enumerate(self.batches if unrouted else ()):
+        for number in numbers if unrouted else ():
             if fed < UNROUTED_TOKENS:
                 chain.run(number)
-                fed += batch.ids.size
+                fed += self.batches[number].ids.size
         watch.unfed = None
         self.skeleton.empty(path)
         return unrouted

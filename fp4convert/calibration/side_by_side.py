@@ -294,7 +294,8 @@ class _Run:
         skeleton.fill(path)
         for batch in forwards:
             for lane, (chain, number) in zip(self._lanes, batch, strict=True):
-                if (lane.model != side) == lane.borrows(path):
+                is_here = chain.forwards[number].layer == path
+                if is_here and (lane.model != side) == lane.borrows(path):
                     chain.hand_on(number, chain.run(number, skeleton))
         skeleton.empty(path)
 
