@@ -50,20 +50,21 @@ def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[C
     """
     head = skeleton.model.get_output_embeddings() if is_headless else None
     handles: list[Any] = []
-    filled: list[str] = []
+    filled: list[tuple[str, bool]] = []
 
     def empty() -> None:
         while filled:
-            skeleton.empty(filled.pop(), is_deep=False)
+            skeleton.empty(*filled.pop())
 
     for path, module in list(skeleton.model.named_modules()):
         if skeleton.layer_above(path) or module is head or not skeleton.state(path, False):
             continue
 
         def fill(module: Any, args: Any, path: str = path) -> None:
-            if any(tensor.is_meta for tensor in skeleton.state(path, False).values()):
-                skeleton.fill(path, is_deep=False)
-                filled.append(path)
+            place = (path, isinstance(module, torch.nn.MultiheadAttention))  # calls no part of it
+            if any(tensor.is_meta for tensor in skeleton.state(*place).values()):
+                skeleton.fill(*place)
+                filled.append(place)
 
         handles.append(module.register_forward_pre_hook(fill))
     if head is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4convert.calibration.model import reason_of
+from fp4convert.calibration.multimodal import Mixed, find_mixed
 from fp4convert.errors import InputError
 
 CHATS = ("messages", "conversations")  # keys of records that hold a conversation
@@ -15,7 +16,7 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's words, and chat t
 
 
 def read_texts(files: Iterable[Path], is_by_line: bool) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read files of text, and with what options each text is to be tokenized."""
+    """Read files of text, and how each is to be tokenized."""
     for path in files:
         try:
             text = path.read_text(encoding="utf-8")
@@ -27,17 +28,24 @@ def read_texts(files: Iterable[Path], is_by_line: bool) -> Iterator[tuple[str, d
                 yield part, {}
 
 
-def read_records(path: Path, tokenizer: Any) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read the texts of records, and with what options each is to be tokenized."""
+def read_records(path: Path, tokenizer: Any) -> Iterator[tuple[str, dict[str, object]] | Mixed]:
+    """Read the texts of records, and how each is to be tokenized.
+
+    Those with images or sound are read as they are.
+    """
     is_parquet = path.suffix == ".parquet"
     records = _read_parquet(path) if is_parquet else _read_jsonl(path)
     for number, record in enumerate(records, 1):
         where = f"{path}: record {number}"
         options: dict[str, object] = {}
         chat = next((record[key] for key in CHATS if isinstance(record.get(key), list)), None)
-        if chat is not None:
+        messages = None if chat is None else [_as_message(each) for each in chat]
+        if mixed := find_mixed(record, messages, where, path.absolute().parent):
+            yield mixed
+            continue
+        if messages is not None:
             options = {"add_special_tokens": False}  # the template has written them
-            text = _write_chat(chat, record.get("tools"), tokenizer, where)
+            text = _write_chat(messages, record.get("tools"), tokenizer, where)
         elif isinstance(record.get("text"), str):
             text = record["text"]
         else:
@@ -53,22 +61,22 @@ def read_records(path: Path, tokenizer: Any) -> Iterator[tuple[str, dict[str, ob
         yield text, options
 
 
-def _write_chat(chat: list[Any], tools: object, tokenizer: Any, where: str) -> str:
+def _as_message(each: Any) -> Any:
+    """Write a message as templates have it; ShareGPT's has from and value."""
+    if isinstance(each, dict) and each.keys() >= {"from", "value"}:
+        return {"role": SPEAKERS.get(each["from"], each["from"]), "content": each["value"]}
+    return each
+
+
+def _write_chat(messages: list[Any], tools: object, tokenizer: Any, where: str) -> str:
     """Write a conversation as the model's own template does.
 
-    chat   messages of role and content, or, as ShareGPT's, of from and value
     tools  that the model may call, as transformers takes them; None for none
     """
     if not tokenizer.chat_template:
         detail = f"{where} is a conversation, and the source has no chat template"
         next_step = "Put chat_template.jinja next to the weights, or give records with 'text'."
         raise InputError("bad-dataset", detail, next_step)
-    messages = [
-        {"role": SPEAKERS.get(each["from"], each["from"]), "content": each["value"]}
-        if isinstance(each, dict) and each.keys() >= {"from", "value"}
-        else each
-        for each in chat
-    ]
     try:
         return str(tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False))
     except Exception as error:  # templates raise what they like

@@ -21,6 +21,7 @@ import torch
 from fp4convert.calibration.layers import Chain
 from fp4convert.calibration.model import NEXT, Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.moments import merge_statistics
+from fp4convert.calibration.multimodal import listens
 from fp4convert.calibration.observers import (
     UNROUTED_TOKENS,
     Watch,
@@ -180,9 +181,9 @@ def copy_texts(source: Source, folder: Path) -> None:
 
 
 def check_reads_text(skeleton: Skeleton) -> None:
-    """Raise InputError for a model of images or of sound alone."""
+    """Raise InputError for a model that neither reads nor writes text."""
     name = getattr(skeleton.model, "main_input_name", "input_ids")
-    if name != "input_ids":
+    if name != "input_ids" and not listens(skeleton.model):
         detail = f"{type(skeleton.model).__name__} reads {name}; expected a model that reads text"
         raise InputError("calibration-model", detail, NEXT)
 
