@@ -50,20 +50,21 @@ def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[C
     """
     head = skeleton.model.get_output_embeddings() if is_headless else None
     handles: list[Any] = []
-    filled: list[str] = []
+    filled: list[tuple[str, bool]] = []
 
     def empty() -> None:
         while filled:
-            skeleton.empty(filled.pop(), is_deep=False)
+            skeleton.empty(*filled.pop())
 
     for path, module in list(skeleton.model.named_modules()):
         if skeleton.layer_above(path) or module is head or not skeleton.state(path, False):
             continue
 
         def fill(module: Any, args: Any, path: str = path) -> None:
-            if any(tensor.is_meta for tensor in skeleton.state(path, False).values()):
-                skeleton.fill(path, is_deep=False)
-                filled.append(path)
+            place = (path, isinstance(module, torch.nn.MultiheadAttention))  # calls no part of it
+            if any(tensor.is_meta for tensor in skeleton.state(*place).values()):
+                skeleton.fill(*place)
+                filled.append(place)
 
         handles.append(module.register_forward_pre_hook(fill))
     if head is not None:
@@ -141,14 +142,14 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 @dataclass(slots=True)
 class Chain:
-    """The forwards of all batches, all at the same layer.
+    """The forwards of all batches, each at a layer.
 
     inputs    of the model, by name, for each batch
     begin     called with the number of the batch that runs next
     folder    takes files of hidden states: between layers they are no program's memory but the
               system's, on a CPU
-    is_plain  each layer so far was given the hidden states that the one before it gave, and gave
-              nothing else: the rest can be run again from these alone
+    is_plain  each layer so far was run for all batches, was given the hidden states that the one
+              before it gave, and gave nothing else: the rest can be run again from these alone
     arity     0 where the layer gives hidden states, else of how many things they are the first
     stop      how many layers were run
     """
@@ -169,8 +170,8 @@ class Chain:
     def held(self, is_headless: bool = True) -> Iterator[Iterator[str]]:
         """Let layers stand still, for a while.
 
-        Yields every layer that all forwards have come to, in turn.  Each must be run for every
-        batch before the next is asked for
+        Yields every layer that forwards have come to, in turn.  Each must be run for every batch
+        that stands there before the next is asked for
         Raises what `stops_of` raises
         """
         with self.standing(is_headless) as empty:
@@ -189,7 +190,7 @@ class Chain:
             layer.forward = partial(_call_layer, path, layer.forward)
         hooks = [
             module.register_forward_hook(
-                lambda module, args, made: _mapped(made, iter(()), self.folder)
+                lambda module, args, made: mapped(made, iter(()), self.folder)
             )
             for path, module in skeleton.model.named_modules()
             if isinstance(module, torch.nn.Embedding) and not skeleton.layer_above(path)
@@ -209,6 +210,10 @@ class Chain:
     def kind(self) -> str:
         """Name the class of the model."""
         return type(self.skeleton.model).__name__
+
+    def standing_at(self, path: str) -> list[int]:
+        """Number the batches that have come to a layer."""
+        return [number for number, each in enumerate(self.forwards) if each.layer == path]
 
     def go_on(self, number: int) -> None:
         """Run what lies between two layers for one batch."""
@@ -278,7 +283,7 @@ class Chain:
         self.arity = 0 if is_one else len(items)
         name = f"hidden-{(self.stop + 1) % 2}-{number:05}"
         paths = iter([self.folder / name])
-        self.forwards[number].made = kept = _mapped(made, paths, self.folder)
+        self.forwards[number].made = kept = mapped(made, paths, self.folder)
         first = kept if is_one else next(iter(kept), None) if type(kept) is tuple else None
         if isinstance(first, torch.Tensor):
             self._handed[number] = first
@@ -309,18 +314,19 @@ def stops_of(
     lanes: Sequence[Sequence[tuple[Chain, int]]],
     end: Callable[[int, int, Any], None] | None = None,
 ) -> Iterator[str]:
-    """Yield every layer that all forwards of some chains have come to.
+    """Yield every layer that forwards of some chains have come to.
 
+    Where they stand at several (an image goes through more layers than text), the model's first.
     chains  of one model, with what empties its parts outside of the layers
     lanes   for each batch, its forwards: of which chain, and which one
     end     called with the number of a batch, of a lane, and what that forward made in the end,
             which is not kept
-    Raises  InputError where layers are not called in the same order for every batch, or the model
-            does with what a layer gives what cannot be done
+    Raises  InputError where the model does with it what cannot be done
     """
+    layers, path = chains[0][0].skeleton.layers, None
     while True:
-        if chains[0][0].stop:
-            _go_on_together(lanes, end)
+        if path is not None:
+            _go_on_together(path, lanes, end)
         else:  # embeddings are large: those of one chain at a time
             for chain, empty in chains:
                 for number in range(len(chain.inputs)):
@@ -329,26 +335,26 @@ def stops_of(
         for _, empty in chains:
             empty()
         found = {forward.layer for chain, _ in chains for forward in chain.forwards}
-        if len(found) > 1:
-            names = " and ".join(sorted(str(path) for path in found)[:2])
-            detail = f"{chains[0][0].kind} does not run its layers in one order: for some samples"
-            raise InputError("calibration-model", f"{detail} {names} come together", NEXT)
-        path = found.pop()
+        path = min(filter(None, found), key=layers.index, default=None)
         if path is None:
             return
+        for chain, _ in chains:
+            chain.is_plain &= len(found) == 1
         yield path
         for chain, _ in chains:
             chain.stop += 1
 
 
 def _go_on_together(
-    lanes: Sequence[Sequence[tuple[Chain, int]]], end: Callable[[int, int, Any], None] | None
+    path: str, lanes: Sequence[Sequence[tuple[Chain, int]]], end: Callable[..., None] | None
 ) -> None:
-    """Let all forwards go on, batch by batch."""
+    """Let all forwards that stand at a layer go on, batch by batch."""
     for batch, forwards in enumerate(lanes):
         for place, (chain, number) in enumerate(forwards):
-            chain.go_on(number)
             forward = chain.forwards[number]
+            if forward.layer != path:
+                continue
+            chain.go_on(number)
             if end is not None and forward.layer is None:
                 made, forward.made = forward.made, None
                 end(batch, place, made)
@@ -362,7 +368,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
-def _mapped(value: Any, paths: Iterator[Path], folder: Path) -> Any:
+def mapped(value: Any, paths: Iterator[Path], folder: Path) -> Any:
     """Copy the tensors of a value to files, which are mapped into memory.
 
     paths  the first tensor's, which stays; files of others have no name, and go with the tensor
@@ -381,7 +387,7 @@ def _mapped(value: Any, paths: Iterator[Path], folder: Path) -> Any:
                 home.unlink()
         return made if value.device.type == "cpu" else value
     if type(value) in (tuple, list):
-        return type(value)(_mapped(item, paths, folder) for item in value)
+        return type(value)(mapped(item, paths, folder) for item in value)
     return value
 
 

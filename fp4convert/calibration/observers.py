@@ -30,9 +30,14 @@ FEW_SHARE = 1 / 8  # of what each would get if all got the same: nor has one wit
 UNROUTED_TOKENS = 4096  # of the layer, that such an expert is given instead
 
 
-def is_cached(module: Any) -> bool:
-    """Tell whether an attention keeps keys and values: latent ones do not."""
-    return not hasattr(module, "kv_lora_rank")
+def is_cached(module: Any, options: Mapping[str, Any]) -> bool:
+    """Tell whether an attention keeps keys and values.
+
+    Latent ones do not, nor do those that look both ways, of images and of encoders.
+    options  that the model calls its attention function with
+    """
+    is_causal = getattr(module, "is_causal", options.get("is_causal", True))
+    return is_causal and not hasattr(module, "kv_lora_rank")
 
 
 @dataclass(slots=True)
@@ -259,11 +264,12 @@ class Watch:
         **options: Any,
     ) -> Any:
         """Compute attention by the model's own function; look at keys, values."""
-        if self._follows_router and is_cached(module):
+        keeps = is_cached(module, options)
+        if self._follows_router and keeps:
             largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
             largest[0] = max(largest[0], float(key.abs().max()))
             largest[1] = max(largest[1], float(value.abs().max()))
-        if self.rounding.cache is not None and is_cached(module):
+        if self.rounding.cache is not None and keeps:
             path = self._paths.get(id(module))
             if path is not None:
                 key, value = self.rounding.keys_and_values(path, key, value)
@@ -289,9 +295,8 @@ class Watch:
             found[f"{moe}.expert_saliency"] = (norms / np.maximum(tokens, 1)).astype(np.float32)
         for path in filter(is_own, list(self.cached)):
             largest = self.cached.pop(path)
-            if getattr(self.skeleton.module(path), "is_causal", True):
-                for kind, amax in zip(("k_amax", "v_amax"), largest, strict=True):
-                    found[f"{self._name_of(path)}.{kind}"] = np.asarray(amax, np.float32)
+            for kind, amax in zip(("k_amax", "v_amax"), largest, strict=True):
+                found[f"{self._name_of(path)}.{kind}"] = np.asarray(amax, np.float32)
         own = [name for name in self.inputs if is_own(self.modules[name].path)]
         return {name: self.inputs.pop(name) for name in own}, found
 

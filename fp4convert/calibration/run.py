@@ -21,6 +21,7 @@ import torch
 from fp4convert.calibration.layers import Chain
 from fp4convert.calibration.model import NEXT, Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.moments import merge_statistics
+from fp4convert.calibration.multimodal import listens
 from fp4convert.calibration.observers import (
     UNROUTED_TOKENS,
     Watch,
@@ -180,9 +181,9 @@ def copy_texts(source: Source, folder: Path) -> None:
 
 
 def check_reads_text(skeleton: Skeleton) -> None:
-    """Raise InputError for a model of images or of sound alone."""
+    """Raise InputError for a model that neither reads nor writes text."""
     name = getattr(skeleton.model, "main_input_name", "input_ids")
-    if name != "input_ids":
+    if name != "input_ids" and not listens(skeleton.model):
         detail = f"{type(skeleton.model).__name__} reads {name}; expected a model that reads text"
         raise InputError("calibration-model", detail, NEXT)
 
@@ -284,14 +285,15 @@ class _LayerRun:
         Returns  the modules of experts that were fed tokens of others
         """
         self.skeleton.fill(path)
-        for number in range(len(self.batches)):
+        numbers = chain.standing_at(path)
+        for number in numbers:
             chain.hand_on(number, chain.run(number))
         # Experts with too few tokens are fed some that were not routed to them.
         unrouted, fed = watch.feed_starving(), 0
-        for number, batch in enumerate(self.batches if unrouted else ()):
+        for number in numbers if unrouted else ():
             if fed < UNROUTED_TOKENS:
                 chain.run(number)
-                fed += batch.ids.size
+                fed += self.batches[number].ids.size
         watch.unfed = None
         self.skeleton.empty(path)
         return unrouted

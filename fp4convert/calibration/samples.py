@@ -1,15 +1,17 @@
-"""Turn text, a data set or the model's own words into tokens.
+"""Turn text, a data set or the model's own words into samples.
 
 A causal model gets sequences of one length, packed from everything one after the other; others get
-a line or a record each, cut to what they can take.  Nothing is ever padded.
+a line or a record each, cut to what they can take.  A record with images or sound is a sample of
+its own.  Nothing is ever padded.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +19,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fp4convert.calibration.layers import MODEL_ERRORS, filled_on_demand
+from fp4convert.calibration.layers import MODEL_ERRORS, filled_on_demand, mapped
 from fp4convert.calibration.model import Skeleton, import_transformers, reason_of
+from fp4convert.calibration.multimodal import (
+    SPOKEN,
+    Mixed,
+    listens,
+    open_processor,
+    read_mixed,
+)
 from fp4convert.calibration.observers import Watch, watching
+from fp4convert.calibration.records import read_records, read_texts
 from fp4convert.errors import InputError
 from fp4convert.storage.disk import hash_file
 
@@ -27,10 +37,25 @@ SEQUENCE_LENGTH, OWN_LENGTH = 2048, 512  # of text; of what a model writes token
 BATCH_TOKENS = 2048  # at once, of samples of one length
 SEED = 0
 SHORTEST = 2  # tokens that make a sample
-CHATS = ("messages", "conversations")  # keys of records that hold a conversation
-SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's words, and chat templates'
 
-Samples = list[NDArray[np.int64]]
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One text, and what the model is given with it.
+
+    ids     (length,) tokens
+    inputs  others by name, as the model's processor made them: a batch of one
+    """
+
+    ids: NDArray[np.int64]
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return how many tokens it has."""
+        return len(self.ids)
+
+
+Samples = list[Sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,75 +112,108 @@ class Feed:
 class Batch(NamedTuple):
     """Samples of one length.
 
-    first  the number of the first
-    ids    (samples, length) tokens
+    first   the number of the first
+    ids     (samples, length) tokens
+    inputs  others by name, of one sample
     """
 
     first: int
     ids: NDArray[np.int64]
+    inputs: Mapping[str, torch.Tensor]
 
 
 def batches_of(samples: Samples) -> list[Batch]:
     """Group samples that follow each other and are of one length.
 
-    A batch has up to BATCH_TOKENS tokens.
+    A batch has up to BATCH_TOKENS tokens; one with other inputs is a batch of its own.
     """
     batches: list[list[int]] = []
-    for number, ids in enumerate(samples):
+    for number, sample in enumerate(samples):
         last = batches[-1] if batches else []
-        is_alike = last and len(samples[last[0]]) == len(ids)
-        if is_alike and (len(last) + 1) * len(ids) <= BATCH_TOKENS:
+        is_alike = last and len(samples[last[0]]) == len(sample)
+        is_alike = is_alike and not (sample.inputs or samples[last[0]].inputs)
+        if is_alike and (len(last) + 1) * len(sample) <= BATCH_TOKENS:
             last.append(number)
         else:
             batches.append([number])
     return [
-        Batch(numbers[0], np.stack([samples[number] for number in numbers])) for numbers in batches
+        Batch(
+            numbers[0],
+            np.stack([samples[number].ids for number in numbers]),
+            samples[numbers[0]].inputs,
+        )
+        for numbers in batches
     ]
 
 
 def inputs_of(skeleton: Skeleton, batch: Batch) -> dict[str, torch.Tensor]:
     """Make what the model is called with for a batch.
 
-    A decoder beside an encoder reads the same text, one token later.
+    A decoder beside an encoder of text reads the same text, one token later.
     """
     ids = torch.from_numpy(batch.ids).to(skeleton.device)
-    config = skeleton.model.config
+    model = skeleton.model
+    given = {
+        name: each.to(skeleton.device, model.dtype if each.is_floating_point() else each.dtype)
+        for name, each in batch.inputs.items()
+    }
+    if model.main_input_name not in given:
+        given["input_ids"] = ids
+    config = model.config
     if not config.is_encoder_decoder:
-        return {"input_ids": ids}
+        return given
     names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
     starts = (*(getattr(config, name, None) for name in names), 0)
     start = next(token for token in starts if isinstance(token, int))
     first = torch.full((len(ids), 1), start, device=ids.device)
-    return {"input_ids": ids, "decoder_input_ids": torch.cat([first, ids[:, :-1]], 1)}
+    return {**given, "decoder_input_ids": torch.cat([first, ids[:, :-1]], 1)}
 
 
 def sequence_length(
     skeleton: Skeleton, wanted: int | None, usual: int, tokenizer: Any = None
 ) -> int:
-    """Choose how many tokens a sample has at most.
+    """Choose how many tokens a text has at most.
 
     Raises InputError where more are wanted than the model has positions for
     """
-    limits = [getattr(skeleton.model.config.get_text_config(), "max_position_embeddings", None)]
-    limits.append(getattr(tokenizer, "model_max_length", None))
-    limit = min((int(limit) for limit in limits if limit), default=usual)
+    limit = _position_limit(skeleton, tokenizer) or usual
     if wanted is not None and wanted > limit:
         detail = f"--sequence-length {wanted} is more than the model takes"
         raise InputError("bad-number", f"{detail}; expected at most {limit}", "Leave it out.")
     return wanted or min(limit, usual)
 
 
+def _position_limit(skeleton: Skeleton, tokenizer: Any) -> int | None:
+    """Return how many tokens the model takes, or None where nothing says it."""
+    config = skeleton.model.config.get_text_config()
+    names = ("max_position_embeddings", "max_target_positions")
+    limits = [*(getattr(config, name, None) for name in names)]
+    limits.append(getattr(tokenizer, "model_max_length", None))
+    return min((int(limit) for limit in limits if limit), default=None)
+
+
 def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
     """Read samples of texts or records, in an order by them alone.
 
-    folder  where the tokenizer's files are
+    folder  where the files of tokenizer and processor are; images lie there in files without a
+            name
     Raises  InputError where there is no tokenizer, no text, or a file that is not what it should be
     """
     tokenizer = _open_tokenizer(folder)
     length = sequence_length(skeleton, feed.sequence_length, feed.usual, tokenizer)
     is_packed = skeleton.model.can_generate()
-    tokens = []
-    for text, options in _read_texts(feed, tokenizer, is_by_line=not is_packed):
+    tokens: list[NDArray[np.int64]] = []
+    mixed: list[Mixed] = []
+    texts = read_texts(feed.text, is_by_line=not is_packed)
+    records = read_records(feed.dataset, tokenizer) if feed.dataset else ()
+    for found in itertools.chain(texts, records):
+        if isinstance(found, Mixed):
+            mixed.append(found)
+            continue
+        text, options = found
+        if listens(skeleton.model):
+            detail = f"{type(skeleton.model).__name__} reads sound, and this is text"
+            raise InputError("calibration-model", f"{detail}; expected sound", SPOKEN)
         ids = np.asarray(tokenizer(text, **options)["input_ids"], np.int64)
         if len(ids):
             tokens.append(ids)
@@ -164,12 +222,34 @@ def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
         count = max(1, len(whole) // length)
         tokens = [whole[number * length : (number + 1) * length] for number in range(count)]
     tokens = [ids[:length] for ids in tokens if len(ids) >= SHORTEST]
-    if not tokens:
+    chosen: list[NDArray[np.int64] | Mixed] = [*tokens, *mixed]
+    if not chosen:
         detail = "the text has no sample of two tokens; expected prose or code"
         raise InputError("no-text", detail, "Add more.")
-    if len(tokens) > feed.samples:  # evenly over all of them
-        tokens = [tokens[number * len(tokens) // feed.samples] for number in range(feed.samples)]
-    return sorted(tokens, key=len)
+    if len(chosen) > feed.samples:  # evenly over all of them
+        chosen = [chosen[number * len(chosen) // feed.samples] for number in range(feed.samples)]
+    processor = open_processor(folder, skeleton.model) if mixed else None
+    limit = _position_limit(skeleton, tokenizer)
+    samples = [
+        _read_sample(each, processor, skeleton, limit, folder)
+        if isinstance(each, Mixed)
+        else Sample(each)
+        for each in chosen
+    ]
+    return sorted(samples, key=len)
+
+
+def _read_sample(
+    record: Mixed, processor: Any, skeleton: Skeleton, limit: int | None, folder: Path
+) -> Sample:
+    """Make a sample of a record with images or sound, which is never cut."""
+    made = read_mixed(record, processor, skeleton.model)
+    ids = made.pop("input_ids")[0].numpy().astype(np.int64)
+    if not SHORTEST <= len(ids) <= (limit or len(ids)):
+        detail = f"{record.where} has {len(ids):,} tokens; expected {SHORTEST} or more"
+        detail += f", and at most the {limit:,} that the model takes" if limit else ""
+        raise InputError("bad-dataset", detail, "Leave the record out.")
+    return Sample(ids, {name: mapped(each, iter(()), folder) for name, each in made.items()})
 
 
 def _open_tokenizer(folder: Path) -> Any:
@@ -188,104 +268,6 @@ def _open_tokenizer(folder: Path) -> Any:
         detail = "the source has no tokenizer: its vocabulary is empty"
         raise InputError("no-tokenizer", detail, "Or: --self-generate 32.")
     return found
-
-
-def _read_texts(
-    feed: Feed, tokenizer: Any, is_by_line: bool
-) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read texts, and with what options each is to be tokenized."""
-    for path in feed.text:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            detail = f"{path} cannot be read as UTF-8 text: {error}"
-            raise InputError("bad-text", detail, "Give plain text.") from None
-        for part in text.splitlines() if is_by_line else [text]:
-            if part.strip():
-                yield part, {}
-    if feed.dataset is None:
-        return
-    is_parquet = feed.dataset.suffix == ".parquet"
-    records = _read_parquet(feed.dataset) if is_parquet else _read_jsonl(feed.dataset)
-    for number, record in enumerate(records, 1):
-        where = f"{feed.dataset}: record {number}"
-        options: dict[str, object] = {}
-        chat = next((record[key] for key in CHATS if isinstance(record.get(key), list)), None)
-        if chat is not None:
-            options = {"add_special_tokens": False}  # the template has written them
-            text = _write_chat(chat, record.get("tools"), tokenizer, where)
-        elif isinstance(record.get("text"), str):
-            text = record["text"]
-        else:
-            detail = f"{where} has neither a 'text' that is a string nor a list of 'messages'"
-            detail += f", but {sorted(map(str, record))[:5]}"
-            raise InputError("bad-dataset", detail, "Give every record one of them.")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can hold it, and no tokenizer takes it
-            detail = f"{where} holds half a surrogate pair at character {error.start}"
-            detail += "; expected Unicode text"
-            raise InputError("bad-dataset", detail, "Leave the record out.") from None
-        yield text, options
-
-
-def _write_chat(chat: list[Any], tools: object, tokenizer: Any, where: str) -> str:
-    """Write a conversation as the model's own template does.
-
-    chat   messages of role and content, or, as ShareGPT's, of from and value
-    tools  that the model may call, as transformers takes them; None for none
-    """
-    if not tokenizer.chat_template:
-        detail = f"{where} is a conversation, and the source has no chat template"
-        next_step = "Put chat_template.jinja next to the weights, or give records with 'text'."
-        raise InputError("bad-dataset", detail, next_step)
-    messages = [
-        {"role": SPEAKERS.get(each["from"], each["from"]), "content": each["value"]}
-        if isinstance(each, dict) and each.keys() >= {"from", "value"}
-        else each
-        for each in chat
-    ]
-    try:
-        return str(tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False))
-    except Exception as error:  # templates raise what they like
-        detail = f"{where} does not fit the source's chat template: {reason_of(error)}"
-        raise InputError("bad-dataset", detail, "Correct it, or leave the record out.") from None
-
-
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the records of a jsonl file, one object on each line."""
-    with path.open(encoding="utf-8") as stream:
-        try:
-            for number, line in enumerate(stream, 1):
-                try:
-                    record = json.loads(line) if line.strip() else None
-                except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from None
-                if record is not None and not isinstance(record, dict):
-                    raise ValueError(f"line {number} is not an object")
-                if record is not None:
-                    yield record
-        except (ValueError, RecursionError) as error:
-            detail = f"{path} is not jsonl, one JSON object on each line: {error}"
-            raise InputError("bad-dataset", detail, "Give jsonl or parquet.") from None
-
-
-def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-            ArrowException,
-            parquet,
-        )
-    except ImportError:
-        detail = f"{path}: reading parquet needs the package pyarrow; it is not installed"
-        next_step = "Install it: pip install pyarrow. Or give jsonl."
-        raise InputError("no-pyarrow", detail, next_step) from None
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    except (ArrowException, OSError) as error:
-        detail = f"{path} is not a parquet file: {error}"
-        raise InputError("bad-dataset", detail, "Give jsonl or parquet.") from None
 
 
 def own_shape(feed: Feed, skeleton: Skeleton) -> tuple[int, int]:
@@ -347,7 +329,7 @@ def write_samples(
                 raise InputError("calibration-nan", detail, "Check the weights.")
             written.append(torch.multinomial(torch.softmax(logits, -1), 1, generator=generator))
             report(f"token {number} of {length}", count)
-    return list(torch.cat(written, 1).numpy())
+    return [Sample(ids) for ids in torch.cat(written, 1).numpy()]
 
 
 @contextmanager
@@ -387,14 +369,25 @@ def _layers_filled_on_demand(
             skeleton.empty(path)
 
 
-def save_samples(path: Path, samples: Sequence[NDArray[np.int64]]) -> None:
-    """Save tokens for a run that continues."""
-    lengths = np.array([len(ids) for ids in samples], np.int64)
+def save_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Save samples for a run that continues."""
+    arrays = {f"{number:05}": sample.ids for number, sample in enumerate(samples)}
+    for number, sample in enumerate(samples):
+        arrays |= {f"{number:05}.{name}": each.numpy() for name, each in sample.inputs.items()}
     with path.open("wb") as out:
-        np.savez(out, lengths=lengths, tokens=np.concatenate(list(samples)))
+        np.savez(out, **arrays)  # type: ignore[arg-type]
 
 
 def load_samples(path: Path) -> Samples:
     """Load what save_samples saved."""
+    ids: dict[str, NDArray[np.int64]] = {}
+    inputs: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     with np.load(path, allow_pickle=False) as kept:
-        return np.split(kept["tokens"], np.cumsum(kept["lengths"])[:-1])
+        for key in kept.files:
+            number, _, name = key.partition(".")
+            if name:
+                each = torch.from_numpy(kept[key])
+                inputs[number][name] = mapped(each, iter(()), path.parent)
+            else:
+                ids[number] = kept[key]
+    return [Sample(ids[number], inputs[number]) for number in sorted(ids)]

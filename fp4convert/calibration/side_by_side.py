@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fp4convert.calibration.activations import Rounding, rounding_of
 from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
+from fp4convert.calibration.multimodal import placeholders_of
 from fp4convert.calibration.observers import Watch, watching
 from fp4convert.calibration.run import check_reads_text, copy_texts, find_device
 from fp4convert.calibration.samples import (
@@ -196,6 +197,7 @@ class _Run:
     """Two models on the same batches.
 
     _kept     the source's logits of the batch that comes to its end
+    _placeholders  tokens in whose places images and sound are put
     _visited  the layers that text came through
     """
 
@@ -210,11 +212,13 @@ class _Run:
     _kept: Any = None
     _rounding: Rounding = field(default_factory=Rounding)
     _visited: list[str] = field(default_factory=list)
+    _placeholders: list[int] = field(default_factory=list)
 
     def measure(self, windows: int) -> Measured:
         """Run everything, a layer of each model at a time."""
         layers = self.models[SOURCE].layers if self.task.is_by_layer else ()
         self._lanes = list(_lanes_of(layers))
+        self._placeholders = placeholders_of(self.models[SOURCE].model)
         self._found = [[] for _ in self._lanes]
         artifact = _artifact_of(self.models[ARTIFACT])
         self._rounding = rounding_of(self.models[ARTIFACT], artifact)
@@ -294,7 +298,8 @@ class _Run:
         skeleton.fill(path)
         for batch in forwards:
             for lane, (chain, number) in zip(self._lanes, batch, strict=True):
-                if (lane.model != side) == lane.borrows(path):
+                is_here = chain.forwards[number].layer == path
+                if is_here and (lane.model != side) == lane.borrows(path):
                     chain.hand_on(number, chain.run(number, skeleton))
         skeleton.empty(path)
 
@@ -303,6 +308,9 @@ class _Run:
         logits, ids = made.logits, torch.from_numpy(self.batches[batch].ids)
         if not self.models[SOURCE].model.config.is_encoder_decoder:
             logits, ids = logits[:, :-1], ids[:, 1:]  # each says what the next token is
+        if self.batches[batch].inputs:  # where an image is put in, no token is predicted
+            is_text = ~torch.isin(ids[0], torch.tensor(self._placeholders, dtype=ids.dtype))
+            logits, ids = logits[:, is_text.to(logits.device)], ids[:, is_text]
         if place == SOURCE:
             self._kept = logits
             return

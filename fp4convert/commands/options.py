@@ -224,7 +224,7 @@ class TextOptions(AccessOptions):
         Reference | None,
         Option(
             "jsonl or parquet: conversations ('messages'), which the model's chat template writes,"
-            " or 'text'.",
+            " with images or sound its processor, or 'text'.",
             parse=Path,
             flags=("--dataset", "--chat"),
             panel=TARGET,

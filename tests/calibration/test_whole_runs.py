@@ -177,7 +177,7 @@ def test_own_text_is_what_the_model_would_say(tmp_path, llama):
         )
         assert calibrate(llama, tmp_path / "a.safetensors", "--self-generate", 4).code == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype="float32").eval()
-    ids = torch.from_numpy(np.stack(kept))
+    ids = torch.from_numpy(np.stack([sample.ids for sample in kept]))
     assert ids[:, 0].tolist() == [1] * 4
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -238,7 +238,7 @@ def test_samples_are_spread_evenly_over_the_text(tmp_path, llama, words):
             lambda path, found: (kept.extend(found), save(path, found)),
         )
         calibrate(llama, tmp_path / "a.safetensors", "--text", words, "--samples", 2)
-    assert [ids.tolist() for ids in kept] == [
+    assert [sample.ids.tolist() for sample in kept] == [
         tokens_of(TEXT[:LENGTH]),
         tokens_of(TEXT[3 * LENGTH : 4 * LENGTH]),
     ]

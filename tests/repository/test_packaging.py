@@ -165,7 +165,7 @@ def test_what_is_required_is_imported_and_what_is_heavy_is_an_extra():
     unused = [name for name in required if not re.search(rf"(import|from) {name}\b", text)]
     assert unused == []
     assert not required & {"torch", "transformers", "plotly", "ray", "gguf"}
-    assert {"greenlet", "torch", "transformers"} == names_of(extras["calibrate"])
+    assert {"greenlet", "pillow", "torch", "transformers"} == names_of(extras["calibrate"])
     assert {"torch", "plotly", "transformers", "ray", "gguf"} <= names_of(extras["test"])
     (every,) = extras["all"]
     named = set(re.search(r"\[(.*)\]", every)[1].split(","))
