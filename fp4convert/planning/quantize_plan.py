@@ -134,10 +134,7 @@ def plan_quantize(
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
-    idle = find_idle(recipe, checkpoint, linears)
-    if recipe.target.keep_dtype and not any(map(_is_narrowed, (s for t in tasks for s in t.steps))):
-        why = "is for fp32 matrices and packed ones that stay; here are none"
-        idle = (*idle, Idle("--keep-dtype", why, is_pattern=False))
+    idle = (*find_idle(recipe, checkpoint, linears), *_idle_keep_dtype(recipe, tasks))
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = sum(matches_any(recipe.exclude, module) for module in verdicts)
@@ -339,10 +336,14 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Step:
     return Step("copy", reason, (ref,), (spec_of(ref),))
 
 
-def _is_narrowed(step: Step) -> bool:
-    """Tell whether a step writes an ordinary matrix in another type."""
-    stays = not step.is_made and bool(step.linears)
-    return stays and step.outputs[0].dtype != step.refs[0].dtype
+def _idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
+    """Tell that nothing which stays is written in another type."""
+    stays = (step for task in tasks for step in task.steps if step.linears and not step.is_made)
+    if recipe.target.keep_dtype and all(
+        step.outputs[0].dtype == step.refs[0].dtype for step in stays
+    ):
+        why = "is for fp32 matrices and packed ones that stay; here are none"
+        yield Idle("--keep-dtype", why, is_pattern=False)
 
 
 def _narrowed(step: Step, recipe: Recipe) -> Step:
