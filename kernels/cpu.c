@@ -41,10 +41,16 @@
     E(sum_cells, (const uint8_t *c, const double *v, int64_t rows, int64_t blocks, const int64_t *r, int64_t n, double *room, \
                   double *sums), (c, v, rows, blocks, r, n, room, sums))                                                \
     E(count_bytes, (const uint8_t *b, int64_t n, int64_t *counts), (b, n, counts))
+#define FOR_LOW_RANK(E)                                                                                                 \
+    E(multiply, (const float *b, const float *a, int64_t rows, int64_t inner, int64_t columns, float *y),               \
+      (b, a, rows, inner, columns, y))                                                                                  \
+    E(pull_to_nearest, (const float *x, const float *s, const float *d, const float *p, const int64_t *sizes, float *y, \
+                        float *pulled), (x, s, d, p, sizes, y, pulled))
 #define ENTRIES(E)                                                                                                      \
     FOR_DTYPE(E, bf16, uint16_t) FOR_DTYPE(E, fp16, uint16_t) FOR_DTYPE(E, fp32, float)                                 \
     TO_FP8(E, bf16, uint16_t) TO_FP8(E, fp16, uint16_t) TO_FP8(E, fp32, float)                                          \
     FOR_NBYTES(E, 1, uint8_t) FOR_NBYTES(E, 2, uint16_t) FOR_NBYTES(E, 4, uint32_t) FOR_GRID(E) FOR_CELLS(E)            \
+    FOR_LOW_RANK(E)                                                                                                     \
     COUNT_CODES(E)
 
 #ifdef __x86_64__

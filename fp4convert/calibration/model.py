@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fp4convert.calibration.experts import find_experts
+from fp4convert.checkpoint.adapters.merging import merge
+from fp4convert.checkpoint.adapters.peft import ALONE, Adapter
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.expert_stacks import Stacked, find_stacks, rules_of
-from fp4convert.checkpoint.linears import find_linears
+from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4
 from fp4convert.recipes.recipe import Recipe, model_recipe
@@ -168,20 +170,27 @@ class Skeleton:
 
 
 def open_skeleton(
-    source: Source, folder: Path, device: torch.device, is_exact: bool = False
+    source: Source,
+    folder: Path,
+    device: torch.device,
+    is_exact: bool = False,
+    adapter: Adapter | None = None,
 ) -> Skeleton:
     """Build the model of a source's config.json, without weights.
 
     folder    where config.json is, and nothing that could be run
     is_exact  packed experts are held in float32 where bfloat16 would round what they stand for
+    adapter   that its weights are merged with
     Raises    InputError for models that transformers does not know, and for those whose layers
               cannot be told apart
     """
     model = _build_model(folder, device)
     recipe = model_recipe(source.checkpoint.config)
-    linears = find_linears(source, recipe).of
+    found = find_linears(source, recipe)
+    found = merge(found, adapter, source.checkpoint) if adapter else found
+    linears = found.of
     dtypes = {module: _dtype_of(linear, is_exact) for module, linear in linears.items()}
-    tensors, homes = _plan_reads(source, linears, recipe, dtypes)
+    tensors, homes = _plan_reads(source, found, recipe, dtypes)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -314,7 +323,7 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
 
 def _plan_reads(
     source: Source,
-    linears: Mapping[str, Linear],
+    known: Linears,
     recipe: Recipe,
     dtypes: Mapping[str, torch.dtype],
 ) -> tuple[dict[str, Lazy], dict[str, str]]:
@@ -323,11 +332,15 @@ def _plan_reads(
     dtypes   of stacks of experts that are put together, by a module of theirs
     Returns  name -> what reads it, and module -> name of the tensor that holds it
     """
-    homes, found = {}, {}
+    linears, homes, found = known.of, {}, {}
     packed: set[str] = set()
+    for name, vector in known.vectors.items():
+        found[name] = Lazy(partial(_decode_vector, vector, source))
     for module, linear in linears.items():
         if not linear.coding.is_packed:
             homes[module] = linear.home.name
+            if linear.coding.change:
+                found[linear.home.name] = Lazy(partial(_decode_alone, linear, source))
             continue
         packed.update(ref.name for ref in (linear.home, *linear.refs, *linear.idle))
         homes[module] = f"{module}.weight"
@@ -361,6 +374,22 @@ def _decode(linear: Linear, source: Source) -> torch.Tensor:
     data = bytearray(linear.shape[0] * linear.shape[1] * FLOAT_TYPES[weights.dtype].nbytes)
     weights.copy_rows(0, linear.shape[0], memoryview(data))
     return torch.frombuffer(data, dtype=TORCH_DTYPES[weights.dtype]).reshape(linear.shape)
+
+
+def _decode_alone(linear: Linear, source: Source) -> torch.Tensor:
+    """Decode a matrix that an adapter changes.
+
+    Raises InputError for one of a stack, which is read as a whole
+    """
+    if linear.stack:
+        detail = f"{linear.module} lies in the stack {linear.stack.name}, which is read as a whole"
+        expected = "expected an adapter that changes no expert of it"
+        raise InputError("adapter-stack", f"{detail}; {expected}", ALONE, linear.module)
+    return _decode(linear, source)
+
+
+def _decode_vector(vector: Linear, source: Source) -> torch.Tensor:
+    return _decode(vector, source).reshape(vector.refs[0].shape)
 
 
 def _decode_stack(stack: Stacked, source: Source, dtype: torch.dtype) -> torch.Tensor:

@@ -54,6 +54,8 @@ from fp4convert.calibration.workdir import (
     remark_file,
     write_part,
 )
+from fp4convert.checkpoint.adapters.peft import Adapter
+from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.errors import DeviceError, InputError, OutputError, did_you_mean
 from fp4convert.numerics.backends.base import expected_device
 from fp4convert.numerics.formats import GRAMS
@@ -77,6 +79,7 @@ class Run:
     held_nbytes    of weights that may be in memory at once, where the model writes its own text
     is_forced      a file that is there may be replaced
     tell           gets lines for people
+    adapter        that the source is merged with
     """
 
     source: Source
@@ -88,6 +91,7 @@ class Run:
     is_forced: bool = False
     phases: Phases = field(default_factory=Phases)
     tell: Callable[[str], None] = lambda line: None
+    adapter: Adapter | None = None
 
     def check(self) -> None:
         """Raise an error for text, Gram or output that cannot be."""
@@ -125,6 +129,8 @@ def calibrate(run: Run) -> Calibrated:
     begun = time.monotonic()
     run.check()
     device, notes = find_device(run.device), part_notes(run.source)
+    if run.adapter:
+        notes[ADAPTER] = run.adapter.key
     # What decides the file's bytes: a run with the same goes on where another ended.
     libraries = [f"{name} {version(name)}" for name in ("fp4convert", "torch", "transformers")]
     feed = [run.feed.words(), run.feed.samples, run.feed.sequence_length]
@@ -132,7 +138,7 @@ def calibrate(run: Run) -> Calibrated:
     with kept_state(run.output, purpose, run.tell) as state, stopping(run.source):
         run.phases.begin("model")
         copy_texts(run.source, state / "model")
-        skeleton = open_skeleton(run.source, state / "model", device)
+        skeleton = open_skeleton(run.source, state / "model", device, adapter=run.adapter)
         check_reads_text(skeleton)
         samples = _find_samples(run, skeleton, state)
         needs = needs_of(skeleton, run.gram, sum(map(len, samples)), run.source.checkpoint.config)

@@ -34,6 +34,7 @@ from fp4convert.calibration.samples import (
     read_samples,
     write_samples,
 )
+from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8
 from fp4convert.errors import InputError
@@ -56,6 +57,7 @@ class Task:
     is_by_layer  each layer of the artifact alone and cumulated, too
     held_nbytes  of weights that may be in memory at once, where the source writes its own text
     tell         gets lines for people
+    adapter      that the source is merged with
     """
 
     source: Source
@@ -66,6 +68,7 @@ class Task:
     held_nbytes: int = 8 * 10**9
     phases: Phases = field(default_factory=Phases)
     tell: Callable[[str], None] = lambda line: None
+    adapter: Adapter | None = None
 
 
 class LayerLoss(NamedTuple):
@@ -129,7 +132,7 @@ def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton
         copy_texts(task.artifact, theirs)
     else:  # a file of weights alone
         theirs = folder / "source"
-    source = open_skeleton(task.source, folder / "source", device)
+    source = open_skeleton(task.source, folder / "source", device, adapter=task.adapter)
     check_reads_text(source)
     if not source.model.can_generate():
         detail = f"{type(source.model).__name__} gives no probabilities of a next token"

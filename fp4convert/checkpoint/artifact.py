@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, strings
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import DIALECTS, METHODS, dialect_named, recognise
@@ -74,6 +75,7 @@ class Artifact:
     record   our quantization_config.json, or {} for a foreign artifact
     modules  the four-bit modules whose tensors are all there and sound
     others   the sound modules that are quantized otherwise: FP8 and int4
+    adapter  that its source was merged with, where a person names it
     """
 
     source: Source
@@ -85,6 +87,7 @@ class Artifact:
     modules: dict[str, Packed]
     others: dict[str, Packed]
     findings: tuple[Finding, ...]
+    adapter: Adapter | None = None
 
     @property
     def packed(self) -> dict[str, Packed]:

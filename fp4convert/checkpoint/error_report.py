@@ -50,11 +50,13 @@ def report_text(
 
     record  our own of the artifact
     """
-    from fp4convert.numerics.error_sums import summarise
+    from fp4convert.numerics.error_sums import summarise, summarise_adapter
 
+    summary = summarise((one.name, one.sums) for one in accounts.values())
+    adapter = summarise_adapter(accounts.values())
     head = {
         **{key: record.get(key) for key in HEAD},
-        "summary": summarise((one.name, one.sums) for one in accounts.values()),
+        "summary": {**summary, "adapter": adapter} if adapter else summary,
         "taken_over": taken_over,
     }
     lines = []
@@ -73,6 +75,7 @@ def report_text(
             "nmse": sums.nmse,
             "clipped": sums.clipped / sums.elements,
             **shares(sums.histogram),
+            **({} if account.adapter is None else {"adapter_db": account.adapter_db}),
         }
         lines.append("  " + json.dumps(entry, ensure_ascii=False))
     text, tensors = json.dumps(head, ensure_ascii=False, indent=1)[:-2], ",\n".join(lines)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.artifact import (
     Artifact,
     describe_foreign,
@@ -51,14 +52,18 @@ class Linears:
     unruled  stacks of expert matrices, whose layout no recipe tells
     idle     scales of a quantized cache of keys and values beside packed layers, whose engine alone
              has a use for them
-    vectors  weights of norms, and biases, that folds divide, by their names; each as a matrix of
-             one row
+    vectors  weights of norms, and biases, that folds divide or an adapter changes, by their names;
+             each as a matrix of one row
+    adapter  that changes some of them
+    renamed  what the adapter's names begin with, and the model's instead
     """
 
     of: Mapping[str, Linear]
     unruled: tuple[TensorRef, ...] = ()
     idle: tuple[TensorRef, ...] = ()
     vectors: Mapping[str, Linear] = field(default_factory=dict)
+    adapter: Adapter | None = None
+    renamed: tuple[str, str] = ("", "")
 
     @property
     def is_packed(self) -> bool:
@@ -137,7 +142,7 @@ def linears_of(
 def originals_of(artifact: Artifact, source: Source) -> Linears:
     """Find the linear layers of the source that an artifact was made from.
 
-    Its stacks are read as they were then.
+    Its stacks are read as they were then; no adapter has changed them yet.
     """
     recipe = model_recipe(source.checkpoint.config)
     stacks = (*stacks_recorded(artifact.record), *recipe.stacks)

@@ -24,6 +24,7 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldRule, FoldUse, StackRule
 from fp4convert.storage.checkpoint_files import RECORD
 
+ADAPTER = "adapter"  # the key of what was merged
 MIXED = "mixed"  # the format of an artifact whose modules have several forms
 
 
@@ -33,6 +34,7 @@ class Contents(NamedTuple):
     groups   modules by form
     ignored  those that stay
     shapes   of modules whose tensors alone do not tell
+    adapter  what is said of one that was merged
     """
 
     groups: Sequence[Group]
@@ -40,6 +42,7 @@ class Contents(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     stacks: Sequence[StackRule] = ()
     folds: Sequence[FoldUse] = ()
+    adapter: Mapping[str, object] | None = None
 
 
 def make_record(
@@ -52,7 +55,7 @@ def make_record(
     origin  repo and revision of the weights it was made from; None for a folder, whose path is
             nobody's business
     """
-    groups, ignored, shapes, stacks, folds = contents
+    groups, ignored, shapes, stacks, folds, adapter = contents
     form, spelling = groups[0].form, dialect_named(str(target.dialect))
     record: dict[str, object]
     if len(groups) > 1:
@@ -93,10 +96,22 @@ def make_record(
         "scale_rule": target.scale_rule,
         "method": target.method,
         "calibration": target.calibration,
+        **({ADAPTER: dict(adapter)} if adapter else {}),
         "ignore": [*ignored.modules, *ignored.patterns],
         "producer": producer,
         "source": origin,
     }
+
+
+def describe_adapter(record: Mapping[str, object]) -> str:
+    """Say which adapter was merged, by name or by the hash of its weights."""
+    known = record.get(ADAPTER)
+    entry = known if isinstance(known, dict) else {}
+    if entry.get("repo"):
+        return f"the adapter {entry['repo']} at commit {entry.get('revision')}"
+    hashes = entry.get("sha256")
+    listed = list(hashes.values()) if isinstance(hashes, dict) else []
+    return f"an adapter (sha256 {str(listed[-1])[:12]}...)" if listed else "an adapter"
 
 
 def folds_recorded(record: Mapping[str, object]) -> tuple[FoldUse, ...]:

@@ -54,10 +54,9 @@ def refuse_adapter(source: Source) -> None:
     detail = (
         f"{source.name} is a LoRA adapter{of}: {factors} of its {len(names)} tensors are low-rank"
     )
-    next_step = (
-        f"Merge it into {base if of else 'its base model'} first (PEFT: merge_and_unload and"
-        " save_pretrained), and quantize the result."
-    )
+    named = source.checkpoint.repo or source.name
+    words = ("quantize", base if of else "BASE", "--format", "nvfp4", "--lora", named)
+    next_step = f"Give its base model, and merge it on the way: {shell_line('fp4convert', *words)}"
     raise InputError("adapter", f"{detail} factors; expected a whole model", next_step)
 
 

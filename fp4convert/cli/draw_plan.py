@@ -17,6 +17,7 @@ WORDS = {
     "dequantize": "bf16",
     "write": "added",
     "fold": "folded",
+    "merge": "merged",
 }  # what becomes of others than four-bit modules
 STYLES = {"copy": "", "write": "", "skip": "yellow", "dequantize": "yellow"}
 INDENT = "  "
@@ -123,6 +124,11 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
     if copied := plan.get("copied_bytes"):
         components = " and ".join(part["name"] for part in plan["components"])
         yield "copied", f"{size_text(copied)} outside {components}"
+    if adapter := plan.get("adapter"):
+        merged = adapter["merged"]
+        where = f"merged into {merged['rounded']:,} modules and {merged['kept']:,} kept tensors"
+        how = "rounded so that it stays" if plan["method"] == "gptq" else "rounded to the nearest"
+        yield "adapter", f"{adapter['name']}, {where}; method {plan['method']}: {how}"
     # the whole
     before, after, bits = (plan[key] for key in ("source_bytes", "output_bytes", "bits_per_weight"))
     share = f" ({100 * after / before:.0f} %)" if before else ""

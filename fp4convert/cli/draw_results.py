@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp4convert.cli.screen import Screen
 from fp4convert.progress import duration_text, size_text
-from fp4convert.report.text import Document, fidelity_text
+from fp4convert.report.text import Document, adapter_text, fidelity_text
 
 
 def draw_result(screen: Screen, result: Document) -> None:
@@ -33,6 +33,8 @@ def draw_result(screen: Screen, result: Document) -> None:
     screen.line(f"  {size_text(before)} -> {size_text(after)}{ratio}{weights}")
     if fidelity := result.get("fidelity"):
         screen.line(f"  {fidelity_text(fidelity)}")
+        if adapter := fidelity.get("adapter"):
+            screen.line(f"  {adapter_text(adapter)}")
     # how long it took; a part tells what it did itself
     share, seconds = result.get("share"), result["seconds"]
     worked = before if share else before - result.get("adopted_bytes", 0)
@@ -91,6 +93,8 @@ def draw_merged(screen: Screen, merged: Document) -> None:
     screen.line(f"  {count} merged ({made}), {size}, in {seconds}")
     if fidelity := merged.get("fidelity"):
         screen.line(f"  {fidelity_text(fidelity)}")
+        if adapter := fidelity.get("adapter"):
+            screen.line(f"  {adapter_text(adapter)}")
     screen.line(f"  digest {merged['digest']}")
     _draw_next(screen, merged)
 

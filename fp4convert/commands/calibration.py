@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fp4convert.calibration.result import Calibrated
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.options import CalibrateOptions, TextOptions, as_path, public
+from fp4convert.conversion.options import chosen_adapter
 from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.progress import Phases
@@ -38,6 +39,7 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
     output, phases = Path(options.output), options.phases or Phases()
     with interruptible(output):
         phases.begin("plan")
+        adapter = chosen_adapter(options.lora, options.lora_scale, options.access())
         return run.calibrate(
             run.Run(
                 source=open_model(os.fspath(options.source), options.access()),
@@ -49,6 +51,7 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
                 is_forced=options.force,
                 phases=phases,
                 tell=options.tell,
+                adapter=adapter,
             )
         )
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fp4convert.checkpoint.adapters.peft import Adapter, open_recorded
 from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.checkpoint.record import ADAPTER, describe_adapter
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
 from fp4convert.commands.options import CompareOptions, EvaluateOptions, as_path, public
+from fp4convert.conversion.options import one_adapter
 from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
-from fp4convert.storage.checkpoint_files import CARD
-from fp4convert.storage.source import Source
+from fp4convert.storage.checkpoint_files import CARD, RECORD
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.source import Source, read_whole
 
 if TYPE_CHECKING:
     from fp4convert.calibration.samples import Feed
@@ -103,6 +108,9 @@ def _task(
 ) -> Task:
     from fp4convert.calibration.side_by_side import Task
 
+    record: dict[str, object] = {}
+    if artifact.has_file(RECORD):
+        record = parse_json_object(read_whole(artifact, RECORD), RECORD)
     return Task(
         source=source,
         artifact=artifact,
@@ -111,4 +119,21 @@ def _task(
         held_nbytes=as_nbytes(options.hold),
         phases=phases,
         tell=options.tell,
+        adapter=_adapter_of(options, record),
     )
+
+
+def _adapter_of(
+    options: EvaluateOptions | CompareOptions, record: Mapping[str, object]
+) -> Adapter | None:
+    """Open the adapter that the source is merged with, as a record has it.
+
+    Without one, say where a record tells of it.
+    """
+    given = one_adapter(options.lora)
+    if given:
+        return open_recorded(given[0], record, options.original_access())
+    if ADAPTER in record:
+        made = f"the artifact was made with {describe_adapter(record)}"
+        options.tell(f"{made}: --lora ADAPTER merges the source, too, and compares with that")
+    return None

@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, ParamSpec, Protocol, TypeVar, cast,
 
 from fp4convert.commands.idle_options import refuse_idle_options
 from fp4convert.conversion.options import (
+    Adapters,
+    AdapterScale,
     ArtifactArgument,
     EngineName,
     Page,
@@ -46,6 +48,17 @@ R_co = TypeVar("R_co", covariant=True)
 Sarif = Annotated[
     Reference | None,
     Option("Write the findings as SARIF 2.1.0, for code scanning.", parse=Path, panel=OUTPUT),
+]
+
+Merged = Annotated[
+    Reference | Iterable[Reference] | None,
+    Option(
+        "The LoRA adapter that --source was merged with, as quantize --lora had it.",
+        parse=str,
+        is_several=True,
+        panel=QUALITY,
+        value="<path>",
+    ),
 ]
 
 
@@ -149,6 +162,7 @@ class VerifyOptions(AccessOptions):
             "The original checkpoint, to measure every tensor against.", parse=str, panel=QUALITY
         ),
     ] = None
+    lora: Merged = ()
     min_sqnr: Annotated[
         float | None,
         Option(
@@ -283,6 +297,8 @@ class CalibrateOptions(TextOptions):
             value=f"[{'|'.join(GRAMS)}]",
         ),
     ] = "diag"
+    lora: Adapters = ()
+    lora_scale: AdapterScale = None
     force: Force = False
     phases: Phases | None = None
 
@@ -321,6 +337,7 @@ class CompareOptions(WindowOptions):
         Reference,
         Option("The original checkpoint, to measure both against.", parse=str, panel=TARGET),
     ]
+    lora: Merged = ()
     calibration: Annotated[
         Reference | None,
         Option(
@@ -348,6 +365,7 @@ class EvaluateOptions(WindowOptions):
         Reference,
         Option("The original checkpoint, to compare with.", parse=str, panel=TARGET),
     ]
+    lora: Merged = ()
     by_layer: Annotated[
         bool,
         Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY),

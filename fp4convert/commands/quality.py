@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fp4convert.checkpoint.adapters.peft import open_recorded
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.commands.options import (
     CompareOptions,
@@ -13,6 +15,7 @@ from fp4convert.commands.options import (
     as_path,
     public,
 )
+from fp4convert.conversion.options import one_adapter
 from fp4convert.errors import Fp4Error, InputError, shell_line
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
@@ -81,7 +84,7 @@ def verify(options: VerifyOptions) -> Verified:
     known = None if calibration is None else open_calibration(calibration)
     engine = None if options.engine is None else engine_asked(options.engine)
     phases = _begin(options)
-    artifact = _open_first(options, options.artifact)
+    artifact = _with_adapter(_open_first(options, options.artifact), options)
     original = _original(options)
     outputs = Outputs(known) if known else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
@@ -115,7 +118,8 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
     phases = _begin(options)
-    a, b = (_open_first(options, each) for each in (options.a, options.b))
+    opened = (_open_first(options, each) for each in (options.a, options.b))
+    a, b = (_with_adapter(each, options) for each in opened)
     source = open_original(os.fspath(options.source), options.original_access())
     if feed is None:
         return comparison.compare((a, b), source, Outputs(known), phases)
@@ -134,6 +138,21 @@ def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:
     phases = options.phases or Phases()
     phases.begin("headers")
     return phases
+
+
+def _with_adapter(artifact: Artifact, options: VerifyOptions | CompareOptions) -> Artifact:
+    """Let an artifact know the adapter that its source was merged with.
+
+    Raises  InputError without a source, and what open_recorded raises
+    """
+    given = one_adapter(options.lora)
+    if not given:
+        return artifact
+    if options.source is None:
+        detail = "--lora says what a source was merged with; expected --source BASE, too"
+        raise InputError("usage", detail, "Name the base model: --source BASE.")
+    access = options.original_access()
+    return replace(artifact, adapter=open_recorded(given[0], artifact.record, access))
 
 
 def _original(options: InspectOptions | VerifyOptions) -> Source | None:

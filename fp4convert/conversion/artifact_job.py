@@ -68,6 +68,8 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     checkpoint = source.checkpoint
     origin = origin or {"repo": checkpoint.repo, "revision": checkpoint.revision}
     contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)
+    if plan.adapter:
+        contents = contents._replace(adapter=plan.adapter.as_record())
     record = make_record(plan.target, contents, producer, origin)
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 

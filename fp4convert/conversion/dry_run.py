@@ -15,6 +15,7 @@ from fp4convert.checkpoint.module_names import join_names, reading_rank, split_l
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.pace import measure_pace
+from fp4convert.conversion.quantization import describe_adapter
 from fp4convert.execution.folder import finishers
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import Settings
@@ -85,6 +86,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "dialect": plan.target.dialect,
         "method": plan.target.method,
         "calibration": plan.target.calibration,
+        **({"adapter": describe_adapter(plan)} if plan.adapter else {}),
         "source_bytes": sum(step.source_bytes for step in sized),
         "output_bytes": plan.output_bytes,
         "bits_per_weight": bits_per_weight_of((step, nbytes) for step, _, nbytes in sized),

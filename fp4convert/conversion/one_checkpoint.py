@@ -11,7 +11,7 @@ from typing import Any
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.mixed_precision import Fit
-from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.conversion.options import QuantizeOptions, one_adapter
 from fp4convert.conversion.quantization import begin_quantize, manifest_of, quantize
 from fp4convert.conversion.ray_workers import check_cluster, quantize_together
 from fp4convert.errors import shell_line
@@ -89,6 +89,8 @@ class Conversion:
         words: list[object] = ["fp4convert", "verify", output]
         if not self.options.subfolder or not self.source.is_streamed:
             words += ["--source", original]
+            for adapter in one_adapter(self.options.lora):
+                words += ["--lora", absolute(adapter) if is_absolute else adapter]
         checkpoint, folder = self.source.checkpoint, str(output)
         if self.verdict is None:
             return [shell_line(*words), *serve_lines(self.plan, checkpoint, folder)]

@@ -4,9 +4,10 @@ The docstring of a class is the help of its command.
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.conversion.work_options import DeviceOptions, PartOptions, WorkOptions
@@ -26,6 +27,10 @@ from fp4convert.recipes.options import (
     Reference,
     declared_in,
 )
+
+if TYPE_CHECKING:  # what commands load when they run
+    from fp4convert.checkpoint.adapters.peft import Adapter
+    from fp4convert.storage.source import Access
 
 DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
 WORDS_OF_DTYPES = {kind.config_name: kind.word for kind in FLOAT_TYPES.values()}
@@ -97,6 +102,52 @@ Statistics = Annotated[
         "Statistics of this source, a file made by fp4convert calibrate.", parse=str, panel=QUALITY
     ),
 ]
+
+Adapters = Annotated[
+    Reference | Iterable[Reference] | None,
+    Option(
+        "Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.",
+        parse=str,
+        is_several=True,
+        panel=QUALITY,
+        value="<path>",
+    ),
+]
+
+
+AdapterScale = Annotated[
+    float | None,
+    Option("With --lora: multiplies the adapter's own scale. Default: 1.", panel=QUALITY),
+]
+
+
+def one_adapter(given: Reference | Iterable[Reference] | None) -> tuple[str, ...]:
+    """Return the adapter that is given, if any.
+
+    Raises  InputError for several, whose order and weights nobody tells
+    """
+    several = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
+    if len(several) > 1:
+        detail = f"--lora is given {len(several)} times; expected one adapter"
+        step = "Join them into one with PEFT first: add_weighted_adapter."
+        raise InputError("adapter-several", detail, step)
+    return tuple(os.fspath(each) for each in several)
+
+
+def chosen_adapter(
+    lora: Reference | Iterable[Reference] | None, scale: float | None, access: "Access"
+) -> "Adapter | None":
+    """Read the adapter that is given, if any.
+
+    Raises  InputError for a scale without one, and what open_adapter raises
+    """
+    from fp4convert.checkpoint.adapters.peft import open_adapter
+
+    given = one_adapter(lora)
+    if not given and scale is not None:
+        detail = "--lora-scale is given, and no adapter; expected --lora ADAPTER"
+        raise InputError("usage", detail, "Name the adapter, or leave --lora-scale out.")
+    return open_adapter(given[0], 1.0 if scale is None else scale, access) if given else None
 
 
 def _rules() -> str:
@@ -187,19 +238,22 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         ),
     ] = None
     method: Annotated[
-        str,
+        str | None,
         Option(
-            "rtn needs no data; all others need --calibration, gptq one with --gram.",
+            "rtn (default) needs no data; all others need --calibration, gptq one with --gram."
+            " With --lora gptq is the default, and needs none.",
             METHODS,
             panel=QUALITY,
             synonyms={"smoothquant": METHODS[3]},
         ),
-    ] = METHODS[0]
+    ] = None
     calibration: Statistics = None
+    lora: Adapters = ()
+    lora_scale: AdapterScale = None
     scale_rule: Annotated[
         str | None,
         Option(
-            f"{_rules()}. With --method gptq the default is importance.",
+            f"{_rules()}. With --calibration and gptq the default is importance.",
             tuple(dict.fromkeys(rule for fmt in FORMATS.values() for rule in fmt.scale_rules)),
             panel=QUALITY,
             value="<rule>",
@@ -250,6 +304,9 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.lora = one_adapter(self.lora)
+        if self.method is None:
+            self.method = METHODS[1] if self.lora else METHODS[0]
         if self.engine is None:  # else it decides what is left out: engine_choice.py
             if self.format is None:
                 detail = f"Missing option --format [{'|'.join(FORMATS)}]"

@@ -15,9 +15,12 @@ from pathlib import Path
 from fp4convert.calibration.methods.awq_smooth import Smoother
 from fp4convert.calibration.methods.folds import uses_of
 from fp4convert.calibration.statistics import Calibration, check_source
+from fp4convert.checkpoint.adapters.merging import merge
+from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
+from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.conversion.artifact_job import (
     artifact_job,
     check_scalars,
@@ -31,6 +34,7 @@ from fp4convert.conversion.options import (
     DTYPES,
     VIAS,
     QuantizeOptions,
+    chosen_adapter,
 )
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
@@ -49,6 +53,7 @@ from fp4convert.planning.kv_cache_scales import Cache, plan_cache
 from fp4convert.planning.method_needs import (
     FOLDING,
     GPTQ,
+    UNAIDED,
     open_statistics,
     reopened,
     with_statistics,
@@ -95,13 +100,18 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
 
     Raises  InputError for anything that the options or the source have wrong
     """
+    adapter = _adapter_for(options)
     file, calibration = options.calibration, None
-    if file is not None or options.method != METHODS[0] or options.scale_rule == IMPORTANCE:
+    method = UNAIDED[0] if adapter and file is None else str(options.method)
+    if file is not None or method != METHODS[0] or options.scale_rule == IMPORTANCE:
         statistics = None if file is None else os.fspath(file)
-        calibration = open_statistics(options.method, options.scale_rule, statistics)
+        calibration = open_statistics(method, options.scale_rule, statistics)
     recipe = _recipe_for(source, options, calibration)
+    if adapter:
+        recipe = replace(recipe, target=replace(recipe.target, adapter=adapter.key))
     if calibration:
         check_source(calibration, source)
+        _check_adapter(calibration, adapter)
     if str(options.activations) not in ACTIVATION_BITS:
         expected = f"expected {one_of(ACTIVATION_BITS)}"
         detail = f"--activations {options.activations} is not known; {expected}"
@@ -116,8 +126,36 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
         weights = open_global_scales(given, recipe.format, recipe.target)
     with uncollected():
         linears = find_linears(source, recipe)
+        if adapter:
+            linears = merge(linears, adapter, source.checkpoint)
         cache = plan_cache(source, linears, recipe, calibration) if options.kv_cache else Cache()
         return recipe, linears, Scalars(inputs, calibration, cache, weights)
+
+
+def _adapter_for(options: QuantizeOptions) -> Adapter | None:
+    """Read the adapter that is merged, if any.
+
+    Raises  InputError for a method that takes weights as they are, too
+    """
+    adapter = chosen_adapter(options.lora, options.lora_scale, options.access())
+    words = {"--method": options.method in FOLDING and options.method, "--via": options.via}
+    for option, word in words.items():
+        if adapter and word:
+            detail = f"{option} {word} changes the weights, too, and would drown what --lora merges"
+            raise InputError("adapter-option", f"{detail}; expected one of them")
+    return adapter
+
+
+def _check_adapter(calibration: Calibration, adapter: Adapter | None) -> None:
+    """Raise InputError for statistics of a model with another adapter.
+
+    Those of the base model will do, and less well: the plan warns.
+    """
+    known = calibration.notes.get(ADAPTER)
+    if known and known != (adapter.key if adapter else None):
+        detail = f"{calibration.path} was made with {'another' if adapter else 'an'} adapter"
+        step = "Give that adapter and its scale, or calibrate again."
+        raise InputError("calibration-weights", f"{detail}; expected this model's", step)
 
 
 def _recipe_for(
@@ -141,9 +179,10 @@ def _recipe_for(
     # Engines that read no global scale for this model take it as 1.
     shards = source.checkpoint.shards
     reads_any = traits.global_scale_kind and all(s.frame.reads_global_scales for s in shards)
+    is_weighed = options.method == GPTQ and calibration is not None
     target = replace(
         asked,
-        scale_rule=options.scale_rule or (IMPORTANCE if options.method == GPTQ else None),
+        scale_rule=options.scale_rule or (IMPORTANCE if is_weighed else None),
         activations=options.activations or 16,
         has_unit_scale=fmt.has_global_scale and not reads_any,
         via=options.via,
@@ -205,12 +244,25 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     worker = Quantizer(source, plan.target, open_backend(choice.device), calibration)
     with worker.working():
         result = carry_out(artifact_job(source, plan), worker, output, settings)
+    if plan.adapter:
+        result = replace(result, adapter=describe_adapter(plan))
     if settings.share or not any(step.action == "transcode" for step in plan.steps):
         return result
     return replace(
         result,
         carried=describe_carried(taken_over(plan), dialect_of(plan).TRAITS.global_scale_kind),
     )
+
+
+def describe_adapter(plan: Plan) -> dict[str, object] | None:
+    """Say which adapter a plan merges, and how many tensors it changes."""
+    adapter = plan.adapter
+    if adapter is None:
+        return None
+    changed = [step for step in plan.steps for one in step.linears if one.coding.change]
+    rounded = sum(step.is_made for step in changed)
+    merged = {"rounded": rounded, "kept": len(changed) - rounded}
+    return {"name": adapter.name, **adapter.as_record(), "merged": merged}
 
 
 def manifest_of(source: Source, plan: Plan) -> Manifest:

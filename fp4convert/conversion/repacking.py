@@ -10,7 +10,7 @@ from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of
 from fp4convert.checkpoint.linears import find_linears
-from fp4convert.checkpoint.record import folds_recorded
+from fp4convert.checkpoint.record import ADAPTER, folds_recorded
 from fp4convert.conversion.artifact_job import (
     ENGINE_RECORDS,
     artifact_job,
@@ -186,6 +186,8 @@ def transcode(
         key: _as_text_or_none(known.get(key)) for key in ("repo", "revision")
     }
     job = artifact_job(source, plan, origin)
+    if job.record and ADAPTER in artifact.record:
+        job = replace(job, record={**job.record, ADAPTER: artifact.record[ADAPTER]})
     carrier = Carrier(artifact, format_named(plan.target.format))
     carried = describe_carried(carrier.each(), dialect_of(plan).TRAITS.global_scale_kind)
     result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)

@@ -113,6 +113,11 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
                 refuse_empty(source.name, [plan])
                 verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
+    if options.lora:
+        source.stop()
+        detail = f"{options.source} is a pipeline of several checkpoints; expected one, for --lora"
+        step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
+        raise InputError("adapter-option", detail, step)
     if goal:
         source.stop()
         detail = f"{options.source} is a pipeline of several checkpoints"

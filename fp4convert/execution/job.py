@@ -47,6 +47,7 @@ RARE: dict[str, Action] = {  # what tensors became beside the usual
     "transcoded": "transcode",
     "dequantized": "dequantize",
     "folded": "fold",
+    "merged": "merge",
     "written": "write",
 }
 

@@ -26,6 +26,7 @@ from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
 from fp4convert.checkpoint.encodings.fp8 import rounded_to_fp8
 from fp4convert.errors import DeviceError, NumericError
+from fp4convert.execution.adapter_rounding import low_ranks_of, measure
 from fp4convert.execution.carried_blocks import carry, group_exponent
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.repacker import find_not_finite, step_members, values_of
@@ -34,7 +35,7 @@ from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.execution.workers import append_parts, copy_steps
 from fp4convert.numerics.backends.base import OWN, Backend, Given
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import FLOAT_DTYPES, not_finite
+from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, not_finite
 from fp4convert.numerics.error_sums import SOURCE, Account, Sums
 from fp4convert.numerics.formats import FP8, GLOBAL_RANGE, MXFP4, NVFP4, Format, global_range
 from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
@@ -264,7 +265,7 @@ def quantized_fp8(
     Raises   NumericError where there is Inf or NaN
     Formula  weight_scale = amax / 448, 1 where that is 0; code = e4m3(x / weight_scale)
     """
-    panels = list(row_panels(weights.shape))
+    panels, changes = list(row_panels(weights.shape)), low_ranks_of(weights)
     amax = np.concatenate([Cpu().row_amax(weights.rows(*panel)) for panel in panels])
     if not np.isfinite(amax).all():
         raise not_finite()
@@ -281,6 +282,9 @@ def quantized_fp8(
         engine_scales = stored[chosen].astype(np.float32).reshape(-1, 1)
         grid = Grid(engine_scales, (x.shape[0] if engine_scales.size == 1 else 1, x.shape[1]))
         values = Cpu().decode_fp8(codes, x.shape, grid)
-        note(Cpu().compare_values(x, values), x.shape[0] * x.shape[1])
+        compared = Cpu().compare_values(x, values)
+        if changes:
+            compared = compared._replace(adapter=measure(changes, first, as_floats(x), values))
+        note(compared, x.shape[0] * x.shape[1])
         yield codes, memoryview(b"")
     yield memoryview(b""), stored.view(np.uint8).data

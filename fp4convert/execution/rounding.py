@@ -20,8 +20,15 @@ from fp4convert.calibration.methods.gptq import (
 )
 from fp4convert.calibration.methods.scaled_weights import moments_under
 from fp4convert.calibration.statistics import Calibration
+from fp4convert.execution.adapter_rounding import (
+    PANEL_NBYTES,
+    directions_in,
+    low_ranks_of,
+    protected_gram,
+    with_adapter,
+)
 from fp4convert.numerics.backends.base import OWN, Backend, Given, memory_nbytes
-from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.backends.cpu import READ_ELEMENTS, Cpu
 from fp4convert.numerics.codec import as_floats, block_steps, pack
 from fp4convert.numerics.formats import IMPORTANCE, Format, global_range
 from fp4convert.numerics.matrices import Quantized, Weights, row_panels
@@ -69,8 +76,11 @@ class Rounding:
         amax = global_range(rule) if self.target.has_unit_scale else given.amax
         given = replace(given, amax=amax, importance=importance)
         nearest = self.backend.quantize_group(measured, members, fmt, rule, given)
-        if self.target.method == GPTQ and calibration:
-            return self._compensated(nearest, members, modules, calibration)
+        is_protected = self.target.method == GPTQ
+        if is_protected and calibration:
+            nearest = self._compensated(nearest, members, modules, calibration)
+        if any(map(low_ranks_of, members)):
+            return with_adapter(nearest, members, is_protected and not calibration)
         return nearest
 
     @property
@@ -96,14 +106,17 @@ class Rounding:
 
         It is that of GPTQ, at the widest linear layer that the file knows.
         """
-        if self.target.method != GPTQ or self.calibration is None:
+        if self.target.method != GPTQ:
             return 0
+        if self.calibration is None:
+            return PANEL_NBYTES * READ_ELEMENTS
         widths = self.calibration.gram_widths()
         return max((held_nbytes(count, width) for count, width in widths), default=0)
 
     def working(self) -> AbstractContextManager[None]:
         """Let any number of threads call meanwhile."""
-        return one_thread() if self.target.method == GPTQ else nullcontext()
+        is_by_torch = self.target.method == GPTQ and self.calibration is not None
+        return one_thread() if is_by_torch else nullcontext()
 
     def _compensated(
         self,
@@ -129,14 +142,19 @@ class Rounding:
                 block_scales=memoryview(scales),
                 compared=None,
             )
-            holder = calibration.holder(module)
+            holder, changes = calibration.holder(module), low_ranks_of(weights)
+            if changes:  # each layer has an adapter of its own
+                holder = module
             with explained(f"{calibration.path}: the Gram matrix of {module}", module):
                 if holder not in known:
                     gram = calibration.gram(module)
                     if gram is None:
                         raise RuntimeError(f"no Gram matrix of {module}")
-                    device = torch_device(self.backend.name)
-                    known = {holder: factorize(gram.blocks, gram.columns, device)}
+                    device, blocks = torch_device(self.backend.name), gram.blocks
+                    if changes:
+                        basis = directions_in(changes).basis
+                        blocks = protected_gram(blocks, gram.columns, basis)
+                    known = {holder: factorize(blocks, gram.columns, device)}
                 # Round column by column, and say what these codes lose.
                 for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
                     q = scaled.rows(first, last)

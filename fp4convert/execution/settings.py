@@ -73,6 +73,7 @@ class Result:
     components       of a pipeline: the name and the result of each conversion it was made of
     method           by which weights were rounded; None where none were
     fidelity         the summary of its report; None where nothing was rounded, or after a part
+    adapter          that was merged, as the record has it, and how many modules it changed
     saturated        how many modules have weights beyond what their given global scales can say
     experts          of a pruned model: how many a layer had and has, in how many layers
     warnings         what a person should know of it; None for a component, whose whole has them
@@ -98,6 +99,7 @@ class Result:
     components: list[dict[str, object]] | None = None
     method: str | None = None
     fidelity: dict[str, object] | None = None
+    adapter: dict[str, object] | None = None
     saturated: int | None = None
     experts: dict[str, int] | None = None
     warnings: list[str] | None = None
@@ -117,8 +119,8 @@ class Result:
     def as_json(self) -> dict[str, object]:
         """Return the document; some keys stand only where they mean something."""
         rare = (
-            *("carried", "share", "pushed", "components", "method", "fidelity", "saturated"),
-            *("experts", "warnings", "next", "engine"),
+            *("carried", "share", "pushed", "components", "method", "fidelity", "adapter"),
+            *("saturated", "experts", "warnings", "next", "engine"),
         )
         return {
             key: value

@@ -155,23 +155,50 @@ class Account:
     name     what a person looks for, as Step.name
     format   that its codes have
     against  what it was compared with: SOURCE, or how that was changed before it was rounded
+    adapter  of merged weights: the power of the adapter's effect, and of errors along its inputs
     """
 
     name: str
     format: str
     against: str
     sums: Sums
+    adapter: tuple[float, float] | None = None
+
+    @property
+    def adapter_db(self) -> float | None:
+        """Return how much of an adapter is left, in dB; None without one."""
+        effect, error = self.adapter or (0.0, 0.0)
+        return decibels(effect / error) if effect > 0 and error > 0 else None
 
     def plus(self, compared: Compared, elements: int) -> Account:
         """Add what further rows lost."""
-        return replace(self, sums=self.sums.plus(compared, elements))
+        adapter = self.adapter
+        if compared.adapter:
+            effect, error = adapter or (0.0, 0.0)
+            adapter = effect + compared.adapter[0], error + compared.adapter[1]
+        return replace(self, sums=self.sums.plus(compared, elements), adapter=adapter)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Account:
         """Read what asdict gave; KeyError, TypeError, ValueError for others."""
         entry = dict(entry)
         name, fmt, against = (str(entry[key]) for key in ("name", "format", "against"))
-        return Account(name, fmt, against, Sums.from_json(entry["sums"]))
+        adapter = entry.get("adapter")
+        kept = (float(adapter[0]), float(adapter[1])) if adapter else None
+        return Account(name, fmt, against, Sums.from_json(entry["sums"]), kept)
+
+
+def summarise_adapter(accounts: Iterable[Account]) -> dict[str, Any] | None:
+    """Summarise what is left of an adapter: mean and least dB, the worst.
+
+    None where no module has one that could be measured.
+    """
+    known = [(db, one.name) for one in accounts if (db := one.adapter_db) is not None]
+    if not known:
+        return None
+    least, worst = min(known)
+    mean = math.fsum(db for db, _ in known) / len(known)
+    return {"modules": len(known), "db_mean": mean, "db_min": least, "worst": worst}
 
 
 def compare(x: Float32s, q: Quantized) -> Compared:

@@ -137,10 +137,13 @@ class Compared(NamedTuple):
 
     rows    float64 (rows, ROW_SUMS)
     counts  int64 (CODES): how often each code occurs; empty where codes have more bits
+    adapter  of merged weights: the power of an adapter's effect in these rows, and of their errors
+             along its inputs
     """
 
     rows: memoryview
     counts: memoryview
+    adapter: tuple[float, float] | None = None
 
 
 Part = TypeVar("Part")

@@ -160,8 +160,9 @@ class _Judge:
         word = linear.coding.word
         if not linear.coding.is_packed:
             return Verdict(linear, action, reason)
-        if not self.recipe.keeps_packed:
-            return Verdict(linear, "dequantize", f"{reason}; {word} becomes bf16")
+        if not self.recipe.keeps_packed or linear.coding.change:
+            change = f", {linear.coding.change}" if linear.coding.change else ""
+            return Verdict(linear, "dequantize", f"{reason}; {word} becomes bf16{change}")
         form = linear.coding.form_kept(linear, self.recipe.target)
         if form is None or (unfit := self.dialect.unfit(linear.module, linear.shape, form)):
             detail = f"{linear.name} is kept, and dialect {self.recipe.target.dialect} cannot hold"
@@ -195,7 +196,7 @@ def _origin(linear: Linear) -> str:
         if linear.coding.is_packed
         else "a linear layer"
     )
-    return f"{origin}, folded" if linear.coding.foldings else origin
+    return f"{origin}, {linear.coding.change}" if linear.coding.change else origin
 
 
 def _check_kept(stack: TensorRef, recipe: Recipe) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.adapters.peft import ALONE
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
@@ -27,6 +28,7 @@ from fp4convert.planning.activation_scales import (
     find_small,
     scales_of,
 )
+from fp4convert.planning.adapter_notes import notes_on_adapter
 from fp4convert.planning.decisions import Verdict, decide, uneven_groups, warnings_on_four_bits
 from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kv_cache_scales import Cache
@@ -106,7 +108,7 @@ def plan_quantize(
         steps: list[Step] = []
         for ref in shard.tensors:
             if ref.name in linears.vectors:
-                steps.append(_fold(linears.vectors[ref.name], ref))
+                steps.append(_change(linears.vectors[ref.name], ref))
             elif ref.name in home:
                 steps += maker.steps_of(ref, home[ref.name])
             elif ref.name not in consumed:
@@ -114,16 +116,11 @@ def plan_quantize(
             steps += scalars.cache.steps.get(ref.name, ())
         tasks.append(writing.task(shard, steps))
     _refuse_lookalikes(refuse_collisions(tasks), dialect, maker.stems)
-    # What the records say, and what a person should know. Modules that are made though a rule
-    # would keep them: records must not ignore these.
-    asked = [
-        module
-        for module, verdict in verdicts.items()
-        if verdict.is_made and (verdict.stays or recipe.is_asked_for(module))
-    ]
-    kept = kept_modules(tasks)
+    # What the records say, and what a person should know.
+    kept, asked = kept_modules(tasks), _asked_for(verdicts, recipe)
     warnings = (
         *notes_on(checkpoint),
+        *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
         *_note_stacks(checkpoint, consumed),
         *uneven_groups(verdicts, recipe),
         *warnings_on_four_bits(verdicts),
@@ -134,11 +131,26 @@ def plan_quantize(
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
-    idle = (*find_idle(recipe, checkpoint, linears), *_idle_keep_dtype(recipe, tasks))
+    idle = find_idle(recipe, checkpoint, linears)
+    if recipe.target.keep_dtype and not any(map(_is_narrowed, (s for t in tasks for s in t.steps))):
+        why = "is for fp32 matrices and packed ones that stay; here are none"
+        idle = (*idle, Idle("--keep-dtype", why, is_pattern=False))
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = sum(matches_any(recipe.exclude, module) for module in verdicts)
-    return Plan(*made, idle=idle, excluded=excluded)
+    return Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter)
+
+
+def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
+    """List modules that are made though a rule would keep them.
+
+    Records must not ignore these.
+    """
+    return [
+        module
+        for module, verdict in verdicts.items()
+        if verdict.is_made and (verdict.stays or recipe.is_asked_for(module))
+    ]
 
 
 class _StepMaker:
@@ -186,7 +198,7 @@ class _StepMaker:
         """
         verdicts = [self._verdicts[linear.module] for linear in linears]
         if not any(
-            verdict.is_made or verdict.linear.coding.is_packed or verdict.linear.coding.foldings
+            verdict.is_made or verdict.linear.coding.is_packed or verdict.linear.coding.change
             for verdict in verdicts
         ):
             stays = Step(verdicts[0].action, verdicts[0].reason, (ref,), (spec_of(ref),))
@@ -194,8 +206,8 @@ class _StepMaker:
             return
         for verdict in verdicts:
             linear = verdict.linear
-            if not verdict.is_made and not linear.coding.is_packed and linear.coding.foldings:
-                yield _narrowed(_fold(linear, ref, verdict.reason), self._recipe)
+            if not verdict.is_made and not linear.coding.is_packed and linear.coding.change:
+                yield _narrowed(_change(linear, ref, verdict.reason), self._recipe)
             elif not verdict.is_made:
                 packed = dtype_named(self._recipe.target.keep_dtype or KEPT_DTYPE)
                 dtype = packed if linear.coding.is_packed else ref.dtype
@@ -304,15 +316,25 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
     return (*(rules_of(artifact, recipe) if artifact else ()), *rules)
 
 
-def _fold(linear: Linear, ref: TensorRef, reason: str = "") -> Step:
-    """Make the step of a tensor that keeps its dtype, under folds."""
-    text = "folded: divided by the factors of the layers that read it"
+def _change(linear: Linear, ref: TensorRef, reason: str = "") -> Step:
+    """Make the step of a tensor that keeps its dtype, and is changed.
+
+    Raises InputError for a part of a stack that stays, under an adapter
+    """
+    is_folded, text = bool(linear.coding.foldings), linear.coding.change
+    if is_folded and not reason:
+        text = "folded: divided by the factors of the layers that read it"
+    elif linear.stack:
+        detail = f"{linear.module} lies in the stack {ref.name}, which is kept ({reason})"
+        step = f"Quantize the stack, or change the weights first: {ALONE[0].lower()}{ALONE[1:]}"
+        expected = "expected it to be quantized, for the adapter changes it"
+        raise InputError("adapter-stack", f"{detail}; {expected}", step, linear.module)
     return Step(
-        "fold",
-        f"{reason}; folded" if reason else text,
+        "fold" if is_folded else "merge",
+        f"{reason}; {text}" if reason else text,
         linear.refs,
         (spec_of(ref),),
-        linear.shape,
+        linear.shape if is_folded or len(ref.shape) == MATRIX_DIMENSIONS else (),
         amax_of=_fold_refs(linear),
         linears=(linear,),
     )
@@ -336,14 +358,10 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Step:
     return Step("copy", reason, (ref,), (spec_of(ref),))
 
 
-def _idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
-    """Tell that nothing which stays is written in another type."""
-    stays = (step for task in tasks for step in task.steps if step.linears and not step.is_made)
-    if recipe.target.keep_dtype and all(
-        step.outputs[0].dtype == step.refs[0].dtype for step in stays
-    ):
-        why = "is for fp32 matrices and packed ones that stay; here are none"
-        yield Idle("--keep-dtype", why, is_pattern=False)
+def _is_narrowed(step: Step) -> bool:
+    """Tell whether a step writes an ordinary matrix in another type."""
+    stays = not step.is_made and bool(step.linears)
+    return stays and step.outputs[0].dtype != step.refs[0].dtype
 
 
 def _narrowed(step: Step, recipe: Recipe) -> Step:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Form, Group, group_modules
 from fp4convert.checkpoint.dialects.stacks import Slot
@@ -26,7 +27,9 @@ from fp4convert.recipes.rules import FoldUse, StackRule
 from fp4convert.storage.safetensors import Header, TensorRef, TensorSpec, total_nbytes
 from fp4convert.storage.source import Checkpoint
 
-Action = Literal["quantize", "dequantize", "transcode", "fold", "prune", "copy", "skip", "write"]
+Action = Literal[
+    "quantize", "dequantize", "transcode", "fold", "merge", "prune", "copy", "skip", "write"
+]
 
 
 class Step(NamedTuple):
@@ -36,7 +39,8 @@ class Step(NamedTuple):
 
     action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as
              it is; fold: it keeps its dtype, multiplied or divided by the factors of a fold;
-             prune: parts of it stay; write: a scalar
+             merge: it keeps its dtype, and an adapter changes it; prune: parts of it stay;
+             write: a scalar
     refs     what is read; of a linear layer all that it is decoded from; nothing for a scalar
     specs    what is written, while it has no place; () in a plan
     shape    (rows, columns) of the matrix, longer for a stack; () where it stays
@@ -165,6 +169,7 @@ class Plan:
     idle         requests that change nothing
     excluded     how many linear layers --exclude keeps
     calibration  path of the file of statistics, whose sha256 the target has
+    adapter      that was merged, whose hash the target has
     """
 
     target: Target
@@ -176,6 +181,7 @@ class Plan:
     folds: tuple[FoldUse, ...] = ()
     idle: tuple[Idle, ...] = ()
     excluded: int = 0
+    adapter: Adapter | None = None
 
     @property
     def steps(self) -> Iterator[Step]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fp4convert.calibration.methods.folds import Fold, changed_by, folds_used, vectors_of
 from fp4convert.calibration.methods.scaled_weights import Folded, quotients, read_vector
+from fp4convert.checkpoint.adapters.merging import merge
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Factors, Linear
 from fp4convert.checkpoint.linears import Linears, linears_stored, originals_of
@@ -34,12 +35,14 @@ Doubles = NDArray[np.float64]
 
 
 def fold_originals(artifact: Artifact, source: Source) -> Linears:
-    """Find the source's linear layers, under the folds of an artifact.
+    """Find the source's linear layers, under an artifact's adapter and folds.
 
-    Returns  the vectors that were divided, too
+    Returns  the vectors that were changed, too
     Raises   InputError where the record tells of folds that the source cannot have
     """
     originals = originals_of(artifact, source)
+    if artifact.adapter:  # beside which there are no folds
+        return merge(originals, artifact.adapter, source.checkpoint)
     uses = folds_recorded(artifact.record)
     if not uses:
         return originals
@@ -129,7 +132,7 @@ class _FactorFinder:
 
 
 def check_vector(artifact: Artifact, linear: Linear, source: Source) -> Finding | None:
-    """Check that a divided norm or bias is the source's under its factors."""
+    """Check that a norm or bias is the source's under its factors, or changed."""
     kept, ref = artifact.tensors.get(linear.name), linear.refs[0]
     if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
         detail = "missing from the artifact, or there with another dtype or shape"
@@ -140,6 +143,9 @@ def check_vector(artifact: Artifact, linear: Linear, source: Source) -> Finding 
         is_same = (own == expected) | (np.abs(own - expected) <= UNSEEN * np.abs(expected))
     if is_same.all():
         return None
+    if not linear.coding.foldings:
+        detail = "its values are not the source's with the adapter"
+        return Finding("error", "kept-differs", ref.name, detail)
     detail = f"{np.count_nonzero(~is_same)} of its values match the source under no factor"
     detail += ", or under another than its readers have"
     return Finding("error", "fold-differs", ref.name, detail)

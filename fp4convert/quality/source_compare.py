@@ -16,7 +16,8 @@ from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import Linears, linears_stored
-from fp4convert.errors import Finding
+from fp4convert.checkpoint.record import ADAPTER, describe_adapter
+from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_doubles, as_matrix
 from fp4convert.numerics.error_sums import Sums, count_codes
@@ -271,9 +272,13 @@ def pair_with_source(
 ) -> SourcePairs:
     """Match every changed linear layer with its original.
 
-    Raises  InputError for a source that is packed in a way that cannot be read, and a calibration
-            that is not of this source
+    Raises  InputError for a source that is packed in a way that cannot be read, a calibration that
+            is not of this source, and an artifact made with an adapter that nobody names
     """
+    if ADAPTER in artifact.record and artifact.adapter is None:
+        detail = f"{artifact.source.name} was made with {describe_adapter(artifact.record)}"
+        expected = "expected --lora ADAPTER, for the source alone is not what was rounded"
+        raise InputError("adapter-needed", f"{detail}; {expected}")
     originals = fold_originals(artifact, source)
     pairs, findings = [], []
     for module, ours in linears_stored(artifact).items():
@@ -281,8 +286,8 @@ def pair_with_source(
         is_stored_alone = theirs is None or (
             theirs.home == theirs.refs[0] and not theirs.coding.is_packed
         )
-        is_folded = theirs is not None and bool(theirs.coding.foldings)
-        if not ours.coding.is_packed and is_stored_alone and not is_folded:
+        is_changed = theirs is not None and bool(theirs.coding.change)
+        if not ours.coding.is_packed and is_stored_alone and not is_changed:
             continue  # copied byte for byte
         if theirs is not None and theirs.shape == ours.shape:
             pairs.append(Pair(ours, theirs))

@@ -85,6 +85,7 @@ class Target:
     calibration     sha256 of the file of statistics that they were rounded with
     keep_dtype      a word for the type of float32 matrices that stay, but for routers; None leaves
                     them as they are
+    adapter         hash of the adapter's files and scale that were merged before
     """
 
     format: str
@@ -98,6 +99,7 @@ class Target:
     method: str | None = None
     calibration: str | None = None
     keep_dtype: str | None = None
+    adapter: str | None = None
 
     def rule_for(self, fmt: Format) -> str:
         """Choose the scale rule of modules of a format.

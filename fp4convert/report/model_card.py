@@ -23,7 +23,7 @@ from fp4convert.planning.serving import load_code
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.engine_verdicts import Verdict, failures_of, trap_text, verdicts_on
 from fp4convert.recipes.engines import Engine
-from fp4convert.report.text import evaluation_rows, spell
+from fp4convert.report.text import adapter_text, evaluation_rows, spell
 from fp4convert.report.user_files import Paper, check_place, write_paper
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.disk import write_errors_at
@@ -35,7 +35,7 @@ WORD_LIMIT = 300  # characters of such a word
 CARD_LIMIT = 1 << 20  # bytes of the source's card
 KEPT_LINES = 40
 # Options that may name files of this machine: their names alone are told.
-PATHS = ("calibration", "global_scale", "input_scale", "recipe")
+PATHS = ("calibration", "global_scale", "input_scale", "lora", "recipe")
 ANY_CARD = Paper("--card", "README.md", "")
 # Between them is what `evaluate --card` writes.
 EVALUATION, EVALUATION_END = (
@@ -222,6 +222,14 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
     yield "scale rule", target.rule_for(fmt)
     if target.method not in (None, "rtn"):
         yield "method", target.method
+    if adapter := plan.adapter:
+        named = code(adapter.repo or adapter.name)
+        at = f" at commit {code(adapter.revision)}" if adapter.revision else ""
+        scale = f", times {adapter.scale:g}" if adapter.scale != 1 else ""
+        yield "adapter", f"{named}{at}{scale}, merged before rounding"
+        kept = (result.fidelity or {}).get("adapter")
+        if isinstance(kept, dict):
+            yield "adapter kept", code(adapter_text(kept).removeprefix("adapter kept: "))
     is_wide = target.activations == 16
     yield "activations", "16 bits" if is_wide else "4 bits: engines quantize them, too"
     if target.kv_cache:

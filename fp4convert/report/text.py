@@ -69,6 +69,15 @@ def fidelity_text(summary: Document) -> str:
     return f"SQNR {mean:.2f} dB on average, lowest {least:.2f} dB ({summary['worst']})"
 
 
+def adapter_text(summary: Document) -> str:
+    """Say in a line how much of an adapter is left.
+
+    summary  `adapter` of the summary of a report
+    """
+    kept = f"{summary['db_mean']:.1f} dB on average of {summary['modules']} modules"
+    return f"adapter kept: {kept}, lowest {summary['db_min']:.1f} dB ({summary['worst']})"
+
+
 def shorten(text: str, width: int = CELL_WIDTH) -> str:
     """Leave out the middle of a long text."""
     return text if len(text) <= width else f"{text[: width // 2]}...{text[-width // 2 :]}"

@@ -29,7 +29,8 @@ def test_an_adapter_is_refused_by_its_base_models_name(names, tmp_path):
     error = error_of(source, tmp_path)
     assert error["code"] == "adapter"
     assert "is a LoRA adapter of meta-llama/Llama-3.1-8B" in error["message"]
-    assert error["next"].startswith("Merge it into meta-llama/Llama-3.1-8B first")
+    command = "fp4convert quantize meta-llama/Llama-3.1-8B --format nvfp4 --lora lora"
+    assert error["next"] == f"Give its base model, and merge it on the way: {command}"
     single = error_of(source / "adapter_model.safetensors", tmp_path)
     assert (single["code"], "its base model" in single["next"]) == ("adapter", True)
 
@@ -73,7 +74,7 @@ def test_a_shard_is_known_by_the_index_beside_it(tmp_path):
 def test_who_looks_at_an_adapter_is_not_told_to_quantize_it(command, tmp_path):
     error = run(command, write_adapter(tmp_path / "lora"), "--json").json["error"]
     assert (error["exit"], error["code"]) == (2, "adapter")
-    assert error["next"].startswith("Merge it into meta-llama/Llama-3.1-8B first")
+    assert error["next"].startswith("Give its base model")
 
 
 def test_who_looks_at_ordinary_weights_is_told_the_command(tmp_path):

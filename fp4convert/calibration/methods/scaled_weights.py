@@ -21,6 +21,7 @@ from fp4convert.storage.source import Source
 
 # How a divided vector is meant: a norm multiplies with it, or with 1 + it; a bias is added.
 VectorKind = Literal["norm", "norm_plus_one", "bias"]
+FOLDED = "folded"
 f32 = np.float32
 
 
@@ -36,6 +37,7 @@ class Folded(CodingDefaults):
     stored: Coding
     columns: Folding | None = None
     rows: Folding | None = None
+    change = FOLDED
     format = None
 
     @property
@@ -94,7 +96,7 @@ class Divided(CodingDefaults):
 
     kind: VectorKind
     by: Folding
-    word = "folded"
+    word = change = FOLDED
     is_packed = False
     format = None
 

@@ -77,6 +77,11 @@ class CodingDefaults(Protocol):
         return ()
 
     @property
+    def change(self) -> str:
+        """Say what changes its values on their way, "" for nothing."""
+        return ""
+
+    @property
     def is_spread(self) -> bool:
         """Tell whether one row lies spread over the whole stored matrix."""
         return False

@@ -136,7 +136,7 @@ def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weight
     for linear in linears:
         sharing[linear.refs[0]].append(linear)
     for ref, own in sharing.items():
-        is_changed = any(one.coding.is_packed or one.coding.foldings for one in own)
+        is_changed = any(one.coding.is_packed or one.coding.change for one in own)
         if len(own) == own[0].share and not is_changed:
             yield _Rows(source, ref, (ref.shape[0], ref.shape[1]))
         else:

@@ -27,6 +27,7 @@ from fp4convert.numerics.codec import (
 from fp4convert.numerics.cpu_library import cpu_library, instruction_set
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8
+from fp4convert.numerics.low_rank import Pulls
 from fp4convert.numerics.matrices import (
     PANEL_ELEMENTS,
     Blocks,
@@ -48,6 +49,8 @@ PERIODS, CELL_WIDTHS = (
     (128, 64, 32, 16, 8, 4, 2, 1),
     (1, 2, 4, 8, 16, 32, 64),
 )  # must equal the enum in kernels/scale_variance.c
+
+TILE_ROWS = 16  # must equal ROWS in kernels/low_rank.c
 
 Array = NDArray[np.generic]
 Doubles = NDArray[np.float64]
@@ -337,6 +340,27 @@ class Cpu:
         self._call("round_bf16", np.ascontiguousarray(values), values.size, rounded)
         return rounded.view(np.uint8).data
 
+    def multiply(self, b: Float32s, a: Float32s) -> Float32s:
+        """Return b @ a in float32; equals low_rank.multiply."""
+        rows, inner, columns = *b.shape, a.shape[1]
+        y = np.empty((rows, columns), np.float32)
+        wide = _checked(b, (rows, inner)), _checked(a, (inner, columns))
+        self._call("multiply", *wide, rows, inner, columns, y)
+        return y
+
+    def pull_to_nearest(
+        self, x: Float32s, steps: Float32s, pulls: Pulls, y: Float32s, pulled: Float32s
+    ) -> tuple[Float32s, Float32s]:
+        """Round every column once more; equals low_rank.pull_to_nearest."""
+        (rows, columns), rank = x.shape, pulled.shape[1]
+        own, worth, values, sums = (_in_tiles(part) for part in (x, steps, y, pulled))
+        worth[-1, :, rows - (len(own) - 1) * TILE_ROWS :] = 1
+        directions, amounts = (_checked(part, (columns, rank)) for part in pulls)
+        sizes = np.array([len(own), columns, rank, columns // steps.shape[1]], np.int64)
+        self._call("pull_to_nearest", own, worth, directions, amounts, sizes, values, sums)
+        found, left = (part.swapaxes(1, 2).reshape(-1, part.shape[1]) for part in (values, sums))
+        return found[:rows], left[:rows]
+
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [
             ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data)
@@ -388,6 +412,14 @@ def native_grid(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[n
         grid.scales, (-(-(grid.first_row + shape[0]) // height), -(-shape[1] // width))
     )
     return scales, np.array([*shape, height, width, grid.first_row], np.int64)
+
+
+def _in_tiles(values: Float32s) -> Float32s:
+    """Copy a matrix as (tiles, columns, TILE_ROWS); rows of zeros fill it up."""
+    rows, columns = values.shape
+    padded = np.zeros((-(-rows // TILE_ROWS), TILE_ROWS, columns), np.float32)
+    padded.reshape(-1, columns)[:rows] = values
+    return np.ascontiguousarray(padded.swapaxes(1, 2))
 
 
 def _checked(scales: Float32s, shape: tuple[int, ...]) -> Float32s:

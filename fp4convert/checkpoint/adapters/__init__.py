@@ -1,0 +1,4 @@
+"""Adapters: small changes of a checkpoint's weights, in PEFT's layout.
+
+May import what checkpoint may.
+"""

@@ -1,0 +1,282 @@
+"""Match an adapter with its base model; merge it where weights are read.
+
+A merged weight has the bytes of PEFT's merge_and_unload on a CPU (PEFT 0.21, layer.py): W + s B A
+in float32, rounded once to the dtype of W; of embeddings s B A is rounded to it first.  What is
+packed is decoded, and the sum stays float32 until it is rounded to four bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from fp4convert.checkpoint.adapters.peft import Adapter, Pair
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.encodings.base import Coding, CodingDefaults, Linear
+from fp4convert.checkpoint.encodings.floats import Floats
+from fp4convert.checkpoint.linears import Linears
+from fp4convert.errors import InputError, did_you_mean
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_floats
+from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.numerics.low_rank import Directions, directions_of
+from fp4convert.numerics.matrices import Matrix, RowReader, Weights
+from fp4convert.recipes.patterns import configs_in
+from fp4convert.storage.source import Checkpoint, Source
+
+BIAS = ".bias"
+HEADS = ("lm_head", "embed_out", "output")  # last parts of the names of output layers
+TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
+MOST_NEAR = 5000  # modules: among more a search takes too long
+Shape = tuple[int, ...]
+
+
+class Change(Protocol):
+    """What becomes of values that an adapter changes."""
+
+    def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
+        """Return changed rows, not rounded yet.
+
+        own    float32 rows from `first` on, as the model has them
+        dtype  to which they are rounded
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """W + scaling * left right, in the order in which W is stored.
+
+    left, right       (rows, rank) and (rank, columns) float32
+    is_rounded_first  the product takes the dtype of W before it is added
+    """
+
+    left: Float32s = field(repr=False)
+    right: Float32s = field(repr=False)
+    scaling: float
+    is_rounded_first: bool = False
+
+    def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
+        product = Cpu().multiply(self.left[first : first + len(own)], self.right)
+        with np.errstate(over="ignore"):  # Inf is refused where it is rounded
+            delta = product * np.float32(self.scaling)
+            return own + (_rounded(delta, dtype) if self.is_rounded_first else delta)
+
+    @cached_property
+    def directions(self) -> Directions:
+        """Return the inputs that it answers, and how errors along them pull."""
+        return directions_of(self.right)
+
+    @cached_property
+    def gram(self) -> Float32s:
+        """Return the products of its inputs, (rank, rank)."""
+        return Cpu().multiply(self.right, np.ascontiguousarray(self.right.T))
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """Values of the adapter's own, in place of the model's."""
+
+    values: Float32s = field(repr=False)
+
+    def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
+        return self.values[first : first + len(own)]
+
+
+@dataclass(frozen=True, eq=False)
+class Added:
+    """The model's values, and others: of a bias, as one row."""
+
+    values: Float32s = field(repr=False)
+
+    def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
+        with np.errstate(over="ignore"):
+            return own + self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Merged(CodingDefaults):
+    """A matrix, or a vector as one row, that an adapter changes."""
+
+    stored: Coding
+    by: Change
+    change = "merged with the adapter"
+    format = None
+
+    @property
+    def word(self) -> str:
+        return self.stored.word
+
+    @property
+    def is_packed(self) -> bool:
+        return self.stored.is_packed
+
+    @property
+    def artifact(self) -> Artifact | None:
+        return self.stored.artifact
+
+    def is_decoded_by_cpu(self, linear: Linear) -> bool:
+        return True  # and merged
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        return MergedRows(self.stored.weights(linear, source), self.by)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedRows(RowReader):
+    """Weights under a change, in the dtype of the model's."""
+
+    stored: Weights
+    by: Change
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stored.shape
+
+    def rows(self, first: int, last: int) -> Matrix:
+        own = as_floats(self.stored.rows(first, last))
+        values = self.by.apply(own, first, self.dtype)
+        with np.errstate(over="ignore"):
+            data = np.ascontiguousarray(values).astype(FLOAT_DTYPES[self.dtype])
+        return Matrix(data.reshape(-1).view(np.uint8).data, self.dtype, values.shape)
+
+
+def merge(linears: Linears, adapter: Adapter, checkpoint: Checkpoint) -> Linears:
+    """Put linear layers, and vectors beside them, under an adapter.
+
+    Raises InputError for what the model does not have, or has in another shape, and for embeddings
+    that the model uses twice
+    """
+    return _Merger(linears, adapter, checkpoint).merged()
+
+
+class _Merger:
+    """Finds the model's tensors by the adapter's names."""
+
+    def __init__(self, linears: Linears, adapter: Adapter, checkpoint: Checkpoint) -> None:
+        self._linears, self._adapter, self._config = linears, adapter, checkpoint.config
+        self._refs = {ref.name: ref for ref in checkpoint.tensors}
+        known = [*linears.of, *(name.rpartition(".")[0] for name in self._refs)]
+        named = [*adapter.pairs, *(name.rpartition(".")[0] for name in adapter.tensors)]
+        self._old, self._new = _find_prefixes(named, dict.fromkeys(known), adapter)
+
+    def merged(self) -> Linears:
+        of, vectors = dict(self._linears.of), dict(self._linears.vectors)
+        for name, values in self._adapter.tensors.items():
+            module, leaf = name.rpartition(".")[::2]
+            here = self._name(module)
+            self._refuse_tied(here, is_table=here.rpartition(".")[2] in TABLES)
+            if leaf == "weight" and here in of:
+                linear = of[here]
+                self._check_shape(name, values.shape, linear.shape)
+                of[here] = replace(linear, coding=Merged(linear.coding, Whole(values)))
+            else:
+                linear = self._vector(f"{here}.{leaf}", name, values.shape)
+                flat = Whole(values.reshape(1, -1))
+                vectors[linear.name] = replace(linear, coding=Merged(linear.coding, flat))
+        for module, pair in self._adapter.pairs.items():
+            here = self._name(module)
+            self._refuse_tied(here, pair.is_embedding)
+            if here not in of:
+                raise self._unmatched(module)
+            linear = of[here]
+            change = self._low_rank(module, pair, linear.shape)
+            of[here] = replace(linear, coding=Merged(linear.coding, change))
+        for module, values in self._adapter.biases.items():
+            linear = self._vector(self._name(module) + BIAS, module + BIAS, values.shape)
+            added = Merged(linear.coding, Added(values.reshape(1, -1)))
+            vectors[linear.name] = replace(linear, coding=added)
+        renamed = self._old, self._new
+        return replace(
+            self._linears, of=of, vectors=vectors, adapter=self._adapter, renamed=renamed
+        )
+
+    def _name(self, module: str) -> str:
+        """Return what the model calls a module of the adapter."""
+        if module in self._linears.of or not module.startswith(self._old):
+            return module
+        return self._new + module.removeprefix(self._old)
+
+    def _vector(self, name: str, told: str, shape: Shape) -> Linear:
+        """Return a tensor that is no matrix of a linear layer, as one row."""
+        ref = self._refs.get(name)
+        if ref is None or ref.dtype not in FLOAT_TYPES:
+            raise self._unmatched(told)
+        self._check_shape(told, shape, ref.shape)
+        coding = Floats(FLOAT_TYPES[ref.dtype].word)
+        return Linear(name, (1, ref.elements), coding, (ref,))
+
+    def _low_rank(self, module: str, pair: Pair, shape: tuple[int, int]) -> LowRank:
+        """Turn a pair as the model stores its matrix."""
+        straight, turned = (len(pair.b), pair.a.shape[1]), (pair.a.shape[1], len(pair.b))
+        is_turned = pair.is_embedding or (self._adapter.is_transposed and shape == turned)
+        self._check_shape(module, turned if is_turned else straight, shape)
+        left, right = (pair.a.T, pair.b.T) if is_turned else (pair.b, pair.a)
+        factors = np.ascontiguousarray(left), np.ascontiguousarray(right)
+        return LowRank(*factors, pair.scaling, pair.is_embedding)
+
+    def _check_shape(self, name: str, found: Shape, expected: Shape) -> None:
+        if found != expected:
+            detail = f"{self._adapter.name}: {name} is for a tensor of {list(found)}, and the model"
+            detail += f" has {list(expected)}; expected the model that it was made for"
+            raise InputError("adapter-mismatch", detail, self._find_base(), name)
+
+    def _unmatched(self, name: str) -> InputError:
+        detail = f"{self._adapter.name}: {name} changes what the model does not have"
+        near = did_you_mean(name, self._linears.of) if len(self._linears.of) < MOST_NEAR else ""
+        expected = "expected a tensor of the model for each of the adapter's"
+        return InputError(
+            "adapter-mismatch", f"{detail}; {expected}{near}", self._find_base(), name
+        )
+
+    def _find_base(self) -> str:
+        base = self._adapter.base
+        return f"It was made for {base}: give that." if base else ""
+
+    def _refuse_tied(self, module: str, is_table: bool) -> None:
+        """Raise InputError for a matrix that the model uses at both ends."""
+        heads = [name for name in self._linears.of if name.rpartition(".")[2] in HEADS]
+        tied = [config.get("tie_word_embeddings") for config in configs_in(self._config)]
+        is_tied = True in tied or (False not in tied and not heads)
+        is_head = module.rpartition(".")[2] in HEADS
+        if (is_table or is_head) and is_tied:
+            other = "the output layer" if is_table else "the embedding"
+            detail = f"{self._adapter.name}: {module} is one matrix with {other}, which the adapter"
+            step = "Give both a tensor of their own, with tie_word_embeddings false, and try again."
+            raise InputError("adapter-tied", f"{detail} was not made to change", step, module)
+
+
+def _find_prefixes(
+    named: Collection[str], known: Mapping[str, None], adapter: Adapter
+) -> tuple[str, str]:
+    """Find what the adapter's names begin with, and the model's instead.
+
+    As of GPT-2, whose checkpoint leaves out `transformer.`; told by the first name that the model
+    does not have, where exactly one of the model ends alike, from its first number on at least.
+    """
+    missing = next((name for name in named if name not in known), None)
+    if missing is None:
+        return "", ""
+    parts = missing.split(".")
+    numbered = [len(parts) - at for at, part in enumerate(parts) if part.isdecimal()]
+    for count in range(len(parts), max(numbered, default=1) - 1, -1):
+        tail = ".".join(parts[-count:])
+        ending = [name for name in known if name == tail or name.endswith(f".{tail}")]
+        if len(ending) == 1:
+            return missing.removesuffix(tail), ending[0].removesuffix(tail)
+        if ending:
+            detail = f"{adapter.name}: {missing} may be {ending[0]} or {ending[1]} of the model"
+            step = "Rename its tensors as the model has them."
+            raise InputError("adapter-mismatch", f"{detail}; expected one", step, missing)
+    return "", ""
+
+
+def _rounded(values: Float32s, dtype: str) -> Float32s:
+    return values.astype(FLOAT_DTYPES[dtype]).astype(np.float32)

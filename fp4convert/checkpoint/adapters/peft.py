@@ -1,0 +1,329 @@
+"""Read a LoRA adapter in PEFT's layout; refuse what is no plain LoRA.
+
+adapter_config.json     kind, rank and alpha, by patterns of modules where they differ
+adapter_model.safetensors:
+  M.lora_A.weight       (rank, columns) floats, and M.lora_B.weight (rows, rank): W + s B A
+  M.lora_B.bias         (rows,), where lora_bias is set: the layer's bias grows by s times it
+  M.lora_embedding_A    (rank, entries), and M.lora_embedding_B (width, rank): W + s (B A)^T
+  anything else         a tensor that takes the place of the model's: modules_to_save, biases
+Names begin with base_model.model.; s = alpha / rank, or alpha / sqrt(rank) with use_rslora.
+Source: PEFT 0.21, peft/tuners/lora (layer.py, config.py) and peft/utils/save_and_load.py.  What
+becomes of the pairs is the business of merging.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4convert.errors import InputError
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.open import open_source, read_reference
+from fp4convert.storage.safetensors import TensorRef, read_header
+from fp4convert.storage.source import Access, Source, read_whole, stopping
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIXES = ("base_model.model.", "base_model.")
+WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save)(?=\.)")  # in the names of whole tensors
+FACTORS = re.compile(
+    r"(.+)\.(?:lora_(?P<layer>[AB])\.weight|lora_embedding_(?P<table>[AB])|lora_B\.(?P<bias>bias))"
+)
+ODD = re.compile(r"\.(lora_\w+|token_adapter|trainable_tokens\w*)\b")  # of other kinds
+MATRIX_DIMENSIONS = 2
+DEFAULT = 8  # rank and alpha
+ALONE = "Merge it with PEFT (merge_and_unload, save_pretrained) and quantize the result."
+# Keys of adapter_config.json that change no merged weight, or that the tensors tell themselves.
+SILENT = frozenset(
+    {
+        *("task_type", "inference_mode", "auto_mapping", "peft_version", "base_model_class"),
+        *("base_model_name_or_path", "revision", "parent_library", "ensure_weight_tying"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("modules_to_save", "bias", "lora_dropout", "megatron_core", "qalora_group_size"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+    }
+)
+TAKEN = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
+        *("fan_in_fan_out", "lora_bias", "init_lora_weights"),
+    }
+)
+# What other keys mean where they are set.
+KINDS = {
+    "use_dora": "DoRA, which also scales the rows",
+    "use_qalora": "QALoRA, which pools the inputs",
+    "alora_invocation_tokens": "aLoRA, which acts after certain tokens alone",
+    "layer_replication": "layers that stand several times",
+    "target_parameters": "LoRA of parameters, whose pairs do not name theirs",
+    "trainable_token_indices": "single rows of an embedding",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow, which chooses among adapters",
+    "velora_config": "VeLoRA",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "megatron_config": "layers of Megatron",
+}
+# Ways to begin a training that do not change the base model.
+BEGINNINGS = ("true", "false", "gaussian", "orthogonal", "eva")
+
+
+class Pair(NamedTuple):
+    """Low-rank factors of one module; the change is scaling * B A.
+
+    is_embedding  it is transposed, and rounded to the weight's dtype before it is added
+    """
+
+    a: Float32s
+    b: Float32s
+    scaling: float
+    is_embedding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter in memory, its names as the model has them.
+
+    name            what a person calls it
+    repo, revision  Hub repository and commit; None for a folder
+    base            the model that it was made for, as its config says
+    scale           that a person gave, beside its own
+    sha256          of its files, by name
+    pairs           by module
+    biases          what is added to biases, by module
+    tensors         whole tensors that take the place of the model's, by name
+    is_transposed   fan_in_fan_out: of matrices that are stored as (in, out)
+    """
+
+    name: str
+    repo: str | None
+    revision: str | None
+    base: str | None
+    scale: float
+    sha256: Mapping[str, str]
+    pairs: Mapping[str, Pair] = field(repr=False)
+    biases: Mapping[str, Float32s] = field(repr=False)
+    tensors: Mapping[str, Float32s] = field(repr=False)
+    is_transposed: bool = False
+
+    @property
+    def key(self) -> str:
+        """Return the hash that stands for all that it changes."""
+        told = json.dumps([dict(sorted(self.sha256.items())), self.scale])
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def as_record(self) -> dict[str, object]:
+        """Return what our own record says of it."""
+        return {
+            "repo": self.repo,
+            "revision": self.revision,
+            "sha256": dict(self.sha256),
+            "scale": self.scale,
+        }
+
+
+def open_adapter(reference: str, scale: float, access: Access) -> Adapter:
+    """Read the adapter of that name, on this disk or on the Hub.
+
+    scale    multiplies its own
+    access   whose token counts
+    Raises   InputError where it is none, or one that cannot be merged exactly; what open_source
+             raises
+    """
+    if not (math.isfinite(scale) and scale != 0):
+        detail = f"--lora-scale {scale:g}; expected a number other than 0"
+        raise InputError("adapter-scale", detail, "Leave it out for the adapter's own scale.")
+    place = read_reference(reference)
+    own = Access(place.revision, place.subfolder, access.token, tell=access.tell)
+    source = open_source(place.reference, own, may_lack=True)
+    with stopping(source):
+        config, weights = _read_files(source, reference)
+    settings = parse_json_object(config, f"{source.name}/{CONFIG}", has_constants=True)
+    _refuse_kinds(settings, source.name)
+    tensors = dict(_read_tensors(weights, f"{source.name}/{WEIGHTS}"))
+    files = {CONFIG: config, WEIGHTS: weights}
+    base, checkpoint = settings.get("base_model_name_or_path"), source.checkpoint
+    empty = Adapter(
+        name=source.name,
+        repo=checkpoint.repo,
+        revision=checkpoint.revision,
+        base=base if isinstance(base, str) and base else None,
+        scale=scale,
+        sha256={name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        pairs={},
+        biases={},
+        tensors={},
+        is_transposed=bool(settings.get("fan_in_fan_out")),
+    )
+    return _sort(empty, tensors, _Scalings(settings, scale, f"{source.name}/{CONFIG}"))
+
+
+def open_recorded(reference: str, record: Mapping[str, object], access: Access) -> Adapter:
+    """Open the adapter that an artifact's record tells of, with its scale.
+
+    Raises   InputError where the record tells of none, or of another; what open_adapter raises
+    """
+    known = record.get("adapter")
+    if not isinstance(known, dict):
+        detail = "the artifact's record tells of no adapter; expected one, for --lora"
+        raise InputError("adapter-differs", detail, "Leave --lora out.")
+    scale = known.get("scale")
+    adapter = open_adapter(reference, scale if isinstance(scale, float | int) else 1.0, access)
+    if known.get("sha256") != dict(adapter.sha256):
+        detail = f"{reference} is not the adapter that the artifact was made with"
+        raise InputError("adapter-differs", f"{detail}; expected files of the same sha256")
+    return adapter
+
+
+def _read_files(source: Source, reference: str) -> tuple[bytes, bytes]:
+    """Read the two files of an adapter; InputError where it has others."""
+    if not source.has_file(CONFIG):
+        detail = f"{reference} has no {CONFIG}; expected an adapter as PEFT saves it"
+        raise InputError("adapter-files", detail)
+    if not source.has_file(WEIGHTS):
+        if source.has_file(PICKLE):
+            detail = f"{reference} has its weights in {PICKLE}, which runs code when it is loaded"
+            step = "Load it with PEFT in a sandbox, and save it again: save_pretrained."
+            raise InputError("pickle", f"{detail}; expected {WEIGHTS}", step)
+        detail = f"{reference} has no {WEIGHTS}; expected an adapter as PEFT saves it"
+        raise InputError("adapter-files", detail)
+    return read_whole(source, CONFIG), read_whole(source, WEIGHTS)
+
+
+def _refuse_kinds(settings: Mapping[str, object], name: str) -> None:
+    """Raise InputError for what plain LoRA does not have."""
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        detail = f"{name}: peft_type is {kind!r}; expected 'LORA'"
+        raise InputError("adapter-kind", detail, ALONE)
+    beginning = str(settings.get("init_lora_weights", True)).lower()
+    if beginning not in BEGINNINGS:
+        detail = f"{name}: init_lora_weights is {beginning!r}, which changes the base model, too"
+        step = "Save it for the base model as it is: path_initial_model_for_weight_conversion."
+        raise InputError("adapter-kind", f"{detail}; expected one of {BEGINNINGS}", step)
+    for key, value in settings.items():
+        if value and key not in SILENT | TAKEN:
+            what = KINDS.get(key, "which fp4convert does not know")
+            detail = f"{name}: {key} is set ({what}); expected plain LoRA"
+            raise InputError("adapter-kind", detail, ALONE)
+
+
+def _read_tensors(data: bytes, where: str) -> Iterator[tuple[str, Float32s]]:
+    """Yield the tensors of a safetensors file as float32, without prefixes."""
+    header = read_header(where, len(data), lambda start, count: data[start : start + count])
+    for ref in header.tensors:
+        if ref.dtype not in FLOAT_DTYPES:
+            detail = f"{where}: {ref.name} is {ref.dtype}; expected {', '.join(FLOAT_DTYPES)}"
+            raise InputError("adapter-tensors", detail, tensor=ref.name)
+        yield _bare(ref.name), _values(data, ref, where)
+
+
+def _bare(name: str) -> str:
+    """Return the name without what PEFT puts before it."""
+    prefix = next((each for each in PREFIXES if name.startswith(each)), "")
+    return name.removeprefix(prefix)
+
+
+def _values(data: bytes, ref: TensorRef, where: str) -> Float32s:
+    stored = np.frombuffer(data[ref.start : ref.start + ref.nbytes], FLOAT_DTYPES[ref.dtype])
+    values: Float32s = stored.astype(np.float32).reshape(ref.shape)
+    if not np.isfinite(values).all():
+        detail = f"{where}: {ref.name} has NaN or Inf; expected finite numbers"
+        raise InputError("adapter-tensors", detail, tensor=ref.name)
+    return values
+
+
+def _sort(empty: Adapter, tensors: Mapping[str, Float32s], scalings: _Scalings) -> Adapter:
+    """Sort tensors by what they are: pairs, biases, whole tensors."""
+    sides: dict[str, dict[str, Float32s]] = {}
+    biases, whole = {}, {}
+    for name, values in tensors.items():
+        found = FACTORS.fullmatch(name)
+        if found and found["bias"]:
+            biases[found[1]] = values
+        elif found:
+            side = found["layer"] or f"embedding_{found['table']}"
+            sides.setdefault(found[1], {})[side] = values
+        elif odd := ODD.search(name):
+            detail = f"{empty.name}: {name} belongs to {odd[1]}; expected plain LoRA"
+            raise InputError("adapter-kind", detail, ALONE, name)
+        else:
+            whole[WRAPPERS.sub("", name)] = values
+    if not tensors:
+        detail = f"{empty.name}: {WEIGHTS} holds no tensors; expected pairs of lora_A and lora_B"
+        raise InputError("adapter-tensors", detail)
+    for module in biases.keys() - sides.keys():
+        detail = f"{empty.name}: {module} has a bias of lora_B and no factors; expected both"
+        raise InputError("adapter-tensors", detail, tensor=module)
+    pairs = {module: _pair(empty.name, module, own, scalings) for module, own in sides.items()}
+    added = {
+        module: values * np.float32(pairs[module].scaling) for module, values in biases.items()
+    }
+    return replace(empty, pairs=pairs, biases=added, tensors=whole)
+
+
+def _pair(name: str, module: str, sides: Mapping[str, Float32s], scalings: _Scalings) -> Pair:
+    """Make a pair of its two sides; InputError where they are none."""
+    is_embedding = sides.keys() == {"embedding_A", "embedding_B"}
+    shapes = ", ".join(f"{side} {list(values.shape)}" for side, values in sorted(sides.items()))
+    if sides.keys() != {"A", "B"} and not is_embedding:
+        detail = f"{name}: {module} has {shapes}; expected lora_A and lora_B"
+        raise InputError("adapter-tensors", detail, tensor=module)
+    a, b = (values for _, values in sorted(sides.items()))
+    if a.ndim != MATRIX_DIMENSIONS and a.ndim == b.ndim:
+        detail = f"{name}: {module} has {shapes}, factors of a convolution; expected matrices"
+        raise InputError("adapter-kind", detail, ALONE, module)
+    rank = scalings.rank_of(module)
+    if (a.ndim, b.ndim) != (MATRIX_DIMENSIONS,) * 2 or not len(a) == b.shape[1] == rank:
+        detail = f"{name}: {module} has {shapes}; expected A [{rank}, columns], B [rows, {rank}]"
+        detail += f", for {CONFIG} says that its rank is {rank}"
+        raise InputError("adapter-tensors", detail, tensor=module)
+    return Pair(a, b, scalings.of(module), is_embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalings:
+    """Finds ranks and scalings by adapter_config.json, as PEFT does.
+
+    The first pattern counts that fits the end of a module's name.
+    """
+
+    settings: Mapping[str, Any]
+    scale: float
+    where: str
+
+    def rank_of(self, module: str) -> int:
+        rank = self._find("rank_pattern", "r", module)
+        if type(rank) is not int or rank < 1:
+            detail = f"{self.where}: the rank of {module} is {rank!r}; expected a whole number"
+            raise InputError("adapter-tensors", detail, tensor=module)
+        return rank
+
+    def of(self, module: str) -> float:
+        """Return the scaling of a module, times what a person gave."""
+        alpha = self._find("alpha_pattern", "lora_alpha", module)
+        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+            detail = f"{self.where}: lora_alpha of {module} is {alpha!r}; expected a number"
+            raise InputError("adapter-tensors", detail, tensor=module)
+        rank = self.rank_of(module)
+        own = alpha / math.sqrt(rank) if self.settings.get("use_rslora") else alpha / rank
+        return float(own * self.scale)
+
+    def _find(self, patterns: str, default: str, module: str) -> Any:
+        found = self.settings.get(patterns) or {}
+        try:
+            for pattern, value in found.items():
+                if re.match(rf"(.*\.)?({pattern})$", module):
+                    return value
+        except (re.error, AttributeError, TypeError):
+            detail = f"{self.where}: {patterns} is {str(found)[:100]!r}"
+            expected = "expected numbers by patterns of modules"
+            raise InputError("adapter-tensors", f"{detail}; {expected}") from None
+        return self.settings.get(default, DEFAULT)
