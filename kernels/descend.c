@@ -56,7 +56,12 @@ INLINE f32s e2m1_values(i32s codes) {
     return (f32s)((i32s)either(magnitude < 2, subnormal, normal) | (codes & 8) << 28);
 }
 
-INLINE unsigned code_at(const uint8_t *packed, int64_t i) { return packed[i / 2] >> i % 2 * 4 & 15u; }
+/* SIDE codes of a row, from an even one on. */
+INLINE i32s codes_at(const uint8_t *packed) {
+    i32s codes;
+    for (int l = 0; l < SIDE; l++) codes[l] = packed[l / 2] >> l % 2 * 4 & 15;
+    return codes;
+}
 
 /* h: rows of a block of H, the first of which is the strip's. */
 INLINE void turn_strip(const float *restrict h, int64_t width, int64_t n, int block, float *restrict strip) {
@@ -69,7 +74,7 @@ INLINE void turn_strip(const float *restrict h, int64_t width, int64_t n, int bl
         }
 }
 
-/* error: of SIDE rows; pull: of them at the strip's columns, j after j. */
+/* error: of SIDE rows; pull: of them at the strip's columns, in rows of n; added j after j. */
 INLINE void pull_of(const float *restrict error, const float *restrict strip, int64_t n, int block, float *restrict pull) {
     for (int i = 0; i < block; i += SUMS_AT_ONCE) {
         f32s sums[SUMS_AT_ONCE] = {{0}};
@@ -78,7 +83,10 @@ INLINE void pull_of(const float *restrict error, const float *restrict strip, in
 #pragma GCC unroll 16
             for (int k = 0; k < SUMS_AT_ONCE; k++) sums[k] += e * strip[j * block + i + k];
         }
-        for (int k = 0; k < SUMS_AT_ONCE; k++) STORE(pull + (i + k) * SIDE, sums[k]);
+        for (int k = 0; k < SUMS_AT_ONCE; k += SIDE) {
+            transpose(sums + k);
+            for (int l = 0; l < SIDE; l++) STORE(pull + l * n + i + k, sums[k + l]);
+        }
     }
 }
 
@@ -105,6 +113,16 @@ INLINE void catch_up(panel *p, int64_t row, int64_t first, int pass, int block) 
     move(moved, p->changes[pass % 2] + row * p->capacity, p->counts[pass % 2][row], p->strip, block);
 }
 
+/* All that pulls at SIDE columns of a row. */
+INLINE f32s pull_at(const panel *p, int64_t i) {
+    f32s sum;
+    for (int half = 0; half < SIDE; half += HALF) {
+        f64h both = LOAD(f64h, p->moved + i + half) + __builtin_convertvector(LOAD(f32h, p->pull + i + half), f64h);
+        STORE((float *)&sum + half, __builtin_convertvector(both, f32h));
+    }
+    return sum;
+}
+
 INLINE f32s gather(const float *table, i32s index) {
     f32s found;
     for (int l = 0; l < SIDE; l++) found[l] = table[index[l]];
@@ -129,6 +147,7 @@ INLINE f32s sweep(f32s *restrict p, const f32s *restrict values, f32s step, cons
 
 /* SIDE rows at a strip: the scale, and under it the codes, of least cost. */
 INLINE void choose(panel *p, int64_t group, int64_t first, int pass, const steps256 *table, int block) {
+    int neighbours = pass == 0 ? table->neighbours : 1;
     f32s pulls[32], values[32], least = {0};
     i32s codes[32], best[32], own, scale;
     float inverse[32];
@@ -140,10 +159,12 @@ INLINE void choose(panel *p, int64_t group, int64_t first, int pass, const steps
         inverse[j] = 1.0f / strip[j * block + j];
         values[j] = LOAD(f32s, p->value + at + j * SIDE);
         best[j] = __builtin_convertvector(LOAD(u8s, p->codes + at + j * SIDE), i32s);
-        for (int l = 0; l < SIDE; l++)
-            pulls[j][l] = (float)(p->moved[(group * SIDE + l) * p->n + first + j] + (double)p->pull[at + j * SIDE + l]);
     }
-    for (int tried = 0; tried <= 2 * table->neighbours; tried++) {
+    for (int j = 0; j < block; j += SIDE) {
+        for (int l = 0; l < SIDE; l++) pulls[j + l] = pull_at(p, (group * SIDE + l) * p->n + first + j);
+        transpose(pulls + j);
+    }
+    for (int tried = 0; tried <= 2 * neighbours; tried++) {
         f32s following[32];
         i32s candidate = own + (tried % 2 ? -(tried + 1) / 2 : tried / 2);
         i32s is_valid = (candidate >= table->lowest) & (candidate <= table->highest);
@@ -180,7 +201,7 @@ INLINE void pass_over(panel *p, const float *h, int64_t width, int pass, int is_
         turn_strip(h + first * width, width, p->n, block, p->strip);
         for (int64_t group = 0; group * SIDE < p->rows; group++) {
             int64_t at = group * p->n * SIDE, row = group * SIDE, end = row + SIDE < p->rows ? row + SIDE : p->rows;
-            if (pass == 0) pull_of(p->error + at, p->strip, p->n, block, p->pull + at + first * SIDE);
+            if (pass == 0 && !is_last) pull_of(p->error + at, p->strip, p->n, block, p->pull + at + first);
             for (; row < end; row++) catch_up(p, row, first, pass, block);
             if (!is_last) choose(p, group, first, pass, table, block);
         }
@@ -190,44 +211,55 @@ INLINE void pass_over(panel *p, const float *h, int64_t width, int pass, int is_
 /* A matrix, and where a panel of it begins. */
 typedef struct { const float *x; const uint8_t *packed, *scales; uint8_t *found_packed, *found_scales; } rows_of;
 
-INLINE void open_panel(panel *p, rows_of m, int64_t columns, const steps256 *table, int block) {
-    int64_t groups = (p->rows + SIDE - 1) / SIDE, size = groups * SIDE * p->n;
-    memset(p->moved, 0, size * sizeof(double));
-    memset(p->counts[1], 0, p->rows * sizeof(int64_t));
-    memset(p->error, 0, size * sizeof(float));
-    memset(p->value, 0, size * sizeof(float));
-    memset(p->codes, 0, size);
-    memset(p->scales, table->lowest, size / block);
-    for (int64_t r = 0; r < p->rows; r++) {
-        const float *x = m.x + r * columns;
-        const uint8_t *packed = m.packed + r * columns / 2, *scales = m.scales + r * columns / block;
-        int64_t at = r / SIDE * p->n * SIDE + r % SIDE;
-        for (int64_t j = 0; j < p->n; j++) {
-            unsigned code = code_at(packed, j);
-            float value = e2m1_decode(code) * table->step[scales[j / block]];
-            p->value[at + j * SIDE] = value;
-            p->error[at + j * SIDE] = x[j] - value;
-            p->codes[at + j * SIDE] = (uint8_t)code;
-        }
-        at = r / SIDE * (p->n / block) * SIDE + r % SIDE;
-        for (int64_t b = 0; b < p->n / block; b++) p->scales[at + b * SIDE] = scales[b];
-    }
+/* Values of SIDE columns of a row as they came in: of its c-th code on. */
+INLINE f32s values_at(rows_of m, int64_t c, const steps256 *table, int block) {
+    return e2m1_values(codes_at(m.packed + c / 2)) * table->step[m.scales[c / block]];
 }
 
-/* What a row was made, if that costs less than what came in. */
-INLINE void close_panel(const panel *p, rows_of m, int64_t columns, const steps256 *table, int block) {
-    for (int64_t r = 0; r < p->rows; r++) {
-        int64_t begin = r * columns, at = r / SIDE * p->n * SIDE + r % SIDE;
-        double cost = 0;
-        for (int64_t j = 0; j < p->n; j++) {
-            double x = m.x[begin + j], before = e2m1_decode(code_at(m.packed + begin / 2, j)) * table->step[m.scales[begin / block + j / block]];
-            cost += ((x - before) + (x - (double)p->value[at + j * SIDE])) * p->moved[r * p->n + j];
+INLINE void open_panel(panel *p, rows_of m, int64_t columns, const steps256 *table, int block) {
+    int64_t groups = (p->rows + SIDE - 1) / SIDE;
+    memset(p->moved, 0, groups * SIDE * p->n * sizeof(double));
+    memset(p->counts[1], 0, p->rows * sizeof(int64_t));
+    memset(p->scales, table->lowest, groups * SIDE * (p->n / block));
+    for (int64_t first = 0; first < p->rows; first += SIDE)
+        for (int64_t j = 0; j < p->n; j += SIDE) {
+            f32s codes[SIDE] = {{0}}, values[SIDE] = {{0}}, errors[SIDE] = {{0}};
+            for (int l = 0; l < SIDE && first + l < p->rows; l++) {
+                int64_t i = (first + l) * columns + j;
+                codes[l] = (f32s)codes_at(m.packed + i / 2), values[l] = values_at(m, i, table, block);
+                errors[l] = LOAD(f32s, m.x + i) - values[l];
+                p->scales[first * p->n / block + j / block * SIDE + l] = m.scales[i / block];
+            }
+            transpose(codes), transpose(values), transpose(errors);
+            for (int k = 0; k < SIDE; k++) {
+                int64_t at = first * p->n + (j + k) * SIDE;
+                STORE(p->codes + at, __builtin_convertvector((i32s)codes[k], u8s));
+                STORE(p->value + at, values[k]);
+                STORE(p->error + at, errors[k]);
+            }
         }
-        if (!(cost < 0)) continue;
+}
+
+/* What SIDE rows were made, where they cost less than what came in. */
+INLINE void close_rows(const panel *p, int64_t first, rows_of m, int64_t columns, const steps256 *table, int block) {
+    double cost[SIDE] = {0};
+    int64_t rows = p->rows - first < SIDE ? p->rows - first : SIDE;
+    for (int64_t j = 0; j < p->n; j += SIDE) {
+        f32s values[SIDE];
+        for (int k = 0; k < SIDE; k++) values[k] = LOAD(f32s, p->value + first * p->n + (j + k) * SIDE);
+        transpose(values);
+        for (int64_t l = 0; l < rows; l++) {
+            f32s x = LOAD(f32s, m.x + l * columns + j), before = values_at(m, l * columns + j, table, block);
+            const double *moved = p->moved + (first + l) * p->n + j;
+            for (int k = 0; k < SIDE; k++) cost[l] += (((double)x[k] - before[k]) + ((double)x[k] - values[l][k])) * moved[k];
+        }
+    }
+    for (int64_t l = 0; l < rows; l++) {
+        if (!(cost[l] < 0)) continue;
+        const uint8_t *codes = p->codes + first * p->n + l, *scales = p->scales + first * (p->n / block) + l;
         for (int64_t j = 0; j < p->n; j += 2)
-            m.found_packed[(begin + j) / 2] = (uint8_t)(p->codes[at + j * SIDE] | p->codes[at + (j + 1) * SIDE] << 4);
-        at = r / SIDE * (p->n / block) * SIDE + r % SIDE;
-        for (int64_t b = 0; b < p->n / block; b++) m.found_scales[begin / block + b] = p->scales[at + b * SIDE];
+            m.found_packed[(l * columns + j) / 2] = (uint8_t)(codes[j * SIDE] | codes[(j + 1) * SIDE] << 4);
+        for (int64_t b = 0; b < p->n / block; b++) m.found_scales[l * columns / block + b] = scales[b * SIDE];
     }
 }
 
@@ -255,7 +287,11 @@ INLINE void descend(rows_of m, const float *h, const int64_t *sizes, const steps
             p.n = first + width < columns ? width : columns - first;
             open_panel(&p, part, columns, table, block);
             for (int pass = 0; pass <= passes; pass++) pass_over(&p, h + first * width, width, pass, pass == passes, table, block);
-            close_panel(&p, part, columns, table, block);
+            for (int64_t first = 0; first < p.rows; first += SIDE) {
+                close_rows(&p, first, part, columns, table, block);
+                part.x += SIDE * columns, part.packed += SIDE * columns / 2, part.scales += SIDE * columns / block;
+                part.found_packed += SIDE * columns / 2, part.found_scales += SIDE * columns / block;
+            }
         }
 }
 

@@ -121,7 +121,8 @@ class _Descent:
                     _move(moved[:, here], changes, h[:, here], range(first))
                     if number < passes:
                         pulls = (moved[:, here] + pull[:, here]).astype(np.float32)
-                        changes[:, here] = self._choose(first, pulls, h[here, here])
+                        reach = NEIGHBOURS[self._fmt] if number == 0 else 1
+                        changes[:, here] = self._choose(first, pulls, h[here, here], reach)
             cost = self._costs(moved)
         is_less = (cost < 0)[:, None]
         found = self._codes, self._scales
@@ -131,7 +132,9 @@ class _Descent:
         )
         return codes, scales
 
-    def _choose(self, first: int, pulls: Float32s, h: Float32s) -> NDArray[np.float64]:
+    def _choose(
+        self, first: int, pulls: Float32s, h: Float32s, reach: int
+    ) -> NDArray[np.float64]:
         """Choose scale and codes of a block in every row.
 
         Returns  the columns' values before less those after
@@ -140,7 +143,7 @@ class _Descent:
         values, own = self._values[:, here].copy(), self._scales[:, block].astype(np.int64)
         least = np.zeros(len(values), np.float32)
         lowest, highest = SCALE_BYTES[self._fmt]
-        for offset in _offsets(NEIGHBOURS[self._fmt]):
+        for offset in _offsets(reach):
             candidate = own + offset
             steps = self._table[candidate & 0xFF]
             cost, codes = _sweep(values, pulls, h, steps)
