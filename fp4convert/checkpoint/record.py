@@ -91,10 +91,17 @@ def make_record(
         "scale_rule": target.scale_rule,
         "method": target.method,
         "calibration": target.calibration,
+        **method_settings(target),
         "ignore": [*ignored.modules, *ignored.patterns],
         "producer": producer,
         "source": origin,
     }
+
+
+def method_settings(target: Target) -> dict[str, object]:
+    """Return what a method was told; nothing for one that takes nothing."""
+    told = {"damping": target.damping, "passes": target.passes}
+    return {key: value for key, value in told.items() if value is not None}
 
 
 def folds_recorded(record: Mapping[str, object]) -> tuple[FoldUse, ...]:

@@ -105,6 +105,9 @@ def prepare_transcode(
         _as_text_or_none(artifact.record.get(key)) for key in ("method", "calibration")
     )
     target = replace(target, method=method, calibration=calibration)
+    damping, passes = artifact.record.get("damping"), artifact.record.get("passes")
+    if type(damping) is float and type(passes) is int:
+        target = replace(target, damping=damping, passes=passes)
     spelling = dialect_to_write(target)
     for module in artifact.modules if is_same else ():
         refuse_odd_scale(module, artifact.decode(module))

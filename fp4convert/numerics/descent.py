@@ -20,6 +20,8 @@ and a row stays as it came in unless that is below 0.  So no row costs more than
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -56,6 +58,24 @@ def room_nbytes(width: int) -> int:
     """Return the memory that the kernel works in."""
     rows = panel_rows(width)
     return rows * (width * ELEMENT_NBYTES + ROW_NBYTES) + width * COLUMN_NBYTES
+
+
+def aligned(h: Float32s, columns: int, fmt: Format) -> Float32s:
+    """Join blocks of H until none ends within a block of the format.
+
+    h  (k, n, n), the blocks along the diagonal, as `descend` takes them but for their n
+    """
+    count, width, _ = h.shape
+    if count == 1:
+        return h[:, :columns, :columns]
+    together = fmt.block_size // math.gcd(width, fmt.block_size)
+    if together == 1:
+        return h
+    joined = np.zeros((-(-count // together), together * width, together * width), np.float32)
+    for number, block in enumerate(h):
+        here = slice(number % together * width, (number % together + 1) * width)
+        joined[number // together, here, here] = block
+    return joined
 
 
 def descend(x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
@@ -132,9 +152,7 @@ class _Descent:
         )
         return codes, scales
 
-    def _choose(
-        self, first: int, pulls: Float32s, h: Float32s, reach: int
-    ) -> NDArray[np.float64]:
+    def _choose(self, first: int, pulls: Float32s, h: Float32s, reach: int) -> NDArray[np.float64]:
         """Choose scale and codes of a block in every row.
 
         Returns  the columns' values before less those after

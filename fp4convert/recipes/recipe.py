@@ -83,6 +83,8 @@ class Target:
     method          by which weights are rounded, one of METHODS; None where none are,
                     or nobody knows
     calibration     sha256 of the file of statistics that they were rounded with
+    damping         of gptq: what share of H's mean diagonal is added to it
+    passes          of gptq: how often codes and block scales are gone over afterwards
     """
 
     format: str
@@ -95,6 +97,8 @@ class Target:
     via: str | None = None
     method: str | None = None
     calibration: str | None = None
+    damping: float | None = None
+    passes: int | None = None
 
     def rule_for(self, fmt: Format) -> str:
         """Choose the scale rule of modules of a format.
