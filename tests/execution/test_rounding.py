@@ -181,7 +181,8 @@ def test_passes_and_damping_make_other_bytes_and_another_plan(source, tmp_path):
     assert (costs[1] <= costs[0]).all()
     assert costs[3].sum() < 0.95 * costs[0].sum()
     for options in ((), ("--passes", 1), ("--damping", 0.1)):
-        digests.add(gptq_of(source, tmp_path, *options, out="-".join(map(str, options)))["digest"])
+        name = "-".join(map(str, options)) or "defaults"
+        digests.add(gptq_of(source, tmp_path, *options, out=name)["digest"])
         keys.add(task_key(source, tmp_path, *options))
     assert (len(digests), len(keys)) == (4, 3)  # the defaults are 0.05 and 3
     outcome = run(
