@@ -161,7 +161,6 @@ def test_outputs_come_nearer_by_as_much_as_was_promised(fmt, minilm, seen, tmp_p
         ("gptq, damping 0.01, no passes", 0, (*GPTQ, "--damping", 0.01, "--passes", 0)),
         ("gptq, no passes", 0, (*GPTQ, "--passes", 0)),
         ("gptq", 0, GPTQ),
-        ("gptq, 6 passes", 0, (*GPTQ, "--passes", 6)),
         ("gptq, blocks of 128, no passes", 128, (*GPTQ, "--passes", 0)),
         ("gptq, blocks of 128", 128, GPTQ),
     ):
@@ -177,6 +176,7 @@ def test_outputs_come_nearer_by_as_much_as_was_promised(fmt, minilm, seen, tmp_p
         assert found["gptq"][at].mean() >= bar
         for name in ("gptq", "gptq, blocks of 128"):
             assert (found[name][at] > found["simplest"][at]).all()
-            assert (found[name][at] > found[f"{name}, no passes"][at]).all()
+            gain = found[name][at] - found[f"{name}, no passes"][at]
+            assert gain.mean() >= 0.2
     gain = {"nvfp4": 3, "mxfp4": 2.5}[fmt]
     assert (found["gptq, blocks of 128"][0] - found["simplest"][0]).mean() >= gain

@@ -82,6 +82,7 @@ def factorize(blocks: Float32s, columns: int, device: str, share: float = DAMPIN
         part = torch.linalg.solve_triangular(lower[:, first:, first:], unit, upper=False)
         upper[:, :first, first:last] = 0
         upper[:, first:, first:last] = part
+    del lower  # as large as two of what follows
     places = order + np.arange(len(order))[:, None] * n
     damped = _damp(blocks, added.cpu().numpy() * mean)
     return Factor(upper.flip(1, 2), torch.from_numpy(places).to(device), damped)
