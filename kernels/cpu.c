@@ -46,12 +46,17 @@
       (b, a, rows, inner, columns, y))                                                                                  \
     E(pull_to_nearest, (const float *x, const float *s, const float *d, const float *p, const int64_t *sizes, float *y, \
                         float *pulled), (x, s, d, p, sizes, y, pulled))
+#define DESCENTS(E)                                                                                                     \
+    E(descend_nvfp4, (const float *x, const float *h, const int64_t *z, const float *g, const uint8_t *p, const uint8_t *s,  \
+                      uint8_t *fp, uint8_t *fs, uint8_t *room), (x, h, z, g, p, s, fp, fs, room))                       \
+    E(descend_mxfp4, (const float *x, const float *h, const int64_t *z, const uint8_t *p, const uint8_t *s, uint8_t *fp,     \
+                      uint8_t *fs, uint8_t *room), (x, h, z, p, s, fp, fs, room))
 #define ENTRIES(E)                                                                                                      \
     FOR_DTYPE(E, bf16, uint16_t) FOR_DTYPE(E, fp16, uint16_t) FOR_DTYPE(E, fp32, float)                                 \
     TO_FP8(E, bf16, uint16_t) TO_FP8(E, fp16, uint16_t) TO_FP8(E, fp32, float)                                          \
     FOR_NBYTES(E, 1, uint8_t) FOR_NBYTES(E, 2, uint16_t) FOR_NBYTES(E, 4, uint32_t) FOR_GRID(E) FOR_CELLS(E)            \
     FOR_LOW_RANK(E)                                                                                                     \
-    COUNT_CODES(E)
+    COUNT_CODES(E) DESCENTS(E)
 
 #ifdef __x86_64__
 static int level;

@@ -13,26 +13,11 @@
  */
 #include "search.h"
 
-#if SIDE == 16
-#define INTERLEAVE_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define INTERLEAVE_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#elif SIDE == 8
-#define INTERLEAVE_LOW 0, 8, 1, 9, 2, 10, 3, 11
-#define INTERLEAVE_HIGH 4, 12, 5, 13, 6, 14, 7, 15
-#else
-#define INTERLEAVE_LOW 0, 4, 1, 5
-#define INTERLEAVE_HIGH 2, 6, 3, 7
-#endif
-
-INLINE f32s all(float value) { return value - (f32s){0}; }
-INLINE f32s either(i32s mask, f32s a, f32s b) { return (f32s)((mask & (i32s)a) | (~mask & (i32s)b)); }
-
-/* below: the lesser of unsigned words.  fused: a * b + c, rounded once where the processor can.  any: whether a lane is not zero.
+/* below: the lesser of unsigned words.  fused: a * b + c, rounded once where the processor can.
  * Written out for AVX-512, of whose sixteen lanes gcc makes sixteen scalars. */
 #ifdef __AVX512BW__
 INLINE u32s below(u32s a, u32s b) { return (u32s)_mm512_min_epu32((__m512i)a, (__m512i)b); }
 INLINE f32s fused(f32s a, f32s b, f32s c) { return (f32s)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-INLINE int any(i32s mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
 #else
 INLINE u32s below(u32s a, u32s b) {
     u32s r;
@@ -48,24 +33,7 @@ INLINE f32s fused(f32s a, f32s b, f32s c) {
     return a * b + c;
 #endif
 }
-INLINE int any(i32s mask) {
-    int64_t words[SIDE / 2], found = 0;
-    memcpy(words, &mask, sizeof words);
-    for (int i = 0; i < SIDE / 2; i++) found |= words[i];
-    return found != 0;
-}
 #endif
-
-INLINE void transpose(f32s *rows) { /* SIDE rows of SIDE */
-    for (int stage = 1; stage < SIDE; stage *= 2) {
-        f32s mixed[SIDE];
-        for (int i = 0; i < SIDE / 2; i++) {
-            mixed[2 * i] = SHUFFLE(rows[i], rows[i + SIDE / 2], INTERLEAVE_LOW);
-            mixed[2 * i + 1] = SHUFFLE(rows[i], rows[i + SIDE / 2], INTERLEAVE_HIGH);
-        }
-        memcpy(rows, mixed, sizeof mixed);
-    }
-}
 
 /* Element j of SIDE rows of `width`, magnitudes. */
 INLINE void load_magnitudes(const float *const *rows, int width, f32s *v) {

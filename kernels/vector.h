@@ -66,6 +66,44 @@ INLINE i32s lesser(i32s a, i32s b) {
 }
 #endif
 
+INLINE f32s all(float value) { return value - (f32s){0}; }
+INLINE f32s either(i32s mask, f32s a, f32s b) { return (f32s)((mask & (i32s)a) | (~mask & (i32s)b)); }
+
+
+/* Whether a lane is not zero. */
+#if SIDE == 16
+INLINE int any(i32s mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
+#else
+INLINE int any(i32s mask) {
+    int64_t words[SIDE / 2], found = 0;
+    memcpy(words, &mask, sizeof words);
+    for (int i = 0; i < SIDE / 2; i++) found |= words[i];
+    return found != 0;
+}
+#endif
+
+#if SIDE == 16
+#define INTERLEAVE_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define INTERLEAVE_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif SIDE == 8
+#define INTERLEAVE_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define INTERLEAVE_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define INTERLEAVE_LOW 0, 4, 1, 5
+#define INTERLEAVE_HIGH 2, 6, 3, 7
+#endif
+
+INLINE void transpose(f32s *rows) { /* SIDE rows of SIDE */
+    for (int stage = 1; stage < SIDE; stage *= 2) {
+        f32s mixed[SIDE];
+        for (int i = 0; i < SIDE / 2; i++) {
+            mixed[2 * i] = SHUFFLE(rows[i], rows[i + SIDE / 2], INTERLEAVE_LOW);
+            mixed[2 * i + 1] = SHUFFLE(rows[i], rows[i + SIDE / 2], INTERLEAVE_HIGH);
+        }
+        memcpy(rows, mixed, sizeof mixed);
+    }
+}
+
 /* Sixteen entries of a table of sixteen bytes. */
 #ifdef __SSSE3__
 #define LOOKUP(table, index) ((u8x16)_mm_shuffle_epi8((__m128i)(table), (__m128i)(index)))

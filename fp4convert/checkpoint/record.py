@@ -97,6 +97,7 @@ def make_record(
         "method": target.method,
         "calibration": target.calibration,
         **({ADAPTER: dict(adapter)} if adapter else {}),
+        **method_settings(target),
         "ignore": [*ignored.modules, *ignored.patterns],
         "producer": producer,
         "source": origin,
@@ -112,6 +113,12 @@ def describe_adapter(record: Mapping[str, object]) -> str:
     hashes = entry.get("sha256")
     listed = list(hashes.values()) if isinstance(hashes, dict) else []
     return f"an adapter (sha256 {str(listed[-1])[:12]}...)" if listed else "an adapter"
+
+
+def method_settings(target: Target) -> dict[str, object]:
+    """Return what a method was told; nothing for one that takes nothing."""
+    told = {"damping": target.damping, "passes": target.passes}
+    return {key: value for key, value in told.items() if value is not None}
 
 
 def folds_recorded(record: Mapping[str, object]) -> tuple[FoldUse, ...]:

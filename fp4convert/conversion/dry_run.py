@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from fp4convert.checkpoint.module_names import join_names, reading_rank, split_leaf, split_numbers
+from fp4convert.checkpoint.record import method_settings
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.pace import measure_pace
@@ -87,6 +88,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "method": plan.target.method,
         "calibration": plan.target.calibration,
         **({"adapter": describe_adapter(plan)} if plan.adapter else {}),
+        **method_settings(plan.target),
         "source_bytes": sum(step.source_bytes for step in sized),
         "output_bytes": plan.output_bytes,
         "bits_per_weight": bits_per_weight_of((step, nbytes) for step, _, nbytes in sized),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.conversion.work_options import DeviceOptions, PartOptions, WorkOptions
 from fp4convert.errors import InputError, shell_line
-from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, METHODS
+from fp4convert.numerics.formats import DAMPING, FLOAT_TYPES, FORMATS, METHODS, PASSES
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.recipes.engines import ENGINES
 from fp4convert.recipes.options import (
@@ -245,6 +245,24 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             METHODS,
             panel=QUALITY,
             synonyms={"smoothquant": METHODS[3]},
+        ),
+    ] = None
+    damping: Annotated[
+        float | None,
+        Option(
+            "With --method gptq: share of H's mean diagonal that is added to it."
+            f" Default: {DAMPING}.",
+            panel=QUALITY,
+            value="<share>",
+        ),
+    ] = None
+    passes: Annotated[
+        int | None,
+        Option(
+            "With --method gptq: how often codes and block scales are gone over afterwards."
+            f" Default: {PASSES}.",
+            panel=QUALITY,
+            value="<count>",
         ),
     ] = None
     calibration: Statistics = None

@@ -44,7 +44,14 @@ from fp4convert.execution.plan_file import Manifest
 from fp4convert.execution.quantizer import Quantizer
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import FORMATS, IMPORTANCE, METHODS, format_named
+from fp4convert.numerics.formats import (
+    DAMPING,
+    FORMATS,
+    IMPORTANCE,
+    METHODS,
+    PASSES,
+    format_named,
+)
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
 from fp4convert.planning.engine_contents import engine_warnings
 from fp4convert.planning.fold_plan import Merged, merge_folds
@@ -101,6 +108,7 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     Raises  InputError for anything that the options or the source have wrong
     """
     adapter = _adapter_for(options)
+    _check_settings(options)
     file, calibration = options.calibration, None
     method = UNAIDED[0] if adapter and file is None else str(options.method)
     if file is not None or method != METHODS[0] or options.scale_rule == IMPORTANCE:
@@ -190,8 +198,32 @@ def _recipe_for(
         calibration=calibration.sha256 if calibration else None,
         keep_dtype=options.keep_dtype,
     )
+    if is_weighed:
+        told = (options.damping, DAMPING), (options.passes, PASSES)
+        damping, passes = (default if given is None else given for given, default in told)
+        target = replace(target, damping=float(damping), passes=int(passes))
     recipe = build_recipe(target, source.checkpoint.config, options)
     return replace(recipe, keeps_packed=options.keep_packed)
+
+
+def _check_settings(options: QuantizeOptions) -> None:
+    """Raise InputError for settings of gptq that cannot be, or have no use."""
+    for name, given in (("damping", options.damping), ("passes", options.passes)):
+        if given is not None and options.method != GPTQ:
+            detail = f"--{name} {given} is for --method gptq, and the method is {options.method}"
+            raise InputError("idle-option", detail, f"Leave --{name} out, or add --method gptq.")
+        if given is not None and options.lora and options.calibration is None:
+            detail = f"--{name} {given} is for a Gram matrix, and --lora is without a calibration"
+            raise InputError("idle-option", detail, f"Leave --{name} out, or add --calibration.")
+    damping, passes = options.damping, options.passes
+    if damping is not None and not 0 < damping <= 1:
+        detail = (
+            f"--damping {damping} is no share of H's mean diagonal; expected above 0, at most 1"
+        )
+        raise InputError("bad-damping", detail, f"Leave it out for {DAMPING}.")
+    if passes is not None and passes < 0:
+        detail = f"--passes {passes} is no number of passes; expected 0 or more"
+        raise InputError("bad-passes", detail, f"Leave it out for {PASSES}; 0 is plain GPTQ.")
 
 
 def _check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:

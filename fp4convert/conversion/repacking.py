@@ -106,6 +106,9 @@ def prepare_transcode(
         for key in ("method", "calibration", "keep_dtype")
     )
     target = replace(target, method=method, calibration=calibration, keep_dtype=kept)
+    damping, passes = artifact.record.get("damping"), artifact.record.get("passes")
+    if type(damping) is float and type(passes) is int:
+        target = replace(target, damping=damping, passes=passes)
     spelling = dialect_to_write(target)
     for module in artifact.modules if is_same else ():
         refuse_odd_scale(module, artifact.decode(module))

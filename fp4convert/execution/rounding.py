@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -30,9 +30,10 @@ from fp4convert.execution.adapter_rounding import (
 from fp4convert.numerics.backends.base import OWN, Backend, Given, memory_nbytes
 from fp4convert.numerics.backends.cpu import READ_ELEMENTS, Cpu
 from fp4convert.numerics.codec import as_floats, block_steps, pack
-from fp4convert.numerics.formats import IMPORTANCE, Format, global_range
+from fp4convert.numerics.descent import aligned
+from fp4convert.numerics.formats import DAMPING, IMPORTANCE, Format, global_range
 from fp4convert.numerics.matrices import Quantized, Weights, row_panels
-from fp4convert.planning.method_needs import GPTQ
+from fp4convert.planning.method_needs import GPTQ, has_few_tokens
 from fp4convert.recipes.recipe import Target
 
 MEMORY_SHARE = 0.5  # of the machine's, for all workers together
@@ -125,23 +126,17 @@ class Rounding:
         modules: Sequence[str],
         calibration: Calibration,
     ) -> Generator[tuple[int, Quantized]]:
-        """Quantize the members by GPTQ, under the block scales of nearest panels."""
+        """Quantize the members by GPTQ, from the block scales of nearest panels.
+
+        Members that saw too few tokens stay as those panels have them.
+        """
         known: dict[str, Factor] = {}  # of the last member, and most often of all of its group
         for number, panels in groupby(nearest, key=itemgetter(0)):
             module, weights = modules[number], members[number]
-            # Keep the scales of the whole matrix: a panel is valid until the next is asked for.
-            scales, q = bytearray(), None
-            for _, q in panels:
-                scales += q.block_scales
-            if q is None:
-                raise RuntimeError(f"no panels of {module}")
-            scaled = replace(
-                q,
-                shape=weights.shape,
-                packed=memoryview(b""),
-                block_scales=memoryview(scales),
-                compared=None,
-            )
+            if has_few_tokens(calibration, module):
+                yield from panels
+                continue
+            scaled = _scaled(panels, weights)
             holder, changes = calibration.holder(module), low_ranks_of(weights)
             if changes:  # each layer has an adapter of its own
                 holder = module
@@ -154,12 +149,36 @@ class Rounding:
                     if changes:
                         basis = directions_in(changes).basis
                         blocks = protected_gram(blocks, gram.columns, basis)
-                    known = {holder: factorize(blocks, gram.columns, device)}
-                # Round column by column, and say what these codes lose.
+                    share = self.target.damping or DAMPING
+                    known = {holder: factorize(blocks, gram.columns, device, share)}
+                # Round column by column, go over it, and say what these codes lose.
+                h = aligned(known[holder].damped, weights.shape[1], scaled.format)
                 for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
                     q = scaled.rows(first, last)
                     steps = block_steps(q).reshape(last - first, -1)
                     panel = weights.rows(first, last)
-                    codes = round_columns(as_floats(panel), steps, known[holder])
+                    values = as_floats(panel)
+                    codes = round_columns(values, steps, known[holder])
                     rounded = replace(q, packed=pack(codes).reshape(-1).data)
+                    if self.target.passes:
+                        rounded = Cpu().descend(values, rounded, h, self.target.passes)
                     yield number, replace(rounded, compared=Cpu().compare(panel, rounded))
+
+
+def _scaled(panels: Iterable[tuple[int, Quantized]], weights: Weights) -> Quantized:
+    """Return the block scales of a whole matrix, without codes.
+
+    They are kept: a panel is valid until the next is asked for.
+    """
+    scales, q = bytearray(), None
+    for _, q in panels:
+        scales += q.block_scales
+    if q is None:
+        raise RuntimeError("no panels of a matrix")
+    return replace(
+        q,
+        shape=weights.shape,
+        packed=memoryview(b""),
+        block_scales=memoryview(scales),
+        compared=None,
+    )

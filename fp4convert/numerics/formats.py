@@ -27,6 +27,7 @@ ROW_SUMS = 5  # that tell what a row has lost: error_sums.py
 IMPORTANCE = "importance"  # the scale rule that weighs errors with the second moments of the inputs
 GRAMS = ("none", "diag", "block:N", "full")  # products of inputs that a calibration can keep
 METHODS = ("rtn", "gptq", "awq", "smooth")  # by which weights are rounded, the default first
+DAMPING, PASSES = 0.05, 3  # of gptq, where nobody says
 
 FP4_CODES = "fp4_e2m1"  # the element dtype of a four-bit format
 Kind = Literal["multiplier", "divisor"]

@@ -2,7 +2,7 @@
 
 rtn     every weight becomes the nearest value that its block scale offers
 gptq    columns one after the other, those that follow making up for the error of those before
-        (gptq.py)
+        (gptq.py); of a linear layer that saw too few tokens for that, as rtn
 awq     as rtn, of columns multiplied by what keeps the outputs closest, and folded into what makes
         their inputs
 smooth  the same by the largest inputs and weights
@@ -19,7 +19,7 @@ from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.calibration.statistics import Calibration, check_linears
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, describe_missing, did_you_mean
-from fp4convert.numerics.formats import IMPORTANCE, METHODS
+from fp4convert.numerics.formats import FORMATS, IMPORTANCE, METHODS
 from fp4convert.planning.steps import Plan, Step
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
@@ -27,6 +27,8 @@ from fp4convert.recipes.recipe import Target
 RTN, GPTQ = "rtn", "gptq"
 FOLDING = ("awq", "smooth")  # methods that multiply columns
 UNAIDED = ("rtn",)  # methods that need no statistics
+FEW_TOKENS = 16  # with fewer gptq knows too little of a linear layer's inputs,
+FEW_SHARE = 1 / 32  # and with fewer than this share of the columns of a block of H
 FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
 
 
@@ -93,7 +95,11 @@ def with_statistics(plan: Plan, calibration: Calibration, is_fitted: bool = Fals
     return replace(
         plan,
         calibration=str(calibration.path),
-        warnings=(*plan.warnings, *_untouched(plan, is_fitted)),
+        warnings=(
+            *plan.warnings,
+            *_untouched(plan, is_fitted),
+            *(_spared(plan, calibration, linears) if method == GPTQ else ()),
+        ),
     )
 
 
@@ -122,6 +128,29 @@ def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
             )
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
         calibration.gram(module)
+
+
+def has_few_tokens(calibration: Calibration, module: str) -> bool:
+    """Tell whether a module saw too few tokens for gptq.
+
+    Files of others, which do not count them, have enough.
+    """
+    if not calibration.has(module, "tokens"):
+        return False
+    width = calibration.find(module, "input_gram").shape[-1]
+    return calibration.tokens_of(module) < max(FEW_TOKENS, FEW_SHARE * width)
+
+
+def _spared(plan: Plan, calibration: Calibration, linears: Sequence[Linear]) -> Iterator[str]:
+    """Say which modules gptq leaves to the scale rule."""
+    few = [each.module for each in linears if has_few_tokens(calibration, each.module)]
+    if few:
+        rule = plan.target.rule_for(FORMATS[plan.target.format])
+        tokens = calibration.tokens_of(few[0])
+        yield (
+            f"{len(few)} modules saw too few tokens for --method {GPTQ} and are rounded to the"
+            f" nearest, by rule {rule}; the first is {few[0]!r}, with {tokens} tokens"
+        )
 
 
 def takes_statistics(target: Target) -> bool:

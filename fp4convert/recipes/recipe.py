@@ -86,6 +86,8 @@ class Target:
     keep_dtype      a word for the type of float32 matrices that stay, but for routers; None leaves
                     them as they are
     adapter         hash of the adapter's files and scale that were merged before
+    damping         of gptq: what share of H's mean diagonal is added to it
+    passes          of gptq: how often codes and block scales are gone over afterwards
     """
 
     format: str
@@ -100,6 +102,8 @@ class Target:
     calibration: str | None = None
     keep_dtype: str | None = None
     adapter: str | None = None
+    damping: float | None = None
+    passes: int | None = None
 
     def rule_for(self, fmt: Format) -> str:
         """Choose the scale rule of modules of a format.

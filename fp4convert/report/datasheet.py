@@ -205,8 +205,8 @@ def _facts(artifact: Artifact, source: Source | None, described: Document) -> di
     rows["weights"] = f"{size_text(checkpoint.nbytes)} in {shards} file{'s' * (shards > 1)}"
     if source:
         rows["source"] = f"{size_text(source.checkpoint.nbytes)}, {source.name}"
-    for key in ("scale_rule", "method", "calibration"):
-        if record.get(key):
+    for key in ("scale_rule", "method", "damping", "passes", "calibration"):
+        if record.get(key) is not None:
             rows[key.replace("_", " ")] = str(record[key])
     # Matrices of floats stay; they are shown as patterns.
     packed = {ref.name for module in artifact.packed.values() for ref in module.refs}

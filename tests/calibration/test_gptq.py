@@ -137,7 +137,7 @@ def test_modelopt_gives_the_same(fmt):
     theirs = torch.from_numpy(w[:, order].copy())
     hessian = torch.from_numpy(blocks[0][np.ix_(order, order)].copy())
     calib_utils.gptq_blockwise_update(
-        theirs, calib_utils.compute_hessian_inverse(hessian, theirs, 0.01), 128, rounded
+        theirs, calib_utils.compute_hessian_inverse(hessian, theirs, 0.05), 128, rounded
     )
     found = gptq.round_columns(w, steps, gptq.factorize(blocks, w.shape[1], "cpu"))
     expected = np.empty_like(found)
@@ -167,7 +167,7 @@ def test_columns_that_saw_only_zeros_are_rounded_to_the_nearest_and_change_no_ot
     blocks = gram_of(x)
     found = gptq.round_columns(w, steps, gptq.factorize(blocks, 192, "cpu"))
     assert np.array_equal(found[:, dead], nearest_codes(w, steps)[:, dead])
-    damping = 0.01 * np.mean(~dead)  # of the whole diagonal, zeros and all
+    damping = 0.05 * np.mean(~dead)  # of the whole diagonal, zeros and all
     h = blocks[0][np.ix_(~dead, ~dead)].astype(np.float64)
     wide = np.repeat(steps, fmt.block_size, axis=1)[:, ~dead]
     expected = gptq_by_the_paper(w[:, ~dead], h, wide, damping)
@@ -175,25 +175,25 @@ def test_columns_that_saw_only_zeros_are_rounded_to_the_nearest_and_change_no_ot
 
 
 def test_a_matrix_that_lacks_a_little_gets_more_damping():
-    """An eigenvalue of -0.02 of the mean: 0.01 is too little, four times as much is enough."""
+    """An eigenvalue of -0.1 of the mean: 0.05 is too little, four times as much is enough."""
     w, x, steps = case_of(NVFP4)
     values, vectors = np.linalg.eigh(gram_of(x)[0].astype(np.float64))
-    values[0] = -0.02 * values.mean()
+    values[0] = -0.1 * values.mean()
     h = (vectors * values) @ vectors.T
     found = gptq.round_columns(w, steps, gptq.factorize(h[None].astype(np.float32), 192, "cpu"))
-    check_equal(found, gptq_by_the_paper(w, h, steps, 0.04), steps, w, h)
+    check_equal(found, gptq_by_the_paper(w, h, steps, 0.2), steps, w, h)
 
 
 def test_only_the_block_that_lacks_gets_more_damping():
     _, x, _ = case_of(NVFP4)
     blocks = gram_of(x, 64)
     mean = np.trace(whole(blocks, 192)) / 192
-    blocks[1] -= (np.linalg.eigvalsh(blocks[1].astype(np.float64))[0] + 0.02 * mean) * np.eye(
+    blocks[1] -= (np.linalg.eigvalsh(blocks[1].astype(np.float64))[0] + 0.1 * mean) * np.eye(
         64, dtype=np.float32
     )
     factor = gptq.factorize(blocks, 192, "cpu")
     mean = np.trace(whole(blocks, 192)) / 192
-    for number, damping in enumerate((0.01, 0.04, 0.01)):
+    for number, damping in enumerate((0.05, 0.2, 0.05)):
         order = np.argsort(-np.diag(blocks[number]), kind="stable")
         u = factor.upper[number].double().numpy()
         expected = np.linalg.inv(
@@ -202,13 +202,13 @@ def test_only_the_block_that_lacks_gets_more_damping():
         assert np.abs(u.T @ u - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("lowest", [-0.7, -30.0])
+@pytest.mark.parametrize("lowest", [-0.9, -30.0])
 def test_a_matrix_that_is_not_positive_definite_is_refused(lowest):
     _, x, _ = case_of(NVFP4)
     values, vectors = np.linalg.eigh(gram_of(x)[0].astype(np.float64))
     values[0] = lowest * values.mean()
     with pytest.raises(
-        NumericError, match=r"not positive definite, even with 0\.64 of its mean diagonal"
+        NumericError, match=r"not positive definite, even with 0\.80 of its mean diagonal"
     ):
         gptq.factorize(((vectors * values) @ vectors.T)[None].astype(np.float32), 192, "cpu")
 

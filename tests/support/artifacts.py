@@ -17,8 +17,8 @@ def quantize(source, out, *options):
 
 
 def artifact_values(tensors, module: str, dialect: str) -> np.ndarray:
-    """What an engine computes from stored NVFP4 tensors: code * block scale * multiplier, or /
-    divisor; float64.
+    """What an engine computes from stored tensors, float64: of NVFP4 code * block scale *
+    multiplier, or / divisor; of MXFP4, which has no global scale, code * 2^(byte - 127).
     """
     codes, last = (
         ("weight", "weight_scale_2")
@@ -30,6 +30,9 @@ def artifact_values(tensors, module: str, dialect: str) -> np.ndarray:
     )
     values = E2M1[np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)]
     byte = np.frombuffer(tensors[f"{module}.weight_scale"][2], np.uint8).astype(int)
+    if f"{module}.{last}" not in tensors:
+        blocks = values.reshape(*byte.shape, 32) * 2.0 ** (byte[..., None] - 127)
+        return blocks.reshape(values.shape)
     exponent, mantissa = byte >> 3, byte & 7
     scales = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
     stored = struct_float(tensors[f"{module}.{last}"][2])

@@ -8,7 +8,7 @@ import numpy as np
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def gptq_by_the_paper(w, h, steps, damping=0.01):
+def gptq_by_the_paper(w, h, steps, damping=0.05):
     """Codes by algorithm 1 of arXiv 2210.17323 with its order of columns; float64, the inverse as
     such, no lazy blocks.
     """

@@ -1,9 +1,9 @@
 """GPTQ: each column makes up for the errors of those before it.
 
 Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1, with its order of columns: the largest
-diagonal first.  Block scales stay as they were found for the weights as given, so that nothing but
-codes is another than by rounding to the nearest.
-One thread of torch does all of it, on a GPU that GPU: the same bytes from any number of workers.
+diagonal first.  It takes block scales as they were found for the weights as given.  What it leaves
+is gone over by numerics/descent.py, under the same H.
+One thread of torch does this part, on a GPU that GPU: the same bytes from any number of workers.
 The algebra knows no file, no module and no dialect; rounding.py does.
 """
 
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.numerics.codec import Bytes, Float32s
-from fp4convert.numerics.formats import E2M1_MAX
+from fp4convert.numerics.formats import DAMPING, E2M1_MAX
 
-DAMPING = 0.01  # of the mean diagonal, added to it
 ESCALATION = 4  # times as much where the matrix is not positive definite
 DAMPING_LIMIT = 1.0  # what needs as much is no matrix of second moments
 LAZY_COLUMNS = 64  # whose errors reach the columns behind them together
@@ -38,18 +38,21 @@ class Factor(NamedTuple):
 
     upper    (k, n, n) float32: U with U^T U the inverse, of the columns in their order
     columns  (k, n): which column stands at each place; those beyond the last are padding
+    damped   (k, n, n) float32: H itself, with all that was added to it, symmetric to the last bit
     """
 
     upper: Tensor
     columns: Tensor
+    damped: Float32s
 
 
-def factorize(blocks: Float32s, columns: int, device: str) -> Factor:
+def factorize(blocks: Float32s, columns: int, device: str, share: float = DAMPING) -> Factor:
     """Return the Cholesky factor of the inverse of mean x x^T, damped.
 
     Its columns are in descending order of their diagonal.
     blocks   (k, n, n); a column that saw nothing but zeros is rounded to the nearest
     columns  of the linear layer; k * n or fewer
+    share    of the mean diagonal, which is added to it
     Raises   NumericError where the matrix is not positive definite with all the damping that is
              allowed
     Formula  with J the reversal: J H J = L L^T, so that H^-1 = U^T U for U = J L^-1 J
@@ -67,7 +70,7 @@ def factorize(blocks: Float32s, columns: int, device: str) -> Factor:
     own = h.diagonal(dim1=1, dim2=2)
     mean = float(own.sum()) / columns
     own[own == 0] = 1
-    lower = _cholesky(h, own, mean)
+    lower, added = _cholesky(h, own, mean, share)
     del h
     # L^-1, some columns at a time; then U, back in descending order.
     upper = torch.empty(lower.shape, dtype=torch.float32, device=device)
@@ -79,15 +82,32 @@ def factorize(blocks: Float32s, columns: int, device: str) -> Factor:
         part = torch.linalg.solve_triangular(lower[:, first:, first:], unit, upper=False)
         upper[:, :first, first:last] = 0
         upper[:, first:, first:last] = part
+    del lower  # as large as two of what follows
     places = order + np.arange(len(order))[:, None] * n
-    return Factor(upper.flip(1, 2), torch.from_numpy(places).to(device))
+    damped = _damp(blocks, added.cpu().numpy() * mean)
+    return Factor(upper.flip(1, 2), torch.from_numpy(places).to(device), damped)
 
 
-def _cholesky(h: Tensor, diagonal: Tensor, mean: float) -> Tensor:
-    """Return L of the damped matrices; those without one get more damping."""
+def _damp(blocks: Float32s, added: NDArray[np.float64]) -> Float32s:
+    """Add to the diagonals; 1 where that leaves them 0.  A column that saw only zeros has what is
+    added, so that it decides no block scale.
+    """
+    damped = blocks + blocks.swapaxes(1, 2)
+    damped *= np.float32(0.5)
+    at = np.arange(blocks.shape[1])
+    diagonal = (damped[:, at, at] + added[:, None]).astype(np.float32)
+    damped[:, at, at] = np.where(diagonal > 0, diagonal, np.float32(1))
+    return damped
+
+
+def _cholesky(h: Tensor, diagonal: Tensor, mean: float, share: float) -> tuple[Tensor, Tensor]:
+    """Return L of the damped matrices, and the share of each.
+
+    Those without one get more damping.
+    """
     import torch
 
-    damping = torch.full((len(h),), DAMPING, dtype=h.dtype, device=h.device)
+    damping = torch.full((len(h),), share, dtype=h.dtype, device=h.device)
     added = torch.zeros_like(damping)
     while True:
         diagonal += ((damping - added) * mean)[:, None]
@@ -95,7 +115,7 @@ def _cholesky(h: Tensor, diagonal: Tensor, mean: float) -> Tensor:
         lower, failed = torch.linalg.cholesky_ex(h)
         bad = failed != 0
         if not bad.any():
-            return lower
+            return lower, added
         damping[bad] *= ESCALATION
         if float(damping.max()) > DAMPING_LIMIT:
             detail = f"is not positive definite, even with {float(added.max()):.2f}"
@@ -112,7 +132,7 @@ def round_columns(x: Float32s, steps: Float32s, factor: Factor) -> Bytes:
     """
     import torch
 
-    upper, places = factor
+    upper, places, _ = factor
     (k, n), (rows, columns), device = places.shape, x.shape, upper.device
     # Weights and steps, transposed and in the order of the factor.
     w = torch.zeros((k * n, rows), dtype=torch.float32, device=device)

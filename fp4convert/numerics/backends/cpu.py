@@ -25,6 +25,7 @@ from fp4convert.numerics.codec import (
     weigh,
 )
 from fp4convert.numerics.cpu_library import cpu_library, instruction_set
+from fp4convert.numerics.descent import panel_rows, room_nbytes
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8
 from fp4convert.numerics.low_rank import Pulls
@@ -333,6 +334,39 @@ class Cpu:
             sums,
         )
         return sums[:-1].reshape(-1, len(CELL_WIDTHS), 3), float(sums[-1])
+
+    def descend(self, x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
+        """Find codes and scales that cost less; equals descent.descend."""
+        rows, columns = x.shape
+        width, block = h.shape[1], q.format.block_size
+        if h.shape != (-(-columns // width), width, width) or width % block:
+            expected = f"blocks of n columns that cover {columns}, n a multiple of {block}"
+            raise ValueError(f"h of shape {h.shape}; expected {expected}")
+        if q.shape != x.shape or q.kind != "multiplier":
+            raise ValueError(f"codes of {q.shape} by a {q.kind}; expected {x.shape}, multiplier")
+        room = np.empty(room_nbytes(width) + 64, np.uint8)
+        room = room[-room.ctypes.data % 64 :]
+        packed, block_scales = _parts_of(q)
+        found_packed, found_scales = np.empty_like(packed), np.empty_like(block_scales)
+        stored = (np.array([q.global_scale], np.float32),) if q.format.has_global_scale else ()
+        self._call(
+            f"descend_{q.format.name}",
+            _checked(x, q.shape),
+            _checked(h.reshape(-1, width), (h.shape[0] * width, width)),
+            np.array([rows, columns, width, passes, panel_rows(width)], np.int64),
+            *stored,
+            packed,
+            block_scales,
+            found_packed,
+            found_scales,
+            room,
+        )
+        return replace(
+            q,
+            packed=found_packed.reshape(-1).data,
+            block_scales=found_scales.reshape(-1).data,
+            compared=None,
+        )
 
     def to_bf16(self, values: Float32s) -> memoryview:
         """Round values to bytes of bf16, half to even; NaN stays NaN."""
