@@ -234,7 +234,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             "Write kept fp32 matrices as this; vectors and routers stay as they are.",
             DTYPES[:-1],
             panel=TARGET,
-            synonyms=WORDS_OF_DTYPES,
+            synonyms={name: word for name, word in WORDS_OF_DTYPES.items() if word in DTYPES[:-1]},
         ),
     ] = None
     method: Annotated[

@@ -89,8 +89,9 @@ def factorize(blocks: Float32s, columns: int, device: str, share: float = DAMPIN
 
 
 def _damp(blocks: Float32s, added: NDArray[np.float64]) -> Float32s:
-    """Add to the diagonals; 1 where that leaves them 0.  A column that saw only zeros has what is
-    added, so that it decides no block scale.
+    """Add to the diagonals; 1 where that leaves them 0.
+
+    A column that saw only zeros has what is added, so that it decides no block scale.
     """
     damped = blocks + blocks.swapaxes(1, 2)
     damped *= np.float32(0.5)
