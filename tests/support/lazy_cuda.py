@@ -305,8 +305,8 @@ class RawModule:
             assert self.device == stream.device == self.machine.device()
             assert all(type(argument) is int for argument in arguments)
             assert 0 < grid[0] < 1 << 31
-            assert 0 < (*grid, 1)[1] < 1 << 16
+            assert all(0 < count < 1 << 16 for count in grid[1:])
             self.machine.launches.append((stream.device, name))
-            stream.start(lambda: launch(library, name, (*grid, 1)[:2], arguments, block[0]))
+            stream.start(lambda: launch(library, name, grid, arguments, block[0]))
 
         return start
