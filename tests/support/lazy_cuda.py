@@ -80,7 +80,7 @@ class Machine:
 
     def copy(self, to: int, source: int, nbytes: int, kind: int, ptr: int) -> None:
         """cudaMemcpyAsync; what comes from pageable memory is read at once."""
-        self.copied.append((("up", "down")[kind - 1], nbytes))
+        self.copied.append((("up", "down", "there")[kind - 1], nbytes))
         data = ctypes.string_at(source, nbytes) if kind == 1 else None
         self.stream(ptr).start(lambda: ctypes.memmove(to, data or source, nbytes))
 
@@ -130,6 +130,7 @@ class Machine:
                 memcpyAsync=self.copy,
                 memcpyHostToDevice=1,
                 memcpyDeviceToHost=2,
+                memcpyDeviceToDevice=3,
                 pointerGetAttributes=lambda address: SimpleNamespace(device=self.owner_of(address)),
             ),
         )
