@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         transcode,
     )
     from fp4convert.commands.evaluation import evaluate
+    from fp4convert.commands.products import multiply_tensor
     from fp4convert.commands.quality import compare, inspect, verify
     from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
     from fp4convert.errors import (
@@ -58,6 +59,7 @@ _HOMES = {  # module -> its public names
         "transcode",
     ),
     "commands.evaluation": ("evaluate",),
+    "commands.products": ("multiply_tensor",),
     "commands.quality": (
         "compare",
         "inspect",
@@ -108,6 +110,7 @@ __all__ = [
     "evaluate",
     "inspect",
     "merge",
+    "multiply_tensor",
     "preview_prune",
     "preview_quantize",
     "prune",

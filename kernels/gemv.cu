@@ -1,4 +1,4 @@
-/* Products of a packed matrix with vectors, on the GPU: y[v][row] = sum over columns of W[row][column] * x[v][column], in fp16.
+/* Products of packed matrices with vectors, on the GPU: y[v][row] = sum over columns of W[row][column] * x[v][column], in fp16.
  *
  *   gemv_W_X(packed, block_scales, stored_global, is_divisor, rows, columns, x, x_block_scales, x_global_scale, vectors, y)
  *
@@ -8,7 +8,8 @@
  *        nvfp4: x is packed (vectors, columns / 2), x_block_scales (vectors, columns / 16) E4M3, *x_global_scale a multiplier
  *   y    (vectors, rows) fp16, half to even; Inf from 65520 on
  *
- * Launch: 256 threads; grid.x = ceil(rows / 32), grid.y = ceil(vectors / 2).  Pointers are 16-byte aligned.
+ * Launch: 256 threads; grid.x = ceil(rows / 32), grid.y = ceil(vectors / 2), grid.z = matrices.  Pointers are 16-byte aligned.
+ * A batch: of matrix z, packed codes, block scales, stored global scale, x with its scales, and y follow those of z - 1 without gaps.
  * The product of W as codec.dequantize has it, up to float32 rounding: a block of 16 is added up in float32 (exactly where X is
  * nvfp4), multiplied by its step, and added in float32; off by at most (columns + 4) * 2^-24 of the sum of magnitudes, before fp16.
  * The order of additions is fixed: lanes take every 32nd tile of 32 columns, then meet in a tree.
@@ -28,11 +29,13 @@ DEVICE void widen16(const u32 *codes, u32 *pairs) {
 /* ------------------------------------------------------------------------------------------- block scales of a tile of W */
 
 struct NvFp4Weights {
+    enum { SCALES = TILE / 16 }; /* of a tile */
     static MEMBER u32 load(const u8 *block_scales, i64 tile) { return ((const u16 *)block_scales)[tile]; }
     static MEMBER float step(u32 stored, int block) { return e4m3_decode(stored >> 8 * block & 0xFFu); }
     static MEMBER float global(const float *stored_global, i64 is_divisor) { return is_divisor ? 1.0f / *stored_global : *stored_global; }
 };
 struct MxFp4Weights {
+    enum { SCALES = TILE / 32 };
     static MEMBER u32 load(const u8 *block_scales, i64 tile) { return block_scales[tile]; }
     static MEMBER float step(u32 stored, int) { return e8m0_decode(stored); }
     static MEMBER float global(const float *, i64) { return 1.0f; }
@@ -43,6 +46,7 @@ struct MxFp4Weights {
 struct Vectors { const void *x; const u8 *block_scales; const float *global_scale; };
 
 template <class T> struct HalfBlock {
+    enum { NBYTES = UNIT * 2 }; /* of x */
     Words4 words[2];
     MEMBER void load(Vectors from, i64 block) {
         words[0] = ((const Words4 *)from.x)[block * 2];
@@ -64,6 +68,7 @@ template <class T> struct HalfBlock {
 
 /* Products of two codes are multiples of 1/4 up to 36: eight of them add up exactly in fp16. */
 struct NvFp4Block {
+    enum { NBYTES = UNIT / 2 };
     Words2 codes;
     float block_scale;
     MEMBER void load(Vectors from, i64 block) {
@@ -140,10 +145,13 @@ template <class W, class X, int COUNT> DEVICE void gemv(Matrix m, float global_s
 #define ENTRY(W, Weights, X, Block)                                                                                               \
     KERNEL(2) gemv_##W##_##X(const u8 *packed, const u8 *block_scales, const float *stored_global, i64 is_divisor, i64 rows,     \
                              i64 columns, const void *x, const u8 *x_block_scales, const float *x_global_scale, i64 vectors, u16 *y) {       \
-        Matrix m = {packed, block_scales, rows, columns};                                                                        \
-        float global_scale = Weights::global(stored_global, is_divisor);                                                         \
-        if (vectors == 1) gemv<Weights, Block, 1>(m, global_scale, {x, x_block_scales, x_global_scale}, 0, 1, y);                             \
-        else gemv<Weights, Block, VECTORS>(m, global_scale, {x, x_block_scales, x_global_scale}, (i64)blockIdx.y * VECTORS, vectors, y);      \
+        i64 z = blockIdx.z, tiles = z * rows * (columns / TILE), blocks = z * vectors * (columns / UNIT);                        \
+        Matrix m = {packed + tiles * (TILE / 2), block_scales + tiles * Weights::SCALES, rows, columns};                         \
+        Vectors own = {(const u8 *)x + blocks * Block::NBYTES, x_block_scales + blocks, x_global_scale + z};                     \
+        float global_scale = Weights::global(stored_global + z, is_divisor);                                                     \
+        y += z * vectors * rows;                                                                                                 \
+        if (vectors == 1) gemv<Weights, Block, 1>(m, global_scale, own, 0, 1, y);                                                \
+        else gemv<Weights, Block, VECTORS>(m, global_scale, own, (i64)blockIdx.y * VECTORS, vectors, y);                         \
     }
 #define ENTRIES(W, Weights) ENTRY(W, Weights, bf16, HalfBlock<Bf16>) ENTRY(W, Weights, fp16, HalfBlock<Fp16>) ENTRY(W, Weights, nvfp4, NvFp4Block)
 ENTRIES(nvfp4, NvFp4Weights)

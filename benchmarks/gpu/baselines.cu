@@ -7,10 +7,9 @@
  *   gemv_coalesced        one warp a row, 32 bits a lane; grid = ceil(rows / 8)
  *   gemv_one_tile         the product's arithmetic, each tile asked for when it is needed; grid = ceil(rows / 32)
  *   gemv_three_tiles      the same, two tiles on their way while one is computed; grid = ceil(rows / 32)
- *   gemv_batch            the product's kernel for many matrices, each with a vector of its own; grid = (ceil(rows / 32), matrices)
  *
  * 256 threads a block.  Arguments, bytes and products are those of quantize_nvfp4_bf16, quantize_mxfp4_bf16, dequantize_nvfp4_bf16
- * and gemv_nvfp4_fp16, for one vector; of gemv_batch all but *stored_global is as often there as there are matrices.  `#include "gemv.cu"` must stand alone on its line: device.py puts the text there.
+ * and gemv_nvfp4_fp16, for one vector of one matrix.  `#include "gemv.cu"` must stand alone on its line: device.py puts the text there.
  */
 #include "gemv.cu"
 
@@ -154,11 +153,4 @@ GEMV(three_tiles) {
         add_tile(now, tile, x, sums);
     }
     write_rows(sums, row, rows, stored_global, is_divisor, y);
-}
-
-GEMV(batch) {
-    i64 matrix = blockIdx.y, first = matrix * rows * columns;
-    Matrix m = {packed + first / 2, block_scales + first / UNIT, rows, columns};
-    float global_scale = NvFp4Weights::global(stored_global, is_divisor);
-    gemv<NvFp4Weights, HalfBlock<Fp16>, 1>(m, global_scale, {x + matrix * columns, 0, 0}, 0, 1, y + matrix * rows);
 }

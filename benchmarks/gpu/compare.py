@@ -247,28 +247,32 @@ def compare_gemv(device: Device, fmt: Format, kind: str, vectors: int) -> None:
 
 
 def compare_batch(device: Device) -> None:
-    """Many matrices in one launch, each with its own vector."""
-    rows, columns = GEMV_SHAPE
-    shape = (MATRICES * rows, columns)
-    weights = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
-    q = codec.quantize(weights, NVFP4, "amax")
+    """Many matrices in one launch, each with its own vector and global scale."""
+    shape = (rows, columns) = GEMV_SHAPE
+    rng = np.random.default_rng(4)
+    batch = [
+        codec.quantize(size * rng.standard_normal(shape).astype(np.float32), NVFP4, "amax")
+        for size in range(1, MATRICES + 1)
+    ]
     (raw, *_), x = vectors_of("fp16", MATRICES, columns)
-    products, reaches = product_and_reach(q, x)
-    own = np.arange(MATRICES)  # of all vectors with all matrices, each with its own
-    expected, reach = (
-        part.reshape(MATRICES, MATRICES, rows)[own, own] for part in (products, reaches)
+    pairs = [product_and_reach(q, x[[z]]) for z, q in enumerate(batch)]
+    expected, reach = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    packed, block_scales = (
+        b"".join(getattr(q, part) for q in batch) for part in ("packed", "block_scales")
     )
-    parts = (q.packed, q.block_scales, np.float32(q.global_scale))
-    arguments = [device.upload(part) for part in parts]
+    stored = np.array([q.global_scale for q in batch], np.float32)
+    codes = (np.frombuffer(part, np.uint8) for part in (packed, block_scales))
+    arguments = [device.upload(part) for part in (*codes, stored)]
 
     def check(rung: Rung) -> None:
         y = device.poisoned(2 * MATRICES * rows)
         vector = (device.upload(raw), 0, 0, 1)
-        rung.launch((rows, MATRICES), *arguments, 0, rows, columns, *vector, y)
+        rung.launch((rows, 1, MATRICES), *arguments, 0, *shape, *vector, y)
         off = np.abs(y.get().view(np.float16).reshape(MATRICES, rows) - expected) / reach
         assert off.max() <= 1, f"{rung.name}: {off.max():.3g} times as far as float32 may be"
 
-    compare(device, Rung(device.kernels, "gemv_batch"), check, success="product right")
+    for rung in device.rungs("gemv_nvfp4_fp16"):
+        compare(device, rung, check, success="product right")
 
 
 def compare_decoders(device: Device, name: str) -> None:

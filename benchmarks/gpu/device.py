@@ -43,10 +43,9 @@ PER_BLOCK = {  # of baselines.cu: elements, or rows and vectors, to a block of t
     "gemv_coalesced": (8, 1),
     "gemv_one_tile": (32, 1),
     "gemv_three_tiles": (32, 1),
-    "gemv_batch": (32, 1),
 }
 BASELINES = tuple(PER_BLOCK)
-LADDER = tuple(name for name in BASELINES if name.startswith("gemv") and name != "gemv_batch")
+LADDER = tuple(name for name in BASELINES if name.startswith("gemv"))
 SUMMED_COLUMNS = 8192  # of the matrices that compare_* is measured on
 INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 HEADINGS = ["what", "ms", "GB/s", "% of copy", "bar", "output"]
@@ -60,13 +59,15 @@ def family(name: str) -> str:
     return name.partition("_")[0]
 
 
-def grid_of(name: str, first: int, second: int = 1, widened: float = 1) -> tuple[int, int]:
+def grid_of(
+    name: str, first: int, second: int = 1, matrices: int = 1, widened: float = 1
+) -> tuple[int, int, int]:
     """Count blocks of threads for elements, or rows and vectors or columns.
 
     widened  how many times as many elements a block takes
     """
     across, down = PER_BLOCK.get(name) or entry_of(name)[1:]
-    return -(-first // round(across * widened)), -(-second // down)
+    return -(-first // round(across * widened)), -(-second // down), matrices
 
 
 def one_text(source: Path) -> str:
@@ -106,7 +107,7 @@ class Kernels:
             return baselines_source(Path(tempfile.mkdtemp()))
         return kernels_folder() / entry_of(name).file
 
-    def shape(self, name: str, *counts: int) -> tuple[tuple[int, int], int]:
+    def shape(self, name: str, *counts: int) -> tuple[tuple[int, int, int], int]:
         """Grid and threads of a launch."""
         return grid_of(name, *counts), THREADS
 
@@ -127,7 +128,7 @@ class Rung:
     kernels: Kernels
     name: str
 
-    def launch(self, count: int | tuple[int, int], *arguments: Any) -> None:
+    def launch(self, count: int | tuple[int, ...], *arguments: Any) -> None:
         """Start it; arguments are integers, addresses or arrays of the device."""
         words = tuple(a if isinstance(a, int) else int(a.data.ptr) for a in arguments)
         counts = (count,) if isinstance(count, int) else count

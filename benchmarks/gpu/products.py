@@ -31,7 +31,7 @@ class Products:
             [device.filled(codes, n // 2) for _ in range(self._sets)] for _ in range(2)
         )
         self._block_scales = [device.filled(scales, n // 16) for _ in range(self._sets)]
-        self._stored = device.upload(np.float32(2.0**-20))
+        self._stored = device.upload(np.full(MATRICES, 2.0**-20, np.float32))
         self._vectors = {
             (kind, vectors): [device.upload(part) for part in vectors_of(kind, vectors, columns)[0]]
             for kind, vectors in (("fp16", 1), ("fp16", 2), ("fp16", 8), ("bf16", 1), ("nvfp4", 1))
@@ -50,12 +50,12 @@ class Products:
                 rungs = self._device.rungs(f"gemv_{fmt.name}_{kind}")[::-1]
                 for rung in lower + rungs if (fmt, kind, vectors) == (NVFP4, "fp16", 1) else rungs:
                     yield self._case(rung, fmt, kind, vectors)
-        rung = Rung(self._device.kernels, "gemv_batch")
         note = f", {MATRICES} matrices of {self._rows // MATRICES} rows, each with its vector"
         n = self._rows * self._columns
-        yield self._device.case(
-            rung, partial(self._multiply_batch, rung), n // 2 + n // 16, note=note
-        )
+        for rung in self._device.rungs("gemv_nvfp4_fp16")[::-1]:
+            yield self._device.case(
+                rung, partial(self._multiply_batch, rung), n // 2 + n // 16, note=note
+            )
 
     def _case(self, rung: Rung, fmt: Format, kind: str, vectors: int) -> Case:
         n = self._rows * self._columns
@@ -86,7 +86,7 @@ class Products:
         rows = self._rows // MATRICES
         matrix = (*self._matrix(run), rows, self._columns)
         x = self._vectors["fp16", MATRICES]
-        rung.launch((rows, MATRICES), *matrix, *x, 1, self._y)
+        rung.launch((rows, 1, MATRICES), *matrix, *x, 1, self._y)
 
     def _matrix(self, run: int) -> tuple[object, ...]:
         turn = run % self._sets

@@ -107,7 +107,7 @@ class Variant(Kernels):
     def source(self, name: str) -> Path:
         return self.path
 
-    def shape(self, name: str, *counts: int) -> tuple[tuple[int, int], int]:
+    def shape(self, name: str, *counts: int) -> tuple[tuple[int, int, int], int]:
         return grid_of(name, *counts, widened=self._widened), self._threads
 
     @property

@@ -107,10 +107,10 @@ def quantize_tensor(
             f"importance is given, and scale rule {rule} does not use it",
             "Leave it out.",
         )
-    if (device := _gpu_of(x)) is not None:
-        with _working_at(x, device) as work:
+    if (device := gpu_of(x)) is not None:
+        with working_at(x, device) as work:
             return _quantize_there(work, x, fmt, rule, (global_amax, moments))
-    weights = InMemory(_matrix_of(x, fmt))
+    weights = InMemory(matrix_of(x, fmt))
     _refuse_not_finite(weights)
     chosen = None
     if global_amax is not None:
@@ -142,20 +142,34 @@ def dequantize_tensor(q: Quantized | DeviceQuantized, dtype: str = "fp32") -> An
     """
     stored = dtype_named(dtype)
     if isinstance(q, Quantized):
-        _check_fields(q)
-        _check_lengths(q)
+        check_here(q)
         panels = [
             np.frombuffer(panel, FLOAT_DTYPES[stored])
             for panel in Cpu().dequantize_panels(q, stored)
         ]
         return np.concatenate(panels).reshape(q.shape)
-    device = _gpu_of(getattr(q, "packed", None))
+    device = check_there(q)
+    with working_at(q.packed, device) as work:
+        return work.dequantize(q, stored)
+
+
+def check_here(q: Quantized) -> None:
+    """Raise InputError unless its fields fit together, and its parts them."""
+    _check_fields(q)
+    _check_lengths(q)
+
+
+def check_there(q: DeviceQuantized) -> int:
+    """Return the number of the GPU that it lies on.
+
+    Raises  InputError for what is none, and for fields that do not fit together
+    """
+    device = gpu_of(getattr(q, "packed", None))
     if device is None:
         found = f"a {type(q).__module__}.{type(q).__qualname__} is given; expected a Quantized"
         raise InputError("tensor-type", found, "Give what quantize_tensor returned.")
     _check_fields(q)
-    with _working_at(q.packed, device) as work:
-        return work.dequantize(q, stored)
+    return device
 
 
 def _check_fields(q: Quantized | DeviceQuantized) -> None:
@@ -204,10 +218,10 @@ def _quantize_there(
 
     given  the amax of its group, and second moments
     """
-    found = work.look_at(_plain_tensor(x))
+    found = work.look_at(plain_tensor(x))
     shape = _check_shape(found.shape, fmt)
     if found.dtype not in FLOAT_DTYPES:
-        detail = f"weights are {found.dtype}; {EXPECTED}"
+        detail = f"x is {found.dtype}; {EXPECTED}"
         raise InputError("tensor-dtype", detail, "Cast them there.")
     amax = work.amax(found.dtype, math.prod(shape), found.address)
     if not math.isfinite(amax):  # then alone they are copied, to name the place
@@ -218,7 +232,7 @@ def _quantize_there(
     return work.quantize(found, fmt, rule, amax, given[1])
 
 
-def _gpu_of(x: object) -> int | None:
+def gpu_of(x: object) -> int | None:
     """Return the number of the GPU that an array lies on; None for others."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -232,7 +246,7 @@ def _gpu_of(x: object) -> int | None:
 
 
 @contextmanager
-def _working_at(x: object, device: int) -> Iterator[DeviceWork]:
+def working_at(x: object, device: int) -> Iterator[DeviceWork]:
     """Work on a GPU: on torch's stream for its tensors, else on CuPy's."""
     from fp4convert.numerics.backends.device_arrays import on_stream
 
@@ -303,7 +317,7 @@ def _moments(importance: object) -> Float32s:
         ) from None
 
 
-def _matrix_of(x: object, fmt: Format) -> Matrix:
+def matrix_of(x: object, fmt: Format) -> Matrix:
     """Return the values row by row; InputError for no matrix of weights.
 
     They are copied only where they do not lie so.
@@ -312,55 +326,53 @@ def _matrix_of(x: object, fmt: Format) -> Matrix:
     if torch is not None and isinstance(x, torch.Tensor):
         return _torch_matrix(x, fmt)
     if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
-        found = f"weights are a {type(x).__module__}.{type(x).__qualname__}"
+        found = f"x is a {type(x).__module__}.{type(x).__qualname__}"
         raise InputError("tensor-type", f"{found}; expected a NumPy array or a torch tensor")
     shape = _check_shape(x.shape, fmt)
     names = {kind: name for name, kind in FLOAT_DTYPES.items()}
     if x.dtype not in names:
         raise InputError(
             "tensor-dtype",
-            f"weights are {x.dtype}; {EXPECTED}",
+            f"x is {x.dtype}; {EXPECTED}",
             "Cast them: x.astype(numpy.float32).",
         )
     return Matrix(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, names[x.dtype], shape)
 
 
 def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
-    """Return the values of a torch tensor, row by row, as _matrix_of does."""
+    """Return the values of a torch tensor, row by row, as matrix_of does."""
     names = {f"torch.{kind.config_name}": name for name, kind in FLOAT_TYPES.items()}
-    plain = _plain_tensor(x)
+    plain = plain_tensor(x)
     shape = _check_shape(tuple(x.shape), fmt)
     if str(x.dtype) not in names:
-        raise InputError(
-            "tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.float()."
-        )
+        raise InputError("tensor-dtype", f"x is {x.dtype}; {EXPECTED}", "Cast them: x.float().")
     if x.device.type != "cpu":
-        raise InputError("tensor-device", f"weights are on {x.device}; expected cpu or cuda")
+        raise InputError("tensor-device", f"x is on {x.device}; expected cpu or cuda")
     try:
         flat: NDArray[np.uint8] = (
             plain.contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
         )
     except RuntimeError:  # of a subclass, such as a FakeTensor
-        found = f"weights are a {type(x).__module__}.{type(x).__qualname__}"
+        found = f"x is a {type(x).__module__}.{type(x).__qualname__}"
         detail = f"{found}, which holds no values in memory; expected a plain torch tensor"
         raise InputError("tensor-type", detail) from None
     return Matrix(flat.data, names[str(x.dtype)], shape)
 
 
-def _plain_tensor(x: Any) -> Any:
+def plain_tensor(x: Any) -> Any:
     """Return a torch tensor as it is stored, and any other array as it is."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return x
     if str(x.layout) != "torch.strided" or x.is_nested:
         layout = "nested" if x.is_nested else x.layout
-        raise InputError("tensor-layout", f"weights are {layout}; expected torch.strided")
+        raise InputError("tensor-layout", f"x is {layout}; expected torch.strided")
     return x.detach().resolve_neg()
 
 
 def _check_shape(shape: tuple[int, ...], fmt: Format) -> tuple[int, int]:
     """Return the shape; InputError unless it is a matrix of whole blocks."""
-    found, size = f"weights have the shape {tuple(shape)}", fmt.block_size
+    found, size = f"x has the shape {tuple(shape)}", fmt.block_size
     if len(shape) != 2 or 0 in shape:
         detail = f"{found}; expected a matrix, (rows, columns), that holds something"
         raise InputError("tensor-shape", detail, "Of a stack give one matrix at a time.")

@@ -88,18 +88,31 @@ def weights(rows: int, columns: int, fmt: Format, kind: Kind) -> Quantized:
 
 
 def gemv(library: ctypes.CDLL, q: Quantized, x: Vectors) -> Float16s:
-    """(vectors, rows) fp16; every buffer guarded, and NaN where a kernel must not look."""
+    """(vectors, rows) fp16 of one matrix."""
+    return multiply(library, [q], [x])[0]
+
+
+def multiply(library: ctypes.CDLL, batch: list[Quantized], xs: list[Vectors]) -> Float16s:
+    """(matrices, vectors, rows) fp16, in one launch; every buffer guarded, and NaN where a kernel
+    must not look.
+    """
+    q, x = batch[0], xs[0]
     (rows, columns), vectors = q.shape, len(x.data)
-    stored = np.array([np.nan if q.global_scale is None else q.global_scale], np.float32)
-    x_global = np.array([np.nan if x.word in HALVES else x.global_scale], np.float32)
-    matrix = [aligned(part) for part in (q.packed, q.block_scales, stored)]
-    given = [aligned(np.ascontiguousarray(part)) for part in (x.data, x.scales, x_global)]
-    y = guarded(2 * vectors * rows)
-    w, xs = ([buffer.ctypes.data for buffer in part] for part in (matrix, given))
-    arguments = (*w, int(q.kind == "divisor"), rows, columns, *xs, vectors, y.ctypes.data)
-    launch(library, f"gemv_{q.format.name}_{x.word}", (-(-rows // 32), -(-vectors // 2)), arguments)
-    assert all(is_intact(buffer) for buffer in (*matrix, *given, y)), "written beside a buffer"
-    return y.view(np.float16).reshape(vectors, rows)
+    stored = [np.nan if q.global_scale is None else q.global_scale for q in batch]
+    x_global = [np.nan if x.word in HALVES else x.global_scale for x in xs]
+    matrix = [
+        b"".join(part) for part in zip(*((q.packed, q.block_scales) for q in batch), strict=True)
+    ]
+    given = [np.concatenate(part) for part in zip(*((x.data, x.scales) for x in xs), strict=True)]
+    parts = (*matrix, np.float32(stored), *map(np.ascontiguousarray, given), np.float32(x_global))
+    buffers = [aligned(part) for part in parts]
+    y = guarded(2 * len(batch) * vectors * rows)
+    w, own = ([buffer.ctypes.data for buffer in part] for part in (buffers[:3], buffers[3:]))
+    arguments = (*w, int(q.kind == "divisor"), rows, columns, *own, vectors, y.ctypes.data)
+    grid = (-(-rows // 32), -(-vectors // 2), len(batch))
+    launch(library, f"gemv_{q.format.name}_{x.word}", grid, arguments)
+    assert all(is_intact(buffer) for buffer in (*buffers, y)), "written beside a buffer"
+    return y.view(np.float16).reshape(len(batch), vectors, rows)
 
 
 def assert_close(found: Float16s, q: Quantized, x: Vectors) -> None:
@@ -138,6 +151,27 @@ def test_every_shape(library: ctypes.CDLL, fmt: Format, word: str, kind: Kind) -
             q = weights(rows, columns, fmt, kind)
             for count in VECTORS:
                 assert_close(gemv(library, q, x[:count]), q, x[:count])
+
+
+@pytest.mark.parametrize("vectors", [1, 3])
+@EVERY_X
+@EVERY_W
+@pytest.mark.parametrize("kind", ["multiplier", "divisor"])
+def test_a_batch_of_matrices_each_with_vectors_of_its_own(
+    library: ctypes.CDLL, fmt: Format, word: str, kind: Kind, vectors: int
+) -> None:
+    """No two matrices, global scales, vectors and scales of them are alike."""
+    whole = weights(3 * 33, 320, fmt, kind)
+    batch = [whole.rows(33 * z, 33 * (z + 1)) for z in range(3)]
+    if fmt is NVFP4:
+        batch = [replace(q, global_scale=whole.global_scale * 2.0**z) for z, q in enumerate(batch)]
+    own = vectors_of(generator(33).normal(0, 1, (3 * vectors, 320)), word)
+    xs = [
+        replace(own[z * vectors : (z + 1) * vectors], global_scale=own.global_scale * 2.0**-z)
+        for z in range(3)
+    ]
+    for found, q, x in zip(multiply(library, batch, xs), batch, xs, strict=True):
+        assert_close(found, q, x)
 
 
 @EVERY_X

@@ -14,7 +14,10 @@ TOLD = {  # in the head of a file, a kernel, and what it says of its grid
     "decode_fp8": ("decode.cu", r"decode grid = ceil\(rows \* columns / 8192\)"),
     "compare_nvfp4_bf16": ("compare.cu", r"compare grid = ceil\(rows / 8\)"),
     "count_codes": ("compare.cu", r"count_codes grid = ceil\(nbytes / 65536\)"),
-    "gemv_mxfp4_fp16": ("gemv.cu", r"grid.x = ceil\(rows / 32\), grid.y = ceil\(vectors / 2\)"),
+    "gemv_mxfp4_fp16": (
+        "gemv.cu",
+        r"grid.x = ceil\(rows / 32\), grid.y = ceil\(vectors / 2\), grid.z = matrices",
+    ),
     "transpose_2": ("decode.cu", r"ceil\(rows / T\), ceil\(count / T\)\), T = 256 / N"),
 }
 
@@ -22,13 +25,14 @@ TOLD = {  # in the head of a file, a kernel, and what it says of its grid
 @pytest.mark.parametrize(
     ("name", "counts", "grid"),
     [
-        ("amax_bf16", (8193,), (2, 1)),
-        ("decode_fp8", (8192,), (1, 1)),
-        ("compare_nvfp4_bf16", (17,), (3, 1)),
-        ("count_codes", (2 * 65536 + 2,), (2, 1)),
-        ("gemv_mxfp4_fp16", (65, 3), (3, 2)),
-        ("transpose_2", (129, 128), (2, 1)),
-        ("transpose_4", (64, 65), (1, 2)),
+        ("amax_bf16", (8193,), (2, 1, 1)),
+        ("decode_fp8", (8192,), (1, 1, 1)),
+        ("compare_nvfp4_bf16", (17,), (3, 1, 1)),
+        ("count_codes", (2 * 65536 + 2,), (2, 1, 1)),
+        ("gemv_mxfp4_fp16", (65, 3), (3, 2, 1)),
+        ("gemv_mxfp4_fp16", (65, 3, 4), (3, 2, 4)),
+        ("transpose_2", (129, 128), (2, 1, 1)),
+        ("transpose_4", (64, 65), (1, 2, 1)),
     ],
 )
 def test_grids_are_those_of_the_heads(name, counts, grid):

@@ -27,6 +27,7 @@ from adversarial import (
 from checkpoints import bf16, run, write_checkpoint
 from scale_grids import same, some_scales
 
+from fp4convert import DeviceQuantized, multiply_tensor
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.backends.cuda import Cuda
@@ -257,29 +258,41 @@ def test_dequantize(gpu, dtype, fmt, kind):
         assert gpu.dequantize(q, dtype) == Cpu().dequantize(q, dtype)
 
 
+def there(values: Values) -> object:
+    """The array on the GPU."""
+    import cupy
+
+    host, made = np.ascontiguousarray(values), cupy.empty(values.shape, values.dtype)
+    runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream()
+    runtime.memcpyAsync(
+        made.data.ptr, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, stream.ptr
+    )
+    stream.synchronize()
+    return made
+
+
+def quantized_there(q: Quantized) -> DeviceQuantized:
+    parts = (there(np.frombuffer(part, np.uint8)) for part in (q.packed, q.block_scales))
+    return DeviceQuantized(q.format, q.shape, *parts, q.global_scale, q.kind)
+
+
 @pytest.mark.parametrize("kind", ["BF16", "F16", "nvfp4"])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_products_with_vectors(gpu, fmt, kind):
+    """Of three matrices in one launch."""
     for rows, columns, vectors in PRODUCTS:
-        weights = generator(1, rows).standard_normal((rows, columns), np.float32)
-        wide = generator(2, rows).standard_normal((vectors, columns), np.float32)
-        q = codec.quantize(weights, fmt, fmt.default_rule)
-        x = (
-            codec.quantize(wide, NVFP4, "amax")
-            if kind == "nvfp4"
-            else matrix(wide.astype(FLOAT_DTYPES[kind]), kind)
-        )
-        seen = (
-            codec.dequantize(x)
-            if isinstance(x, Quantized)
-            else wide.astype(FLOAT_DTYPES[kind]).astype(np.float32)
-        )
-        dense = codec.dequantize(q).astype(np.float64)
-        exact, size = (
-            seen.astype(np.float64) @ dense.T,
-            np.abs(seen).astype(np.float64) @ np.abs(dense).T,
-        )
-        found = np.frombuffer(gpu.gemv(q, x), np.float16).reshape(vectors, rows)
+        weights = generator(1, rows).standard_normal((3, rows, columns), np.float32)
+        wide = generator(2, rows).standard_normal((3, vectors, columns), np.float32)
+        batch = [codec.quantize(each, fmt, fmt.default_rule) for each in weights]
+        if kind == "nvfp4":
+            own = [codec.quantize(each, NVFP4, "amax") for each in wide]
+            seen, x = np.stack([codec.dequantize(q) for q in own]), [*map(quantized_there, own)]
+        else:
+            narrow = wide.astype(FLOAT_DTYPES[kind])
+            seen, x = narrow.astype(np.float32), there(narrow)
+        dense = np.stack([codec.dequantize(q) for q in batch]).swapaxes(1, 2).astype(np.float64)
+        exact, size = seen.astype(np.float64) @ dense, np.abs(seen).astype(np.float64) @ abs(dense)
+        found = multiply_tensor([*map(quantized_there, batch)], x).get()
         assert (
             np.abs(found - exact) <= np.abs(exact) * 2.0**-11 + size * columns * 2.0**-24 + 2.0**-25
         ).all()
@@ -298,8 +311,7 @@ def test_every_code_pair_in_a_product(gpu):
         memoryview(bytes([0x38]) * 256),
         1.0,
     )
-    eye = np.eye(64, dtype=np.float16)
-    found = np.frombuffer(gpu.gemv(q, matrix(eye, "F16")), np.float16).reshape(64, 64)
+    found = multiply_tensor(quantized_there(q), there(np.eye(64, dtype=np.float16))).get()
     assert (codec.dequantize(q) == found.T).all()
 
 

@@ -80,7 +80,7 @@ class Machine:
 
     def copy(self, to: int, source: int, nbytes: int, kind: int, ptr: int) -> None:
         """cudaMemcpyAsync; what comes from pageable memory is read at once."""
-        self.copied.append((("up", "down")[kind - 1], nbytes))
+        self.copied.append((("up", "down", "there")[kind - 1], nbytes))
         data = ctypes.string_at(source, nbytes) if kind == 1 else None
         self.stream(ptr).start(lambda: ctypes.memmove(to, data or source, nbytes))
 
@@ -130,6 +130,7 @@ class Machine:
                 memcpyAsync=self.copy,
                 memcpyHostToDevice=1,
                 memcpyDeviceToHost=2,
+                memcpyDeviceToDevice=3,
                 pointerGetAttributes=lambda address: SimpleNamespace(device=self.owner_of(address)),
             ),
         )
@@ -305,8 +306,8 @@ class RawModule:
             assert self.device == stream.device == self.machine.device()
             assert all(type(argument) is int for argument in arguments)
             assert 0 < grid[0] < 1 << 31
-            assert 0 < (*grid, 1)[1] < 1 << 16
+            assert all(0 < count < 1 << 16 for count in grid[1:])
             self.machine.launches.append((stream.device, name))
-            stream.start(lambda: launch(library, name, (*grid, 1)[:2], arguments, block[0]))
+            stream.start(lambda: launch(library, name, grid, arguments, block[0]))
 
         return start

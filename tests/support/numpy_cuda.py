@@ -136,7 +136,7 @@ class Gpu:
         ) -> None:
             assert all(type(argument) is int for argument in arguments)
             self.launched.add(name)
-            launch(library, name, (*grid, 1)[:2], arguments, block[0], self.last)
+            launch(library, name, tuple(grid), arguments, block[0], self.last)
 
         return start
 

@@ -35,6 +35,7 @@ SPECIAL = {
     "%tid.x": "threadIdx.x",
     "%ctaid.x": "blockIdx.x",
     "%ctaid.y": "blockIdx.y",
+    "%ctaid.z": "blockIdx.z",
 }
 
 

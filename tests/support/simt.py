@@ -84,19 +84,20 @@ def compile_for_host(source: Path, folder: Path, has_cvt: bool = False) -> ctype
 def launch(
     library: ctypes.CDLL,
     name: str,
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     arguments: Iterable[int],
     threads: int = 256,
     last: int | None = None,
 ) -> None:
     """Run one kernel to its end; `arguments` are addresses and integers, 64 bits each.
 
+    grid  of one to three numbers
     last  so many columns of the grid are run, the last ones; None: all
     """
     words = (ctypes.c_int64 * 11)(*arguments)
     kernel = ctypes.cast(library[name], ctypes.c_void_p)
     first = 0 if last is None else max(0, grid[0] - last)
-    numbers = (ctypes.c_int64(number) for number in (first, *grid, threads))
+    numbers = (ctypes.c_int64(number) for number in (first, *(*grid, 1, 1)[:3], threads))
     library.simt_launch(kernel, *numbers, words)
 
 

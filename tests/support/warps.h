@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
-struct Dim { unsigned x, y; };
+struct Dim { unsigned x, y, z; };
 static Dim blockIdx, threadIdx;
 
 namespace simt {
@@ -85,12 +85,13 @@ static void create_lanes() {
 
 /* Runs a kernel, of whose grid columns 0 .. first_x - 1 are left out; its arguments are 64-bit words, of which it takes as many as it
  * has. Not for two threads at once. */
-extern "C" __attribute__((visibility("default"))) void simt_launch(simt::Kernel kernel, long first_x, long grid_x, long grid_y, long threads,
-                                                                   const long *arguments) {
+extern "C" __attribute__((visibility("default"))) void simt_launch(simt::Kernel kernel, long first_x, long grid_x, long grid_y, long grid_z,
+                                                                   long threads, const long *arguments) {
     simt::create_lanes();
     simt::kernel = kernel;
     std::memcpy(simt::arguments, arguments, sizeof simt::arguments);
-    for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
-        for (blockIdx.x = first_x; blockIdx.x < grid_x; blockIdx.x++)
-            for (unsigned warp = 0; warp < threads / simt::LANES; warp++) simt::run_warp(warp);
+    for (blockIdx.z = 0; blockIdx.z < grid_z; blockIdx.z++)
+        for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
+            for (blockIdx.x = first_x; blockIdx.x < grid_x; blockIdx.x++)
+                for (unsigned warp = 0; warp < threads / simt::LANES; warp++) simt::run_warp(warp);
 }

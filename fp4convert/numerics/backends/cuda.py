@@ -9,26 +9,20 @@ import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-
-from fp4convert.errors import InputError
 from fp4convert.numerics.backends.base import OWN, Given
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
 from fp4convert.numerics.backends.cuda_stream import (
-    GPU_PANEL_ELEMENTS,
     LANES,
     Lane,
     held_nbytes,
 )
-from fp4convert.numerics.backends.entry_points import ENTRIES
 from fp4convert.numerics.backends.gpus import Gpu
 from fp4convert.numerics.codec import Float32s, global_scale_of
-from fp4convert.numerics.formats import NVFP4, Format
-from fp4convert.numerics.matrices import Blocks, InMemory, Matrix, Quantized, Weights, row_panels
+from fp4convert.numerics.formats import Format
+from fp4convert.numerics.matrices import Blocks, InMemory, Matrix, Quantized, Weights
 from fp4convert.process import processors
 
 LEAST_LANES = 4  # so that a GPU has work while callers wait for a disk
-MAX_VECTORS = 65535 * ENTRIES["gemv"].down  # a grid has no more rows
 
 
 class Cuda:
@@ -103,44 +97,6 @@ class Cuda:
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
         """Read the values as bytes of `dtype`; NumericError beyond its range."""
         return memoryview(b"".join(bytes(panel) for panel in self.dequantize_panels(q, dtype)))
-
-    def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
-        """Multiply a packed matrix with vectors: fp16, (vectors, rows).
-
-        Added up in float32; Inf beyond the range of fp16. No command launches it, and the check of
-        a GPU before its first work leaves it out.
-        q  columns % 64 == 0
-        x  (vectors, columns): bf16, fp16, or NVFP4 with a multiplier and block scales of its own
-        Raises InputError for anything else, DeviceError
-        """
-        if q.shape[1] % 64 or x.shape[1] != q.shape[1]:
-            detail = (
-                f"a matrix of {q.shape[1]} columns and vectors of {x.shape[1]}; expected equal"
-                " numbers, divisible by 64"
-            )
-            raise InputError("gemv-shape", detail)
-        if (
-            (x.format is not NVFP4 or x.kind != "multiplier")
-            if isinstance(x, Quantized)
-            else x.dtype not in ("BF16", "F16")
-        ):
-            raise InputError(
-                "gemv-vectors",
-                "vectors of another kind; expected bf16, fp16, or NVFP4 with a multiplier",
-            )
-        if x.shape[0] > MAX_VECTORS:
-            raise InputError(
-                "gemv-vectors",
-                f"{x.shape[0]} vectors; expected at most {MAX_VECTORS} at once",
-                "Call it for fewer at a time.",
-            )
-        y = np.empty((x.shape[0], q.shape[0]), np.float16)
-        with self._take() as lane:
-            for first, last in row_panels(q.shape, GPU_PANEL_ELEMENTS):
-                y[:, first:last] = np.frombuffer(
-                    lane.gemv(q.rows(first, last), x), np.float16
-                ).reshape(x.shape[0], -1)
-        return y.view(np.uint8).data
 
     @contextmanager
     def _take(self) -> Iterator[Lane]:

@@ -41,7 +41,7 @@ class Kernels:
         """Start a kernel, on the GPU that must be current.
 
         call    its arguments are addresses and integers, which CuPy passes as 64 bits each
-        counts  of elements, or of rows and vectors or columns: `grid_of`
+        counts  of elements, or of rows and vectors or columns, and of matrices: `grid_of`
         """
         name, arguments = call
         # Generators of two GPUs that take turns in a thread would leave the other's current.

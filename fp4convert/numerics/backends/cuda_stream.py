@@ -33,12 +33,10 @@ from fp4convert.numerics.backends.entry_points import (
     Call,
     Codes,
     Values,
-    Vectors,
     amax_call,
     compare_call,
     count_call,
     dequantize_call,
-    gemv_call,
     quantize_call,
 )
 from fp4convert.numerics.codec import (
@@ -53,7 +51,6 @@ from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format
 from fp4convert.numerics.matrices import (
     Blocks,
     Compared,
-    Matrix,
     Quantized,
     StoredRows,
     Weights,
@@ -257,31 +254,6 @@ class Lane:
         return _one_behind(
             start(q.rows(first, last)) for first, last in row_panels(q.shape, GPU_PANEL_ELEMENTS)
         )
-
-    def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
-        """Multiply: fp16 (vectors, rows), valid until the lane is used again."""
-        vectors, rows = x.shape[0], q.shape[0]
-        result = next(self._results)
-        result.hold(2 * vectors * rows)
-        kind = x.format.name if isinstance(x, Quantized) else FLOAT_TYPES[x.dtype].word
-        vector_parts = (
-            _matrix_parts(x)
-            if isinstance(x, Quantized)
-            else [x.data, memoryview(b""), memoryview(b"")]
-        )
-        with self._parts([*_matrix_parts(q), *vector_parts]) as (
-            packed,
-            block_scales,
-            stored_global,
-            *vector_places,
-        ):
-            codes = Codes(q.format, packed, block_scales, stored_global, q.kind)
-            own = Vectors(kind, tuple(vector_places), vectors)
-            call = gemv_call(codes, q.shape, own, result.device.ptr)
-            self._kernels.launch(call, self._work, rows, vectors)
-        result.download(2 * vectors * rows, self._down, after=self._work)
-        result.copied.synchronize()
-        return result.host[: 2 * vectors * rows]
 
     def _start(self, n: int, call: Call) -> None:
         """Start a kernel on n elements, or rows."""

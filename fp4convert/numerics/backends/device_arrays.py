@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,8 +23,10 @@ from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
 from fp4convert.numerics.backends.entry_points import (
     Codes,
     Values,
+    Vectors,
     amax_call,
     dequantize_call,
+    gemv_call,
     quantize_call,
 )
 from fp4convert.numerics.backends.self_check import usable_gpus
@@ -231,12 +233,7 @@ class DeviceWork:
         Raises   InputError where sizes do not fit; NumericError as check_range
         """
         n, float_type, fmt = math.prod(q.shape), FLOAT_TYPES[dtype], q.format
-        parts = [self.look_at(part) for part in (q.packed, q.block_scales)]
-        for part, nbytes in zip(parts, (n // 2, n // fmt.block_size), strict=True):
-            if part.element_nbytes != 1 or part.nbytes != nbytes or q.shape[1] % fmt.block_size:
-                found = f"{part.shape} of {part.element_nbytes} bytes each"
-                detail = f"parts of a matrix {q.shape} have the shape {found}"
-                raise InputError("bad-quantized", f"{detail}; expected {nbytes} bytes")
+        parts = self._parts_of(q)
         values = self._cupy.empty(q.shape, "u2" if dtype == "BF16" else f"f{float_type.nbytes}")
         stored = self._upload(np.array([q.global_scale or 0], np.float32))
         packed_at, scales_at = (part.address for part in parts)
@@ -251,6 +248,62 @@ class DeviceWork:
                 Quantized(fmt, q.shape, packed, block_scales, q.global_scale, q.kind), dtype
             )
         return values
+
+    def multiply(
+        self,
+        batch: Sequence[DeviceQuantized],
+        x: DeviceArray | Sequence[DeviceQuantized],
+        counts: tuple[int, ...],
+    ) -> Any:
+        """Multiply matrices, alike in all but codes and scales, with vectors.
+
+        x        BF16 or F16, or as many as matrices in NVFP4, whose kind is multiplier
+        counts   of the vectors of each matrix; before it, if y is to have it, of the matrices
+        Returns  (*counts, rows) float16
+        """
+        q, (packed, block_scales, stored) = batch[0], self._in_a_row(batch)
+        own = [x] if isinstance(x, DeviceArray) else self._in_a_row(x)
+        kind = FLOAT_TYPES[x.dtype].word if isinstance(x, DeviceArray) else x[0].format.name
+        places = tuple(part.address for part in own) + (0,) * (3 - len(own))
+        y = self._cupy.empty((*counts, q.shape[0]), np.float16)
+        codes_at = packed.address, block_scales.address
+        codes = Codes(q.format, *codes_at, stored.address, q.kind)
+        call = gemv_call(codes, q.shape, Vectors(kind, places, counts[-1]), y.data.ptr)
+        self._kernels.launch(call, self._stream, q.shape[0], counts[-1], len(batch))
+        return y
+
+    def _in_a_row(self, batch: Sequence[DeviceQuantized]) -> list[DeviceArray]:
+        """Return codes, block scales and global scales, one behind another."""
+        columns = zip(*(self._parts_of(q) for q in batch), strict=True)
+        scales = self._upload(np.array([q.global_scale or 0 for q in batch], np.float32))
+        number = self._kernels.gpu.number
+        stored = DeviceArray(scales.ptr, "F32", 4, (len(batch),), number, scales)
+        return [*map(self._join, columns), stored]
+
+    def _join(self, parts: Sequence[DeviceArray]) -> DeviceArray:
+        """Copy arrays of one size into one, unless they lie so already."""
+        first, nbytes = parts[0], parts[0].nbytes
+        if all(part.address == first.address + z * nbytes for z, part in enumerate(parts)):
+            return first
+        place, direction = (
+            self._cupy.cuda.alloc(nbytes * len(parts)),
+            self._runtime.memcpyDeviceToDevice,
+        )
+        for z, part in enumerate(parts):
+            to = place.ptr + z * nbytes
+            self._runtime.memcpyAsync(to, part.address, nbytes, direction, self._stream.ptr)
+        return first._replace(address=place.ptr, shape=(len(parts), *first.shape), owner=place)
+
+    def _parts_of(self, q: DeviceQuantized) -> list[DeviceArray]:
+        """Find codes and block scales; InputError where sizes do not fit."""
+        n, size = math.prod(q.shape), q.format.block_size
+        parts = [self.look_at(part) for part in (q.packed, q.block_scales)]
+        for part, nbytes in zip(parts, (n // 2, n // size), strict=True):
+            if part.element_nbytes != 1 or part.nbytes != nbytes or q.shape[1] % size:
+                found = f"{part.shape} of {part.element_nbytes} bytes each"
+                detail = f"parts of a matrix {q.shape} have the shape {found}"
+                raise InputError("bad-quantized", f"{detail}; expected {nbytes} bytes")
+        return parts
 
     def copy_to_host(self, address: int, nbytes: int) -> memoryview:
         """Wait for bytes: an amax, or what is wrong and named in an error."""

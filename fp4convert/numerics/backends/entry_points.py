@@ -44,10 +44,10 @@ def entry_of(name: str) -> Entry:
     return ENTRIES.get(name) or ENTRIES[name.partition("_")[0]]
 
 
-def grid_of(name: str, first: int, second: int = 1) -> tuple[int, int]:
+def grid_of(name: str, first: int, second: int = 1, matrices: int = 1) -> tuple[int, int, int]:
     """Count blocks of threads for elements, or rows and vectors or columns."""
     entry = entry_of(name)
-    return -(-first // entry.across), -(-second // entry.down)
+    return -(-first // entry.across), -(-second // entry.down), matrices
 
 
 class Values(NamedTuple):
@@ -133,9 +133,10 @@ def count_call(packed: Any, nbytes: int, counts: Any) -> Call:
 
 
 def gemv_call(q: Codes, shape: tuple[int, int], x: Vectors, y: Any) -> Call:
-    """Write fp16 products with vectors; launched for rows and vectors.
+    """Write fp16 products with vectors.
 
-    shape  of the matrix, rows and columns
+    Launched for rows, vectors and matrices, which follow each other without gaps.
+    shape  of a matrix, rows and columns
     """
     matrix = (q.packed, q.block_scales, q.global_scale, int(q.kind == "divisor"), *shape)
     return f"gemv_{q.format.name}_{x.kind}", (*matrix, *x.parts, x.n, y)
