@@ -59,11 +59,14 @@ T = TypeVar("T")
 class Patience:
     """How long the network is waited for.
 
-    tries  without a byte of progress
+    tries         without progress
+    least_nbytes  that are progress: as many come in `least_seconds`, or a connection is given up
     """
 
     timeout_seconds: float = 20.0
     tries: int = 6
+    least_nbytes: int = 16 << 10
+    least_seconds: float = 60.0
     first_seconds: float = 0.5
     longest_seconds: float = 60.0
 
