@@ -12,6 +12,7 @@ import io
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -31,7 +32,7 @@ from fp4convert.storage.checkpoint_files import (
     sort_pipeline,
 )
 from fp4convert.storage.hub.api import Patience
-from fp4convert.storage.hub.fetchers import Fetchers
+from fp4convert.storage.hub.fetchers import do_aside
 from fp4convert.storage.hub.hashes import corrupt, hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
 from fp4convert.storage.hub.listing import list_files
@@ -71,7 +72,7 @@ class HubSource:
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
         check_token(headers)
         # In a thread: an interrupt does not wait for name servers.
-        listing = Fetchers(1).submit(list_files, reference, access, patience)
+        listing = do_aside(partial(list_files, reference, access, patience))
         self._commit, self._files, self._cached = listing.result()
         self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
         if access.transport == "xet":

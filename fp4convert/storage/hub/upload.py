@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, WEIGHTS
-from fp4convert.storage.hub.api import AGAIN, Asker, Patience
+from fp4convert.storage.hub.api import AGAIN, POLL_SECONDS, Asker, Patience
 from fp4convert.storage.hub.hashes import hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
 
@@ -30,7 +30,6 @@ BRANCH = "main"
 # Of an earlier artifact in another dialect: it would contradict ours.
 ENGINE_RECORD = "hf_quant_config.json"
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
-POLL_SECONDS = 0.2
 Progress = Callable[[str, int], None]
 
 
@@ -103,10 +102,11 @@ class Pusher:
         self._asker = Asker(repo, token, self._patience, tell)
         self._parent: Head | None = None
         self._was_ours = False
-        self._queue: queue.SimpleQueue[tuple[Ware, Future[None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Ware, Future[None], bool] | None] = queue.SimpleQueue()
         self._started: dict[str, Future[None]] = {}
         self._worker: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._failure: OutputError | None = None  # why nothing more is tried before the end
         # Name -> sha256, huggingface_hub's operation.
         self._uploaded: dict[str, tuple[str, Any]] = {}
 
@@ -176,7 +176,7 @@ class Pusher:
 
         path  stays as it is until then
         """
-        self._start(Ware(name, path, sha256)).add_done_callback(self._tell_failure)
+        self._start(Ware(name, path, sha256), is_early=True).add_done_callback(self._tell_failure)
 
     def commit(
         self,
@@ -230,25 +230,31 @@ class Pusher:
         if self._worker is not None:
             self._worker.join(timeout=0.5)
 
-    def _start(self, ware: Ware) -> Future[None]:
+    def _start(self, ware: Ware, is_early: bool = False) -> Future[None]:
         """Hand a file to the one thread that uploads.
 
         The others stay free for signals and for work.
+
+        is_early  there is another time for it: it is not tried once the Hub was given up
         """
         with self._starting:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="push", daemon=True)
                 self._worker.start()
         future = self._started[ware.name] = Future()
-        self._queue.put((ware, future))
+        self._queue.put((ware, future, is_early))
         return future
 
     def _work(self) -> None:
-        for ware, future in iter(self._queue.get, None):
+        for ware, future, is_early in iter(self._queue.get, None):
             try:
+                if self._failure is not None and is_early:
+                    raise self._failure
                 self._upload(ware)
                 future.set_result(None)
             except Exception as error:  # a bug of ours, too, comes to light in `commit`
+                if isinstance(error, OutputError) and error.code == "hub-unreachable":
+                    self._failure = error
                 future.set_exception(error)
 
     def _tell_failure(self, future: Future[None]) -> None:
@@ -277,6 +283,7 @@ class Pusher:
         self._asker.ask(
             f"{ware.name} cannot be uploaded",
             lambda: api.preupload_lfs_files(self.repo, [operation], **options),
+            ware.nbytes,
         )
         self._uploaded[ware.name] = ware.sha256, operation
 

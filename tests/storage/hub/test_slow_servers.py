@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from checkpoints import run
 
 from fp4convert.errors import SourceError
 from fp4convert.storage.hub.api import Patience
@@ -112,3 +113,30 @@ def test_a_line_that_is_slow_but_goes_on_is_waited_for():
         # What was asked for is there, whatever the header says of the rest.
         RangeReader({}, patience, print).read_into(file, 96000, memoryview(buffer))
     assert buffer == b"x" * 4000
+
+
+def test_a_list_of_files_that_drips_is_given_up(monkeypatch):
+    def drip_list(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=_drip_list, args=(connection,), daemon=True).start()
+
+    patience = Patience(0.1, 2, first_seconds=0.01)
+    monkeypatch.setattr("fp4convert.storage.hub.source.Patience", lambda: patience)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip_list, args=(listener,), daemon=True).start()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        began = time.monotonic()
+        outcome = run("inspect", "org/m", "--json")
+    assert time.monotonic() - began < SOON
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-unreachable")
+    assert "cannot be listed by 127.0.0.1" in outcome.json["error"]["message"]
+
+
+def _drip_list(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n{")
+        slowly(connection, b" " * 99999)
