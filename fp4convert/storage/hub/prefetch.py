@@ -259,8 +259,11 @@ class Pieces:
     def forget(self, file: str) -> None:
         """Drop every piece of a file, whatever it was."""
         self.end_hash(file)
+        self._forget(lambda piece: piece.file == file)
+
+    def _forget(self, is_meant: Callable[[Piece], bool]) -> None:
         with self._lock:
-            for piece in [piece for piece in self._known if piece.file == file]:
+            for piece in [piece for piece in self._known if is_meant(piece)]:
                 del self._known[piece]
                 self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
@@ -268,11 +271,13 @@ class Pieces:
     def end_hash(self, file: str) -> None:
         """Forget what the pieces of a file were.
 
-        Its hash is known, or another is begun.
+        Its hash is known, or another is begun.  What came by two requests before is fetched again:
+        they may have agreed on what the file never held.
         """
         with self._lock:
             for piece in [piece for piece in self._hashed if piece.file == file]:
                 del self._hashed[piece]
+        self._forget(lambda piece: piece.file == file and not piece.is_hashed)
 
     def close(self) -> None:
         """End: whoever waits or asks gets the error."""

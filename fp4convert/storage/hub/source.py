@@ -69,6 +69,7 @@ class HubSource:
         patience = patience or Patience()
         self.name = name_of(reference)
         self._repo = reference
+        self._tell = access.tell
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
         check_token(headers)
         # In a thread: an interrupt does not wait for name servers.
@@ -227,7 +228,16 @@ class HubSource:
             download = shell_line("hf", "download", self._repo, shards[0], "--local-dir", "FOLDER")
             raise InputError("gguf", detail, f"Download it: {download}")
         headers = tuple(read_each(self, self._header, shards))
-        homes = find_homes(headers)
+        try:
+            homes = find_homes(headers)
+            unindexed = check_index(homes, weight_map, index) if weight_map and index else ()
+        except InputError as error:
+            named = {
+                ref.file for each in headers for ref in each.tensors if ref.name == error.tensor
+            }
+            for name in sorted(named | {(weight_map or {}).get(str(error.tensor), shards[0])}):
+                self._prove(name)
+            raise
         sidecars, left_out = sort_others(self._files, shards)
         config: dict[str, object] = {}
         if CONFIG in self._files:
@@ -239,11 +249,37 @@ class HubSource:
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
-            unindexed=check_index(homes, weight_map, index) if weight_map and index else (),
+            unindexed=unindexed,
             stamps={name: self._files[name].oid for name in (*shards, *sidecars)},
         )
 
     def _header(self, name: str) -> Header:
+        """Read the header of a shard, as the commit has it where it is none."""
+        try:
+            return self._read_header(name)
+        except InputError:
+            if not self._prove(name):
+                raise
+            return self._read_header(name)
+
+    def _prove(self, name: str) -> bool:
+        """Hash a shard whose header makes no sense; True where the cache had another.
+
+        Two requests that agree prove nothing: a mirror may have another file of that size.
+
+        Raises  SourceError where it is not what the commit names
+        """
+        if name in self._cached:
+            self._check_cached(name)
+            self._pieces.forget(name)
+            return name not in self._cached
+        self._tell(f"{name}: its header makes no sense; hashing the file, whether it came damaged")
+        with self.open_file(name) as stream:
+            while stream.read(PIECE_NBYTES):
+                pass
+        return False
+
+    def _read_header(self, name: str) -> Header:
         nbytes, oid = self._files[name].nbytes, self._files[name].oid
         if nbytes <= min(WHOLE_NBYTES, PIECE_NBYTES) and name not in self._cached:
             head = self._pieces.fetch_whole(name, nbytes, oid).result()
