@@ -30,7 +30,7 @@ from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNFINISHED
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import TensorRef
-from fp4convert.storage.source import Access, Source, subfolder_of
+from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
 # Engines stumble over it; what the weights are is not in doubt.
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})
@@ -295,8 +295,7 @@ def _read_json(source: Source, file: str) -> dict[str, object]:
     """Read a JSON object; an empty one where there is no such file."""
     if not source.has_file(file):
         return {}
-    with source.open_file(file) as stream:
-        return parse_json_object(stream.read(), file)
+    return parse_json_object(read_whole(source, file), file)
 
 
 def _read_identity(

@@ -397,7 +397,7 @@ def _check_places(job: Job, output: Path) -> int:
 def refuse_inside(source: Source, output: Path) -> None:
     """Raise InputError for an output folder in the source's own."""
     if source.holds(output):
-        is_inside = source.holds(output.resolve().parent)
+        is_inside = source.holds(Path(os.path.realpath(output)).parent)
         where = "lies inside the source" if is_inside else "is the source's own folder"
         detail = f"{output} {where}; expected a folder outside it"
         detail += ", so that the source is not changed"
