@@ -28,6 +28,7 @@ from fp4convert.execution.finish import (
     ended_meanwhile,
     find_disputes,
     find_harmed,
+    record_nbytes,
     write_ending,
 )
 from fp4convert.execution.folder import OutputFolder, TaskWriter, open_output
@@ -96,6 +97,14 @@ class Job:
     def output_nbytes(self) -> int:
         """Count all bytes to be written, but for the last record and the parts."""
         return nbytes_written(self.tasks, self.texts)
+
+    @property
+    def result_nbytes(self) -> int:
+        """Count all bytes of the result but for its report, the last record too."""
+        if self.record is None:
+            return self.output_nbytes
+        copied = [file for task in self.tasks for file in task.files]
+        return self.output_nbytes + record_nbytes(self.record, [*copied, *self.texts])
 
     def manifest(self) -> Manifest:
         """Describe the job for the output folder, to know it again and to end it."""
