@@ -350,6 +350,8 @@ class _Run:
                 next_step = "Run the same command again; or read the source from somewhere else."
                 raise SourceError(CORRUPT, f"{detail}, for {shards}", next_step)
             self._disputed |= disputes.keys()
+            if disputes:
+                self._source.distrust()
             harmed = [task for tasks in disputes.values() for task in tasks]
         for task in harmed:
             self._tries[task.key] = self._tries.get(task.key, 0) + 1

@@ -139,6 +139,9 @@ class LocalSource:
                 "source-changed", detail, "Run the command again once nothing writes to it."
             )
 
+    def distrust(self) -> None:
+        """Do nothing: what is mapped is what the disk gives."""
+
     @contextmanager
     def stream(self, file: str) -> Iterator[None]:
         try:

@@ -126,6 +126,9 @@ class Source(Protocol):
         Written, replaced or removed since its header was read.
         """
 
+    def distrust(self) -> None:
+        """Read again what no hash has covered yet, when it is asked for next."""
+
     def holds(self, path: Path) -> bool:
         """Tell whether a path is the source's folder or inside it.
 

@@ -261,6 +261,10 @@ class Pieces:
         self.end_hash(file)
         self._forget(lambda piece: piece.file == file)
 
+    def forget_unproven(self) -> None:
+        """Drop what only two requests say, which may have agreed on what the file never held."""
+        self._forget(lambda piece: not piece.is_hashed)
+
     def _forget(self, is_meant: Callable[[Piece], bool]) -> None:
         with self._lock:
             for piece in [piece for piece in self._known if is_meant(piece)]:
@@ -271,13 +275,11 @@ class Pieces:
     def end_hash(self, file: str) -> None:
         """Forget what the pieces of a file were.
 
-        Its hash is known, or another is begun.  What came by two requests before is fetched again:
-        they may have agreed on what the file never held.
+        Its hash is known, or another is begun.
         """
         with self._lock:
             for piece in [piece for piece in self._hashed if piece.file == file]:
                 del self._hashed[piece]
-        self._forget(lambda piece: piece.file == file and not piece.is_hashed)
 
     def close(self) -> None:
         """End: whoever waits or asks gets the error."""

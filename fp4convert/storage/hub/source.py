@@ -171,6 +171,9 @@ class HubSource:
     def check_unchanged(self, shard: str) -> None:
         """Do nothing: every reply was compared with the commit."""
 
+    def distrust(self) -> None:
+        self._pieces.forget_unproven()
+
     def holds(self, path: Path) -> bool:
         return False
 
