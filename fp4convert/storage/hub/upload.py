@@ -217,6 +217,10 @@ class Pusher:
             head = self._asker.ask("the commit cannot be made", lambda: self._commit_once(wares))
         finally:
             self.stop()
+        if unsaid := [ware.name for ware in wares if head.files.get(ware.name, (0, ""))[0] < 0]:
+            found = f"{self.repo} at commit {head.commit}: the Hub does not say what it holds of"
+            detail = f"{found} {len(unsaid)} files, the first {unsaid[0]!r}; expected hashes"
+            raise OutputError("push-unproven", detail)
         if lost := [ware.name for ware in wares if not head.holds(ware)]:
             found = f"{self.repo} at commit {head.commit} lacks {len(lost)} files of this artifact"
             detail = f"{found}, the first {lost[0]!r}; expected all of them"
@@ -358,12 +362,20 @@ class Pusher:
             "it cannot be listed",
             lambda: api.model_info(self.repo, revision=revision, files_metadata=True),
         )
+        listed: dict[str, Any] = {item.rfilename: item for item in info.siblings or []}
+        # Some mirrors list names alone, and tell the rest where they are asked for paths.
+        if bare := [name for name, item in listed.items() if not item.lfs and item.size is None]:
+            found = self._asker.ask(
+                "it cannot be listed",
+                lambda: api.get_paths_info(self.repo, bare, revision=info.sha),
+            )
+            listed |= {item.path: item for item in found}
         files = {}
-        for item in info.siblings or []:
+        for name, item in listed.items():
             nbytes, oid = (
                 (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, item.blob_id)
             )
-            files[item.rfilename] = (-1 if nbytes is None else nbytes, str(oid))
+            files[name] = (-1 if nbytes is None else nbytes, str(oid))
         return Head(str(info.sha or ""), files, bool(info.private))
 
     @property
