@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _find_limit(error: BaseException | None) -> OutputError | None:
-    """Return our error where the system gave this process no more of something."""
+    """Return our error where the system refused memory, files or threads."""
     while error is not None:
         words, limit = "", ""
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == ENOMEM:

@@ -94,7 +94,7 @@ class _TooLongError(Exception):
 
 
 def _count_ways(parsed: Iterable[tuple[Any, Any]], is_inside: bool = False) -> tuple[float, float]:
-    """Count the ways in which an expression may fit, of which Python tries all.
+    """Count in how many ways an expression may fit; Python tries all.
 
     Returns  the loops, each of which may end at every letter of a name, and log2 of the choices;
              infinity where a loop or a choice stands in a loop: they double with every letter
@@ -131,7 +131,7 @@ class _Walk:
         self.steps = 0
 
     def follow(self, parsed: Iterable[tuple[Any, Any]], places: Places) -> Places:
-        """Return where a sequence of parts ends that begins at any of these places."""
+        """Return where a sequence of parts ends that begins at these places."""
         for operation, value in parsed:
             if not places:
                 break

@@ -271,7 +271,10 @@ class _Opened:
 
 @cache
 def most_open() -> int:
-    """Count the shards that may be mapped, and opened, at once: an eighth of all files each."""
+    """Count the shards that may be mapped at once, and opened at once.
+
+    Each an eighth of the files that this process may have open.
+    """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(2, min(MOST_OPEN, files // 8)) if files > 0 else MOST_OPEN
 

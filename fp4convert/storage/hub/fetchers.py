@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def do_aside(work: Callable[[], T]) -> Future[T]:
-    """Return the future of what the work returns, in a thread that ends with it."""
+    """Do the work in a thread that ends with it; return its future."""
     future: Future[T] = Future()
 
     def run() -> None:

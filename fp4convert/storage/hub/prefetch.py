@@ -262,7 +262,10 @@ class Pieces:
         self._forget(lambda piece: piece.file == file)
 
     def forget_unproven(self) -> None:
-        """Drop what only two requests say, which may have agreed on what the file never held."""
+        """Drop what only two requests say.
+
+        They may have agreed on what the file never held.
+        """
         self._forget(lambda piece: not piece.is_hashed)
 
     def _forget(self, is_meant: Callable[[Piece], bool]) -> None:

@@ -266,11 +266,12 @@ class HubSource:
             return self._read_header(name)
 
     def _prove(self, name: str) -> bool:
-        """Hash a shard whose header makes no sense; True where the cache had another.
+        """Hash a shard whose header makes no sense.
 
         Two requests that agree prove nothing: a mirror may have another file of that size.
 
-        Raises  SourceError where it is not what the commit names
+        Returns  True where the cache had another, and the Hub's is to be read
+        Raises   SourceError where it is not what the commit names
         """
         if name in self._cached:
             self._check_cached(name)

@@ -86,7 +86,7 @@ class Watch:
                 transfer.seen_nbytes, transfer.since = transfer.nbytes, now
 
     def pools(self) -> dict[str, type[HTTPConnectionPool]]:
-        """Return urllib3's pools, but that no head of a reply is waited for longer."""
+        """Return urllib3's pools, which give up heads of replies that drip."""
         watch = self
 
         class Watched:
