@@ -93,8 +93,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
         monkeypatch.setenv(name, value)
     # Shards of a few KB stand for large ones here; test_small_shards.py has those that are small.
     monkeypatch.setattr("fp4convert.storage.hub.source.WHOLE_NBYTES", 0)
+    hasty = Patience(1.0, first_seconds=0.01, least_nbytes=100)
     for asking in ("fp4convert.storage.hub.source", "fp4convert.storage.hub.upload"):
-        monkeypatch.setattr(f"{asking}.Patience", lambda: Patience(1.0, first_seconds=0.01))
+        monkeypatch.setattr(f"{asking}.Patience", lambda: hasty)
     yield fake
     fake.close()
     assert {seen.token for seen in fake.seen if seen.where == "storage"} <= {None}

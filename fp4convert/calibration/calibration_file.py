@@ -42,7 +42,7 @@ from typing import cast
 from fp4convert.calibration.statistics import AGAIN, Calibration, parse_note
 from fp4convert.errors import InputError
 from fp4convert.storage.disk import hash_file
-from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.json_text import parse_json_object, read_text_file
 from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, read_header
 
 FORMAT, VERSION = "fp4convert-calibration", "2"
@@ -60,7 +60,10 @@ def open_calibration(path: Path | str) -> Calibration:
         with path.open("rb") as stream:
             head = stream.read(8)
         is_index = head.startswith(b"{") and b"\0" not in head
-        text = path.read_bytes() if is_index else b""
+        text = read_text_file(path).encode() if is_index else b""
+    except UnicodeDecodeError as error:
+        detail = f"{path}: not UTF-8 at byte {error.start}; expected one JSON object"
+        raise InputError("header-utf8", detail, ANEW) from None
     except OSError as error:
         detail = f"{path}: {error.strerror}; expected a file that fp4convert calibrate made"
         next_step = "Make it: fp4convert calibrate SOURCE -o FILE."

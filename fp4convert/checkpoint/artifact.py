@@ -23,14 +23,14 @@ from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
 from fp4convert.checkpoint.modules import form_finder, read_modules
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
 from fp4convert.checkpoint.whole_model import refuse_adapter
-from fp4convert.errors import Finding, InputError, shell_line
+from fp4convert.errors import Finding, InputError, Level, shell_line
 from fp4convert.numerics.formats import Format
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNFINISHED
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import TensorRef
-from fp4convert.storage.source import Access, Source, subfolder_of
+from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
 # Engines stumble over it; what the weights are is not in doubt.
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})
@@ -49,6 +49,7 @@ UNSAID_ENDINGS = (
     ".k_zero_point",
     ".v_zero_point",
 )
+CODED = frozenset({"U8", "I8", "U32", "I32"})  # dtypes of codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +284,11 @@ def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -
         findings = [Finding("error", "unfinished", None, detail)]
     elif not modules and not any(finding.level == "error" for finding in findings):
         detail = f"no tensor is named as {dialect} names {describe_groups(groups)}"
-        findings.append(Finding("warning", "nothing-quantized", None, detail))
+        coded = [name for name, ref in tensors.items() if ref.dtype in CODED and len(ref.shape) > 1]
+        if coded:
+            detail += f", and {len(coded)} hold codes, the first {coded[0]!r}: of another dialect"
+        level: Level = "error" if coded else "warning"
+        findings.append(Finding(level, "nothing-quantized", None, detail))
     if not is_unfinished:
         findings += _judge_records(clues, record, dialect, found)
     return Artifact(
@@ -295,8 +300,7 @@ def _read_json(source: Source, file: str) -> dict[str, object]:
     """Read a JSON object; an empty one where there is no such file."""
     if not source.has_file(file):
         return {}
-    with source.open_file(file) as stream:
-        return parse_json_object(stream.read(), file)
+    return parse_json_object(read_whole(source, file), file)
 
 
 def _read_identity(

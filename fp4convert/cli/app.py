@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
-from errno import ENOSPC
+from errno import EMFILE, ENFILE, ENOMEM, ENOSPC
 from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -112,12 +112,31 @@ def main() -> None:
             if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
                 detail = f"standard output cannot be written: {error.strerror}"
                 failure = OutputError("cannot-print", detail)
+            elif limit := _find_limit(error):
+                failure = limit
             elif not hasattr(error, "format_message"):
                 _print_bug(error)
                 raise
             else:
                 failure = _bad_usage(error, arguments, " ".join(["fp4convert", *called[:1]]))
         _end(failure)
+
+
+def _find_limit(error: BaseException | None) -> OutputError | None:
+    """Return our error where the system refused memory, files or threads."""
+    while error is not None:
+        words, limit = "", ""
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == ENOMEM:
+            words, limit = "no more memory", "memory: ulimit -v, or the limit of its container"
+        elif getattr(error, "errno", None) in (EMFILE, ENFILE):
+            words, limit = "no more open files", "open files: ulimit -n"
+        elif isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            words, limit = "no more threads", "threads or memory: ulimit -u, ulimit -v"
+        if words:
+            detail = f"the system gives this process {words}; expected enough for this work"
+            return OutputError("machine-limit", detail, f"Allow more {limit}.")
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _print_bug(error: Exception) -> None:

@@ -66,11 +66,14 @@ class Sized(NamedTuple):
 def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, object]:
     """Make the document of `quantize --dry-run --json`.
 
-    source_bytes, output_bytes  of tensors and of shards; the result of the run counts whole files
+    source_bytes, output_bytes  of tensors and of shards
+    result_bytes                of all files, as the result of the run says in `output_bytes`; only
+                                quantization_report.json, some 500 bytes a module, comes on top
     bits_per_weight             of the quantized modules
     added_bytes                 by packed weights that stay and are written as bf16
     peak_memory_bytes           what workers hold beside mapped pages
-    peak_disk_bytes             of everything that is written, but for our own record
+    peak_disk_bytes             of all files but our own record; the folder .fp4convert, some 1 kB a
+                                module, comes on top
     Raises DeviceError for a device that is not there.
     """
     choice = choose_device(settings.device, plan.target, rounded_by(plan))
@@ -82,6 +85,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     held_nbytes = rounding.held_nbytes(settings.workers, widest[-1] if widest else 0)
     read_nbytes = min(source.held_nbytes, source.checkpoint.nbytes)
     workers = settings.workers or rounding.threads
+    job = artifact_job(source, plan)
     return {
         "format": plan.target.format,
         "dialect": plan.target.dialect,
@@ -91,10 +95,11 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         **method_settings(plan.target),
         "source_bytes": sum(step.source_bytes for step in sized),
         "output_bytes": plan.output_bytes,
+        "result_bytes": job.result_nbytes,
         "bits_per_weight": bits_per_weight_of((step, nbytes) for step, _, nbytes in sized),
         "added_bytes": _added_nbytes(sized),
         "peak_memory_bytes": BASE_NBYTES + held_nbytes + read_nbytes,
-        "peak_disk_bytes": artifact_job(source, plan).output_nbytes,
+        "peak_disk_bytes": job.output_nbytes,
         "seconds_estimated": estimate_seconds(source, plan, backend, workers)
         | {"device_reason": choice.reason or None},
         **describe_steps(sized),

@@ -29,7 +29,6 @@ from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import plan_with, understand
 from fp4convert.conversion.sensitivity import Bench, Candidate, Losses, measure
 from fp4convert.errors import InputError
-from fp4convert.execution.finish import nbytes_of
 from fp4convert.execution.job import refuse_inside
 from fp4convert.execution.plan_file import read_manifest
 from fp4convert.execution.rounding import Rounding
@@ -379,7 +378,7 @@ class _Fitting:
         """Count the bytes of all files, exactly."""
         rules = self._rules(chosen)
         plan = plan_with(self.source, self.recipe, self.linears, self.scalars, rules)
-        return nbytes_of(artifact_job(self.source, plan).manifest())
+        return artifact_job(self.source, plan).result_nbytes
 
 
 def _error(word: str, modules: Sequence[str], losses: Losses) -> float:

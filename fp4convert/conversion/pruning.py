@@ -176,6 +176,7 @@ def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> di
         "kept": pruning.kept,
         "source_bytes": sum(shard.nbytes for shard in source.checkpoint.shards),
         "output_bytes": plan.output_bytes,
+        "result_bytes": pruning_job(source, pruning).result_nbytes,
         "bits_per_weight": None,
         "added_bytes": 0,
         "peak_memory_bytes": BASE_NBYTES + min(source.held_nbytes, source.checkpoint.nbytes),

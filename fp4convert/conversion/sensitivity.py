@@ -50,6 +50,7 @@ from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
 from fp4convert.numerics.matrices import Weights, row_panels
 from fp4convert.progress import Phases
 from fp4convert.storage.disk import write_errors_at
+from fp4convert.storage.json_text import read_text_file
 from fp4convert.storage.source import Source, stopping
 
 FOLDER = "measured"
@@ -202,7 +203,7 @@ def _read(bench: Bench, key: str, own: Sequence[Candidate]) -> Losses | None:
         return None
     path = bench.output / STATE / FOLDER / f"{key}.json"
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
+        entry = json.loads(read_text_file(path))
         return {
             one.linear.module: {name: float(entry[one.linear.module][name]) for name in one.formats}
             for one in own

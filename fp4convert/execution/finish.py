@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.execution.folder import OutputFolder, entered
 from fp4convert.execution.plan_file import (
     ENDED,
-    Manifest,
     TaskFiles,
     digest_of,
     read_ended,
@@ -153,12 +153,10 @@ def _record_text(record: dict[str, object], files: dict[str, str]) -> str:
     return as_text({**record, "files": listed})
 
 
-def nbytes_of(manifest: Manifest) -> int:
-    """Count exactly what all files of the result will take, the record too."""
-    if manifest.record is None:
-        return manifest.nbytes
-    text = _record_text(manifest.record, dict.fromkeys(manifest.files, "0" * SHA256_DIGITS))
-    return manifest.nbytes + len(text.encode("utf-8", "surrogatepass"))
+def record_nbytes(record: dict[str, object], files: Iterable[str]) -> int:
+    """Count exactly what our own record of those files will take."""
+    text = _record_text(record, dict.fromkeys(files, "0" * SHA256_DIGITS))
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:

@@ -28,6 +28,7 @@ from fp4convert.execution.finish import (
     ended_meanwhile,
     find_disputes,
     find_harmed,
+    record_nbytes,
     write_ending,
 )
 from fp4convert.execution.folder import OutputFolder, TaskWriter, open_output
@@ -96,6 +97,14 @@ class Job:
     def output_nbytes(self) -> int:
         """Count all bytes to be written, but for the last record and the parts."""
         return nbytes_written(self.tasks, self.texts)
+
+    @property
+    def result_nbytes(self) -> int:
+        """Count all bytes of the result but for its report, the last record too."""
+        if self.record is None:
+            return self.output_nbytes
+        copied = [file for task in self.tasks for file in task.files]
+        return self.output_nbytes + record_nbytes(self.record, [*copied, *self.texts])
 
     def manifest(self) -> Manifest:
         """Describe the job for the output folder, to know it again and to end it."""
@@ -341,6 +350,8 @@ class _Run:
                 next_step = "Run the same command again; or read the source from somewhere else."
                 raise SourceError(CORRUPT, f"{detail}, for {shards}", next_step)
             self._disputed |= disputes.keys()
+            if disputes:
+                self._source.distrust()
             harmed = [task for tasks in disputes.values() for task in tasks]
         for task in harmed:
             self._tries[task.key] = self._tries.get(task.key, 0) + 1
@@ -397,7 +408,7 @@ def _check_places(job: Job, output: Path) -> int:
 def refuse_inside(source: Source, output: Path) -> None:
     """Raise InputError for an output folder in the source's own."""
     if source.holds(output):
-        is_inside = source.holds(output.resolve().parent)
+        is_inside = source.holds(Path(os.path.realpath(output)).parent)
         where = "lies inside the source" if is_inside else "is the source's own folder"
         detail = f"{output} {where}; expected a folder outside it"
         detail += ", so that the source is not changed"

@@ -15,6 +15,7 @@ from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE, REPORT, UNDIGESTED, WEIGHTS
 from fp4convert.storage.disk import Mark
+from fp4convert.storage.json_text import read_text_file
 
 STATE, PLAN = PLAN_FILE.split("/")
 ENDED = "ended.json"
@@ -187,8 +188,8 @@ def read_manifest(root: Path) -> Manifest | None:
         refuse_foreign(root)
         return None
     try:
-        return Manifest.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Manifest.from_json(read_text_file(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         detail = f"{path} is damaged; expected the plan that began {root}"
         next_step = "Remove the folder yourself, or choose another: -o FOLDER."
         raise OutputError("other-plan", detail, next_step) from None
@@ -201,9 +202,9 @@ def read_ended(root: Path) -> tuple[Mark | None, dict[str, str]]:
              in it then
     """
     try:
-        with (root / STATE / ENDED).open(encoding="utf-8") as stream:
+        with (root / STATE / ENDED).open("rb") as stream:
             mark = Mark.of(os.fstat(stream.fileno()))
-            return mark, dict(json.loads(stream.read())["files"])
+        return mark, dict(json.loads(read_text_file(root / STATE / ENDED))["files"])
     except (ValueError, KeyError, TypeError, RecursionError, OSError):
         return None, {}
 

@@ -69,6 +69,10 @@ class Framed:
     def check_unchanged(self, shard: str) -> None:
         self._owner(shard).check_unchanged(shard)
 
+    def distrust(self) -> None:
+        self._donor.distrust()
+        self._artifact.distrust()
+
     def holds(self, path: Path) -> bool:
         return self._donor.holds(path) or self._artifact.holds(path)
 

@@ -26,6 +26,7 @@ from fp4convert.numerics.formats import NVFP4, Format, Kind, global_range
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.method_needs import FOLDING
 from fp4convert.recipes.recipe import ScaleGroup, Target
+from fp4convert.storage.json_text import read_text_file
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source, read_each
 
@@ -129,9 +130,8 @@ def scales_for_component(reference: str, name: str, count: int) -> str:
 def _json_numbers(path: str) -> dict[str, float]:
     """Read {module: multiplier}, each rounded to float32."""
     try:
-        with open(path, encoding="utf-8") as stream:
-            entries = json.load(stream)
-    except (OSError, ValueError) as error:
+        entries = json.loads(read_text_file(Path(path)))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError("bad-global-scale", f"{OPTION} {path}: {error}", MEASURE) from None
     if not isinstance(entries, dict):
         detail = f"{OPTION} {path}: expected an object of module names and numbers"

@@ -22,6 +22,7 @@ from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
 from fp4convert.progress import Phases
+from fp4convert.quality.config_sizes import find_odd_sizes
 from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.missing_parts import find_missing
@@ -39,6 +40,7 @@ ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96
 SPREAD = 8  # modules apart are those whose layout is judged one after the other
 HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
+CLASS_WORDS = ("Linear", "Expert", "MoE", "Moe", "MLP", "Conv", "Embedding", "Attention", "Layer")
 # Last names of modules that are linear layers in every model.
 LINEARS = HEADS | {
     *("o_proj", "out_proj", "down_proj", "q_proj", "k_proj", "v_proj", "fc1", "fc2"),
@@ -193,6 +195,12 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
         kept = (name.rpartition(".")[0] for name in artifact.tensors if name not in stored)
         modules = {*artifact.packed, *kept}
         yield from find_missing(modules, artifact.source.checkpoint.config, recipe)
+        shapes = {
+            name.removesuffix(WEIGHT): ref.shape
+            for name, ref in artifact.tensors.items()
+            if name.endswith(WEIGHT) and name not in stored and ref.dtype in FLOAT_TYPES
+        } | {module: packed.shape for module, packed in artifact.packed.items()}
+        yield from find_odd_sizes(shapes, artifact.source.checkpoint.config)
     # Scales beside four-bit modules that nothing declares.
     with_global = [form for form in artifact.forms if form.format.has_global_scale]
     has_inputs = all(form.has_input_scale for form in with_global)
@@ -248,8 +256,8 @@ def _check_targets(artifact: Artifact) -> Iterator[Finding]:
     if record.get("quant_method") != METHODS["compressed-tensors"]:
         return
     targets = _targets(artifact.clues) if schemes_of(record) else []
-    if any(target[:1].isupper() and "." not in target for target in targets):
-        return  # a class, such as Linear
+    if any(_is_class(target) for target in targets):
+        return
     spelled = [*targets, *(from_layers(each) for each in targets if not each.startswith("re:"))]
 
     def is_covered(module: str) -> bool:
@@ -264,6 +272,12 @@ def _check_targets(artifact: Artifact) -> Iterator[Finding]:
         detail += f" have no target in config_groups, which has {targets or 'none'}; engines make"
         detail += " ordinary layers of them, without their weights"
         yield Finding("error", "quantized-not-targeted", bare[0], detail)
+
+
+def _is_class(target: str) -> bool:
+    """Tell whether a target may be the class of linear layers, or of what holds them."""
+    is_word = target[:1].isupper() and "." not in target
+    return is_word and any(word in target for word in CLASS_WORDS)
 
 
 def _target_of(module: str, targets: Sequence[str]) -> str | None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import fnmatch
 import glob
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 
 from fp4convert.errors import InputError, shell_line
+from fp4convert.recipes.expressions import Expression
 
 SHAPES = 1 << 12  # of names that are remembered
 MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
@@ -33,14 +33,13 @@ _PLAIN = re.compile(
     """,
     re.VERBOSE,
 )
-_ENDLESS = re.compile(r"\([^()]*[*+][^()]*\)[*+]")  # its time can double with every letter
 _RANGE = re.compile(r"\{([^{}:]*):([^{}:]*)\}")
 _TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
 
 
 def matches(pattern: str, module: str) -> bool:
     """Tell whether a glob fits a name, or a "re:" expression its beginning."""
-    return compiled(pattern).match(module) is not None
+    return bool(compiled(pattern).match(module))
 
 
 def exclude_option(*modules: str) -> str:
@@ -154,24 +153,11 @@ def _texts_of(pattern: str) -> tuple[str, ...]:
 
 
 @cache
-def compiled(pattern: str) -> re.Pattern[str]:
+def compiled(pattern: str) -> re.Pattern[str] | Expression:
     """Compile a pattern; raise InputError where it is none."""
     if not pattern.startswith("re:"):
         return re.compile(fnmatch.translate(pattern))
-    if _ENDLESS.search(pattern):
-        detail = (
-            f"{pattern!r} repeats what is repeated inside, which can take forever; "
-            "expected a simpler expression"
-        )
-        raise InputError("bad-pattern", detail)
-    try:
-        # FutureWarning: of what may once mean something else
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):
-            return re.compile(pattern.removeprefix("re:"))
-    except re.error as error:
-        raise InputError(
-            "bad-pattern", f"{pattern!r} is not a regular expression: {error}"
-        ) from None
+    return Expression(pattern.removeprefix("re:"))
 
 
 def expand_all(patterns: Iterable[str], config: Mapping[str, object]) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from fp4convert.recipes.rules import (
     Patterns,
     StackRule,
 )
+from fp4convert.storage.json_text import read_text_file
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -371,7 +372,7 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
         path = folder / name
         try:
             is_there = path.suffix == ".toml" or os.path.isfile(path)
-            text = path.read_text(encoding="utf-8") if is_there else None
+            text = read_text_file(path) if is_there else None
         except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
             raise InputError(
                 "recipe-file",

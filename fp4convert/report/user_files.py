@@ -101,7 +101,7 @@ def _beside(path: Path) -> Path:
 
     A link is not replaced, but what it leads to.
     """
-    target = path.resolve()
+    target = Path(os.path.realpath(path))
     return target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
 
@@ -115,6 +115,6 @@ def write_paper(path: Path, text: str, kind: Paper) -> None:
     with write_errors_at(path):
         try:
             temp.write_text(text, encoding="utf-8")
-            os.replace(temp, path.resolve())
+            os.replace(temp, os.path.realpath(path))
         finally:
             temp.unlink(missing_ok=True)

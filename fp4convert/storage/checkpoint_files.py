@@ -138,9 +138,8 @@ def check_index(homes: dict[str, str], weight_map: dict[str, str], index: str) -
         return ()
     for tensor, file in weight_map.items():
         if homes.get(tensor) != file:
-            raise InputError(
-                "index", f"{index}: {tensor!r} is not in {file}, where the index says it is"
-            )
+            detail = f"{index}: {tensor!r} is not in {file}, where the index says it is"
+            raise InputError("index", detail, tensor=tensor)
     return tuple(tensor for tensor in homes if tensor not in weight_map)
 
 

@@ -5,17 +5,32 @@ Strictly: UTF-8, no name twice in one object, no NaN where none is expected, no 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fp4convert.errors import InputError
 
 FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
+TEXT_LIMIT = 1 << 28  # bytes of a file of text: the index of a million tensors takes half of it
 DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
+
+
+def read_text_file(path: Path) -> str:
+    """Read a file of UTF-8 text.
+
+    Raises  OSError, also where it is too long for one; ValueError where it is not UTF-8
+    """
+    with path.open("rb") as stream:
+        text = stream.read(TEXT_LIMIT + 1)
+    if len(text) > TEXT_LIMIT:
+        raise OSError(errno.EFBIG, f"it is longer than {TEXT_LIMIT:,} bytes", str(path))
+    return text.decode("utf-8")
 
 
 def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:

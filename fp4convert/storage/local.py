@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import stat
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,6 +39,7 @@ from fp4convert.storage.source import CACHED, Checkpoint, name_of, read_whole
 
 HOLDING = "Give the folder that holds the weights."
 SCALAR_NBYTES = 8
+MOST_OPEN = 256  # shards
 AGAIN = "Run the command again once nothing writes to it."
 
 
@@ -56,20 +59,17 @@ class LocalSource:
         if subfolder and (self._single or not self._folder.is_dir()):
             raise no_subfolder(path, subfolder, () if self._single else _folders_of(path))
         self.name = name_of(str(path))
-        self._maps: dict[str, mmap.mmap] = {}
-        self._streams: dict[str, BinaryIO] = {}
+        self._maps: dict[str, mmap.mmap] = {}  # least recently used first, as the next
+        self._opened: dict[str, _Opened] = {}
         self._lock = threading.Lock()
         self._stamps: dict[str, str] = {}  # of what was there when headers were read
         self.checkpoint = self._open(may_lack)
         self._stamps = self.checkpoint.stamps
 
-    def __del__(self) -> None:
-        for stream in getattr(self, "_streams", {}).values():
-            stream.close()
-
     def read(self, ref: TensorRef) -> memoryview:
         with self._lock:
-            if ref.file not in self._maps:
+            mapped = self._maps.pop(ref.file, None)
+            if mapped is None:
                 with self.open_file(ref.file) as stream:
                     mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
                 shards = self.checkpoint.shards
@@ -79,8 +79,10 @@ class LocalSource:
                     detail = f"{ref.file} changed while it was read: {found}"
                     raise SourceError("source-changed", detail, AGAIN)
                 mapped.madvise(mmap.MADV_SEQUENTIAL)  # read ahead of a missing page, not around it
-                self._maps[ref.file] = mapped
-            return memoryview(self._maps[ref.file])[ref.start : ref.start + ref.nbytes]
+            self._maps[ref.file] = mapped
+            if len(self._maps) > most_open():
+                del self._maps[next(iter(self._maps))]  # closed when nobody looks at it any more
+            return memoryview(mapped)[ref.start : ref.start + ref.nbytes]
 
     def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
         if stop - start > SCALAR_NBYTES:
@@ -92,9 +94,11 @@ class LocalSource:
 
     def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
         with self._lock:
-            if ref.file not in self._streams:
-                self._streams[ref.file] = self.open_file(ref.file)
-        done, fd = 0, self._streams[ref.file].fileno()
+            opened = self._opened.pop(ref.file, None) or _Opened(self.open_file(ref.file))
+            self._opened[ref.file] = opened
+            if len(self._opened) > most_open():
+                del self._opened[next(iter(self._opened))]
+        done, fd = 0, opened.stream.fileno()
         while done < buffer.nbytes:
             try:
                 count = os.preadv(fd, [buffer[done:]], ref.start + start + done)
@@ -135,6 +139,9 @@ class LocalSource:
                 "source-changed", detail, "Run the command again once nothing writes to it."
             )
 
+    def distrust(self) -> None:
+        """Do nothing: what is mapped is what the disk gives."""
+
     @contextmanager
     def stream(self, file: str) -> Iterator[None]:
         try:
@@ -153,7 +160,8 @@ class LocalSource:
         """Do nothing: a disk does not keep anyone waiting."""
 
     def holds(self, path: Path) -> bool:
-        place, root = path.resolve(), self._root.resolve()
+        # Not Path.resolve, which fails at a link to itself.
+        place, root = (Path(os.path.realpath(each)) for each in (path, self._root))
         return place == root if self._single else place.is_relative_to(root)
 
     def _open(self, may_lack: bool) -> Checkpoint:
@@ -249,6 +257,26 @@ class LocalSource:
         for error in errors:
             raise _unreadable(error.filename, error)
         return found
+
+
+class _Opened:
+    """A file that is closed when nobody reads it any more."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+
+    def __del__(self) -> None:
+        self.stream.close()
+
+
+@cache
+def most_open() -> int:
+    """Count the shards that may be mapped at once, and opened at once.
+
+    Each an eighth of the files that this process may have open.
+    """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(2, min(MOST_OPEN, files // 8)) if files > 0 else MOST_OPEN
 
 
 def _folders_of(folder: Path) -> list[str]:

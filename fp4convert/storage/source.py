@@ -18,6 +18,7 @@ from typing import BinaryIO, Protocol, TypeVar
 
 from fp4convert.errors import InputError
 from fp4convert.storage.checkpoint_files import PLAN_FILE
+from fp4convert.storage.json_text import TEXT_LIMIT, read_text_file
 from fp4convert.storage.safetensors import Header, TensorRef
 
 CACHED = re.compile(r"models--(?:[\w.-]+?--)?(.+)")  # a repository in the Hub's cache
@@ -125,6 +126,9 @@ class Source(Protocol):
         Written, replaced or removed since its header was read.
         """
 
+    def distrust(self) -> None:
+        """Read again what no hash has covered yet, when it is asked for next."""
+
     def holds(self, path: Path) -> bool:
         """Tell whether a path is the source's folder or inside it.
 
@@ -221,7 +225,13 @@ def subfolder_of(access: Access) -> str:
 
 
 def read_whole(source: Source, file: str) -> bytes:
-    """Read a small file of a source."""
+    """Read a small file of a source.
+
+    Raises  InputError where it is not small
+    """
+    if (nbytes := source.file_nbytes(file)) > TEXT_LIMIT:
+        detail = f"{file} has {nbytes:,} bytes; expected at most {TEXT_LIMIT:,} bytes of text"
+        raise InputError("too-large", detail)
     with source.open_file(file) as stream:
         return stream.read()
 
@@ -274,7 +284,7 @@ def commit_begun(output: Path | None, repo: str) -> str | None:
     repo  the repository that it must be of
     """
     try:
-        plan = json.loads((output / PLAN_FILE).read_text(encoding="utf-8")) if output else {}
+        plan = json.loads(read_text_file(output / PLAN_FILE)) if output else {}
         if not output or plan["source"]["repo"] != repo:
             return None
         return str(plan["source"]["revision"])

@@ -14,6 +14,7 @@ from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.execution.settings import Settings
 from fp4convert.recipes.engines import known_engines
+from fp4convert.storage.checkpoint_files import REPORT
 from fp4convert.storage.open import open_source
 
 W4A4 = ("--dialect", "modelopt", "--activations", 4)
@@ -435,3 +436,23 @@ def test_a_machine_too_busy_to_measure_is_measured_all_the_same(monkeypatch):
     monkeypatch.setattr(machine.time, "perf_counter", lambda: float(next(clock)))
     pace = machine.measure_pace(Cpu(), Target("nvfp4"), (), 1)
     assert pace.hashed_bytes_per_second > 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--format", "nvfp4"),
+        ("--format", "nvfp4", "--dialect", "modelopt", "--kv-cache", "fp8"),
+        ("--format", "mxfp4", "--dialect", "quark"),
+        ("--format", "nvfp4", "--activations", "4", "--input-scale", "0.01"),
+        ("--format", "nvfp4", "--exclude", "*.o_proj", "--scale-rule", "amax"),
+        ("--format", "nvfp4", "--target-bits", "6"),
+    ],
+)
+def test_the_size_of_the_result_is_known_to_the_byte(words, tmp_path):
+    source, out = write_llama(tmp_path / "m"), tmp_path / "q"
+    planned = run("quantize", source, *words, "--dry-run", "--json").json["result_bytes"]
+    made = run("quantize", source, *words, "-o", out, "--json")
+    assert made.json["output_bytes"] == planned
+    files = [path for path in out.iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in files if path.name != REPORT) == planned

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from meta_models import model_of
 
 from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.storage.safetensors import WEIGHT
 
-MOST_LAYERS = 4
-LAYERS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
 MODEL_TYPES = (
     # towers of images and films
     *(
@@ -40,34 +39,6 @@ MODEL_TYPES = (
         "vibevoice_asr",
     ),
 )
-
-
-def model_of(model_type: str) -> Any:
-    """The model that its class makes of its own config, with few layers and no values."""
-    import torch
-    from transformers import (
-        CONFIG_MAPPING,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING,
-        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    )
-
-    config = CONFIG_MAPPING[model_type]()
-    _shorten(config)
-    mappings = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
-    made_by = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
-    with torch.device("meta"):
-        return made_by(config)
-
-
-def _shorten(config: Any) -> None:
-    for value in vars(config).values():
-        if hasattr(value, "model_type"):
-            _shorten(value)
-    for key in LAYERS:
-        if isinstance(getattr(config, key, None), int):
-            setattr(config, key, min(getattr(config, key), MOST_LAYERS))
-    if isinstance(getattr(config, "layer_types", None), list):
-        config.layer_types = config.layer_types[:MOST_LAYERS]
 
 
 def matrices_of(model: Any) -> Iterator[tuple[str, list[str]]]:

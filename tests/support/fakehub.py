@@ -78,6 +78,7 @@ class Fault:
     after: int = 0
     status: int = 503
     headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
     at: int = 1000  # byte of the reply
     is_reset: bool = False
     seconds: float = 5.0
@@ -258,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
     def is_broken(self) -> bool:
         fault = self.fake.take(self, ("status",))
         if fault is not None:
-            self.answer(fault.status, b"", fault.headers)
+            self.answer(fault.status, fault.body, fault.headers)
         return fault is not None
 
     def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:

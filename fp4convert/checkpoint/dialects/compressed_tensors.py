@@ -83,6 +83,21 @@ notes = nothing
 _PREFIX = r"(?:.*\.)?"  # that an engine may put before a name
 _SPANNING = ("mixed-precision", "naive-quantized")
 _STRATEGIES = ((NVFP4.block_size, "tensor_group"), (MXFP4.block_size, "group"))
+# By the first letters of a format; a dtype is also written without "torch.".
+_SCALE_DTYPES = {
+    "nvfp4": ("torch.float8_e4m3fn", "float8_e4m3fn"),
+    "mxfp4": ("torch.uint8", "uint8"),
+}
+# That compressed-tensors 0.20 takes in QuantizationScheme and QuantizationArgs; it forbids others.
+_SCHEME_KEYS = frozenset(
+    {"targets", "weights", "input_activations", "output_activations", "format"}
+)
+_WEIGHT_KEYS = frozenset(
+    {
+        *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic"),
+        *("actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+    }
+)
 _FP8_CACHE = {
     "num_bits": 8,
     "type": "float",
@@ -317,6 +332,15 @@ def judge(clues: Clues) -> Iterator[Finding]:
             detail = f"a group of modules has num_bits {bits!r}, type {kind!r}"
             detail = f'{detail} and symmetric {symmetric!r}; expected 4, "float" and true'
             yield Finding("error", "record-strategy", None, detail)
+        if (scale_dtype := weights.get("scale_dtype")) not in (None, *_SCALE_DTYPES[own[:5]]):
+            detail = f"a group of modules has scale_dtype {scale_dtype!r}"
+            expected = f"expected {_SCALE_DTYPES[own[:5]][0]!r}, or none"
+            yield Finding("error", "record-strategy", None, f"{detail}; {expected}")
+        unknown = [*(scheme.keys() - _SCHEME_KEYS), *(weights.keys() - _WEIGHT_KEYS)]
+        if unknown:
+            detail = f"a group of modules has the key {sorted(unknown)[0]!r}"
+            detail += ", which compressed-tensors 0.20 does not know: it refuses the whole record"
+            yield Finding("warning", "record-key", None, detail)
         if not strings(scheme.get("targets")):
             detail = 'a group of modules has no targets; expected ["Linear"]'
             yield Finding("error", "record-strategy", None, detail)

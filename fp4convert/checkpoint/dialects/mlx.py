@@ -12,7 +12,7 @@ Source: mlx 0.32, mx.quantize; mlx-lm 0.32, utils.load_model.  Readers: mlx-lm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -21,7 +21,6 @@ from fp4convert.checkpoint.dialects.base import (
     Traits,
     doubt_stacks,
     each_alone,
-    ignores_none,
     nothing,
     stems_named,
     whole,
@@ -45,7 +44,8 @@ SCALE_DTYPES = {NVFP4: "U8", MXFP4: "U8"}
 TABLE = Table((".weight", "U32"), ".scales", SCALE_DTYPES, TRAITS.scalars, codes_per_item=8)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
 stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
-notes, ignores = nothing, ignores_none
+notes = nothing
+KEYS = ("quantization", "quantization_config")  # of config.json; mlx-lm reads the first
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
@@ -80,7 +80,22 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     return everywhere(Form(fmt))
 
 
+def ignores(clues: Clues) -> Callable[[str], bool]:
+    """Read which modules config.json says are not quantized, by `false`."""
+    names = {name for numbers in _said(clues) for name, value in numbers.items() if value is False}
+    return names.__contains__
+
+
+def _said(clues: Clues) -> list[Json]:
+    """List what config.json says of the quantization."""
+    return [numbers for key in KEYS if isinstance(numbers := clues.config.get(key), dict)]
+
+
 def judge(clues: Clues) -> Iterator[Finding]:
+    said = _said(clues)
+    if said and any(each != said[0] for each in said):
+        detail = "quantization and quantization_config of config.json differ; expected two alike"
+        yield Finding("error", "records-disagree", None, detail)
     yield from doubt_stacks(
         [
             ref

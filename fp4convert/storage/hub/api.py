@@ -19,6 +19,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -28,6 +29,7 @@ from urllib.parse import urlsplit
 
 from fp4convert.errors import AccessError, OutputError
 from fp4convert.progress import duration_text
+from fp4convert.storage.hub.fetchers import do_aside
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # replies that another try may not get
 NEWS_SECONDS = 0.2  # in which a second thread that fails has nothing new to tell
@@ -46,6 +48,11 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
 AGAIN = "Run the same command again: what is uploaded is kept."
 # The head is not the parent that a commit names: somebody else's, or our own whose reply was lost.
 CHANGED = 412
+CALL_FACTOR = 4  # a call of huggingface_hub makes several requests
+SENDING_TRIES = 2  # huggingface_hub makes six of each
+LEAST_RATE = 16 << 10  # bytes a second that are sent
+TELL_SECONDS = 60.0  # that a wait takes before it is told, and told again
+POLL_SECONDS = 0.2
 ANSWER_FACTOR = 6  # a commit of many files takes the Hub longer than a piece of a file
 NOISY = tuple(f"huggingface_hub.{name}" for name in ("utils._http", "hf_api", "_commit_api"))
 WAITS = "Rate limited"  # how it begins to say that it waits
@@ -59,11 +66,14 @@ T = TypeVar("T")
 class Patience:
     """How long the network is waited for.
 
-    tries  without a byte of progress
+    tries         without progress
+    least_nbytes  that are progress: as many come in `least_seconds`, or a connection is given up
     """
 
     timeout_seconds: float = 20.0
     tries: int = 6
+    least_nbytes: int = 16 << 10
+    least_seconds: float = 60.0
     first_seconds: float = 0.5
     longest_seconds: float = 60.0
 
@@ -82,14 +92,22 @@ class Retry:
         self._told = 0.0  # when a try was told last
         self._lock = threading.Lock()
 
-    def wait(self, failures: int, trouble: str, asked_seconds: float | None = None) -> bool:
+    def wait(
+        self,
+        failures: int,
+        trouble: str,
+        asked_seconds: float | None = None,
+        tries: int | None = None,
+    ) -> bool:
         """Wait before the next try; tell whether there is one.
 
         failures       one after the other, without any progress; the first is told to nobody
         trouble        who does not answer, and why
         asked_seconds  what the server asks for: every thread waits so long
+        tries          after which nobody waits; None for those of the patience
         """
-        if failures >= self.patience.tries:
+        tries = tries or self.patience.tries
+        if failures >= tries:
             return False
         # Doubled each time, and spread, so that threads do not come together.
         doubled = self.patience.first_seconds * 2 ** max(0, failures - 1)
@@ -99,7 +117,7 @@ class Retry:
                 is_news = failures > 1 and time.monotonic() > self._told + NEWS_SECONDS
                 self._told = time.monotonic() if is_news else self._told
             if is_news:
-                again = f"try {failures + 1} of {self.patience.tries} in {duration_text(seconds)}"
+                again = f"try {failures + 1} of {tries} in {duration_text(seconds)}"
                 self._tell(f"{trouble}; {again}")
             self.stopped.wait(seconds)
             return True
@@ -169,10 +187,12 @@ class Asker:
         if self.is_stopped:
             raise OutputError("push-stopped", f"{self._repo}: pushing was stopped", AGAIN)
 
-    def ask(self, trouble: str, call: Callable[[], T]) -> T:
+    def ask(self, trouble: str, call: Callable[[], T], nbytes: int = 0) -> T:
         """Return what the call returns; make it again until the Hub answers.
 
         trouble  what a message says where it does not, such as "it cannot be made"
+        nbytes   that the call sends: it has as much longer, and huggingface_hub tries it again
+                 itself
         Raises   AccessError where the Hub gives no access;
                  OutputError where it refuses, or does not answer
         """
@@ -181,22 +201,51 @@ class Asker:
 
         # Of the HTTP library that huggingface_hub is built on.
         no_reply = cast(type[Exception], HfHubHTTPError.__bases__[0])
-        failures = 0
+        failures, patience = 0, self._retry.patience
+        seconds_at_most = ANSWER_FACTOR * patience.timeout_seconds
+        tries = SENDING_TRIES if nbytes else patience.tries
         while True:
             self.check()
             # It would wait forever.
-            get_session().timeout = ANSWER_FACTOR * self._retry.patience.timeout_seconds
+            get_session().timeout = seconds_at_most
             try:
-                return call()
+                limit = CALL_FACTOR * seconds_at_most + nbytes / LEAST_RATE
+                return self._wait_for(trouble, call, limit)
             except (no_reply, OSError, RuntimeError, ValueError) as error:
                 failures += 1
                 reason, seconds = self._judge(trouble, error)
                 host = host_of(constants.ENDPOINT)
-                if not self._retry.wait(failures, f"{host}: {reason}", seconds):
+                if nbytes and failures < tries:
+                    self._tell(f"{host}: {reason}; try {failures + 1} of {tries}")
+                if not self._retry.wait(failures, f"{host}: {reason}", seconds, tries):
                     detail = f"{failures} tries at {host}, the last: {reason}"
                     raise OutputError(
                         "hub-unreachable", f"{self._repo}: {trouble}: {detail}", AGAIN
                     ) from None
+
+    def _wait_for(self, trouble: str, call: Callable[[], T], seconds: float) -> T:
+        """Return what a call returns, and tell while it takes long.
+
+        huggingface_hub has waits without an end: for bytes that drip, and for another request that
+        makes the same repository.
+
+        Raises  OutputError after so many seconds, or once `stop` was called
+        """
+        from huggingface_hub import constants
+
+        future, began, told = do_aside(call), time.monotonic(), 0.0
+        while not wait([future], POLL_SECONDS).done:
+            self.check()
+            passed = time.monotonic() - began
+            if passed > seconds:
+                found = f"{host_of(constants.ENDPOINT)} did not end its answer in"
+                detail = f"{self._repo}: {trouble}: {found} {duration_text(seconds)}"
+                raise OutputError("hub-unreachable", detail, AGAIN)
+            if passed - told > TELL_SECONDS:
+                told = passed
+                since, end = duration_text(passed), duration_text(seconds)
+                self._tell(f"waiting for the Hub since {since}; given up after {end}")
+        return future.result()
 
     def _judge(self, trouble: str, error: BaseException) -> tuple[str, float | None]:
         """Return why a call failed, and how long the server asks to wait.

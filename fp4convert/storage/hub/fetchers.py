@@ -11,6 +11,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def do_aside(work: Callable[[], T]) -> Future[T]:
+    """Do the work in a thread that ends with it; return its future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised again where the result is wanted
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ask", daemon=True).start()
+    return future
+
+
 class Fetchers:
     """A few threads that do what waits for a network.
 

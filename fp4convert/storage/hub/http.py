@@ -25,6 +25,7 @@ from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager
 from urllib3.exceptions import HTTPError
 
 from fp4convert.errors import AccessError, InputError, SourceError
+from fp4convert.progress import duration_text, size_text
 from fp4convert.storage.hub.api import (
     PASSING,
     Patience,
@@ -34,6 +35,7 @@ from fp4convert.storage.hub.api import (
     pause_of,
     plain_words,
 )
+from fp4convert.storage.hub.watch import Watch
 
 HOPS = 5  # redirects inside the Hub
 CHUNK_NBYTES = 512 << 10  # read from a reply at once: stays in a core's own cache
@@ -87,6 +89,7 @@ class RangeReader:
     ) -> None:
         self._headers = headers
         self._retry = Retry(patience, tell)
+        self._watch = Watch(patience.least_nbytes, patience.least_seconds)
         self._pools: dict[tuple[str, str], PoolManager] = {}
         self._places: dict[str, str] = {}
         self._finding: dict[str, threading.Lock] = {}  # as _places: by the file's own address
@@ -111,15 +114,16 @@ class RangeReader:
         Raises  SourceError where the file is not what it was, or after too many tries;
                 AccessError where the Hub gives none
         """
-        done, failures = 0, 0
+        done, failures, counted = 0, 0, 0
         while done < buffer.nbytes:
-            before = done
             try:
                 for count in self._receive(file, start + done, buffer[done:]):
                     done += count
             except (AgainError, HTTPError, OSError, UnicodeError) as error:
                 again = error if isinstance(error, AgainError) else AgainError(plain_words(error))
-                failures = 0 if done > before else failures + 1
+                # A server that breaks off after every byte gets nowhere.
+                is_progress = done - counted >= self._watch.least_nbytes
+                failures, counted = (0, done) if is_progress else (failures + 1, counted)
                 host = host_of(file.url)
                 if not self._retry.wait(failures, f"{host}: {again}", again.pause_seconds):
                     where = f"at byte {start + done} from {host}"
@@ -155,21 +159,32 @@ class RangeReader:
         try:
             self._check_running()  # behind `add`: either this sees a stop, or `stop` sees the reply
             self._judge_range(file, reply, start, start + buffer.nbytes, is_hub)
-            done = 0
-            while done < buffer.nbytes:
-                count = reply.readinto(buffer[done : done + CHUNK_NBYTES])
-                self._check_running()
-                if not count:
-                    raise AgainError("the reply ended early")
-                done += count
-                yield count
-            is_over = not reply.read(1)  # whatever else comes, nobody asked for it
+            with self._watch.over(reply.shutdown) as transfer:
+                try:
+                    while transfer.nbytes < buffer.nbytes:
+                        # What is there, not what is asked for: that could take any time to come.
+                        data = reply.read1(min(CHUNK_NBYTES, buffer.nbytes - transfer.nbytes))
+                        self._check_running()
+                        if not data:
+                            raise AgainError("the reply ended early")
+                        buffer[transfer.nbytes : transfer.nbytes + len(data)] = data
+                        transfer.nbytes += len(data)
+                        yield len(data)
+                    is_over = not reply.read(1)  # whatever else comes, nobody asked for it
+                except (AgainError, HTTPError, OSError):
+                    if transfer.is_ended:
+                        raise self._too_slow() from None
+                    raise
         finally:
             with self._lock:
                 self._replies.discard(reply)
             if not is_over:
                 reply.close()
             reply.release_conn()
+
+    def _too_slow(self) -> AgainError:
+        least, seconds = size_text(self._watch.least_nbytes), duration_text(self._watch.seconds)
+        return AgainError(f"less than {least} came in {seconds}")
 
     def _judge_range(
         self, file: RemoteFile, reply: BaseHTTPResponse, start: int, end: int, is_hub: bool
@@ -251,12 +266,17 @@ class RangeReader:
             options["ssl_context"] = ssl.create_default_context()
         proxy = _find_proxy(urlsplit(url))
         if proxy is None:
-            return PoolManager(**options)
+            return self._watched(PoolManager(**options))
         if proxy.username:
             words = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
             basic = f"Basic {b64encode(words.encode()).decode()}"
             options["proxy_headers"] = {"Proxy-Authorization": basic}
-        return ProxyManager(f"http://{proxy.netloc.rpartition('@')[2]}", **options)
+        address = f"http://{proxy.netloc.rpartition('@')[2]}"
+        return self._watched(ProxyManager(address, **options))
+
+    def _watched(self, pools: PoolManager) -> PoolManager:
+        pools.pool_classes_by_scheme = self._watch.pools()
+        return pools
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:

@@ -17,11 +17,13 @@ from fp4convert.storage.hub.api import (
     pause_of,
     plain_words,
 )
+from fp4convert.storage.hub.fetchers import do_aside
 from fp4convert.storage.hub.http import AGAIN, RemoteFile, check_endpoint
 from fp4convert.storage.source import Access, commit_begun, subfolder_of
 
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
 COMMIT = re.compile(r"[0-9a-f]{40}")
+LIST_FACTOR = 9  # 3 minutes for a whole list, of 100,000 files some 30 MB
 LARGEST = 1 << 62  # bytes of a file: more can be neither asked for nor written
 # What reading another reply than a list raises.
 NO_LIST = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
@@ -103,9 +105,13 @@ def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
     while True:
         seconds = None
         try:
-            return api.model_info(
-                repo, revision=revision, files_metadata=True, timeout=patience.timeout_seconds
+            listing = do_aside(
+                lambda: api.model_info(
+                    repo, revision=revision, files_metadata=True, timeout=patience.timeout_seconds
+                )
             )
+            # The time limit of a request counts from one byte to the next.
+            return listing.result(LIST_FACTOR * patience.timeout_seconds)
         except HFValidationError:
             detail = f"{repo}: no such folder, and no name that the Hub knows"
             raise InputError("no-source", detail) from None

@@ -259,8 +259,18 @@ class Pieces:
     def forget(self, file: str) -> None:
         """Drop every piece of a file, whatever it was."""
         self.end_hash(file)
+        self._forget(lambda piece: piece.file == file)
+
+    def forget_unproven(self) -> None:
+        """Drop what only two requests say.
+
+        They may have agreed on what the file never held.
+        """
+        self._forget(lambda piece: not piece.is_hashed)
+
+    def _forget(self, is_meant: Callable[[Piece], bool]) -> None:
         with self._lock:
-            for piece in [piece for piece in self._known if piece.file == file]:
+            for piece in [piece for piece in self._known if is_meant(piece)]:
                 del self._known[piece]
                 self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start

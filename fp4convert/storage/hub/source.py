@@ -12,6 +12,7 @@ import io
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -31,7 +32,7 @@ from fp4convert.storage.checkpoint_files import (
     sort_pipeline,
 )
 from fp4convert.storage.hub.api import Patience
-from fp4convert.storage.hub.fetchers import Fetchers
+from fp4convert.storage.hub.fetchers import do_aside
 from fp4convert.storage.hub.hashes import corrupt, hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
 from fp4convert.storage.hub.listing import list_files
@@ -68,10 +69,11 @@ class HubSource:
         patience = patience or Patience()
         self.name = name_of(reference)
         self._repo = reference
+        self._tell = access.tell
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
         check_token(headers)
         # In a thread: an interrupt does not wait for name servers.
-        listing = Fetchers(1).submit(list_files, reference, access, patience)
+        listing = do_aside(partial(list_files, reference, access, patience))
         self._commit, self._files, self._cached = listing.result()
         self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
         if access.transport == "xet":
@@ -169,6 +171,9 @@ class HubSource:
     def check_unchanged(self, shard: str) -> None:
         """Do nothing: every reply was compared with the commit."""
 
+    def distrust(self) -> None:
+        self._pieces.forget_unproven()
+
     def holds(self, path: Path) -> bool:
         return False
 
@@ -226,7 +231,16 @@ class HubSource:
             download = shell_line("hf", "download", self._repo, shards[0], "--local-dir", "FOLDER")
             raise InputError("gguf", detail, f"Download it: {download}")
         headers = tuple(read_each(self, self._header, shards))
-        homes = find_homes(headers)
+        try:
+            homes = find_homes(headers)
+            unindexed = check_index(homes, weight_map, index) if weight_map and index else ()
+        except InputError as error:
+            named = {
+                ref.file for each in headers for ref in each.tensors if ref.name == error.tensor
+            }
+            for name in sorted(named | {(weight_map or {}).get(str(error.tensor), shards[0])}):
+                self._prove(name)
+            raise
         sidecars, left_out = sort_others(self._files, shards)
         config: dict[str, object] = {}
         if CONFIG in self._files:
@@ -238,11 +252,38 @@ class HubSource:
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
-            unindexed=check_index(homes, weight_map, index) if weight_map and index else (),
+            unindexed=unindexed,
             stamps={name: self._files[name].oid for name in (*shards, *sidecars)},
         )
 
     def _header(self, name: str) -> Header:
+        """Read the header of a shard, as the commit has it where it is none."""
+        try:
+            return self._read_header(name)
+        except InputError:
+            if not self._prove(name):
+                raise
+            return self._read_header(name)
+
+    def _prove(self, name: str) -> bool:
+        """Hash a shard whose header makes no sense.
+
+        Two requests that agree prove nothing: a mirror may have another file of that size.
+
+        Returns  True where the cache had another, and the Hub's is to be read
+        Raises   SourceError where it is not what the commit names
+        """
+        if name in self._cached:
+            self._check_cached(name)
+            self._pieces.forget(name)
+            return name not in self._cached
+        self._tell(f"{name}: its header makes no sense; hashing the file, whether it came damaged")
+        with self.open_file(name) as stream:
+            while stream.read(PIECE_NBYTES):
+                pass
+        return False
+
+    def _read_header(self, name: str) -> Header:
         nbytes, oid = self._files[name].nbytes, self._files[name].oid
         if nbytes <= min(WHOLE_NBYTES, PIECE_NBYTES) and name not in self._cached:
             head = self._pieces.fetch_whole(name, nbytes, oid).result()

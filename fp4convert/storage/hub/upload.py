@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, WEIGHTS
-from fp4convert.storage.hub.api import AGAIN, Asker, Patience
+from fp4convert.storage.hub.api import AGAIN, POLL_SECONDS, Asker, Patience
 from fp4convert.storage.hub.hashes import hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
 
@@ -30,7 +30,6 @@ BRANCH = "main"
 # Of an earlier artifact in another dialect: it would contradict ours.
 ENGINE_RECORD = "hf_quant_config.json"
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
-POLL_SECONDS = 0.2
 Progress = Callable[[str, int], None]
 
 
@@ -103,10 +102,11 @@ class Pusher:
         self._asker = Asker(repo, token, self._patience, tell)
         self._parent: Head | None = None
         self._was_ours = False
-        self._queue: queue.SimpleQueue[tuple[Ware, Future[None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Ware, Future[None], bool] | None] = queue.SimpleQueue()
         self._started: dict[str, Future[None]] = {}
         self._worker: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._failure: OutputError | None = None  # why nothing more is tried before the end
         # Name -> sha256, huggingface_hub's operation.
         self._uploaded: dict[str, tuple[str, Any]] = {}
 
@@ -176,7 +176,7 @@ class Pusher:
 
         path  stays as it is until then
         """
-        self._start(Ware(name, path, sha256)).add_done_callback(self._tell_failure)
+        self._start(Ware(name, path, sha256), is_early=True).add_done_callback(self._tell_failure)
 
     def commit(
         self,
@@ -217,6 +217,10 @@ class Pusher:
             head = self._asker.ask("the commit cannot be made", lambda: self._commit_once(wares))
         finally:
             self.stop()
+        if unsaid := [ware.name for ware in wares if head.files.get(ware.name, (0, ""))[0] < 0]:
+            found = f"{self.repo} at commit {head.commit}: the Hub does not say what it holds of"
+            detail = f"{found} {len(unsaid)} files, the first {unsaid[0]!r}; expected hashes"
+            raise OutputError("push-unproven", detail)
         if lost := [ware.name for ware in wares if not head.holds(ware)]:
             found = f"{self.repo} at commit {head.commit} lacks {len(lost)} files of this artifact"
             detail = f"{found}, the first {lost[0]!r}; expected all of them"
@@ -230,25 +234,31 @@ class Pusher:
         if self._worker is not None:
             self._worker.join(timeout=0.5)
 
-    def _start(self, ware: Ware) -> Future[None]:
+    def _start(self, ware: Ware, is_early: bool = False) -> Future[None]:
         """Hand a file to the one thread that uploads.
 
         The others stay free for signals and for work.
+
+        is_early  there is another time for it: it is not tried once the Hub was given up
         """
         with self._starting:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="push", daemon=True)
                 self._worker.start()
         future = self._started[ware.name] = Future()
-        self._queue.put((ware, future))
+        self._queue.put((ware, future, is_early))
         return future
 
     def _work(self) -> None:
-        for ware, future in iter(self._queue.get, None):
+        for ware, future, is_early in iter(self._queue.get, None):
             try:
+                if self._failure is not None and is_early:
+                    raise self._failure
                 self._upload(ware)
                 future.set_result(None)
             except Exception as error:  # a bug of ours, too, comes to light in `commit`
+                if isinstance(error, OutputError) and error.code == "hub-unreachable":
+                    self._failure = error
                 future.set_exception(error)
 
     def _tell_failure(self, future: Future[None]) -> None:
@@ -277,6 +287,7 @@ class Pusher:
         self._asker.ask(
             f"{ware.name} cannot be uploaded",
             lambda: api.preupload_lfs_files(self.repo, [operation], **options),
+            ware.nbytes,
         )
         self._uploaded[ware.name] = ware.sha256, operation
 
@@ -351,12 +362,20 @@ class Pusher:
             "it cannot be listed",
             lambda: api.model_info(self.repo, revision=revision, files_metadata=True),
         )
+        listed: dict[str, Any] = {item.rfilename: item for item in info.siblings or []}
+        # Some mirrors list names alone, and tell the rest where they are asked for paths.
+        if bare := [name for name, item in listed.items() if not item.lfs and item.size is None]:
+            found = self._asker.ask(
+                "it cannot be listed",
+                lambda: api.get_paths_info(self.repo, bare, revision=info.sha),
+            )
+            listed |= {item.path: item for item in found}
         files = {}
-        for item in info.siblings or []:
+        for name, item in listed.items():
             nbytes, oid = (
                 (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, item.blob_id)
             )
-            files[item.rfilename] = (-1 if nbytes is None else nbytes, str(oid))
+            files[name] = (-1 if nbytes is None else nbytes, str(oid))
         return Head(str(info.sha or ""), files, bool(info.private))
 
     @property

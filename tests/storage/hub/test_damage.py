@@ -2,10 +2,12 @@
 inspect and verify read.
 """
 
+import json
 import re
 
+import numpy as np
 import pytest
-from checkpoints import FIRST, SECOND, run, weight, write_checkpoint, write_llama
+from checkpoints import FIRST, LAYER, SECOND, run, weight, write_checkpoint, write_llama
 from hub_cases import ALL_FILES, NVFP4, ask, cached, expect
 
 from fp4convert.storage.hub import prefetch, source
@@ -163,4 +165,78 @@ def test_a_piece_that_is_fetched_again_with_a_flipped_byte_is_no_part_of_an_arti
     fault = hub.fault("flip", match=f"bytes={3 << 16}-", after=1, at=1)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b", "--memory", "0")
     assert fault.times == 0, "no piece was fetched again"
+    assert outcome.json["digest"] == expected
+
+
+def largest_at(path, name) -> int:
+    """Where flipping the lowest bit of a byte makes a BF16 value of a tensor four times as large,
+    more than any other.
+    """
+    (start, stop) = json.loads(path.read_bytes()[8 : header_nbytes(path)])[name]["data_offsets"]
+    begins = header_nbytes(path)
+    bits = np.frombuffer(path.read_bytes()[begins + start : begins + stop], "<u2")
+    was, becomes = ((each.astype(np.uint32) << 16).view(np.float32) for each in (bits, bits ^ 256))
+    return begins + start, 2 * int(np.argmax(np.abs(becomes) - np.abs(was))) + 1
+
+
+@pytest.mark.parametrize(("times", "code"), [(2, 0), (4, 3), (1000, 3)])
+def test_a_member_that_two_requests_bring_damaged_in_one_way(times, code, hub, folder, tmp_path):
+    """The shard that it lies in is hashed, and finds another largest magnitude: both are done
+    again, and the member is fetched again.
+    """
+    expected = expect(hub, folder, tmp_path / "a")
+    begins, at = largest_at(folder / SECOND, f"{LAYER}.self_attn.v_proj.weight")
+    fault = hub.fault("flip", match=rf"{SECOND}.*bytes={begins}-", at=at, times=times)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    assert outcome.code == code
+    if code:
+        assert outcome.json["error"]["code"] == "source-corrupt"
+        assert "has a different largest magnitude each time" in outcome.json["error"]["message"]
+        hub.faults.clear()
+        outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    assert outcome.json["digest"] == expected
+    assert fault.times == max(0, times - 4)
+
+
+@pytest.mark.parametrize("at", [0, 8, 9, 20])
+@pytest.mark.parametrize(
+    "command",
+    [("quantize", "org/m", *NVFP4, "-o"), ("inspect", "org/m", "--json", "--revision", "main")],
+)
+def test_a_header_that_two_requests_bring_damaged_in_one_way(at, command, hub, folder, tmp_path):
+    fault = hub.fault("flip", match=SECOND, at=at, times=1000)
+    words = [*command, tmp_path / "b"] if command[-1] == "-o" else command
+    outcome = ask(*words)
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
+    assert SECOND in outcome.json["error"]["message"]
+    assert "Download" not in outcome.json["error"]["next"]
+    assert not (tmp_path / "b").exists()
+    fault.times = 0
+
+
+def test_a_header_that_was_never_sound_is_told_so(hub, folder, tmp_path):
+    data = bytearray((folder / SECOND).read_bytes())
+    data[9] ^= 1
+    (folder / SECOND).write_bytes(data)
+    hub.add("org/m", folder)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "header")
+
+
+def test_an_index_that_a_damaged_header_contradicts_is_not_blamed(hub, folder, tmp_path):
+    at = (folder / SECOND).read_bytes().index(b"lm_head")
+    hub.fault("flip", match=SECOND, at=at, times=1000)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
+
+
+def test_a_header_that_is_damaged_in_the_cache_is_fetched(hub, folder, tmp_path):
+    names = [name for name in ALL_FILES if (folder / name).exists()]
+    cache = cached(hub, folder, tmp_path, names)
+    expected = expect(hub, folder, tmp_path / "a")
+    (shard,) = cache.glob(f"snapshots/*/{SECOND}")
+    data = bytearray(shard.read_bytes())
+    data[9] ^= 1
+    shard.resolve().write_bytes(data)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     assert outcome.json["digest"] == expected

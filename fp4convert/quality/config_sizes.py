@@ -1,0 +1,121 @@
+"""Hold the sizes that config.json names against those of the matrices.
+
+Engines make a model of config.json and fill it: what has other sizes is refused, or read as
+something else.  Only families of plain decoders are looked at, in which each size follows from a
+few numbers; tests/quality/test_config_sizes.py asks transformers' own models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from fp4convert.errors import Finding
+from fp4convert.recipes.uneven_formats import EXPERTS
+
+DECODERS = frozenset(
+    {
+        *("llama", "mistral", "mixtral", "ministral3", "qwen2", "qwen3", "qwen2_moe"),
+        *("qwen3_moe", "gemma", "gemma2", "gemma3_text", "granite", "granitemoe", "olmo", "olmo2"),
+        *("olmo3", "olmoe", "phi", "stablelm", "starcoder2", "smollm3", "seed_oss", "cohere"),
+        *("cohere2", "helium", "arcee", "glm", "glm4", "ernie4_5", "exaone4", "apertus"),
+    }
+)
+WHOLE = frozenset(  # what every config.json of such a model names
+    {
+        *("hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "vocab_size"),
+    }
+)
+DIGITS = 9
+_PLACE = re.compile(
+    r"(?:model\.)?(?:layers\.(?P<layer>[0-9]{1,9})\.)?(?:self_attn|mlp|)\.?(?P<rest>.*)"
+)
+Sizes = tuple[tuple[str, int] | None, tuple[str, int] | None]
+
+
+class _Numbers(NamedTuple):
+    """What sizes follow from, with the words that a message has for them; None where unsaid."""
+
+    hidden: tuple[str, int] | None
+    vocabulary: tuple[str, int] | None
+    mlp: tuple[str, int] | None
+    expert: tuple[str, int] | None
+    queries: tuple[str, int] | None
+    keys: tuple[str, int] | None
+
+
+def find_odd_sizes(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]
+) -> Iterator[Finding]:
+    """Find matrices whose size config.json contradicts, one for each kind, and layers beyond it.
+
+    shapes  of every matrix, by the module that holds it: (rows, columns)
+    """
+    if config.get("model_type") not in DECODERS or not config.keys() >= WHOLE:
+        return
+    numbers, told, layers = _read(config), set[str](), _int(config, "num_hidden_layers")
+    for module, shape in shapes.items():
+        found = _PLACE.fullmatch(module)
+        if not found or len(shape) != 2:
+            continue
+        layer, name = int(found["layer"] or 0), found["rest"].rpartition(".")[2]
+        if layers and layer >= layers and "layers" not in told:
+            told.add("layers")
+            detail = f"config.json has num_hidden_layers {layers}, and there is a layer {layer}"
+            yield Finding("error", "config-size", module, f"{detail}: engines leave it out")
+        is_expert = EXPERTS in f".{found['rest']}"
+        if "shared" in found["rest"]:
+            continue
+        for axis, size, expected in zip(
+            ("rows", "columns"), shape, _expected(name, is_expert, numbers), strict=True
+        ):
+            if expected and size != expected[1] and (kind := f"{name} {axis}") not in told:
+                told.add(kind)
+                words = f"by config.json it has {expected[1]} ({expected[0]})"
+                detail = f"{module} has {size} {axis}, and {words}: engines refuse it"
+                yield Finding("error", "config-size", module, detail)
+
+
+def _expected(name: str, is_expert: bool, numbers: _Numbers) -> Sizes:
+    """Return rows and columns of a linear layer or an embedding by its last name."""
+    hidden, inner = numbers.hidden, numbers.expert if is_expert else numbers.mlp
+    known: dict[str, Sizes] = {
+        "embed_tokens": (numbers.vocabulary, hidden),
+        "lm_head": (numbers.vocabulary, hidden),
+        "q_proj": (numbers.queries, hidden),
+        "k_proj": (numbers.keys, hidden),
+        "v_proj": (numbers.keys, hidden),
+        "o_proj": (hidden, numbers.queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    return known.get(name, (None, None))
+
+
+def _read(config: Mapping[str, object]) -> _Numbers:
+    hidden, heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
+    head = _int(config, "head_dim") or (hidden // heads if hidden and heads else None)
+    by_head = f"x head_dim {head}"
+    pairs = _int(config, "num_key_value_heads")
+    mlp = _named(config, "intermediate_size")
+    return _Numbers(
+        _named(config, "hidden_size"),
+        _named(config, "vocab_size"),
+        mlp,
+        _named(config, "moe_intermediate_size") or mlp,
+        (f"num_attention_heads {heads} {by_head}", heads * head) if heads and head else None,
+        (f"num_key_value_heads {pairs} {by_head}", pairs * head) if pairs and head else None,
+    )
+
+
+def _named(config: Mapping[str, object], key: str) -> tuple[str, int] | None:
+    value = _int(config, key)
+    return (f"{key} {value}", value) if value else None
+
+
+def _int(config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    return value if type(value) is int and 0 < value < 10**DIGITS else None

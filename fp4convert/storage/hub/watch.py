@@ -1,0 +1,113 @@
+"""End connections over which too little comes.
+
+A socket's own time limit counts from one byte to the next, so that a server which sends one now and
+then would be waited for without end.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connection import HTTPConnection, HTTPSConnection
+
+LOOKS = 8  # in the time that a transfer has
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What comes over one connection; whoever reads counts it.
+
+    shut                breaks the connection off, whoever waits for it
+    seen_nbytes, since  what had come when the watch last was content, and when
+    """
+
+    shut: Callable[[], None]
+    nbytes: int = 0
+    seen_nbytes: int = 0
+    since: float = 0.0
+    is_ended: bool = False
+
+    def end(self) -> None:
+        self.is_ended = True
+        with suppress(OSError, ValueError, RuntimeError):  # read to its end meanwhile
+            self.shut()
+
+
+class Watch:
+    """Looks at transfers from a thread of its own, while there are any.
+
+    least_nbytes  that a transfer brings in `seconds`, or it is ended
+    """
+
+    def __init__(self, least_nbytes: int, seconds: float) -> None:
+        self.least_nbytes = least_nbytes
+        self.seconds = seconds
+        self._transfers: list[Transfer] = []
+        self._is_looking = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def over(self, shut: Callable[[], None]) -> Iterator[Transfer]:
+        """Watch a transfer in here."""
+        transfer = Transfer(shut, since=time.monotonic())
+        with self._lock:
+            self._transfers.append(transfer)
+            if not self._is_looking:
+                self._is_looking = True
+                threading.Thread(target=self._look, name="watch", daemon=True).start()
+        try:
+            yield transfer
+        finally:
+            with self._lock:
+                self._transfers = [each for each in self._transfers if each is not transfer]
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(self.seconds / LOOKS)
+            with self._lock:
+                if not self._transfers:
+                    self._is_looking = False
+                    return
+                transfers = self._transfers
+            now = time.monotonic()
+            for transfer in transfers:
+                if now - transfer.since < self.seconds:
+                    continue
+                if transfer.nbytes - transfer.seen_nbytes < self.least_nbytes:
+                    transfer.end()
+                transfer.seen_nbytes, transfer.since = transfer.nbytes, now
+
+    def pools(self) -> dict[str, type[HTTPConnectionPool]]:
+        """Return urllib3's pools, which give up heads of replies that drip."""
+        watch = self
+
+        class Watched:
+            def getresponse(self: Any) -> Any:
+                with watch.over(partial(self.sock.shutdown, socket.SHUT_RD)) as transfer:
+                    try:
+                        return super().getresponse()  # type: ignore[misc]
+                    finally:
+                        if transfer.is_ended:  # or what came by then counts as the head
+                            raise TimeoutError("the head of the reply did not come") from None
+
+        class Plain(Watched, HTTPConnection):
+            pass
+
+        class Secure(Watched, HTTPSConnection):
+            pass
+
+        class PlainPool(HTTPConnectionPool):
+            ConnectionCls = Plain
+
+        class SecurePool(HTTPSConnectionPool):
+            ConnectionCls = Secure
+
+        return {"http": PlainPool, "https": SecurePool}

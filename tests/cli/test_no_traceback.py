@@ -1,0 +1,179 @@
+"""Inputs and limits that once ended in a traceback, through the real command: none is a bug."""
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import (
+    INDEX,
+    bf16,
+    pack_header,
+    pack_shard,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
+
+from fp4convert.execution.plan_file import ENDED, PLAN, STATE
+from fp4convert.storage.checkpoint_files import RECORD, REPORT
+
+BUG = 1
+HUGE = 5 << 30  # bytes of a file that is a hole
+MEMORY = 3 << 30  # bytes that a process may have
+COMMANDS = {
+    "inspect": ("inspect", "q"),
+    "verify": ("verify", "q", "--source", "m"),
+    "dequantize": ("dequantize", "q", "-o", "out"),
+    "again": ("quantize", "m", "--format", "nvfp4", "-o", "q"),
+    "dry-run": ("quantize", "m", "--format", "nvfp4", "--dry-run"),
+}
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A source m and its artifact q."""
+    write_llama(tmp_path / "m")
+    assert run("quantize", tmp_path / "m", "--format", "nvfp4", "-o", tmp_path / "q").code == 0
+    return tmp_path
+
+
+def outcome(place: Path, words: tuple[str, ...], limits: Callable[[], None] | None = None):
+    done = subprocess.run(
+        [sys.executable, "-m", "fp4convert", *words],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=limits,
+    )
+    assert done.returncode != BUG, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def small_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+
+
+OF_BOTH, OURS = ("config.json", INDEX), (RECORD, REPORT, f"{STATE}/{PLAN}", f"{STATE}/{ENDED}")
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (command, file)
+        for command in COMMANDS
+        for file in (*OF_BOTH, *(OURS if command != "dry-run" else ()))
+    ],
+)
+def test_files_of_text_that_are_no_text(command, file, place):
+    folder = place / ("m" if command == "dry-run" else "q")
+    with (folder / file).open("r+b") as stream:
+        stream.truncate(HUGE)
+    done = outcome(place, COMMANDS[command], small_memory)
+    if file in OF_BOTH and command != "again":
+        assert done.returncode == 2
+        assert "error[too-large]" in done.stderr
+
+
+def test_files_of_options_that_are_no_text(place):
+    for name in ("r.toml", "g.json"):
+        with (place / name).open("wb") as stream:
+            stream.truncate(HUGE)
+    dry_run = COMMANDS["dry-run"]
+    done = outcome(place, (*dry_run, "--recipe", "r.toml"), small_memory)
+    assert (done.returncode, "longer than" in done.stderr) == (2, True)
+    done = outcome(place, (*dry_run, "--global-scale", "g.json"), small_memory)
+    assert (done.returncode, "longer than" in done.stderr) == (2, True)
+    outcome(place, (*dry_run, "--calibration", "g.json"), small_memory)
+
+
+@pytest.mark.parametrize("option", ["--include", "--exclude"])
+@pytest.mark.parametrize("text", ["(" * 2000 + "a" + ")" * 2000, "a{99999999999}"])
+def test_expressions(text, option, place):
+    done = outcome(place, (*COMMANDS["dry-run"], option, f"re:{text}"))
+    assert (done.returncode, "error[bad-pattern]" in done.stderr) == (2, True)
+    record = json.loads((place / "q" / "config.json").read_text())
+    record["quantization_config"]["ignore"] += [f"re:{text}"]
+    (place / "q" / "config.json").write_text(json.dumps(record))
+    assert outcome(place, COMMANDS["inspect"]).returncode == 6
+
+
+def test_an_output_that_is_a_link_to_itself(place):
+    (place / "loop").symlink_to("loop")
+    quantize = ("quantize", "m", "--format", "nvfp4", "-o")
+    assert outcome(place, (*quantize, "loop")).returncode == 5
+    assert outcome(place, (*quantize, "out", "--report", "loop")).returncode == 5
+    assert outcome(place, ("inspect", "loop")).returncode == 2
+    assert outcome(place, ("quantize", "loop", "--format", "nvfp4")).returncode == 2
+
+
+def test_many_shards_with_few_open_files(tmp_path):
+    """60 shards, and 32 files that may be open: mappings of shards are not kept forever."""
+    shards = {
+        f"model-{number:05d}-of-00060.safetensors": {
+            f"model.layers.{number - 1}.mlp.up_proj.weight": weight(number, 16, 64)
+        }
+        for number in range(1, 61)
+    }
+    write_checkpoint(tmp_path / "m", shards)
+    for words in (
+        ("quantize", "m", "--format", "nvfp4", "-o", "q"),
+        ("verify", "q", "--source", "m"),
+        ("inspect", "q", "--full"),
+        ("transcode", "q", "--dialect", "modelopt", "-o", "t"),
+        ("dequantize", "q", "-o", "out"),
+        ("compare", "q", "t", "--source", "m"),
+        ("analyze", "m"),
+    ):
+        done = outcome(tmp_path, words, few_files)
+        assert done.returncode in (0, 6), done.stderr
+        assert done.returncode == 0 or words[0] in ("verify", "inspect")
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [(resource.RLIMIT_AS, 400 << 20), (resource.RLIMIT_NOFILE, 10)],
+    ids=["memory", "files"],
+)
+def test_a_machine_that_gives_nothing(limit, place):
+    number, most = limit
+    words = ("quantize", "m", "--format", "nvfp4", "-o", "out")
+    done = outcome(place, words, lambda: resource.setrlimit(number, (most, most)))
+    assert done.returncode in (0, 5)
+    assert done.returncode == 0 or "error[machine-limit]" in done.stderr
+
+
+def test_names_and_numbers_beyond_belief(tmp_path):
+    long = "model.layers.0.mlp." + "x" * 1_000_000
+    nan = ("BF16", (32, 64), bf16(32, 32) + b"\xc0\x7f" * 1024)
+    write_single(tmp_path / "m", {f"{long}.weight": nan, "b.weight": weight(1)})
+    done = outcome(tmp_path, ("quantize", "m", "--format", "nvfp4", "-o", "q"))
+    assert done.returncode == 2
+    write_checkpoint(tmp_path / "e", {})
+    entries = {
+        f"t{number}": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}
+        for number in range(20_000)
+    }
+    (tmp_path / "e" / "model.safetensors").write_bytes(pack_header(json.dumps(entries).encode()))
+    done = outcome(tmp_path, ("quantize", "e", "--format", "nvfp4", "--dry-run"))
+    assert "error[no-linears]" in done.stderr
+    nested = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    (tmp_path / "n").mkdir()
+    (tmp_path / "n" / "model.safetensors").write_bytes(pack_header(nested))
+    assert outcome(tmp_path, ("inspect", "n")).returncode == 2
+    (tmp_path / "n" / "model.safetensors").write_bytes(pack_shard({"a.weight": weight()}))
+    (tmp_path / "n" / "config.json").write_bytes(nested)
+    assert outcome(tmp_path, ("inspect", "n")).returncode == 2

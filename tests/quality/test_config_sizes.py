@@ -1,0 +1,158 @@
+"""Records and sizes that engines refuse, or make another model of: inspect finds them alone."""
+
+import json
+import shutil
+
+import pytest
+from checkpoints import bf16, run, weight, write_single
+from meta_models import model_of
+
+from fp4convert.execution.plan_file import STATE
+from fp4convert.quality.config_sizes import DECODERS, find_odd_sizes
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.safetensors import WEIGHT
+
+CONFIG = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"},
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    "tie_word_embeddings": False,
+}
+MATRICES = {
+    **{"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64)},
+    **{"self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64)},
+    "mlp.down_proj": (64, 128),
+}
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    """A llama of two layers in two dialects, by the dialect."""
+    root = tmp_path_factory.mktemp("llama")
+    tensors = {
+        "model.embed_tokens.weight": weight(1, 96, 64),
+        "model.norm.weight": ("BF16", (64,), bf16(64)),
+        "lm_head.weight": weight(3, 96, 64),
+    }
+    for layer in range(2):
+        for name, (rows, columns) in MATRICES.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = weight(layer, rows, columns)
+    write_single(root / "m", tensors, CONFIG)
+    for dialect in ("compressed-tensors", "mlx", "modelopt"):
+        words = ("--format", "nvfp4", "--dialect", dialect, "-o", root / dialect)
+        assert run("quantize", root / "m", *words).code == 0
+    return root
+
+
+def judged(folder, config):
+    """(level, code) of what inspect finds of an artifact of somebody else."""
+    (folder / RECORD).unlink()
+    shutil.rmtree(folder / STATE)
+    (folder / "config.json").write_text(json.dumps(config))
+    findings = run("inspect", folder, "--json").json["findings"]
+    return {(finding["level"], finding["code"]) for finding in findings}
+
+
+SIZES = [
+    ({"hidden_size": 128}, "model.embed_tokens has 64 columns"),
+    ({"intermediate_size": 256}, "mlp.gate_proj has 128 rows"),
+    ({"vocab_size": 97}, "model.embed_tokens has 96 rows"),
+    ({"num_attention_heads": 4}, "q_proj has 64 rows"),
+    ({"num_key_value_heads": 2}, "k_proj has 32 rows"),
+    ({"head_dim": 64}, "q_proj has 64 rows"),
+    ({"num_hidden_layers": 1}, "there is a layer 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), SIZES)
+def test_sizes_of_another_model_are_found(change, words):
+    shapes = {"model.embed_tokens": (96, 64), "lm_head": (96, 64)}
+    for layer in range(2):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in MATRICES.items()}
+    assert list(find_odd_sizes(shapes, CONFIG)) == []
+    found = list(find_odd_sizes(shapes, {**CONFIG, **change}))
+    assert {(finding.level, finding.code) for finding in found} == {("error", "config-size")}
+    assert any(words in finding.detail for finding in found)
+    assert list(find_odd_sizes(shapes, {**CONFIG, **change, "model_type": "other"})) == []
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("model_type", sorted(DECODERS))
+def test_transformers_makes_matrices_of_these_sizes(model_type):
+    model = model_of(model_type)
+    shapes = {
+        name.removesuffix(WEIGHT): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name.endswith(WEIGHT) and tensor.dim() == 2
+    }
+    config = model.config.to_dict()
+    assert list(find_odd_sizes(shapes, config)) == []
+    wrong = {**config, "hidden_size": config["hidden_size"] + 16}
+    assert list(find_odd_sizes(shapes, wrong))
+
+
+def change_weights(config, **changes):
+    for group in config["quantization_config"]["config_groups"].values():
+        group["weights"] |= changes
+
+
+def change_targets(config, *targets):
+    for group in config["quantization_config"]["config_groups"].values():
+        group["targets"] = list(targets)
+
+
+MODULE = "model.layers.0.self_attn.q_proj"
+RECORDS = [
+    ("compressed-tensors", lambda config: None, set()),
+    (
+        "compressed-tensors",
+        lambda config: change_weights(config, scale_dtype="torch.uint8"),
+        {("error", "record-strategy")},
+    ),
+    (
+        "compressed-tensors",
+        lambda config: change_weights(config, scale_dtype="torch.float8_e4m3fn"),
+        set(),
+    ),
+    (
+        "compressed-tensors",
+        lambda config: change_weights(config, nonsense=3),
+        {("warning", "record-key")},
+    ),
+    (
+        "compressed-tensors",
+        lambda config: change_targets(config, "Linaer"),
+        {("error", "quantized-not-targeted")},
+    ),
+    ("mlx", lambda config: None, set()),
+    (
+        "mlx",
+        lambda config: config["quantization"].update({MODULE: False}),
+        {("error", "ignored-but-quantized"), ("error", "records-disagree")},
+    ),
+    (
+        "mlx",
+        lambda config: (
+            [config[key].update({MODULE: False}) for key in ("quantization",)]
+            + [config["quantization_config"].update({MODULE: False})]
+        ),
+        {("error", "ignored-but-quantized")},
+    ),
+]
+
+
+@pytest.mark.parametrize(("dialect", "change", "expected"), RECORDS)
+def test_records_that_engines_refuse_or_misread_are_found(
+    dialect, change, expected, artifacts, tmp_path
+):
+    folder = shutil.copytree(artifacts / dialect, tmp_path / "q")
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    assert judged(folder, config) == expected
+
+
+def test_a_record_over_the_tensors_of_another_dialect_is_an_error(artifacts, tmp_path):
+    folder = shutil.copytree(artifacts / "modelopt", tmp_path / "q")
+    config = json.loads((artifacts / "compressed-tensors" / "config.json").read_text())
+    (folder / "hf_quant_config.json").unlink()
+    assert ("error", "nothing-quantized") in judged(folder, config)

@@ -1,0 +1,142 @@
+"""Servers that send a byte now and then, of whatever they send: nobody waits for them forever."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from checkpoints import run
+
+from fp4convert.errors import SourceError
+from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.http import RangeReader, RemoteFile
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+RANGE = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-99999/100000\r\n"
+SECONDS = 0.4  # that a reply has for LEAST bytes
+LEAST = 200
+SOON = 20.0  # for three tries on a busy machine; what is sent takes 1000 s and more
+
+
+def slowly(connection: socket.socket, data: bytes) -> None:
+    for at in range(len(data)):
+        connection.sendall(data[at : at + 1])
+        time.sleep(0.01)
+
+
+def drip_head(connection: socket.socket, start: int) -> None:
+    slowly(connection, RANGE % start + b"X-Long: " + b"x" * 60000)
+
+
+def drip_body(connection: socket.socket, start: int) -> None:
+    connection.sendall(RANGE % start + b"Content-Length: %d\r\n\r\n" % (100000 - start))
+    slowly(connection, b"x" * (100000 - start))
+
+
+def drip_chunks(connection: socket.socket, start: int) -> None:
+    connection.sendall(RANGE % start + b"Transfer-Encoding: chunked\r\n\r\n")
+    slowly(connection, b"1\r\nx\r\n" * (100000 - start))
+
+
+def drip_the_length_of_a_chunk(connection: socket.socket, start: int) -> None:
+    connection.sendall(RANGE % start + b"Transfer-Encoding: chunked\r\n\r\n")
+    slowly(connection, b"0" * 60000)
+
+
+def end_after_a_byte(connection: socket.socket, start: int) -> None:
+    connection.sendall(RANGE % start + b"Content-Length: %d\r\n\r\nx" % (100000 - start))
+    connection.shutdown(socket.SHUT_WR)
+
+
+def answer(listener: socket.socket, send: Callable[[socket.socket, int], None]) -> None:
+    """Answer a HEAD at once, and a range as `send` does."""
+    with suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=_talk, args=(connection, send), daemon=True).start()
+
+
+def _talk(connection: socket.socket, send: Callable[[socket.socket, int], None]) -> None:
+    with suppress(OSError):
+        while asked := connection.recv(65536):
+            if asked.startswith(b"HEAD"):
+                connection.sendall(HEAD)
+            else:
+                start = asked.partition(b"bytes=")[2].partition(b"-")[0]
+                send(connection, int(start))
+
+
+@pytest.mark.parametrize(
+    ("send", "words"),
+    [
+        (drip_head, "did not answer in time"),
+        (drip_body, "less than 0.20 kB came in 0.40 s"),
+        (drip_chunks, "less than 0.20 kB came in 0.40 s"),
+        (drip_the_length_of_a_chunk, "less than 0.20 kB came in 0.40 s"),
+        (end_after_a_byte, "the reply ended early"),
+    ],
+)
+def test_a_server_that_gets_nowhere_is_given_up(send, words):
+    told: list[str] = []
+    patience = Patience(5.0, 3, first_seconds=0.01, least_nbytes=LEAST, least_seconds=SECONDS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, args=(listener, send), daemon=True).start()
+        reader = RangeReader({}, patience, told.append)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/m/resolve/c/f"
+        file = RemoteFile("f", address, 100000, "0" * 40, "c")
+        began = time.monotonic()
+        with pytest.raises(SourceError) as caught:
+            reader.read_into(file, 0, memoryview(bytearray(100000)))
+    assert time.monotonic() - began < SOON
+    assert caught.value.code == "source-unreachable"
+    assert words in caught.value.message
+    assert any("try 3 of 3" in line for line in told)
+
+
+def test_a_line_that_is_slow_but_goes_on_is_waited_for():
+    """2,000 bytes in 0.4 s are more than the 200 that must come: 4 KB take twice that time."""
+
+    def trickle(connection: socket.socket, start: int) -> None:
+        connection.sendall(RANGE % start + b"Content-Length: %d\r\n\r\n" % (100000 - start))
+        for _ in range(80):
+            connection.sendall(b"x" * 50)
+            time.sleep(0.01)
+
+    patience = Patience(5.0, 1, first_seconds=0.01, least_nbytes=LEAST, least_seconds=SECONDS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, args=(listener, trickle), daemon=True).start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/m/resolve/c/f"
+        file = RemoteFile("f", address, 100000, "0" * 40, "c")
+        buffer = bytearray(4000)
+        # What was asked for is there, whatever the header says of the rest.
+        RangeReader({}, patience, print).read_into(file, 96000, memoryview(buffer))
+    assert buffer == b"x" * 4000
+
+
+def test_a_list_of_files_that_drips_is_given_up(monkeypatch):
+    def drip_list(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=_drip_list, args=(connection,), daemon=True).start()
+
+    patience = Patience(0.1, 2, first_seconds=0.01)
+    monkeypatch.setattr("fp4convert.storage.hub.source.Patience", lambda: patience)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip_list, args=(listener,), daemon=True).start()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        began = time.monotonic()
+        outcome = run("inspect", "org/m", "--json")
+    assert time.monotonic() - began < SOON
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-unreachable")
+    assert "cannot be listed by 127.0.0.1" in outcome.json["error"]["message"]
+
+
+def _drip_list(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n{")
+        slowly(connection, b" " * 99999)
