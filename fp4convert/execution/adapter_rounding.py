@@ -100,12 +100,14 @@ def measure(
 
 
 def with_adapter(
-    panels: Iterator[tuple[int, Quantized]], members: Sequence[Weights], is_protected: bool
+    panels: Iterator[tuple[int, Quantized]],
+    members: Sequence[Weights],
+    protected: Sequence[bool],
 ) -> Iterator[tuple[int, Quantized]]:
     """Pass panels on, those of merged weights with what the adapter lost.
 
-    members       by their number, each panel below the one before
-    is_protected  they are rounded again before, and compared again
+    members    by their number, each panel below the one before
+    protected  of each: it is rounded again before, and compared again
     """
     changes = [low_ranks_of(weights) for weights in members]
     place = [0] * len(members)
@@ -117,7 +119,7 @@ def with_adapter(
             continue
         panel = members[number].rows(first, place[number])
         x, found, compared = as_floats(panel), q, q.compared
-        if is_protected:
+        if protected[number]:
             found = round_protected(q, x, directions_in(own))
             compared = Cpu().compare(panel, found)
         kept = measure(own, first, x, Cpu().values(found))

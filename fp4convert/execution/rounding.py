@@ -81,7 +81,12 @@ class Rounding:
         if is_protected and calibration:
             nearest = self._compensated(nearest, members, modules, calibration)
         if any(map(low_ranks_of, members)):
-            return with_adapter(nearest, members, is_protected and not calibration)
+            # GPTQ under a Gram matrix has protected its own already.
+            protected = [
+                is_protected and (calibration is None or has_few_tokens(calibration, module))
+                for module in modules
+            ]
+            return with_adapter(nearest, members, protected)
         return nearest
 
     @property

@@ -275,7 +275,7 @@ def _check_targets(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _is_class(target: str) -> bool:
-    """Tell whether a target may be the class of linear layers, or of what holds them."""
+    """Tell whether a target may be a class that is, or holds, linear layers."""
     is_word = target[:1].isupper() and "." not in target
     return is_word and any(word in target for word in CLASS_WORDS)
 

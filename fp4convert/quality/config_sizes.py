@@ -36,7 +36,7 @@ Sizes = tuple[tuple[str, int] | None, tuple[str, int] | None]
 
 
 class _Numbers(NamedTuple):
-    """What sizes follow from, with the words that a message has for them; None where unsaid."""
+    """What sizes follow from, in the words of messages; None where unsaid."""
 
     hidden: tuple[str, int] | None
     vocabulary: tuple[str, int] | None
@@ -49,7 +49,7 @@ class _Numbers(NamedTuple):
 def find_odd_sizes(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]
 ) -> Iterator[Finding]:
-    """Find matrices whose size config.json contradicts, one for each kind, and layers beyond it.
+    """Find matrices and layers that config.json contradicts, one of each kind.
 
     shapes  of every matrix, by the module that holds it: (rows, columns)
     """
@@ -79,7 +79,7 @@ def find_odd_sizes(
 
 
 def _expected(name: str, is_expert: bool, numbers: _Numbers) -> Sizes:
-    """Return rows and columns of a linear layer or an embedding by its last name."""
+    """Return rows and columns of a matrix by the last part of its name."""
     hidden, inner = numbers.hidden, numbers.expert if is_expert else numbers.mlp
     known: dict[str, Sizes] = {
         "embed_tokens": (numbers.vocabulary, hidden),

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import run
-from made_up_inputs import calibrate
+from made_up_inputs import calibrate, inputs_of
 from packings import fp8_blocks, pack_checkpoint
 from peft_models import ATTENTION, MLP, merge_by_peft, write_adapter
 from safetensors.torch import load_file, save_file
@@ -225,6 +226,28 @@ def test_beside_a_calibration_the_adapter_stays_too(gram, models, tmp_path):
     assert (kept["method"], kept["scale_rule"]) == ("gptq", "importance")
     before, after = (one["fidelity"]["adapter"] for one in (lost, kept))
     assert after["db_mean"] > before["db_mean"] + 3
+
+
+def test_layers_that_saw_few_tokens_keep_the_adapter_too(models, tmp_path):
+    """Left to the scale rule by gptq, they are protected as without a calibration."""
+    few = {module: x[:8] for module, x in inputs_of(models / "base").items()}
+    file = calibrate(tmp_path / "calibration.safetensors", models / "base", "full", few)
+    words = (*NVFP4, "--lora", models / "adapter", "--calibration", file)
+    lost = quantize(models / "base", tmp_path / "rtn", *words, "--method", "rtn")
+    kept = quantize(models / "base", tmp_path / "ours", *words)
+    before, after = (one["fidelity"]["adapter"] for one in (lost, kept))
+    assert after["db_min"] > before["db_min"] + 5
+
+
+def test_a_rank_pattern_that_never_ends_is_refused(models, tmp_path):
+    adapter = shutil.copytree(models / "adapter", tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["rank_pattern"] = {"((a|a)*b|(.|.)*)*c": 4}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    began = time.monotonic()
+    outcome = run("quantize", models / "base", *NVFP4, "--lora", adapter, "-o", tmp_path / "o")
+    assert outcome.code in (0, 2)
+    assert time.monotonic() - began < 30
 
 
 def test_a_calibration_of_the_merged_model_knows_its_adapter(models, tmp_path):

@@ -25,6 +25,7 @@ import numpy as np
 
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s
+from fp4convert.recipes.patterns import matches
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import open_source, read_reference
 from fp4convert.storage.safetensors import TensorRef, read_header
@@ -320,9 +321,9 @@ class _Scalings:
         found = self.settings.get(patterns) or {}
         try:
             for pattern, value in found.items():
-                if re.match(rf"(.*\.)?({pattern})$", module):
+                if matches(rf"re:(.*\.)?({pattern})$", module):
                     return value
-        except (re.error, AttributeError, TypeError):
+        except (AttributeError, TypeError):
             detail = f"{self.where}: {patterns} is {str(found)[:100]!r}"
             expected = "expected numbers by patterns of modules"
             raise InputError("adapter-tensors", f"{detail}; {expected}") from None
