@@ -19,7 +19,7 @@ from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CARD, RECORD
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.source import Source, read_whole
+from fp4convert.storage.source import Source, name_of, read_whole
 
 if TYPE_CHECKING:
     from fp4convert.calibration.samples import Feed
@@ -71,7 +71,8 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     if page and shown:
         options.tell(save_page(page, shown, source, evaluated=found.as_json()))
     if card:
-        options.tell(add_evaluation(card, found.as_json(), source))
+        merged = "".join(map(name_of, one_adapter(options.lora)))
+        options.tell(add_evaluation(card, found.as_json(), source, merged))
     if sarif:
         write_sarif(sarif, artifact, found.as_json()["findings"])
     return found

@@ -72,6 +72,7 @@ from fp4convert.recipes.recipe import Recipe, Target, build_recipe
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.source import Source, uncollected
 
+MOST_PASSES = 100  # a larger number is a typing error
 # How names of formats begin that other tools make.
 OTHER_FORMATS = re.compile(r"(mx)?fp[68]|u?int\d|w\d+a\d+|nf4|i?q\d|awq|gptq")
 
@@ -221,8 +222,8 @@ def _check_settings(options: QuantizeOptions) -> None:
             f"--damping {damping} is no share of H's mean diagonal; expected above 0, at most 1"
         )
         raise InputError("bad-damping", detail, f"Leave it out for {DAMPING}.")
-    if passes is not None and passes < 0:
-        detail = f"--passes {passes} is no number of passes; expected 0 or more"
+    if passes is not None and not 0 <= passes <= MOST_PASSES:
+        detail = f"--passes {passes} is no number of passes; expected 0 to {MOST_PASSES}"
         raise InputError("bad-passes", detail, f"Leave it out for {PASSES}; 0 is plain GPTQ.")
 
 

@@ -42,7 +42,7 @@ EVALUATION, EVALUATION_END = (
     "<!-- made: fp4convert evaluate -->",
     "<!-- end: fp4convert evaluate -->",
 )
-_EVALUATED = re.compile(f"{EVALUATION}.*?{EVALUATION_END}", re.DOTALL)
+_EVALUATED = re.compile(f"{EVALUATION}((?!{EVALUATION}).)*?{EVALUATION_END}", re.DOTALL)
 _PLAIN = re.compile(r"(?!.*www)[A-Za-z0-9 ,.:'()+-]*")
 
 
@@ -86,18 +86,21 @@ def make_card(plan: Plan, result: Result, source: Source, request: CardRequest) 
     return f"---\n{_front_matter(plan, source, known)}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def add_evaluation(path: Path, evaluated: dict[str, Any], source: Source) -> str:
+def add_evaluation(path: Path, evaluated: dict[str, Any], source: Source, adapter: str = "") -> str:
     """Write the figures of `evaluate` into a card.
 
     An earlier section of that kind is replaced, everything else stays, and a card that is not there
     is made.
     evaluated  what `evaluate --json` prints
+    adapter    the name of what was merged into the source; empty for nothing
     Returns    a line that tells a person
     Raises     OutputError where it cannot be written
     """
     checkpoint = source.checkpoint
     at = f" at commit {code(checkpoint.revision)}" if checkpoint.revision else ""
-    of = f"Beside {code(checkpoint.repo or source.name)}{at}, by `fp4convert evaluate`"
+    of = f"Beside {code(checkpoint.repo or source.name)}{at}"
+    of += f" with the adapter {code(adapter)} merged" if adapter else ""
+    of += ", by `fp4convert evaluate`"
     # All of these words are ours.
     rows = "\n".join(f"| {name} | {words} |" for name, words in evaluation_rows(evaluated).items())
     parts = [
@@ -150,9 +153,12 @@ def _read_card(path: Path) -> str:
         data = stream.read(CARD_LIMIT + 1)
     try:
         if len(data) > CARD_LIMIT:
-            raise UnicodeError(f"more than {CARD_LIMIT:,} bytes")
-        return data.decode("utf-8")
-    except UnicodeError as error:
+            raise ValueError(f"more than {CARD_LIMIT:,} bytes")
+        text = data.decode("utf-8")
+        if text.count(EVALUATION) != text.count(EVALUATION_END):
+            raise ValueError(f"one of {EVALUATION} and {EVALUATION_END} stands alone")
+        return text
+    except ValueError as error:
         detail = f"{path} is no model card: {error}; {expected}"
         raise OutputError("cannot-write", detail, "Give another: --card README.md.") from None
 

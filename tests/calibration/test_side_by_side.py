@@ -192,6 +192,11 @@ def test_the_card_has_the_figures(tmp_path: Path, text: Path) -> None:
     for place in (artifact / "other.md", tmp_path):
         refused = evaluate(artifact, source, text, "--card", place)
         assert refused.code in (2, 5)
+    lone = "# Mine\n\n<!-- made: fp4convert evaluate -->\nold\n\nmy own text\n"
+    for broken in (lone, lone.replace("made:", "end:")):
+        card.write_text(broken)
+        assert evaluate(artifact, source, text, "--card", card).code == 5
+        assert card.read_text() == broken
     card.write_bytes(b"\xff\xfe")
     refused = evaluate(artifact, source, text, "--card", card)
     assert (refused.code, refused.json["error"]["code"]) == (5, "cannot-write")

@@ -136,7 +136,8 @@ def test_few_tokens_are_fewer_than_a_share_of_the_columns(columns, tmp_path):
         ((*GPTQ, "--damping", "0"), "bad-damping", "expected above 0, at most 1"),
         ((*GPTQ, "--damping", "nan"), "bad-damping", "--damping nan"),
         ((*GPTQ, "--damping", "1.5"), "bad-damping", "--damping 1.5"),
-        ((*GPTQ, "--passes", "-1"), "bad-passes", "expected 0 or more"),
+        ((*GPTQ, "--passes", "-1"), "bad-passes", "expected 0 to 100"),
+        ((*GPTQ, "--passes", "101"), "bad-passes", "--passes 101"),
     ],
 )
 def test_settings_that_cannot_be_or_have_no_use_are_refused(options, code, words, source, tmp_path):
