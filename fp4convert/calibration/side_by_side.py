@@ -1,4 +1,4 @@
-"""Run a source and an artifact side by side, and compare their logits.
+"""Measure how the predictions of a source and an artifact differ (KL).
 
 Both are given the same text.  Of each, one layer's weights are in memory at a time; logits are
 compared batch by batch, and kept by nobody.
@@ -322,7 +322,7 @@ class _Run:
         for ours, theirs, tokens in zip(self._kept, logits, ids, strict=True):
             for first in range(0, len(tokens), step):
                 part = slice(first, first + step)
-                made_of = _compare(ours[part], theirs[part], tokens[part].to(ours.device))
+                made_of = _compare_logits(ours[part], theirs[part], tokens[part].to(ours.device))
                 for row, values in zip(rows, made_of, strict=True):
                     row.append(values.cpu())
         kl, agrees, *losses = (torch.cat(row).numpy() for row in rows)
@@ -363,7 +363,7 @@ def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:
         yield _Lane(SOURCE, 2 + 2 * number, before.__contains__)
 
 
-def _compare(
+def _compare_logits(
     ours: torch.Tensor, theirs: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Return KL, agreement and both losses of some tokens, in float64.

@@ -62,7 +62,8 @@ def multiply_tensor(
     owner = first.packed if is_packed else x
     if gpu_of(owner) is None:
         found = f"the matrix is on a GPU, and x, a {_kind_of(x)}, is not"
-        raise InputError("tensor-device", f"{found}; expected one device")
+        step = "Of a batch x is one tensor, (matrices, vectors, columns): torch.stack(x)."
+        raise InputError("tensor-device", f"{found}; expected one device", step)
     with working_at(owner, device) as work:
         if is_packed:
             return work.multiply(batch, *_packed_vectors(batch, x, is_batch))

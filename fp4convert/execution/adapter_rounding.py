@@ -18,7 +18,7 @@ from fp4convert.checkpoint.adapters.merging import LowRank, MergedRows
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s, as_floats, block_steps, encode_e2m1, pack
-from fp4convert.numerics.low_rank import PASSES, Directions, directions_of, protection_of
+from fp4convert.numerics.low_rank import PROTECTION_PASSES, Directions, directions_of, protection_of
 from fp4convert.numerics.matrices import Quantized, Weights
 
 PANEL_NBYTES = 24  # of an element while it is rounded: weights, steps and values, as tiles too
@@ -53,7 +53,7 @@ def round_protected(q: Quantized, x: Float32s, directions: Directions) -> Quanti
         return q
     steps, cpu = block_steps(q).reshape(len(x), -1), Cpu()
     y, pulled = x, np.zeros((len(x), rank), np.float32)
-    for pulls in (directions.first, *[directions.again] * PASSES):
+    for pulls in (directions.first, *[directions.again] * PROTECTION_PASSES):
         y, pulled = cpu.pull_to_nearest(x, steps, (directions.basis, pulls), y, pulled)
     each: Float32s = np.repeat(steps, q.format.block_size, axis=1)
     codes = encode_e2m1(np.divide(y, each, dtype=np.float32))

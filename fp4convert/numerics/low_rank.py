@@ -18,7 +18,7 @@ from fp4convert.numerics.formats import E2M1_MAX
 
 PROTECTION = 30.0  # how much more an error counts along a row of A than across all of them
 SPARED = 5  # columns for each row of A and each of these: fewer could not make up for so much
-PASSES = 2  # over all columns, after the first
+PROTECTION_PASSES = 2  # over all columns, after the first
 NEGLIGIBLE = 1e-6  # of the longest row of A: what is left of one that others already span
 Float64s = NDArray[np.float64]
 Pulls = tuple[Float32s, Float32s]  # directions, and how far errors along them pull each column

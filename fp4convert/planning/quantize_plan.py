@@ -112,7 +112,7 @@ def plan_quantize(
             elif ref.name in home:
                 steps += maker.steps_of(ref, home[ref.name])
             elif ref.name not in consumed:
-                steps.append(_narrowed(_keep(ref, recipe), recipe))
+                steps.append(_narrow_float32(_keep(ref, recipe), recipe))
             steps += scalars.cache.steps.get(ref.name, ())
         tasks.append(writing.task(shard, steps))
     _refuse_lookalikes(refuse_collisions(tasks), dialect, maker.stems)
@@ -131,10 +131,7 @@ def plan_quantize(
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
-    idle = find_idle(recipe, checkpoint, linears)
-    if recipe.target.keep_dtype and not any(map(_is_narrowed, (s for t in tasks for s in t.steps))):
-        why = "is for fp32 matrices and packed ones that stay; here are none"
-        idle = (*idle, Idle("--keep-dtype", why, is_pattern=False))
+    idle = (*find_idle(recipe, checkpoint, linears), *_idle_keep_dtype(recipe, tasks))
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = sum(matches_any(recipe.exclude, module) for module in verdicts)
@@ -202,12 +199,12 @@ class _StepMaker:
             for verdict in verdicts
         ):
             stays = Step(verdicts[0].action, verdicts[0].reason, (ref,), (spec_of(ref),))
-            yield _narrowed(stays, self._recipe)
+            yield _narrow_float32(stays, self._recipe)
             return
         for verdict in verdicts:
             linear = verdict.linear
             if not verdict.is_made and not linear.coding.is_packed and linear.coding.change:
-                yield _narrowed(_change(linear, ref, verdict.reason), self._recipe)
+                yield _narrow_float32(_change(linear, ref, verdict.reason), self._recipe)
             elif not verdict.is_made:
                 packed = dtype_named(self._recipe.target.keep_dtype or KEPT_DTYPE)
                 dtype = packed if linear.coding.is_packed else ref.dtype
@@ -358,14 +355,18 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Step:
     return Step("copy", reason, (ref,), (spec_of(ref),))
 
 
-def _is_narrowed(step: Step) -> bool:
-    """Tell whether a step writes an ordinary matrix in another type."""
-    stays = not step.is_made and bool(step.linears)
-    return stays and step.outputs[0].dtype != step.refs[0].dtype
+def _idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
+    """Tell that nothing which stays is written in another type."""
+    steps = (step for task in tasks for step in task.steps if step.linears and not step.is_made)
+    if recipe.target.keep_dtype and all(
+        step.outputs[0].dtype == step.refs[0].dtype for step in steps
+    ):
+        why = "is for fp32 matrices and packed ones that stay; here are none"
+        yield Idle("--keep-dtype", why, is_pattern=False)
 
 
-def _narrowed(step: Step, recipe: Recipe) -> Step:
-    """Let a float32 matrix that stays take fewer bytes, where that is asked.
+def _narrow_float32(step: Step, recipe: Recipe) -> Step:
+    """Write a float32 matrix that stays in the type of --keep-dtype.
 
     Vectors cost little, and routers decide by small differences: both stay as they are.
     """

@@ -226,17 +226,17 @@ class _Merger:
         if found != expected:
             detail = f"{self._adapter.name}: {name} is for a tensor of {list(found)}, and the model"
             detail += f" has {list(expected)}; expected the model that it was made for"
-            raise InputError("adapter-mismatch", detail, self._find_base(), name)
+            raise InputError("adapter-mismatch", detail, self._next_step(), name)
 
     def _unmatched(self, name: str) -> InputError:
         detail = f"{self._adapter.name}: {name} changes what the model does not have"
         near = did_you_mean(name, self._linears.of) if len(self._linears.of) < MOST_NEAR else ""
         expected = "expected a tensor of the model for each of the adapter's"
         return InputError(
-            "adapter-mismatch", f"{detail}; {expected}{near}", self._find_base(), name
+            "adapter-mismatch", f"{detail}; {expected}{near}", self._next_step(), name
         )
 
-    def _find_base(self) -> str:
+    def _next_step(self) -> str:
         base = self._adapter.base
         return f"It was made for {base}: give that." if base else ""
 

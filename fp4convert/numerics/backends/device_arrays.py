@@ -1,4 +1,4 @@
-"""Quantize and dequantize arrays that lie on a GPU, where they lie.
+"""Quantize, dequantize and multiply arrays that lie on a GPU.
 
 Arrays come over DLPack or `__cuda_array_interface__`, results are arrays of CuPy, and work is put
 on the caller's stream. Of the numbers only an amax is read on the host, 4 bytes.
