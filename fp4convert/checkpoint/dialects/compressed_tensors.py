@@ -83,10 +83,10 @@ notes = nothing
 _PREFIX = r"(?:.*\.)?"  # that an engine may put before a name
 _SPANNING = ("mixed-precision", "naive-quantized")
 _STRATEGIES = ((NVFP4.block_size, "tensor_group"), (MXFP4.block_size, "group"))
-# By the first letters of a format; a dtype is also written without "torch.".
+# By the format; a dtype is also written without "torch.".
 _SCALE_DTYPES = {
-    "nvfp4": ("torch.float8_e4m3fn", "float8_e4m3fn"),
-    "mxfp4": ("torch.uint8", "uint8"),
+    NVFP4.name: ("torch.float8_e4m3fn", "float8_e4m3fn"),
+    MXFP4.name: ("torch.uint8", "uint8"),
 }
 # That compressed-tensors 0.20 takes in QuantizationScheme and QuantizationArgs; it forbids others.
 _SCHEME_KEYS = frozenset(
