@@ -33,7 +33,7 @@ from fp4convert.execution.job import refuse_inside
 from fp4convert.execution.plan_file import read_manifest
 from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import FLOAT_TYPES, FP8
+from fp4convert.numerics.formats import FLOAT_TYPES, FP8, dtype_named
 from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, judge_each
 from fp4convert.planning.global_scales import given_amaxes
 from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars
@@ -298,7 +298,8 @@ class _Fitting:
             if verdict.form:
                 made.setdefault(verdict.form, {})[linear.module] = linear.shape
             else:  # an ordinary tensor
-                dtype = KEPT_DTYPE if linear.coding.is_packed else linear.home.dtype
+                packed = dtype_named(self.recipe.target.keep_dtype or KEPT_DTYPE)
+                dtype = packed if linear.coding.is_packed else linear.home.dtype
                 total += math.prod(linear.shape) * FLOAT_TYPES[dtype].nbytes
         for form, shapes in made.items():
             for stem, shape in self.dialect.stems(shapes).items():

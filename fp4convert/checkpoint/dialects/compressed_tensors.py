@@ -83,7 +83,7 @@ notes = nothing
 _PREFIX = r"(?:.*\.)?"  # that an engine may put before a name
 _SPANNING = ("mixed-precision", "naive-quantized")
 _STRATEGIES = ((NVFP4.block_size, "tensor_group"), (MXFP4.block_size, "group"))
-# By the first letters of a format; a dtype is also written without "torch.".
+# By the format; a dtype is also written without "torch.".
 _SCALE_DTYPES = {
     NVFP4.name: ("torch.float8_e4m3fn", "float8_e4m3fn"),
     MXFP4.name: ("torch.uint8", "uint8"),
