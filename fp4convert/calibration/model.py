@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp4convert.calibration.experts import find_experts
-from fp4convert.checkpoint.adapters.merging import merge
+from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.adapters.peft import ALONE, Adapter
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.expert_stacks import Stacked, find_stacks, rules_of
@@ -187,7 +187,7 @@ def open_skeleton(
     model = _build_model(folder, device)
     recipe = model_recipe(source.checkpoint.config)
     found = find_linears(source, recipe)
-    found = merge(found, adapter, source.checkpoint) if adapter else found
+    found = merge_adapter(found, adapter, source.checkpoint) if adapter else found
     linears = found.of
     dtypes = {module: _dtype_of(linear, is_exact) for module, linear in linears.items()}
     tensors, homes = _plan_reads(source, found, recipe, dtypes)

@@ -15,7 +15,7 @@ from pathlib import Path
 from fp4convert.calibration.methods.awq_smooth import Smoother
 from fp4convert.calibration.methods.folds import uses_of
 from fp4convert.calibration.statistics import Calibration, check_source
-from fp4convert.checkpoint.adapters.merging import merge
+from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
@@ -54,7 +54,7 @@ from fp4convert.numerics.formats import (
 )
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
 from fp4convert.planning.engine_contents import engine_warnings
-from fp4convert.planning.fold_plan import Merged, merge_folds
+from fp4convert.planning.fold_plan import FoldedLayers, use_folds
 from fp4convert.planning.global_scales import open_global_scales
 from fp4convert.planning.kv_cache_scales import Cache, plan_cache
 from fp4convert.planning.method_needs import (
@@ -136,7 +136,7 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     with uncollected():
         linears = find_linears(source, recipe)
         if adapter:
-            linears = merge(linears, adapter, source.checkpoint)
+            linears = merge_adapter(linears, adapter, source.checkpoint)
         cache = plan_cache(source, linears, recipe, calibration) if options.kv_cache else Cache()
         return recipe, linears, Scalars(inputs, calibration, cache, weights)
 
@@ -245,7 +245,7 @@ def plan_with(
     recipe = replace(recipe, formats=(*formats, *recipe.formats))
     with uncollected():
         # Put linear layers under the folds of the method, where it has some.
-        merged, target = Merged(linears, (), ()), recipe.target
+        folded, target = FoldedLayers(linears, (), ()), recipe.target
         if scalars.calibration is not None and target.method in FOLDING:
             if target.via:
                 rounds = f"--via {target.via} rounds weights before anything else"
@@ -256,11 +256,11 @@ def plan_with(
             smoother = Smoother(target, scalars.calibration, has_scales)
             dialect = dialect_to_write(target)
             factors = smoother.factors
-            merged = merge_folds(source.checkpoint, recipe, linears, dialect, factors)
-        plan = plan_quantize(source.checkpoint, recipe, merged.linears, scalars)
-    if not merged.folds:
+            folded = use_folds(source.checkpoint, recipe, linears, dialect, factors)
+        plan = plan_quantize(source.checkpoint, recipe, folded.linears, scalars)
+    if not folded.folds:
         return plan
-    return replace(plan, folds=uses_of(merged.folds), warnings=(*plan.warnings, *merged.notes))
+    return replace(plan, folds=uses_of(folded.folds), warnings=(*plan.warnings, *folded.notes))
 
 
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:

@@ -31,7 +31,7 @@ TOLD_REFUSALS = 3  # in warnings, one for each reason
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class FoldedLayers:
     """Linear layers under the folds that are used.
 
     folds  what is divided, and by which rule
@@ -43,9 +43,9 @@ class Merged:
     notes: tuple[str, ...]
 
 
-def merge_folds(
+def use_folds(
     checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialect: Dialect, find: FindFactors
-) -> Merged:
+) -> FoldedLayers:
     """Use every fold of the recipe that helps a four-bit module.
 
     Raises InputError where there is none.
@@ -84,7 +84,7 @@ def merge_folds(
         for module, linear in linears.of.items()
     }
     vectors = {linear.name: linear for fold in used for linear in vectors_of(fold, find)}
-    return Merged(
+    return FoldedLayers(
         replace(linears, of=of, vectors=vectors),
         tuple(used),
         tuple(_notes(verdicts, changed, refused)),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fp4convert.calibration.methods.folds import Fold, changed_by, folds_used, vectors_of
 from fp4convert.calibration.methods.scaled_weights import Folded, quotients, read_vector
-from fp4convert.checkpoint.adapters.merging import merge
+from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Factors, Linear
 from fp4convert.checkpoint.linears import Linears, linears_stored, originals_of
@@ -42,7 +42,7 @@ def fold_originals(artifact: Artifact, source: Source) -> Linears:
     """
     originals = originals_of(artifact, source)
     if artifact.adapter:  # beside which there are no folds
-        return merge(originals, artifact.adapter, source.checkpoint)
+        return merge_adapter(originals, artifact.adapter, source.checkpoint)
     uses = folds_recorded(artifact.record)
     if not uses:
         return originals

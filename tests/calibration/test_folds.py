@@ -26,7 +26,7 @@ from fp4convert.checkpoint.encodings.base import Factors
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.planning.fold_plan import Merged, merge_folds
+from fp4convert.planning.fold_plan import FoldedLayers, use_folds
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe
 from fp4convert.storage.open import open_source
@@ -72,7 +72,7 @@ def recipe_of(source: Source, choice: RecipeOptions) -> Recipe:
     return build_recipe(Target("nvfp4", "plain"), source.checkpoint.config, choice)
 
 
-def merged(source: Source, choice: RecipeOptions = EVERYTHING) -> Merged:
+def merged(source: Source, choice: RecipeOptions = EVERYTHING) -> FoldedLayers:
     """Every fold, with factors between 1/8 and 8 that nothing asks for."""
 
     def find(fold: Fold, source: Source) -> Factors:
@@ -80,12 +80,12 @@ def merged(source: Source, choice: RecipeOptions = EVERYTHING) -> Merged:
         return storable(fold, source, np.exp2(random.uniform(-3, 3, fold.outputs)))
 
     recipe = recipe_of(source, choice)
-    return merge_folds(
+    return use_folds(
         source.checkpoint, recipe, find_linears(source, recipe), dialect_named("plain"), find
     )
 
 
-def folded(source: Source, found: Merged, tensors: dict[str, Any]) -> dict[str, Any]:
+def folded(source: Source, found: FoldedLayers, tensors: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint's tensors as the folds make them, nothing rounded to four bits."""
     import torch
 

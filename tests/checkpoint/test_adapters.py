@@ -10,7 +10,7 @@ from peft_models import CASES, change_config, merge_by_peft, write_adapter
 from safetensors.numpy import load_file, save_file
 from tiny_models import make_llama
 
-from fp4convert.checkpoint.adapters.merging import merge
+from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.adapters.peft import open_adapter
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import find_linears
@@ -41,7 +41,7 @@ def merged_bytes(base: Path, adapter: Path, scale: float = 1.0) -> dict[str, byt
     """Every tensor that the adapter changes."""
     source = open_source(str(base))
     linears = find_linears(source, model_recipe(source.checkpoint.config))
-    changed = merge(linears, open_adapter(str(adapter), scale, Access()), source.checkpoint)
+    changed = merge_adapter(linears, open_adapter(str(adapter), scale, Access()), source.checkpoint)
 
     def data(linear: Linear) -> bytes:
         rows = linear.coding.weights(linear, source).rows(0, linear.shape[0])

@@ -35,7 +35,7 @@ MOST_NEAR = 5000  # modules: among more a search takes too long
 Shape = tuple[int, ...]
 
 
-class Change(Protocol):
+class AdapterChange(Protocol):
     """What becomes of values that an adapter changes."""
 
     def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
@@ -98,11 +98,11 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged(CodingDefaults):
+class MergedCoding(CodingDefaults):
     """A matrix, or a vector as one row, that an adapter changes."""
 
     stored: Coding
-    by: Change
+    by: AdapterChange
     change = "merged with the adapter"
     format = None
 
@@ -130,7 +130,7 @@ class MergedRows(RowReader):
     """Weights under a change, in the dtype of the model's."""
 
     stored: Weights
-    by: Change
+    by: AdapterChange
 
     @property
     def dtype(self) -> str:
@@ -148,7 +148,7 @@ class MergedRows(RowReader):
         return Matrix(data.reshape(-1).view(np.uint8).data, self.dtype, values.shape)
 
 
-def merge(linears: Linears, adapter: Adapter, checkpoint: Checkpoint) -> Linears:
+def merge_adapter(linears: Linears, adapter: Adapter, checkpoint: Checkpoint) -> Linears:
     """Put linear layers, and vectors beside them, under an adapter.
 
     Raises InputError for what the model does not have, or has in another shape, and for embeddings
@@ -176,11 +176,11 @@ class _Merger:
             if leaf == "weight" and here in of:
                 linear = of[here]
                 self._check_shape(name, values.shape, linear.shape)
-                of[here] = replace(linear, coding=Merged(linear.coding, Whole(values)))
+                of[here] = replace(linear, coding=MergedCoding(linear.coding, Whole(values)))
             else:
                 linear = self._vector(f"{here}.{leaf}", name, values.shape)
                 flat = Whole(values.reshape(1, -1))
-                vectors[linear.name] = replace(linear, coding=Merged(linear.coding, flat))
+                vectors[linear.name] = replace(linear, coding=MergedCoding(linear.coding, flat))
         for module, pair in self._adapter.pairs.items():
             here = self._name(module)
             self._refuse_tied(here, pair.is_embedding)
@@ -188,10 +188,10 @@ class _Merger:
                 raise self._unmatched(module)
             linear = of[here]
             change = self._low_rank(module, pair, linear.shape)
-            of[here] = replace(linear, coding=Merged(linear.coding, change))
+            of[here] = replace(linear, coding=MergedCoding(linear.coding, change))
         for module, values in self._adapter.biases.items():
             linear = self._vector(self._name(module) + BIAS, module + BIAS, values.shape)
-            added = Merged(linear.coding, Added(values.reshape(1, -1)))
+            added = MergedCoding(linear.coding, Added(values.reshape(1, -1)))
             vectors[linear.name] = replace(linear, coding=added)
         renamed = self._old, self._new
         return replace(
