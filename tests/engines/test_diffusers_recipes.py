@@ -193,6 +193,97 @@ TABLE: list[tuple[str, dict[str, Any], list[str], str, float]] = [
         "",
         0.03,
     ),
+    (
+        "Krea2Transformer2DModel",
+        {},
+        [
+            *("img_in", "time_mod_proj", *two("time_embed"), *two("txt_in"), "final_layer.linear"),
+            "text_fusion.projector",
+            *(
+                f"text_fusion.{part}_blocks.#.{leaf}"
+                for part in ("layerwise", "refiner")
+                for leaf in (
+                    *(f"attn.to_{name}" for name in ("q", "k", "v", "gate", "out.0")),
+                    *(f"ff.{name}" for name in ("gate", "up", "down")),
+                )
+            ),
+        ],
+        "",
+        0.06,
+    ),
+    (
+        "ErnieImageTransformer2DModel",
+        {},
+        [
+            *("text_proj", *two("time_embedding"), "adaLN_modulation.1"),
+            *("final_norm.linear", "final_linear"),
+        ],
+        "",
+        0.04,
+    ),
+    (
+        "MiniMaxH3Transformer3DModel",
+        {},
+        [
+            *("proj_in", "audio_proj_in", "context_embedder", *two("time_embedder")),
+            *(*ENDS, "audio_proj_out"),
+        ],
+        "",
+        0.01,
+    ),
+    (
+        "ChromaTransformer2DModel",
+        {},
+        [
+            *("x_embedder", "context_embedder", "proj_out"),
+            *(f"distilled_guidance_layer.{part}_proj" for part in ("in", "out")),
+            *two("distilled_guidance_layer.layers.#"),
+        ],
+        "",
+        0.04,
+    ),
+    (
+        "LongCatImageTransformer2DModel",
+        {},
+        [*two("time_embed.timestep_embedder"), "x_embedder", "context_embedder", *ENDS],
+        "",
+        0.01,
+    ),
+    (
+        "OvisImageTransformer2DModel",
+        {},
+        [*two("timestep_embedder"), "x_embedder", "context_embedder", *ENDS],
+        "",
+        0.01,
+    ),
+    (
+        "CosmosTransformer3DModel",
+        {},
+        [
+            *("patch_embed.proj", *two("time_embed.t_embedder"), *two("norm_out"), "proj_out"),
+            *(name for at in (1, 2, 3) for name in two(f"transformer_blocks.#.norm{at}")),
+        ],
+        r"transformer_blocks\.0\.",
+        0.05,
+    ),
+    (
+        "Cosmos3OmniTransformer",
+        {},
+        ["embed_tokens", "lm_head", "proj_in", "proj_out", *two("time_embedder")],
+        "",
+        0.09,
+    ),
+    (
+        "Ideogram4Transformer2DModel",
+        {},
+        [
+            *("input_proj", "llm_cond_proj", "t_embedding.mlp_in", "t_embedding.mlp_out"),
+            *("adaln_proj", "embed_image_indicator"),
+            *("final_layer.linear", "final_layer.adaln_modulation"),
+        ],
+        "",
+        0.04,
+    ),
 ]
 
 

@@ -140,6 +140,80 @@ LTX2VideoTransformer3DModel
   keep model.diffusion_model.adaln_single.linear
   keep vocoder.conv_pre
   keep vae.decoder.conv_in
+Flux3Transformer2DModel
+  - mode_blocks.image.0.attn.to_q
+  keep x_embedders.image_cond
+  keep timestep_embedder.linear_1
+  keep early_stream_modulations.txt.linear
+QwenImage21Transformer2DModel
+  - transformer_blocks.3.img_mlp.gate_layer
+  keep modulation.1
+  keep txt_in.in_layer
+Krea2Transformer2DModel
+  - transformer_blocks.0.ff.gate
+  - transformer_blocks.0.attn.to_gate
+  keep text_fusion.refiner_blocks.0.ff.gate
+--recipe krea2
+  - blocks.0.mlp.gate
+  - diffusion_model.blocks.0.attn.gate
+  - blocks.0.attn.wq
+  keep first
+  keep last.linear
+  keep last.modulation.lin
+  keep tproj.1
+  keep tmlp.0
+  keep txtmlp.3
+  keep txtfusion.refiner_blocks.1.mlp.gate
+  keep txtfusion.projector
+--recipe anima
+  - net.blocks.2.adaln_modulation_mlp.1
+  - net.blocks.1.cross_attn.output_proj
+  keep net.blocks.0.self_attn.q_proj
+  keep net.blocks.1.adaln_modulation_self_attn.2
+  keep net.final_layer.linear
+  keep net.llm_adapter.blocks.3.self_attn.q_proj
+  keep net.x_embedder.proj.1
+  keep net.t_embedder.1.linear_2
+--recipe ernie_image
+  - model.diffusion_model.layers.35.mlp.linear_fc2
+  keep model.diffusion_model.adaLN_modulation.1
+  keep model.diffusion_model.final_linear
+  keep model.diffusion_model.text_proj
+--recipe minimax_h3
+  - blocks.0.attn.qkv_proj
+  - blocks.49.adaln_proj.linear
+  - token_refiner.blocks.0.mlp.fc1
+  keep final_layer.video_out
+  keep final_layer.adaln_proj.linear
+  keep video_patch_proj
+  keep model.diffusion_model.time_embedder.proj_in
+  keep condition_proj
+--recipe hidream
+  - double_stream_blocks.0.block.ff_i.experts.3.w2
+  - model.language_model.layers.0.self_attn.q_proj
+  keep single_stream_blocks.31.block.ff_i.gate
+  keep x_embedder.proj1
+  keep t_embedder1.mlp.0
+  keep final_layer2.linear
+  keep p_embedder.pooled_embedder.linear_1
+--recipe chroma
+  - double_blocks.0.img_attn.qkv
+  - single_blocks.37.linear2
+  keep distilled_guidance_layer.layers.4.in_layer
+  keep final_layer.linear
+  keep img_in
+  keep nerf_blocks.0.param_generator
+--recipe longcat_image
+  - model.diffusion_model.single_transformer_blocks.3.proj_out
+  keep model.diffusion_model.proj_out
+--recipe ideogram4
+  - layers.3.adaln_modulation
+  keep adaln_proj
+  keep llm_cond_proj
+--recipe ltxv2
+  keep model.diffusion_model.transformer_blocks.20.attn1.to_gate_logits
+  keep model.diffusion_model.prompt_adaln_single.linear
+  keep text_embedding_projection.video_aggregate_embed
 """
 
 

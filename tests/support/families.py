@@ -6,6 +6,7 @@ from families_dense import DENSE
 from families_diffusion import DIFFUSION
 from families_experts import ONE_BY_ONE
 from families_hybrid import HYBRID
+from families_pictures import PICTURES
 from families_stacked import STACKED
 
-FAMILIES = (*DENSE, *ONE_BY_ONE, *HYBRID, *STACKED, *DIFFUSION)
+FAMILIES = (*DENSE, *ONE_BY_ONE, *HYBRID, *STACKED, *DIFFUSION, *PICTURES)

@@ -28,5 +28,5 @@ def recipe_for(model: str) -> Recipe:
         return build_recipe(
             Target("nvfp4"), LAYERS, RecipeOptions(recipe=model.removeprefix("--recipe "))
         )
-    key = "_class_name" if model.endswith("Model") else "model_type"
+    key = "_class_name" if model[0].isupper() else "model_type"
     return build_recipe(Target("nvfp4"), {key: model, **LAYERS})
