@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from fp4convert.errors import OutputError
+from fp4convert.storage.system import AS_BYTES
 
 HASH_NBYTES = 512 << 10  # read and hashed at once: what stays in a core's own cache
 WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
@@ -102,7 +103,7 @@ def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
     """Return Linux's function; None elsewhere."""
     import ctypes
 
-    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None) if os.name == "posix" else None
     if begin is not None:
         begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return cast("Callable[[int, int, int, int], object] | None", begin)
@@ -113,7 +114,12 @@ def fsync_folder(folder: Path) -> None:
 
     Raises  OSError where it fails
     """
-    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        if hasattr(os, "O_DIRECTORY"):
+            raise
+        return  # Windows opens no folders, and has a name on the disk with the rename
     try:
         os.fsync(fd)
     except OSError as error:
@@ -188,7 +194,7 @@ def _look(path: Path, sha256: str) -> tuple[str, int]:
 
     The change in ns, by the clock of its file system.
     """
-    fd = os.open(path, os.O_RDONLY)  # opened: a network file system asks its server then
+    fd = os.open(path, os.O_RDONLY | AS_BYTES)  # opened: a network file system asks its server then
     try:
         status = os.fstat(fd)
     finally:
