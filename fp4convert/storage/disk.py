@@ -10,7 +10,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
@@ -19,7 +18,6 @@ from fp4convert.errors import OutputError
 from fp4convert.storage.system import AS_BYTES
 
 HASH_NBYTES = 512 << 10  # read and hashed at once: what stays in a core's own cache
-WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
 UNKNOWN_HERE = (errno.EINVAL, errno.EOPNOTSUPP)  # of a file system that knows no such thing
 LOOKS, LOOK_SECONDS = 12, 0.001  # at the file system's clock; most go on every 1 to 10 ms
 
@@ -86,27 +84,6 @@ def reserve(fd: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in UNKNOWN_HERE:
             raise
-
-
-def begin_flush(fd: int, start: int, nbytes: int) -> None:
-    """Have the disk begin with these bytes, where it can be told.
-
-    Nothing waits for them, unless the disk has more to do than it can note down; a later fsync
-    tells what failed.
-    """
-    if begin := _sync_file_range():
-        begin(fd, start, nbytes, WRITE_NOW)
-
-
-@cache
-def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
-    """Return Linux's function; None elsewhere."""
-    import ctypes
-
-    begin = getattr(ctypes.CDLL(None), "sync_file_range", None) if os.name == "posix" else None
-    if begin is not None:
-        begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return cast("Callable[[int, int, int, int], object] | None", begin)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -12,9 +12,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from fp4convert.errors import OutputError
-from fp4convert.storage.disk import begin_flush, hash_file, reserve, write_error, write_errors_at
+from fp4convert.storage.disk import hash_file, reserve, write_error, write_errors_at
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
-from fp4convert.storage.system import AS_BYTES, write_at
+from fp4convert.storage.system import AS_BYTES, begin_flush, write_at
 
 # By one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads
 # out.

@@ -1,4 +1,6 @@
-"""What Windows does otherwise: reads at a place, flags, free room, open files, memory.
+"""Ask the system for what not every system offers alike.
+
+Reads and writes at a place, flags of files, free room, open files, memory, processes.
 
 Elsewhere these are the system's own calls.  Windows has no pread, preadv and pwrite, so there a
 file's place is moved under a lock; it opens files as text unless it is told not to; and it knows no
@@ -8,17 +10,20 @@ conversions without all that Windows lacks; on Windows itself nothing was run.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import cast
 
 AS_BYTES: int = getattr(os, "O_BINARY", 0)  # Windows alone: no line ends are turned
 _NOT_A_LINK: int = getattr(os, "O_NOFOLLOW", 0)
 _AT_ONCE: int = getattr(os, "O_NONBLOCK", 0)  # a pipe is not waited for
 _LINK_ERROR = "is a link"
+_WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
 _FEW_FILES = 512  # that C's functions open on Windows at most
 _place = threading.Lock()  # of a file whose place is moved
 
@@ -60,6 +65,27 @@ def write_at(fd: int, data: memoryview, offset: int) -> int:
         return os.write(fd, data)
 
 
+def begin_flush(fd: int, start: int, nbytes: int) -> None:
+    """Have the disk begin with these bytes, where it can be told.
+
+    Nothing waits for them, unless the disk has more to do than it can note down; a later fsync
+    tells what failed.
+    """
+    if begin := _sync_file_range():
+        begin(fd, start, nbytes, _WRITE_NOW)
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
+    """Return Linux's function; None elsewhere."""
+    import ctypes
+
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None) if os.name == "posix" else None
+    if begin is not None:
+        begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return cast("Callable[[int, int, int, int], object] | None", begin)
+
+
 def free_nbytes(folder: Path) -> int:
     """Count the bytes that a disk has for this user.
 
@@ -77,24 +103,16 @@ def most_files() -> int:
     return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 0)
 
 
-class _MemoryStatus(ctypes.Structure):
-    """MEMORYSTATUSEX of Windows."""
-
-    _fields_ = (
-        ("length", ctypes.c_uint32),
-        ("load", ctypes.c_uint32),
-        ("total", ctypes.c_uint64),
-        ("others", ctypes.c_uint64 * 6),
-    )
-
-
 def memory_nbytes() -> int:
     """Count the bytes of memory of this machine."""
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
-    getattr(ctypes, "windll").kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # noqa: B009
-    return int(status.total)
+    import ctypes
+
+    # MEMORYSTATUSEX: its own length, the load in percent, then 8-byte counts, the total first.
+    status = (ctypes.c_uint64 * 8)(64)
+    getattr(ctypes, "windll").kernel32.GlobalMemoryStatusEx(status)  # noqa: B009
+    return status[1]
 
 
 def is_running(process: int) -> bool | None:
@@ -115,7 +133,7 @@ def is_running(process: int) -> bool | None:
 
 
 def peak_nbytes() -> int | None:
-    """Return the most memory that this process has taken; None where it is not told."""
+    """Return the most memory that this process took; None if untold."""
     try:
         from resource import RUSAGE_SELF, getrusage
     except ImportError:
