@@ -22,7 +22,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 WAKE_SECONDS = 0.05
-NUDGE = signal.SIGURG  # ends a wait and does nothing else; ignored where nobody listens to it
+# Ends a wait and does nothing else; ignored where nobody listens to it. None on Windows, which has
+# no signal for a thread: there a stop may wait until the main thread waits no more.
+NUDGE = getattr(signal, "SIGURG", None) if hasattr(signal, "pthread_kill") else None
 
 
 _raised: list[Stopped] = []  # since somebody listens
@@ -125,6 +127,8 @@ def _send_again(lost: sys.UnraisableHookArgs) -> None:
 @cache
 def _watch() -> None:
     """Begin to hear of signals as they come; once in a process."""
+    if NUDGE is None:
+        return
     signal.signal(NUDGE, lambda number, frame: None)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -135,7 +139,7 @@ def _watch() -> None:
 def _wake(reading: int) -> None:
     """Interrupt the main thread until a signal has been raised there."""
     main = threading.main_thread().ident
-    while (number := os.read(reading, 1)) and main is not None:
+    while (number := os.read(reading, 1)) and main is not None and NUDGE is not None:
         while signal.getsignal(number[0]) is _stop:  # it has not been raised
             signal.pthread_kill(main, NUDGE)
             time.sleep(WAKE_SECONDS)

@@ -3,7 +3,11 @@
  */
 #include <stdint.h>
 
+#ifdef _WIN32
+#define API __declspec(dllexport)
+#else
 #define API __attribute__((visibility("default")))
+#endif
 #define FOR_DTYPE(E, d, t)                                                                                              \
     E(amax_##d, (const t *x, int64_t n, uint32_t *amax_bits), (x, n, amax_bits))                                        \
     E(quantize_nvfp4_##d, (const t *x, int64_t n, const float *amax, uint8_t *p, uint8_t *s), (x, n, amax, p, s))       \

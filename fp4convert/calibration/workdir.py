@@ -15,7 +15,6 @@ An interrupted run goes on from there:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from fp4convert.calibration.calibration_file import FORMAT, VERSION, header_of
@@ -36,7 +36,6 @@ from fp4convert.calibration.model import Skeleton
 from fp4convert.calibration.moments import block_width
 from fp4convert.calibration.statistics import DTYPES
 from fp4convert.errors import Fp4Error, InputError, OutputError, shell_line
-from fp4convert.numerics.backends.base import memory_nbytes
 from fp4convert.process import Stopped
 from fp4convert.progress import size_text
 from fp4convert.recipes.recipe import group_members, scale_groups
@@ -44,6 +43,7 @@ from fp4convert.storage.disk import hash_file, write_errors_at
 from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, TensorSpec
 from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
 from fp4convert.storage.source import Source
+from fp4convert.storage.system import free_nbytes, memory_nbytes
 
 LARGEST_NBYTES = 5 * 10**9  # of tensors in one file
 COPY_NBYTES = 8 << 20
@@ -199,11 +199,10 @@ class Needs:
             there = sum(
                 path.stat().st_size for kind in ("hidden-*", "part-*") for path in state.glob(kind)
             )
-            disk = os.statvfs(state)
+            free = free_nbytes(state)
         # Statistics are there twice where parts are joined to one file.
         times = 2 if self.statistics_nbytes <= LARGEST_NBYTES else 1
         more = times * self.statistics_nbytes + self.hidden_nbytes - there
-        free = disk.f_bavail * disk.f_frsize
         if more > free:
             detail = f"{output} needs up to {more:,} bytes of disk, temporary files included"
             next_step = "Free some space, or choose another disk: -o FILE"
@@ -267,16 +266,14 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
             raise OutputError("foreign-output", detail, "Move it, or choose another file: -o FILE.")
     with write_errors_at(state):
         state.mkdir(parents=True, exist_ok=True)
-        lock = os.fdopen(
-            os.open(state / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w"
-        )
-    with lock:
+        lock = FileLock(state / LOCK_FILE, timeout=0, mode=0o666)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock.acquire()
+        except Timeout:
             detail = f"{output} is being made by another process"
             next_step = "Wait for it, or choose another file: -o FILE."
             raise OutputError("locked", detail, next_step) from None
+    with lock:
         try:
             with write_errors_at(state):
                 _begin_state(state, purpose, tell)

@@ -22,6 +22,7 @@ from fp4convert.errors import Fp4Error, InputError, OutputError
 from fp4convert.process import stop_listening
 from fp4convert.progress import Meter, Phases, duration_text, size_text
 from fp4convert.report.text import MOST_ALIKE, Document, escape, fold_findings, shorten
+from fp4convert.storage.system import peak_nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -75,11 +76,10 @@ class Screen:
     def end(self) -> None:
         """Tell how long everything took and the memory used, if asked to."""
         if self.is_verbose:
-            from resource import RUSAGE_SELF, getrusage
-
-            nbytes = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             seconds = duration_text(time.monotonic() - self._begun)
-            self.tell(f"whole command: {seconds}, peak memory {size_text(nbytes)}")
+            nbytes = peak_nbytes()
+            peak = "" if nbytes is None else f", peak memory {size_text(nbytes)}"
+            self.tell(f"whole command: {seconds}{peak}")
 
     @cached_property
     def out(self) -> Console:

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from fp4convert.storage.disk import boot_id, write_errors_at
+from fp4convert.storage.system import AS_BYTES, is_running, open_no_link
 
 LEASE_SECONDS = 60.0  # without a sign of life
 SILENT_SECONDS = 5.0  # of an empty one: its maker fills it at once, or is dead
@@ -96,7 +97,7 @@ class Leases:
         with write_errors_at(path):
             self._made.add(lease)
             try:
-                made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+                made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | AS_BYTES, 0o666)
             except FileExistsError:
                 self._made.discard(lease)
                 is_alive, owner = self._judge(lease)
@@ -268,7 +269,7 @@ def _read(path: Path) -> Owner | None:
     A link is not followed and a pipe is not waited for: nobody of ours makes one.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = open_no_link(path, os.O_RDONLY)
         try:
             is_file = stat.S_ISREG(os.fstat(fd).st_mode)
             entry = json.loads(os.read(fd, MOST_NBYTES)) if is_file else None
@@ -309,12 +310,6 @@ def _start_of(process: object) -> str | None:
     except PermissionError:
         return UNKNOWN_START
     except (OSError, OverflowError):
-        try:
-            os.kill(process, 0)  # asks whether it is there, and does nothing to it
-        except PermissionError:
-            return UNKNOWN_START
-        except (OSError, OverflowError):
-            return None
-        return UNKNOWN_START
+        return None if is_running(process) is False else UNKNOWN_START
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else fields[19]

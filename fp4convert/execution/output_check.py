@@ -23,6 +23,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.settings import Settings
 from fp4convert.storage.checkpoint_files import PLAN_FILE
 from fp4convert.storage.disk import nbytes_there, write_errors_at
+from fp4convert.storage.system import free_nbytes
 
 
 def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes: int) -> None:
@@ -124,8 +125,7 @@ def missing_nbytes(root: Path, manifest: Manifest) -> int:
 def check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
     """Raise OutputError where the disk has too little room."""
     needed = missing_nbytes(root, manifest) + more_nbytes
-    disk = os.statvfs(_nearest(root))
-    free = disk.f_bavail * disk.f_frsize
+    free = free_nbytes(_nearest(root))
     if needed > free:
         detail = f"{root} needs {needed:,} bytes, its disk has {free:,} free"
         next_step = "Free some space, or choose another disk: -o FOLDER."

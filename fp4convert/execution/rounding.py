@@ -27,7 +27,7 @@ from fp4convert.execution.adapter_rounding import (
     protected_gram,
     with_adapter,
 )
-from fp4convert.numerics.backends.base import OWN, Backend, Given, memory_nbytes
+from fp4convert.numerics.backends.base import OWN, Backend, Given
 from fp4convert.numerics.backends.cpu import READ_ELEMENTS, Cpu
 from fp4convert.numerics.codec import as_floats, block_steps, pack
 from fp4convert.numerics.descent import aligned
@@ -35,6 +35,7 @@ from fp4convert.numerics.formats import DAMPING, IMPORTANCE, Format, global_rang
 from fp4convert.numerics.matrices import Quantized, Weights, row_panels
 from fp4convert.planning.method_needs import GPTQ, has_few_tokens
 from fp4convert.recipes.recipe import Target
+from fp4convert.storage.system import memory_nbytes
 
 MEMORY_SHARE = 0.5  # of the machine's, for all workers together
 

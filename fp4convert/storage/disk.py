@@ -10,15 +10,14 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from fp4convert.errors import OutputError
+from fp4convert.storage.system import AS_BYTES
 
 HASH_NBYTES = 512 << 10  # read and hashed at once: what stays in a core's own cache
-WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
 UNKNOWN_HERE = (errno.EINVAL, errno.EOPNOTSUPP)  # of a file system that knows no such thing
 LOOKS, LOOK_SECONDS = 12, 0.001  # at the file system's clock; most go on every 1 to 10 ms
 
@@ -87,33 +86,17 @@ def reserve(fd: int, nbytes: int) -> None:
             raise
 
 
-def begin_flush(fd: int, start: int, nbytes: int) -> None:
-    """Have the disk begin with these bytes, where it can be told.
-
-    Nothing waits for them, unless the disk has more to do than it can note down; a later fsync
-    tells what failed.
-    """
-    if begin := _sync_file_range():
-        begin(fd, start, nbytes, WRITE_NOW)
-
-
-@cache
-def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
-    """Return Linux's function; None elsewhere."""
-    import ctypes
-
-    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if begin is not None:
-        begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return cast("Callable[[int, int, int, int], object] | None", begin)
-
-
 def fsync_folder(folder: Path) -> None:
     """Have the names in a folder on the disk, where it can.
 
     Raises  OSError where it fails
     """
-    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        if hasattr(os, "O_DIRECTORY"):
+            raise
+        return  # Windows opens no folders, and has a name on the disk with the rename
     try:
         os.fsync(fd)
     except OSError as error:
@@ -188,7 +171,7 @@ def _look(path: Path, sha256: str) -> tuple[str, int]:
 
     The change in ns, by the clock of its file system.
     """
-    fd = os.open(path, os.O_RDONLY)  # opened: a network file system asks its server then
+    fd = os.open(path, os.O_RDONLY | AS_BYTES)  # opened: a network file system asks its server then
     try:
         status = os.fstat(fd)
     finally:

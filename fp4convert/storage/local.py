@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import resource
 import stat
 import threading
 from collections.abc import Collection, Iterator
@@ -36,6 +35,7 @@ from fp4convert.storage.disk import Mark
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
 from fp4convert.storage.source import CACHED, Checkpoint, name_of, read_whole
+from fp4convert.storage.system import most_files, read_at, read_into_at
 
 HOLDING = "Give the folder that holds the weights."
 SCALAR_NBYTES = 8
@@ -78,7 +78,9 @@ class LocalSource:
                     found = f"it had {nbytes} bytes and now has {len(mapped)}"
                     detail = f"{ref.file} changed while it was read: {found}"
                     raise SourceError("source-changed", detail, AGAIN)
-                mapped.madvise(mmap.MADV_SEQUENTIAL)  # read ahead of a missing page, not around it
+                if hasattr(mmap, "MADV_SEQUENTIAL"):
+                    # read ahead of a missing page, not around it
+                    mapped.madvise(mmap.MADV_SEQUENTIAL)
             self._maps[ref.file] = mapped
             if len(self._maps) > most_open():
                 del self._maps[next(iter(self._maps))]  # closed when nobody looks at it any more
@@ -101,7 +103,7 @@ class LocalSource:
         done, fd = 0, opened.stream.fileno()
         while done < buffer.nbytes:
             try:
-                count = os.preadv(fd, [buffer[done:]], ref.start + start + done)
+                count = read_into_at(fd, buffer[done:], ref.start + start + done)
             except OSError as error:
                 detail = f"{ref.file} cannot be read: {error.strerror}"
                 raise SourceError("source-unreadable", detail, "Run it again.") from error
@@ -234,7 +236,7 @@ class LocalSource:
         with self.open_file(name) as stream:
             fd = stream.fileno()
             nbytes = os.fstat(fd).st_size
-            return read_header(name, nbytes, lambda offset, length: os.pread(fd, length, offset))
+            return read_header(name, nbytes, lambda offset, length: read_at(fd, length, offset))
 
     def _files(self, apart: Collection[str] = ()) -> list[str]:
         """List the files of the folder and of those in it.
@@ -275,8 +277,8 @@ def most_open() -> int:
 
     Each an eighth of the files that this process may have open.
     """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(2, min(MOST_OPEN, files // 8)) if files > 0 else MOST_OPEN
+    files = most_files()
+    return max(2, min(MOST_OPEN, files // 8)) if files else MOST_OPEN
 
 
 def _folders_of(folder: Path) -> list[str]:

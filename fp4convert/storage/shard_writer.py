@@ -12,8 +12,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from fp4convert.errors import OutputError
-from fp4convert.storage.disk import begin_flush, hash_file, reserve, write_error, write_errors_at
+from fp4convert.storage.disk import hash_file, reserve, write_error, write_errors_at
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
+from fp4convert.storage.system import AS_BYTES, begin_flush, write_at
 
 # By one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads
 # out.
@@ -37,7 +38,7 @@ class ShardWriter:
         self._is_stopped = False
         self.begin_again()
         with write_errors_at(path, self._nbytes):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | AS_BYTES, 0o666)
             reserve(self._fd, nbytes)
             os.ftruncate(self._fd, nbytes)
             self._pwrite(memoryview(header), 0)
@@ -66,7 +67,7 @@ class ShardWriter:
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
         while data:
-            written = os.pwrite(self._fd, data[:WRITE_NBYTES], offset)
+            written = write_at(self._fd, data[:WRITE_NBYTES], offset)
             data, offset = data[written:], offset + written
 
     def finish(self) -> str:

@@ -4,16 +4,15 @@ and when it is stopped.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 from checkpoints import run, start
 from tiny_chains import LENGTH, SAMPLES, TEXT, calibrate, make_model
 from tiny_models import read_tensors
 
+from fp4convert.calibration import workdir
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 
@@ -29,7 +28,7 @@ STATES = 3 * 4 * HIDDEN * LENGTH * SAMPLES
 
 
 def have_free(monkeypatch, nbytes: int) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(f_bavail=nbytes, f_frsize=1))
+    monkeypatch.setattr(workdir, "free_nbytes", lambda place: nbytes)
 
 
 def test_a_disk_that_is_too_small_is_known_beforehand(tmp_path, llama, words, monkeypatch):
@@ -82,8 +81,6 @@ def test_what_an_earlier_run_left_counts_as_there(tmp_path, llama, words, monkey
 
 
 def test_gram_matrices_that_memory_does_not_hold(tmp_path, llama, words, monkeypatch):
-    from fp4convert.calibration import workdir
-
     monkeypatch.setattr(workdir, "memory_nbytes", lambda: MATRICES - 1)
     error = calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--gram", "full")
     assert (error.code, error.json["error"]["code"]) == (2, "gram-memory")

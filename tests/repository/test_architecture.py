@@ -45,7 +45,7 @@ HOMES = {
     "plotly": ("report.html",),
     "rich": ("cli.",),
     "typer": ("cli.",),
-    "ctypes": ("numerics.backends.", "numerics.cpu_library", "storage.disk"),
+    "ctypes": ("numerics.backends.", "numerics.cpu_library", "storage.system"),
 }
 NO_VERBS = frozenset(
     [

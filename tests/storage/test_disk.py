@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fp4convert.errors import OutputError
-from fp4convert.storage import disk
+from fp4convert.storage import disk, system
 from fp4convert.storage.disk import (
     Mark,
     fsync_folder,
@@ -22,11 +22,11 @@ from fp4convert.storage.disk import (
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sync_file_range")
 def test_linux_is_told_to_begin(tmp_path):
-    begin = disk._sync_file_range()
+    begin = system._sync_file_range()
     with (tmp_path / "m").open("wb", buffering=0) as out:
         out.write(bytes(8))
-        assert begin(out.fileno(), 0, 8, disk.WRITE_NOW) == 0
-    assert begin(-1, 0, 8, disk.WRITE_NOW) == -1
+        assert begin(out.fileno(), 0, 8, system._WRITE_NOW) == 0
+    assert begin(-1, 0, 8, system._WRITE_NOW) == -1
 
 
 def test_a_file_that_changed_has_another_mark(tmp_path):

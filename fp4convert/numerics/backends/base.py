@@ -5,7 +5,6 @@ A backend gives the bytes of codec.py, whichever it is.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,11 +78,6 @@ class Backend(Protocol):
 
         widest  elements of the longest rows
         """
-
-
-def memory_nbytes() -> int:
-    """Count the bytes of memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def expected_device(word: str) -> str:
