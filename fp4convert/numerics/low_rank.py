@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.numerics.codec import Float32s
-from fp4convert.numerics.formats import E2M1_MAX
+from fp4convert.numerics.codec import Float32s, decode_e2m1, encode_e2m1
 
 PROTECTION = 30.0  # how much more an error counts along a row of A than across all of them
 SPARED = 5  # columns for each row of A and each of these: fewer could not make up for so much
@@ -125,19 +124,11 @@ def pull_to_nearest(
         for k in range(len(direction)):
             pulled[:, k] -= error * direction[k]
             t = t + pulled[:, k] * pull[k]
-        y[:, j] = _nearest(t / step) * step + f32(0)
+        y[:, j] = decode_e2m1(encode_e2m1(t / step)) * step + f32(0)
         error = x[:, j] - y[:, j]
         for k in range(len(direction)):
             pulled[:, k] += error * direction[k]
     return y, pulled
-
-
-def _nearest(q: Float32s) -> Float32s:
-    """Round to E2M1, half to even, saturating; the sign of zero is q's."""
-    magnitude = np.minimum(np.abs(q), f32(E2M1_MAX))
-    unit = np.where(magnitude < 2, f32(0.5), np.where(magnitude < 4, f32(1), f32(2)))
-    rounded = np.rint(magnitude / unit) * unit
-    return np.where(q < 0, -rounded, rounded)
 
 
 def _dot(x: Float64s, y: Float64s) -> float:
