@@ -139,11 +139,14 @@ class Compared(NamedTuple):
     counts  int64 (CODES): how often each code occurs; empty where codes have more bits
     adapter  of merged weights: the power of an adapter's effect in these rows, and of their errors
              along its inputs
+    exact    of weights from fake quantization: how many blocks are not zero, and how many of these
+             come back
     """
 
     rows: memoryview
     counts: memoryview
     adapter: tuple[float, float] | None = None
+    exact: tuple[int, int] | None = None
 
 
 Part = TypeVar("Part")
