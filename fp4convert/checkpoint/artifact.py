@@ -19,7 +19,7 @@ from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed,
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import DIALECTS, METHODS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.stacks import gather
-from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
+from fp4convert.checkpoint.dialects.tables import SCALAR_NBYTES, decode_scalar, encode_scalar
 from fp4convert.checkpoint.modules import form_finder, read_modules
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
 from fp4convert.checkpoint.whole_model import refuse_adapter
@@ -142,10 +142,14 @@ class Artifact:
 
         None where it has none.
         """
-        if not self.modules[module].form.has_input_scale:
+        packed, scalars = self.modules[module], self.spelling.TRAITS.scalars
+        if not packed.form.has_input_scale:
             return None
-        scalars = self.spelling.TRAITS.scalars
-        return scalars.as_multiplier(decode_scalar(self._read(scalars.input_name(module))))
+        stored = self._read(scalars.input_name(packed.stem))
+        if stored.nbytes > SCALAR_NBYTES:  # one for each matrix of a stack
+            begin = packed.number * SCALAR_NBYTES
+            stored = stored[begin : begin + SCALAR_NBYTES]
+        return scalars.as_multiplier(decode_scalar(stored))
 
     def stored_input_scale(self, module: str) -> float | None:
         """Return the stored float32 of the input scale, as an exact Python float."""

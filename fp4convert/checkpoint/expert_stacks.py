@@ -69,7 +69,12 @@ def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
         if packed.stem == module or packed.stem in stems:
             continue
         stems.add(packed.stem)  # with the first module of expert 0, of as many as take turns
-        if not find.place_of(module) and (not artifact.record or recipe.stack_rule(packed.stem)):
+        stored = packed.refs[0].name
+        if find.place_of(module):
+            continue
+        if own := recipe.stack_rule(stored):  # stored under the name that floats have
+            rules.append(own._replace(tensors=(ending_of(stored),)))
+        elif not artifact.record or recipe.stack_rule(packed.stem):
             members = [
                 rows.module for rows in artifact.spelling.slots(packed.stem, packed.stored_shape)[0]
             ]

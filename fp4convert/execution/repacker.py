@@ -6,6 +6,7 @@ not grow with the tensor.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -160,8 +161,10 @@ class Transcoder:
             if step.action != "transcode":
                 copy_steps(self.source, [step], writer, stop)
                 continue
-            module = step.slots[0][0].module
-            encoder = MatrixEncoder(self._dialect, self._form, self._artifact.input_scale(module))
+            # The first slot of each matrix of a stack, or of the one.
+            firsts = step.slots[:: len(step.slots) // math.prod(step.shape[:-2])]
+            scales = [self._artifact.input_scale(slot[0].module) for slot in firsts]
+            encoder = MatrixEncoder(self._dialect, self._form, scales[0], tuple(scales))
             panels = (
                 q
                 for slot in step.slots

@@ -11,6 +11,7 @@ Source: ggml, docs/gguf.md, and src/gguf.cpp for what llama.cpp refuses.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,13 +23,14 @@ from fp4convert.errors import InputError, describe_missing
 from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec, nbytes_of
 
 # Run with llama.cpp of 2026-10; ten others gave NaN or garbage.
-SCALED_ARCHITECTURES = ("llama", "qwen3", "mistral3")
+SCALED_ARCHITECTURES = ("llama", "qwen3", "qwen3moe", "mistral3")
 _HEAD = "4sIQQ"  # magic, version, tensors, keys
 _MAGIC, _VERSION, _VERSIONS = b"GGUF", 3, (2, 3)
 # A value's kind -> its struct code.
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _LIST = 8, 9
 _ALIGNMENT, _WIDEST, _MOST_DIMENSIONS = 32, 1 << 20, 4
+EXPERT_NUMBER = re.compile(r"(?<=experts)\.(\d+)(?=\.)")  # in the name of a module
 _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some 20 MB
 
 
@@ -222,7 +224,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
 def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
     """Return llama.cpp's names of a model's modules, without .weight.
 
-    Those that it does not know are left out.
+    Those that it does not know are left out; that of an expert is its stack's.
 
     Raises  InputError where the architecture is unknown to the installed package
     """
@@ -236,7 +238,9 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
         detail = f"{found}, which the package gguf does not know"
         raise InputError("gguf", detail, "Install a newer one: pip install --upgrade gguf.")
     names = gguf.get_tensor_name_map(number, blocks)
-    return {module: name for module in modules if (name := names.get_name(module)) is not None}
+    # it knows stacks of experts, not single ones
+    known = {module: names.get_name(EXPERT_NUMBER.sub("", module)) for module in modules}
+    return {module: name for module, name in known.items() if name is not None}
 
 
 def _package() -> ModuleType:
