@@ -27,6 +27,7 @@ from fp4convert.errors import Finding, InputError, Level, shell_line
 from fp4convert.numerics.formats import Format
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNFINISHED
+from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import TensorRef
@@ -254,7 +255,9 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
     is_unfinished = _is_unfinished(reference, access)
     source = open_source(reference, access)
     clues = read_clues(source)
-    is_other = bool(clues.record or clues.hf_quant_config) and not is_artifact(source, clues)
+    has_others = any(ref.dtype in BLOCK_TYPES for ref in clues.tensors.values())
+    is_quantized = bool(clues.record or clues.hf_quant_config or has_others)
+    is_other = is_quantized and not is_artifact(source, clues)
     return source, None if is_other else read_artifact(source, reference, is_unfinished)
 
 

@@ -83,6 +83,15 @@ def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
     return tuple(dict.fromkeys(rules))
 
 
+def rules_of_gguf(linears: Iterable[Linear], recipe: Recipe) -> tuple[StackRule, ...]:
+    """Find how stacks in GGUF's own types of blocks are stored."""
+    stacks = (linear.stack for linear in linears if linear.coding.is_gguf_type)
+    names = dict.fromkeys(ref.name for ref in stacks if ref)
+    found = ((name, recipe.stack_rule(name)) for name in names)
+    rules = (rule._replace(tensors=(ending_of(name),)) for name, rule in found if rule)
+    return tuple(dict.fromkeys(rules))
+
+
 def ending_of(tensor: str) -> str:
     """Return a pattern for stacks of that kind in every layer."""
     return f"*{'.'.join(tensor.split('.')[-ENDING_PARTS:])}"

@@ -25,12 +25,14 @@ from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import DTYPES as FP8_DTYPES
 from fp4convert.checkpoint.encodings.fp8 import find_fp8, fp8_of
+from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
 from fp4convert.checkpoint.encodings.int4 import PACKED_DTYPE, find_integers, integers_of
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
+from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
@@ -123,6 +125,8 @@ def linears_of(
         of |= find_integers(clues)
     if not dtypes.isdisjoint(FP8_DTYPES):
         of |= find_fp8(clues)
+    if not dtypes.isdisjoint(BLOCK_TYPES):
+        of |= find_gguf_blocks(clues.tensors, recipe.stack_rule)
     of |= four_bit or {}
     # Stacks of experts whose layout nobody tells.
     unruled = [

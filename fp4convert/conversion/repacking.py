@@ -8,7 +8,7 @@ from pathlib import Path
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
-from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of
+from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of, rules_of_gguf
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.checkpoint.record import ADAPTER, folds_recorded
 from fp4convert.conversion.artifact_job import (
@@ -48,7 +48,11 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
             refuse_odd_scale(module, artifact.decode(module))
     recipe = model_recipe(source.checkpoint.config)
     linears = find_linears(source, recipe)
-    stacks, notes = find_stacks(linears.of.values(), rules_of(artifact, recipe) if artifact else ())
+    rules = (
+        *(rules_of(artifact, recipe) if artifact else ()),
+        *rules_of_gguf(linears.of.values(), recipe),
+    )
+    stacks, notes = find_stacks(linears.of.values(), tuple(dict.fromkeys(rules)))
     packed = [linear for linear in linears.of.values() if linear.coding.is_packed]
     idle = [ref.name for ref in linears.idle]
     if artifact:

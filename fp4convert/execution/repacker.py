@@ -32,6 +32,7 @@ from fp4convert.planning.steps import Action, Step
 from fp4convert.process import processors
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
+from fp4convert.storage.gguf_types import Q8_0, encode_q8_0
 from fp4convert.storage.source import Source
 
 
@@ -123,7 +124,7 @@ class Dequantizer:
 def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview]:
     """Decode a linear layer as bytes of that dtype, panel by panel.
 
-    Raises  NumericError beyond the range of F16 or BF16
+    Raises  NumericError beyond the range of F16, BF16 or Q8_0
     """
     weights = linear.coding.weights(linear, source)
     for first, last in row_panels(weights.shape):
@@ -132,6 +133,9 @@ def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview
             yield panel.data
             continue
         values = as_floats(panel).reshape(-1)
+        if dtype == Q8_0:
+            yield encode_q8_0(values)
+            continue
         check_largest(float(np.fmax.reduce(np.abs(values), initial=0)), dtype)
         if dtype == "BF16":
             yield Cpu().to_bf16(values)

@@ -51,6 +51,7 @@ def plan_dequantize(
             steps.append(step._replace(module=linear.module, linears=(linear,)))
     left_out = {ref.name for linear in packed for ref in linear.idle} | set(idle)
     consumed = left_out | {ref.name for step in steps for ref in step.refs}
+    consumed |= {linear.home.name for linear in packed}
     placed = [(step.refs[0].file, step) for step in steps]
     tasks = _module_tasks(Writing(checkpoint, target), placed, consumed)
     scales = [name for name in left_out if not name.endswith(".weight_shape")]

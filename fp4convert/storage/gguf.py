@@ -67,7 +67,7 @@ class GgufFrame:
 
         In the frame's order, a new one behind its module's weight.
         """
-        gguf, ordered = _package(), sorted(specs, key=self._place)
+        gguf, ordered = gguf_package(), sorted(specs, key=self._place)
         infos, offset, offsets = b"", 0, []
         for spec in ordered:
             name, kind = spec.name.encode("utf-8"), gguf.GGMLQuantizationType[spec.dtype]
@@ -203,7 +203,7 @@ def _parse(file: str, cursor: _Cursor) -> Header:
 
 def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
     """Read a tensor's entry: the tensor, and its place behind the head."""
-    gguf, name = _package(), cursor.name()
+    gguf, name = gguf_package(), cursor.name()
     (dimensions,) = cursor.unpack("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise ValueError(f"{name!r} has {dimensions} dimensions")
@@ -228,7 +228,7 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
 
     Raises  InputError where the architecture is unknown to the installed package
     """
-    gguf = _package()
+    gguf = gguf_package()
     architecture = str(frame.facts.get("general.architecture"))
     numbers = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     number = numbers.get(architecture)
@@ -243,7 +243,8 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
     return {module: name for module, name in known.items() if name is not None}
 
 
-def _package() -> ModuleType:
+def gguf_package() -> ModuleType:
+    """Import llama.cpp's package; raise InputError where it is not there."""
     try:
         import gguf
     except ImportError:

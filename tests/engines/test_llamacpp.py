@@ -294,3 +294,34 @@ def test_engine_runs_an_architecture_whose_graph_passes_over_global_scales(
         )
         > 0.02
     )
+
+
+@every_format
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_engine_runs_what_stays_as_q8_0(tmp_path: Path, kind: str, fmt: str) -> None:
+    """Embedding and head, beside four-bit layers."""
+    checkpoint = MAKERS[kind](tmp_path / "checkpoint")
+    template = write_gguf(checkpoint, kind, tmp_path / "tiny.gguf")
+    words = ("--format", fmt, "--dialect", "gguf", "--keep-dtype", "q8_0")
+    fp4convert("quantize", template, *words, "-o", tmp_path / "out", "-q")
+    made = tmp_path / "out" / "tiny.gguf"
+    types = {name: tensor.tensor_type.name for name, tensor in read_gguf(made).items()}
+    assert {name for name, each in types.items() if each == "Q8_0"} == {
+        "token_embd.weight",
+        "output.weight",
+    }
+    weights = weights_of(made, checkpoint, kind)
+    assert distance(run_llamacpp(made), expected_by_transformers(checkpoint, weights)) < 0.02
+
+
+@every_format
+def test_engine_runs_what_was_q8_0(tmp_path: Path, fmt: str) -> None:
+    """Rounded again, but for the embedding and the head, which stay as they are."""
+    checkpoint = MAKERS["qwen3moe"](tmp_path / "checkpoint")
+    source = write_gguf(checkpoint, "qwen3moe", tmp_path / "tiny.gguf", "Q8_0")
+    words = ("--format", fmt, "--dialect", "gguf", "-o", tmp_path / "out", "-q")
+    fp4convert("quantize", source, *words)
+    made = tmp_path / "out" / "tiny.gguf"
+    assert len(four_bit(made)) == MODULES
+    weights = weights_of(made, checkpoint, "qwen3moe")
+    assert distance(run_llamacpp(made), expected_by_transformers(checkpoint, weights)) < 0.02

@@ -116,6 +116,8 @@ class Traits:
                        values; empty: it can say none
     mixes              formats that it holds beside each other; empty: one format at a time
     fp8                how it stores FP8 matrices beside four-bit ones
+    q8_0               matrices that stay can be Q8_0
+    floats             patterns of modules whose matrices its engines read as floats alone
     """
 
     writes: tuple[Format, ...]
@@ -136,6 +138,8 @@ class Traits:
     cache_scales: tuple[str, ...] = ()
     mixes: tuple[Format, ...] = ()
     fp8: Fp8Table | None = None
+    q8_0: bool = False
+    floats: tuple[str, ...] = ()
 
     @property
     def global_scale_kind(self) -> Kind | None:

@@ -58,6 +58,19 @@ TRAITS = Traits(
     companions=(".input_scale",),  # no suffixes: the type of M.weight tells
     implied=(".scale",),
     highest_scale={NVFP4: 126, MXFP4: 254},  # above it a sign, or NaN
+    q8_0=True,
+    floats=(  # llama-quant.cpp, tensor_allows_quantization; towers, which clip.cpp reads
+        *(
+            "*_norm",
+            "*ffn_gate_inp*",
+            "*altup*",
+            "*laurel*",
+            "*per_layer_model_proj",
+            "*attn_rel_b",
+        ),
+        *("*position_embd", "token_types", "*ssm_conv1d*", "*shortconv.conv", "*time_mix_*"),
+        *("v.*", "a.*", "mm.*"),
+    ),
 )
 notes, ignores, records = nothing, ignores_none, nothing
 _TYPES = {word: format_named(word.lower()) for word in GGUF_TYPES}

@@ -4,6 +4,7 @@ floats   as it is, or a part of a stack of experts that is transposed or whose r
 fp8      E4M3 codes under scales of blocks, rows or the whole
 int4     compressed-tensors' packed integers under scales of groups
 fp4      any dialect's four-bit blocks
+gguf_blocks  llama.cpp's own types of blocks: Q8_0, Q4_K and others
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ class CodingDefaults(Protocol):
     def change(self) -> str:
         """Say what changes its values on their way, "" for nothing."""
         return ""
+
+    @property
+    def is_gguf_type(self) -> bool:
+        """Tell whether it is of a type of llama.cpp's, which stays beside others."""
+        return False
 
     @property
     def is_spread(self) -> bool:
