@@ -162,8 +162,14 @@ class Transcoder:
 
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
-            if step.action != "transcode":
+            if step.action != "transcode" and not step.linears:
                 copy_steps(self.source, [step], writer, stop)
+                continue
+            if step.action != "transcode":
+                name, dtype = step.outputs[0].name, step.outputs[0].dtype
+                values = values_of(step.linears[0], self.source, dtype)
+                if not append_parts(step, ((name, data) for data in values), writer, stop):
+                    return
                 continue
             # The first slot of each matrix of a stack, or of the one.
             firsts = step.slots[:: len(step.slots) // math.prod(step.shape[:-2])]

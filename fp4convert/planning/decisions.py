@@ -158,7 +158,7 @@ class _Judge:
         It becomes bf16 because no engine would know what it was.
         """
         word = linear.coding.word
-        if not linear.coding.is_packed or linear.coding.is_gguf_type:
+        if not linear.coding.is_packed or linear.coding.is_at_home:
             return Verdict(linear, action, reason)
         if not self.recipe.keeps_packed or linear.coding.change:
             change = f", {linear.coding.change}" if linear.coding.change else ""

@@ -371,7 +371,7 @@ def _idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
 
 def is_expanded(linear: Linear) -> bool:
     """Tell whether no engine would know a module that stays as it is stored."""
-    return linear.coding.is_packed and not linear.coding.is_gguf_type
+    return linear.coding.is_packed and not linear.coding.is_at_home
 
 
 def kept_spec(name: str, shape: tuple[int, ...], target: Target) -> TensorSpec:
@@ -464,7 +464,9 @@ def refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) 
                 f"{shard.file}: a GGUF file has llama.cpp's names and order of rows, which dialect"
                 f" {name} does not read"
             )
-            next_step = "Use --dialect gguf, or start from the model's safetensors."
+            next_step = (
+                "Use --dialect gguf, or give the folder of the model's config.json: --config DIR."
+            )
         raise InputError("dialect-container", detail, next_step)
 
 

@@ -11,11 +11,17 @@ from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
 from fp4convert.checkpoint.expert_stacks import Stacked
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import dtype_named
-from fp4convert.planning.quantize_plan import kept_modules, notes_on, refuse_other_container
+from fp4convert.planning.quantize_plan import (
+    KEPT_DTYPE,
+    kept_modules,
+    notes_on,
+    refuse_other_container,
+)
 from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
@@ -152,13 +158,43 @@ def plan_transcode(
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
     consumed = homes | set(idle) | {ref.name for packed in modules.values() for ref in packed.refs}
+    expanded = [_expand(linear) for linear in _gguf_blocks(checkpoint)]
+    steps += [(step.refs[0].file, step) for step in expanded]
+    consumed.update(step.refs[0].name for step in expanded)
     tasks = _module_tasks(
         Writing(checkpoint, target, dialect, form, renamed or {}), steps, consumed
     )
     kept = kept_modules(tasks)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
     warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
+    warnings += _notes_on_expanded(expanded)
     return Plan(target, tasks, Ignored(tuple(kept), patterns), (*notes_on(checkpoint), *warnings))
+
+
+def _gguf_blocks(checkpoint: Checkpoint) -> Iterable[Linear]:
+    """Find matrices of llama.cpp's own types that are read as safetensors."""
+    apart = {
+        ref.name: ref
+        for shard in checkpoint.shards
+        if shard.frame.container == "safetensors"
+        for ref in shard.tensors
+    }
+    return find_gguf_blocks(apart, lambda name, shape: None).values()
+
+
+def _expand(linear: Linear) -> Step:
+    """Make the step of a matrix that becomes bf16."""
+    spec = TensorSpec(linear.module + WEIGHT, dtype_named(KEPT_DTYPE), linear.shape)
+    reason = f"{linear.coding.word} becomes {KEPT_DTYPE}"
+    return Step("dequantize", reason, linear.refs, (spec,), linear.shape, linears=(linear,))
+
+
+def _notes_on_expanded(steps: Sequence[Step]) -> list[str]:
+    if not steps:
+        return []
+    first = steps[0].refs[0]
+    what = f"{len(steps)} matrices become {KEPT_DTYPE}, the first {first.name!r}"
+    return [f"{what}: only GGUF files hold {first.dtype.lower()}"]
 
 
 def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:

@@ -256,12 +256,14 @@ class SourcePairs:
             kinds.add((Q8_0, shape_in_bytes(Q8_0, ref.shape)))
         elif word and ref.dtype == "F32":
             kinds.add((dtype_named(str(word)), ref.shape))
+        if ref.dtype in FLOAT_TYPES:  # as GGUF files have norms: the same values
+            kinds.add(("F32", ref.shape))
         if kept is None or (kept.dtype, kept.shape) not in kinds:
             detail = "missing from the artifact, or there with another dtype or shape"
             return Finding("error", "kept-missing", ref.name, detail)
         for part in split_bytes(ref):
             expected, own = source.read_range(ref, *part), part
-            if kept.dtype != ref.dtype:  # by --keep-dtype
+            if kept.dtype != ref.dtype:  # by --keep-dtype, or widened
                 values = np.frombuffer(expected, FLOAT_DTYPES[ref.dtype])
                 if kept.dtype == Q8_0:
                     expected = encode_q8_0(values.astype(np.float32))

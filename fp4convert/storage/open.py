@@ -130,6 +130,20 @@ def _pipeline(reference: str, source: Source) -> InputError:
 
 
 def _open(reference: str, access: Access, may_lack: bool = False) -> Source:
+    source = _open_stored(reference, access, may_lack)
+    frames = [shard.frame.container for shard in source.checkpoint.shards]
+    if access.config is None or "gguf" not in frames:
+        return source
+    from fp4convert.storage.gguf_folder import as_folder
+    from fp4convert.storage.local import LocalSource
+
+    if not access.config.is_dir():
+        detail = f"--config {access.config}: no such folder; expected one with a config.json"
+        raise InputError("gguf-config", detail, "Give the model's folder: --config DIR.")
+    return as_folder(source, LocalSource(access.config, may_lack=True))
+
+
+def _open_stored(reference: str, access: Access, may_lack: bool) -> Source:
     path = Path(reference)
     try:
         is_there = path.exists()

@@ -36,6 +36,7 @@ class Access:
     transport     http, or xet for hf_xet
     connections   at once; None for as many as prefetch.py finds right
     output        where an unfinished plan may lie, which says of which commit it is
+    config        a folder whose config.json makes a folder of a GGUF file
     """
 
     revision: str | None = None
@@ -46,6 +47,7 @@ class Access:
     transport: str = "http"
     output: Path | None = None
     connections: int | None = None
+    config: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

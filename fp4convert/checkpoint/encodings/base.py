@@ -84,7 +84,12 @@ class CodingDefaults(Protocol):
 
     @property
     def is_gguf_type(self) -> bool:
-        """Tell whether it is of a type of llama.cpp's, which stays beside others."""
+        """Tell whether it is of a type of llama.cpp's, rounded to few bits."""
+        return False
+
+    @property
+    def is_at_home(self) -> bool:
+        """Tell whether it may stay as it is, though it is packed."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""Find and read matrices in GGUF's own types of blocks: Q8_0, Q4_K and others."""
+"""Find and read matrices of GGUF's own types: Q8_0, Q4_K and others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIME
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.matrices import FetchedWeights, Matrix, Weights
 from fp4convert.recipes.rules import StackRule
+from fp4convert.storage.checkpoint_files import GGUF
 from fp4convert.storage.gguf_types import BLOCK_TYPES, decode, shape_in_weights
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
@@ -19,9 +20,13 @@ from fp4convert.storage.source import Source
 
 @dataclass(frozen=True, slots=True)
 class GgufBlocks(CodingDefaults):
-    """Whole rows of blocks."""
+    """Whole rows of blocks.
+
+    is_at_home  in a GGUF file, where they can stay
+    """
 
     dtype: str
+    is_at_home: bool
     is_packed = True
     is_gguf_type = True
     format = None
@@ -59,7 +64,7 @@ def find_gguf_blocks(
         shape = shape_in_weights(ref.dtype, ref.shape)
         if len(shape) == MATRIX_DIMENSIONS:
             module = ref.name.removesuffix(WEIGHT)
-            found[module] = Linear(module, (shape[0], shape[1]), GgufBlocks(ref.dtype), (ref,))
+            found[module] = Linear(module, (shape[0], shape[1]), _coding(ref), (ref,))
         elif len(shape) == STACK_DIMENSIONS and (rule := rule_for(ref.name, shape)):
             found |= {linear.module: linear for linear in _split_stack(ref, rule)}
     return found
@@ -72,4 +77,8 @@ def _split_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
         start = ref.start + number * (ref.nbytes // experts)
         part = ref._replace(name=f"{ref.name}[{number}]", shape=ref.shape[1:], start=start)
         module = rule.module(ref.name, number, rule.members[0])
-        yield Linear(module, (rows, columns), GgufBlocks(ref.dtype), (part,), stack=ref)
+        yield Linear(module, (rows, columns), _coding(ref), (part,), stack=ref)
+
+
+def _coding(ref: TensorRef) -> GgufBlocks:
+    return GgufBlocks(ref.dtype, ref.file.endswith(GGUF))
