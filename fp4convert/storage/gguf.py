@@ -13,11 +13,11 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec, nbytes_of
@@ -31,6 +31,7 @@ _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _LIST = 8, 9
 _ALIGNMENT, _WIDEST, _MOST_DIMENSIONS = 32, 1 << 20, 4
 EXPERT_NUMBER = re.compile(r"(?<=experts)\.(\d+)(?=\.)")  # in the name of a module
+_FIRST_NBYTES = 32 << 10  # of a file that is elsewhere
 _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some 20 MB
 
 
@@ -109,15 +110,56 @@ def read_gguf_header(path: Path) -> Header:
         ):
             return _parse(path.name, _Cursor(data))
     except (ValueError, OSError) as error:  # of mmap: the file is empty, or no file
-        detail = f"{path.name}: no sound GGUF file: {error}; expected one that llama.cpp loads"
-        raise InputError("gguf", detail, "Download the file again.") from None
+        raise _unsound(path.name, error) from None
+
+
+def read_coming_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
+    """Read the header of a GGUF file that is elsewhere, as read_gguf_header does.
+
+    nbytes  of the file
+    read    (offset, length) gives its bytes; it is asked for ever more from the beginning on
+    """
+    try:
+        return _parse(file, _Cursor(_Beginning(nbytes, read)))
+    except ValueError as error:
+        raise _unsound(file, error) from None
+
+
+def _unsound(file: str, error: Exception) -> InputError:
+    detail = f"{file}: no sound GGUF file: {error}; expected one that llama.cpp loads"
+    return InputError("gguf", detail, "Download the file again.")
+
+
+class _Bytes(Protocol):
+    """A file's bytes, wherever they are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+
+class _Beginning:
+    """The first bytes of a file, twice as many whenever more are wanted."""
+
+    def __init__(self, nbytes: int, read: Callable[[int, int], bytes]) -> None:
+        self._nbytes, self._read = nbytes, read
+        self._held = b""
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __getitem__(self, part: slice, /) -> bytes:
+        if part.stop > len(self._held):
+            wanted = min(self._nbytes, max(part.stop, 2 * len(self._held), _FIRST_NBYTES))
+            self._held += self._read(len(self._held), wanted - len(self._held))
+        return self._held[part]
 
 
 @dataclass(slots=True)
 class _Cursor:
     """Reads a file from its beginning; ValueError where it ends too early."""
 
-    data: mmap.mmap
+    data: _Bytes
     at: int = 0
 
     def take(self, nbytes: int) -> bytes:

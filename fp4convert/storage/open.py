@@ -13,6 +13,7 @@ from fp4convert.errors import InputError, shell_line
 from fp4convert.storage.source import Access, Source, stopping, subfolder_of
 
 REPOSITORY = r"[A-Za-z0-9_-][\w.-]*/[\w.-]+"  # organisation/name
+GGUF_FILE = re.compile(rf"({REPOSITORY})/(?:([^?#]+)/)?([^/?#]+\.gguf)")  # of a repository
 PAGE = re.compile(
     rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/({REPOSITORY})/?"
     r"(?:tree/([^/]+)/?(.*?)/?)?"
@@ -158,11 +159,16 @@ def _open_stored(reference: str, access: Access, may_lack: bool) -> Source:
         from fp4convert.storage.local import LocalSource
 
         return LocalSource(path, may_lack, subfolder_of(access))
-    if not re.fullmatch(REPOSITORY, reference):
+    found = GGUF_FILE.fullmatch(reference)
+    if not found and not re.fullmatch(REPOSITORY, reference):
         name = reference or "the source without a name"
         expected = "expected a checkpoint on this disk, or organisation/name on the Hub"
         detail = f"{name}: no such file or folder; {expected}"
         raise InputError("no-source", detail, _suggest_repository(reference))
     from fp4convert.storage.hub.source import HubSource
 
-    return HubSource(reference, access)
+    if not found:
+        return HubSource(reference, access)
+    folders = [folder for folder in (access.subfolder, found[2]) if folder]
+    access = replace(access, subfolder="/".join(folders) or None)
+    return HubSource(found[1], access, single=found[3])

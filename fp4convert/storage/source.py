@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, TypeVar
 
 from fp4convert.errors import InputError
-from fp4convert.storage.checkpoint_files import PLAN_FILE
+from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE
 from fp4convert.storage.json_text import TEXT_LIMIT, read_text_file
 from fp4convert.storage.safetensors import Header, TensorRef
 
@@ -255,7 +255,7 @@ def name_of(reference: str) -> str:
     """
     path = Path(reference)
     try:
-        if path.is_file():
+        if path.is_file() or path.suffix == GGUF:  # which may be on the Hub
             return path.stem
         place = path.resolve()
         is_cached = place.parent.name == "snapshots" and CACHED.fullmatch(place.parents[1].name)
