@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fp4convert.checkpoint.dialects.base import Dialect, Ignored, Packed
+from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed
 from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
+from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.expert_stacks import Stacked
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import InputError
@@ -131,7 +132,9 @@ def plan_transcode(
     dialect, form = dialect_to_write(target), form_of(target)
     refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(target, checkpoint.config)
-    _refuse_other_matrices(checkpoint, modules)
+    expanded = [_expand(linear) for linear in _expandable(checkpoint)]
+    own = {ref.name for step in expanded for ref in step.refs}
+    _refuse_other_matrices(checkpoint, modules, own)
     if placed is None:
         # where the first module of each stored matrix is now
         placed = {}
@@ -158,9 +161,8 @@ def plan_transcode(
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
     consumed = homes | set(idle) | {ref.name for packed in modules.values() for ref in packed.refs}
-    expanded = [_expand(linear) for linear in _gguf_blocks(checkpoint)]
     steps += [(step.refs[0].file, step) for step in expanded]
-    consumed.update(step.refs[0].name for step in expanded)
+    consumed |= own
     tasks = _module_tasks(
         Writing(checkpoint, target, dialect, form, renamed or {}), steps, consumed
     )
@@ -171,15 +173,19 @@ def plan_transcode(
     return Plan(target, tasks, Ignored(tuple(kept), patterns), (*notes_on(checkpoint), *warnings))
 
 
-def _gguf_blocks(checkpoint: Checkpoint) -> Iterable[Linear]:
-    """Find matrices of llama.cpp's own types that are read as safetensors."""
+def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
+    """Find matrices of llama.cpp's own types, and integers of MLX.
+
+    Where they are read as safetensors, no other dialect has a place for them.
+    """
     apart = {
         ref.name: ref
         for shard in checkpoint.shards
         if shard.frame.container == "safetensors"
         for ref in shard.tensors
     }
-    return find_gguf_blocks(apart, lambda name, shape: None).values()
+    blocks = find_gguf_blocks(apart, lambda name, shape: None)
+    return (blocks | find_affine(Clues(checkpoint.config, {}, apart))).values()
 
 
 def _expand(linear: Linear) -> Step:
@@ -192,18 +198,22 @@ def _expand(linear: Linear) -> Step:
 def _notes_on_expanded(steps: Sequence[Step]) -> list[str]:
     if not steps:
         return []
-    first = steps[0].refs[0]
+    first = steps[0].linears[0]
     what = f"{len(steps)} matrices become {KEPT_DTYPE}, the first {first.name!r}"
-    return [f"{what}: only GGUF files hold {first.dtype.lower()}"]
+    return [f"{what}: the dialect has no {first.coding.word}"]
 
 
-def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
+def _refuse_other_matrices(
+    checkpoint: Checkpoint, modules: dict[str, Packed], expanded: Collection[str]
+) -> None:
     """Raise InputError for matrices quantized in another way.
 
     The result's records would not tell of them.
     """
     ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
-    others = [ref for ref in checkpoint.tensors if ref.name not in ours]
+    others = [
+        ref for ref in checkpoint.tensors if ref.name not in ours and ref.name not in expanded
+    ]
     next_step = "Start from the original weights."
     matrices = [
         ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT)

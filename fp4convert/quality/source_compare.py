@@ -15,6 +15,7 @@ from fp4convert.calibration.input_power import Inputs, output_power
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.linears import Linears, linears_stored
 from fp4convert.checkpoint.record import ADAPTER, describe_adapter
 from fp4convert.errors import Finding, InputError
@@ -317,6 +318,7 @@ def own_names(artifact: Artifact) -> set[str]:
         for module in artifact.packed.values()
         for ref in (*module.refs, *module.companions)
     }
+    names |= {ref.name for linear in find_affine(artifact.clues).values() for ref in linear.refs}
     return names | artifact.cache_scales(artifact.spelling).keys()
 
 
