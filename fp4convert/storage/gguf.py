@@ -114,7 +114,7 @@ def read_gguf_header(path: Path) -> Header:
 
 
 def read_coming_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
-    """Read the header of a GGUF file that is elsewhere, as read_gguf_header does.
+    """Read the header of a GGUF file that comes by ranges.
 
     nbytes  of the file
     read    (offset, length) gives its bytes; it is asked for ever more from the beginning on

@@ -1,4 +1,4 @@
-"""Find and read MLX's integers of 4 or 8 bits: its routers beside four-bit floats.
+"""Find and read MLX's integers of 4 or 8 bits, as routers have them.
 
   M.weight U32 [rows, columns * bits / 32], M.scales and M.biases [rows, columns / group_size]
   value = scale * code + bias
