@@ -25,12 +25,15 @@ from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import DTYPES as FP8_DTYPES
 from fp4convert.checkpoint.encodings.fp8 import find_fp8, fp8_of
+from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
 from fp4convert.checkpoint.encodings.int4 import PACKED_DTYPE, find_integers, integers_of
+from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
+from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
@@ -123,6 +126,10 @@ def linears_of(
         of |= find_integers(clues)
     if not dtypes.isdisjoint(FP8_DTYPES):
         of |= find_fp8(clues)
+    if not dtypes.isdisjoint(BLOCK_TYPES):
+        of |= find_gguf_blocks(clues.tensors, recipe.stack_rule)
+    if any(name.endswith(".biases") for name in clues.tensors):
+        of |= find_affine(clues)
     of |= four_bit or {}
     # Stacks of experts whose layout nobody tells.
     unruled = [
@@ -160,7 +167,7 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
         codes, scales, *others = packed.refs
         idle = (*others, *packed.companions)
         found[module] = Linear(module, packed.shape, coding, (codes, scales), idle)
-    return {**found, **find_fp4(artifact)}
+    return {**found, **find_affine(artifact.clues), **find_fp4(artifact)}
 
 
 def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
