@@ -50,6 +50,7 @@ from fp4convert.numerics.formats import (
     IMPORTANCE,
     METHODS,
     PASSES,
+    Format,
     format_named,
 )
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
@@ -172,18 +173,19 @@ def _recipe_for(
 ) -> Recipe:
     """Build the recipe; InputError for what no format, dialect or recipe has."""
     asked_format = str(options.format)
-    if OTHER_FORMATS.match(asked_format.lower()):
+    if asked_format not in FORMATS and OTHER_FORMATS.match(asked_format.lower()):
         raise InputError(
             "unknown-format",
             f"format {asked_format!r} is not known; expected {one_of(FORMATS)}",
-            "fp4convert makes four-bit floats; it adds FP8 modules only to reach a size"
-            " (--target-size, --target-bits) or where a recipe file asks for them.",
+            "fp4convert makes floats of four and of eight bits, under scales of blocks.",
         )
     fmt = format_named(asked_format)
+    _refuse_idle_for(fmt, options)
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")
     _check_word("--keep-dtype", options.keep_dtype, DTYPES[:-1], "unknown-dtype")
-    asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache)
+    bits = int(options.activations or 16)
+    asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache, activations=bits)
     traits = dialect_to_write(asked).TRAITS
     # Engines that read no global scale for this model take it as 1.
     shards = source.checkpoint.shards
@@ -192,7 +194,6 @@ def _recipe_for(
     target = replace(
         asked,
         scale_rule=options.scale_rule or (IMPORTANCE if is_weighed else None),
-        activations=options.activations or 16,
         has_unit_scale=fmt.has_global_scale and not reads_any,
         via=options.via,
         method=options.method,
@@ -205,6 +206,20 @@ def _recipe_for(
         target = replace(target, damping=float(damping), passes=int(passes))
     recipe = build_recipe(target, source.checkpoint.config, options)
     return replace(recipe, keeps_packed=options.keep_packed)
+
+
+def _refuse_idle_for(fmt: Format, options: QuantizeOptions) -> None:
+    """Raise InputError for options that mean nothing to eight-bit weights."""
+    if not fmt.is_fp8:
+        return
+    given = {
+        "--method": options.method if options.method != METHODS[0] and not options.lora else None,
+        "--via": options.via,
+    }
+    for option, word in given.items():
+        if word is not None:
+            detail = f"{option} {word} is for four-bit weights, and the format is {fmt.name}"
+            raise InputError("idle-option", detail, f"Leave {option} out.")
 
 
 def _check_settings(options: QuantizeOptions) -> None:

@@ -66,6 +66,7 @@ def inspect(
         "scale_layout": {"declared": artifact.declared_layout, "detected": judged.detected},
         **{key: common.get(key) for key in ("global_scale", "nibble_order", "activations")},
         **({"kv_cache": cache} if cache else {}),
+        **({"granularity": shared} if (shared := common.get("granularity")) else {}),
         **({"forms": forms} if len(forms) > 1 else {}),
         "tensors": {
             "quantized": len(packed),
@@ -76,7 +77,8 @@ def inspect(
             for pattern, held in join_names(words)
         ],
         "bits_per_weight": _bits_per_weight(artifact, packed.values()),
-        "share_read": round(read / whole if whole else 0.0, 4),
+        # Scales of eight bits are read whole.
+        "share_read": round(read / whole if whole else float(bool(packed)), 4),
         **({"fidelity": recorded.summary} if recorded else {}),
         "engines": engines,
         "findings": [asdict(finding) for finding in findings],

@@ -146,15 +146,15 @@ def test_gpt_oss_names_what_stays_and_says_no_globs():
 
 
 def test_comfy_names_its_modules_in_the_file_itself():
-    notes = dialect_named("comfy").notes(Form(NVFP4, 16, "128x4"), ["b", "a.0"])
+    notes = dialect_named("comfy").notes(dict.fromkeys(("b", "a.0"), Form(NVFP4, 16, "128x4")))
     text = (
         '{"format_version": "1.0", "layers": {"a.0": {"format": "nvfp4"}, "b": {"format": '
         '"nvfp4"}}}'
     )
     assert notes == {"_quantization_metadata": text}
-    assert dialect_named("comfy").notes(Form(NVFP4, 16, "128x4"), []) == {}
+    assert dialect_named("comfy").notes({}) == {}
     assert all(
-        dialect_named(name).notes(Form(MXFP4), ["a"]) == {} for name in DIALECTS if name != "comfy"
+        dialect_named(name).notes({"a": Form(MXFP4)}) == {} for name in DIALECTS if name != "comfy"
     )
 
 

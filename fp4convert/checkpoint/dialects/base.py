@@ -166,8 +166,8 @@ class Dialect(Protocol):
         """List the tensors of one stored matrix, the packed codes first."""
 
     @staticmethod
-    def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
-        """Return what engines read in the metadata of a file with those stems."""
+    def notes(forms: Mapping[str, Form]) -> dict[str, str]:
+        """Return what engines read in the metadata of a file with stems of those forms."""
 
     @staticmethod
     def encode(

@@ -176,6 +176,11 @@ class Linear:
         return self.stack or self.refs[0]
 
 
+def is_fp8(linear: Linear) -> bool:
+    """Tell whether its codes are E4M3 already."""
+    return linear.coding.format is not None and linear.coding.format.is_fp8
+
+
 def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextManager[None]:
     """Hold memory while these are read more than once.
 
