@@ -55,6 +55,9 @@ def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Cho
     """
     if device == "cpu":
         return Choice(device)
+    if format_named(target.format).is_fp8:
+        left = f"{target.format} is rounded by the CPU"
+        return Choice("cpu") if device == "auto" else Choice(device, f"device {device}: {left}")
     if device != "auto":
         left = _left_to_cpu(target, rounded)
         return Choice(device, f"device {device}: {left}" if left else "")
