@@ -323,7 +323,7 @@ def _add_fp8(
     rows, columns = weights.shape
     is_whole = bench.granularity == "tensor" and not fmt.block_size
     block = (rows if is_whole else 1, fmt.block_size or columns)
-    scales = find_scales(weights, block, fmt, fmt.default_rule)
+    scales = find_scales(weights, block, fmt, bench.rounding.target.rule_for(fmt))
     for part in round_to_fp8(weights, scales, block):
         x = as_floats(part.x)
         noise += column_power(x - part.values)
