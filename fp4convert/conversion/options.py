@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.conversion.work_options import DeviceOptions, PartOptions, WorkOptions
 from fp4convert.errors import InputError, shell_line
-from fp4convert.numerics.formats import DAMPING, FLOAT_TYPES, FORMATS, METHODS, PASSES
+from fp4convert.numerics.formats import (
+    DAMPING,
+    FLOAT_TYPES,
+    FORMATS,
+    FP4_FORMATS,
+    METHODS,
+    PASSES,
+)
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.recipes.engines import ENGINES
 from fp4convert.recipes.options import (
@@ -423,7 +430,7 @@ class TranscodeOptions(WorkOptions):
         str | None,
         Option(
             "nvfp4 converts an mxfp4 artifact. Default: its own format.",
-            tuple(FORMATS),
+            tuple(FP4_FORMATS),
             panel=TARGET,
         ),
     ] = None
