@@ -164,7 +164,7 @@ def _others(artifact: Artifact) -> dict[str, Linear]:
     """Find the modules of FP8, MXFP8 and int4 in an artifact."""
     found = {}
     for module, packed in artifact.others.items():
-        coding = fp8_of(packed) if packed.form.format.is_fp8 else integers_of(packed)
+        coding = fp8_of(packed, artifact) if packed.form.format.is_fp8 else integers_of(packed)
         codes, scales, *others = packed.refs
         idle = (*others, *packed.companions)
         found[module] = Linear(module, packed.shape, coding, (codes, scales), idle)

@@ -51,6 +51,7 @@ from fp4convert.numerics.formats import (
     METHODS,
     PASSES,
     Format,
+    check_rule,
     format_named,
 )
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
@@ -111,6 +112,8 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     """
     adapter = _adapter_for(options)
     _check_settings(options)
+    if options.format in FORMATS:
+        _refuse_idle_for(FORMATS[options.format], options)
     file, calibration = options.calibration, None
     method = UNAIDED[0] if adapter and file is None else str(options.method)
     if file is not None or method != METHODS[0] or options.scale_rule == IMPORTANCE:
@@ -180,7 +183,6 @@ def _recipe_for(
             "fp4convert makes floats of four and of eight bits, under scales of blocks.",
         )
     fmt = format_named(asked_format)
-    _refuse_idle_for(fmt, options)
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")
     _check_word("--keep-dtype", options.keep_dtype, DTYPES[:-1], "unknown-dtype")
@@ -212,6 +214,8 @@ def _refuse_idle_for(fmt: Format, options: QuantizeOptions) -> None:
     """Raise InputError for options that mean nothing to eight-bit weights."""
     if not fmt.is_fp8:
         return
+    if options.scale_rule is not None:
+        check_rule(fmt, options.scale_rule)
     given = {
         "--method": options.method if options.method != METHODS[0] and not options.lora else None,
         "--via": options.via,

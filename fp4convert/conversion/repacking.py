@@ -10,7 +10,7 @@ from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of
 from fp4convert.checkpoint.linears import find_linears
-from fp4convert.checkpoint.record import ADAPTER, folds_recorded
+from fp4convert.checkpoint.record import ADAPTER, describe_groups, folds_recorded
 from fp4convert.conversion.artifact_job import (
     ENGINE_RECORDS,
     artifact_job,
@@ -89,6 +89,11 @@ def prepare_transcode(
     Raises  InputError for what cannot be said without a change, or an artifact with errors
     """
     artifact.refuse_unsound()
+    if artifact.others and not artifact.modules:
+        detail = f"{artifact.source.name} holds {describe_groups(artifact.groups)} alone"
+        detail = f"{detail}; this version carries four-bit modules and floats"
+        step = f"Quantize the original weights again, with --dialect {options.dialect}."
+        raise InputError("fp8-modules", detail, step)
     made = format_named(options.format or artifact.format.name)
     is_same = made is artifact.format
     if not is_same and artifact.format.has_global_scale:

@@ -58,7 +58,7 @@ class CodingDefaults(Protocol):
 
     @property
     def artifact(self) -> Artifact | None:
-        """Return the artifact that holds it; None where it is not four-bit."""
+        """Return the artifact that holds it; None where no records tell of it."""
         return None
 
     @property

@@ -19,10 +19,11 @@ compressors; ModelOpt 0.47, torch/export.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
@@ -71,13 +72,15 @@ Block = tuple[int, int]
 class Fp8(CodingDefaults):
     """Codes and the scales of blocks of that many rows and columns.
 
-    layout  in which the scales of blocks lie
+    layout    in which the scales of blocks lie
+    artifact  whose records tell of it; None where names do
     """
 
     word: str
     block: Block
     layout: str = "linear"
     format: Format = FP8
+    artifact: Artifact | None = field(default=None, compare=False, repr=False)
     is_packed = True
 
     def weights(self, linear: Linear, source: Source) -> Weights:
@@ -222,11 +225,11 @@ def block_of(form: Form, shape: tuple[int, int]) -> Block:
     return granularity if isinstance(granularity, tuple) else words[granularity]
 
 
-def fp8_of(packed: Packed) -> Fp8:
+def fp8_of(packed: Packed, artifact: Artifact) -> Fp8:
     """Return the coding of a module of FP8 in an artifact."""
     form = packed.form
     block = block_of(form, packed.shape)
-    return Fp8(form.word, block, form.scale_layout, form.format)
+    return Fp8(form.word, block, form.scale_layout, form.format, artifact)
 
 
 def find_fp8(clues: Clues, known: Collection[str] = ()) -> dict[str, Linear]:
