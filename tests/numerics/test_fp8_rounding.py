@@ -11,6 +11,7 @@ import torch
 from adversarial import Float32s, generator
 
 from fp4convert.errors import InputError, NumericError
+from fp4convert.numerics import fp8_rounding
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.formats import FP8, MXFP8, Format
 from fp4convert.numerics.fp8_rounding import Block, find_scales, round_to_fp8
@@ -113,3 +114,21 @@ def test_rules_of_other_formats_are_refused() -> None:
     for fmt, rule in ((FP8, "floor"), (MXFP8, "amax")):
         with pytest.raises(InputError, match=fmt.name):
             scales_of(some_weights(), (1, 32), fmt, rule)
+
+
+@pytest.mark.parametrize("block", [(70, 288), (1, 288), (64, 128), (1, 32)])
+def test_panels_make_no_difference(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = some_weights()
+    fmt = MXFP8 if block == (1, 32) else FP8
+    expected = [scales_of(x, block, fmt, rule) for rule in fmt.scale_rules]
+    whole = list(round_to_fp8(InMemory(as_matrix(x)), expected[-1], block))
+    monkeypatch.setattr(
+        fp8_rounding,
+        "row_panels",
+        lambda shape: ((first, min(first + 13, shape[0])) for first in range(0, shape[0], 13)),
+    )
+    for rule, scales in zip(fmt.scale_rules, expected, strict=True):
+        assert (scales_of(x, block, fmt, rule) == scales).all()
+    parts = list(round_to_fp8(InMemory(as_matrix(x)), expected[-1], block))
+    assert len(parts) == 6
+    assert (np.concatenate([part.codes for part in parts]) == whole[0].codes).all()
