@@ -347,7 +347,8 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
                 detail = f"Missing option --format [{'|'.join(FORMATS)}]"
                 raise InputError("usage", detail, "Give it, or your engine: --for vllm.")
             self.dialect = DIALECTS[0] if self.dialect is None else self.dialect
-            self.activations = self.activations or _usual_activations(self.format, self.dialect)
+            if self.activations is None:
+                self.activations = _usual_activations(self.format, self.dialect)
 
     @property
     def folder(self) -> Path:

@@ -112,6 +112,10 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     """
     adapter = _adapter_for(options)
     _check_settings(options)
+    if str(options.activations) not in ACTIVATION_BITS:
+        expected = f"expected {one_of(ACTIVATION_BITS)}"
+        detail = f"--activations {options.activations} is not known; {expected}"
+        raise InputError("bad-activations", detail, "Leave it out.")
     if options.format in FORMATS:
         _refuse_idle_for(FORMATS[options.format], options)
     file, calibration = options.calibration, None
@@ -125,10 +129,6 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     if calibration:
         check_source(calibration, source)
         _check_adapter(calibration, adapter)
-    if str(options.activations) not in ACTIVATION_BITS:
-        expected = f"expected {one_of(ACTIVATION_BITS)}"
-        detail = f"--activations {options.activations} is not known; {expected}"
-        raise InputError("bad-activations", detail, "Leave it out for 16.")
     inputs = measured_scales(calibration) if calibration else UNIT_SCALE
     if options.input_scale is not None:
         form = Form(recipe.format, recipe.target.activations)
@@ -186,7 +186,7 @@ def _recipe_for(
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")
     _check_word("--keep-dtype", options.keep_dtype, DTYPES[:-1], "unknown-dtype")
-    bits = int(options.activations or 16)
+    bits = int(options.activations or 0)
     asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache, activations=bits)
     traits = dialect_to_write(asked).TRAITS
     # Engines that read no global scale for this model take it as 1.

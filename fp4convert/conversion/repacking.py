@@ -26,7 +26,7 @@ from fp4convert.execution.job import Job, carry_out
 from fp4convert.execution.repacker import Dequantizer, Transcoder
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named, format_named
+from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, dtype_named, format_named
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.planning.gguf_template import Framed, place_modules
 from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
@@ -94,7 +94,7 @@ def prepare_transcode(
         detail = f"{detail}; this version carries four-bit modules and floats"
         step = f"Quantize the original weights again, with --dialect {options.dialect}."
         raise InputError("fp8-modules", detail, step)
-    made = format_named(options.format or artifact.format.name)
+    made = format_named(options.format or artifact.format.name, FP4_FORMATS)
     is_same = made is artifact.format
     if not is_same and artifact.format.has_global_scale:
         why = "its block scales are not powers of two"

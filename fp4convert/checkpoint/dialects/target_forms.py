@@ -34,6 +34,7 @@ def dialect_to_write(target: Target) -> Dialect:
         words = {ACTIVATIONS_FP4: "four", ACTIVATIONS_FP8: "eight"}
         word = words.get(target.activations, "sixteen")
         detail = f"dialect {name} cannot record {word}-bit activations of {form.format.name}"
+        detail = f"--activations {target.activations}: {detail}"
         usual = usual_activations(form.format, name)
         next_step = f"Choose another --dialect, or --activations {usual}."
         raise ChoiceError("dialect-activations", detail, next_step)
