@@ -180,7 +180,10 @@ def _candidates(asked: Asked, options: QuantizeOptions) -> Iterator[Candidate]:
 
 
 def _usual_bits(fmt: str, dialect: str, *bits: int) -> tuple[int, ...]:
-    """Return what activations may have, the usual first; `bits` for four-bit weights."""
+    """Return the bits that activations may have, the usual ones first.
+
+    bits  those of four-bit weights
+    """
     if fmt in FOUR_BIT:
         return bits
     return usual_activations(format_named(fmt), dialect), 16

@@ -316,7 +316,7 @@ def _add_fp8(
     noise: NDArray[np.float64],
     signal: NDArray[np.float64] | None,
 ) -> None:
-    """Add the error of FP8 with a scale for each row or the whole, or of MXFP8.
+    """Add the error of MXFP8, or FP8 with a scale for rows or the whole.
 
     signal  gets the power of the weights; None where it is known
     """

@@ -1,4 +1,4 @@
-"""Choose the scales of FP8 and MXFP8 matrices, and round to E4M3 under them.
+"""Choose the scales of FP8 and MXFP8 matrices, and round to E4M3.
 
 One scale stands for a block of rows and columns: the whole matrix, a row, 128x128, or for MXFP8 32
 columns of a row. Rules:

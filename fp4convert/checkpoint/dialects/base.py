@@ -172,7 +172,10 @@ class Dialect(Protocol):
 
     @staticmethod
     def notes(forms: Mapping[str, Form]) -> dict[str, str]:
-        """Return what engines read in the metadata of a file with stems of those forms."""
+        """Return what engines read in the metadata of a file.
+
+        forms  of the stems in it
+        """
 
     @staticmethod
     def encode(

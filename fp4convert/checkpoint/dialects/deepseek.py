@@ -1,4 +1,4 @@
-"""deepseek: FP8 as DeepSeek-V3 stores it, MXFP4 as DeepSeek-V4 stores its routed experts.
+"""deepseek: FP8 as DeepSeek-V3 stores it, MXFP4 as V4 its experts.
 
 FP8, as many other families' publishers write it:
 

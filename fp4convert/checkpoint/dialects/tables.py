@@ -101,7 +101,7 @@ def scale_grid(shape: tuple[int, int], granularity: Granularity) -> tuple[int, i
 
 @dataclass(frozen=True, slots=True)
 class Fp8Table:
-    """Tensors of FP8 and MXFP8 matrices in a dialect: M.weight and M.weight_scale.
+    """Tensors of FP8 and MXFP8 matrices: M.weight and M.weight_scale.
 
     made         what one scale stands for where weights become FP8 here
     scale_shape  of the scales' tensor, by granularity; None for one that the dialect cannot say

@@ -85,7 +85,10 @@ def fp8_form(
 
 
 def usual_activations(fmt: Format, dialect: str) -> int:
-    """Return the bits of activations where nobody says: 16, or 8 of eight-bit weights."""
+    """Return the bits of activations where nobody says them.
+
+    16; for eight-bit weights 8 where the dialect can say it
+    """
     asked = Target(fmt.name, dialect, activations=ACTIVATIONS_FP8 if fmt.is_fp8 else 16)
     return form_of(asked).activations
 

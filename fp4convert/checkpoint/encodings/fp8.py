@@ -219,7 +219,10 @@ def as_stored(scales: Float32s, form: Form) -> memoryview:
 
 
 def block_of(form: Form, shape: tuple[int, int]) -> Block:
-    """Return the rows and columns that share a scale in a matrix of that shape."""
+    """Return the rows and columns that share a scale.
+
+    shape  of the matrix
+    """
     words: dict[object, Block] = {"tensor": shape, "row": (1, shape[1])}
     granularity = form.granularity
     return granularity if isinstance(granularity, tuple) else words[granularity]
