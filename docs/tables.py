@@ -23,14 +23,15 @@ import numpy as np
 from engine_tables import chosen, engines, failures, serve, table
 from judge_tables import judged, whole_engine
 
-from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
+from fp4convert.checkpoint.dialects.target_forms import module_form
 from fp4convert.cli.draw_quality import draw_block
 from fp4convert.errors import read_catalogue
-from fp4convert.numerics.formats import FORMATS, NVFP4, Format
+from fp4convert.numerics.formats import FORMATS, FP4_FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
 from fp4convert.recipes.engines import known_engines
 from fp4convert.recipes.options import help_with_words, is_required
+from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.toml_files import FAMILIES, known_file, known_names
 
 DOCS = Path(__file__).parent
@@ -52,9 +53,9 @@ EXPERTS = 4
 
 
 def blocks() -> Iterator[str]:
-    """Draw a block of either format, in every order of nibbles in use."""
+    """Draw a block of either four-bit format, in every order of nibbles."""
     yield "```"
-    for fmt in FORMATS.values():
+    for fmt in FP4_FORMATS.values():
         traits = {name: dialect_named(name).TRAITS for name in DIALECTS}
         orders = {name: trait.nibble_order for name, trait in traits.items() if fmt in trait.writes}
         for order in dict.fromkeys(orders.values()):
@@ -66,9 +67,11 @@ def blocks() -> Iterator[str]:
 
 def formats() -> Iterator[str]:
     """Compare the formats: blocks, scales, bits."""
-    names = {"fp8_e4m3": "E4M3 (e4m3fn)", "e8m0": "E8M0"}
+    names = {"fp8_e4m3": "E4M3 (e4m3fn)", "e8m0": "E8M0", "fp32": "float32"}
+    sizes = [fmt.block_size or "a row, the matrix or 128x128" for fmt in FORMATS.values()]
     rows: list[tuple[object, ...]] = [
-        ("elements to a block", *(fmt.block_size for fmt in FORMATS.values()))
+        ("code", *("E2M1" if fmt.is_fp4 else "E4M3 (e4m3fn)" for fmt in FORMATS.values())),
+        ("elements to a block", *sizes),
     ]
     rows.append(("block scale", *(names[fmt.scale_dtype] for fmt in FORMATS.values())))
     rows.append(
@@ -88,8 +91,11 @@ def formats() -> Iterator[str]:
 
 
 def bits_of(fmt: Format) -> float:
-    """Count the bits of a weight, with its share of a block scale."""
-    return 4 + 8 / fmt.block_size
+    """Count the bits of a weight, with its share of a block scale.
+
+    FP8's is one to many hundreds, and left out.
+    """
+    return (4 if fmt.is_fp4 else 8) + (8 / fmt.block_size if fmt.block_size else 0)
 
 
 def codes() -> Iterator[str]:
@@ -124,7 +130,7 @@ def dialects() -> Iterator[str]:
                 STEMS.get(name, "M"),
                 (EXPERTS, ROWS, COLUMNS) if name in STACKED else (ROWS, COLUMNS),
             )
-            specs = dialect.outputs(stem, shape, Form(fmt, 16, dialect.TRAITS.layouts[0]))
+            specs = dialect.outputs(stem, shape, module_form(Target(fmt.name, name), fmt.name))
             tensors = "<br>".join(
                 f"`{spec.name.removeprefix(stem)}` {spec.dtype} {list(spec.shape)}"
                 for spec in specs

@@ -28,9 +28,9 @@
 #define COUNT_CODES(E) E(count_codes, (const uint8_t *p, int64_t nbytes, int64_t *counts), (p, nbytes, counts))
 /* From here on, entry points that CUDA has no kernels for, but for decode_fp8, decode_int4, decode_int8, transpose_2, transpose_4. */
 #define TO_FP8(E, d, t)                                                                                                 \
-    E(row_amax_##d, (const t *x, int64_t rows, int64_t columns, uint32_t *amax_bits), (x, rows, columns, amax_bits))    \
-    E(quantize_fp8_##d, (const t *x, int64_t rows, int64_t columns, const float *s, int64_t is_per_row, uint8_t *c),    \
-      (x, rows, columns, s, is_per_row, c))                                                                             \
+    E(grid_amax_##d, (const t *x, const void *grid, uint32_t *amax_bits), (x, grid, amax_bits))                         \
+    E(quantize_fp8_##d, (const t *x, const float *s, const void *grid, uint8_t *c), (x, s, grid, c))                    \
+    E(fp8_costs_##d, (const t *x, const float *s, const void *grid, double *costs), (x, s, grid, costs))                \
     E(compare_values_##d, (const t *x, int64_t rows, int64_t columns, const float *y, double *sums), (x, rows, columns, y, sums))
 #define FOR_NBYTES(E, N, t)                                                                                             \
     E(transpose_##N, (const t *x, int64_t rows, int64_t width, int64_t first, int64_t step, int64_t count, t *y),       \

@@ -4,8 +4,11 @@
  *   amax_fp8(codes, scales, grid, amax_bits)               *amax_bits = max(*amax_bits, float32 bits of max |y|); NaN wins
  *   decode_int4(packed, scales, zero_points, grid, y)      y = (code - 8 - zero_point) * scale; zero_points may be null: all 0
  *   decode_int8(packed, scales, zero_points, grid, y)      y = (code - 128 - zero_point) * scale
- *   row_amax_D(x, rows, columns, amax_bits)                as amax_D, row by row
- *   quantize_fp8_D(x, rows, columns, weight_scales, is_per_row, codes)    code = e4m3(x / weight_scale); x is finite
+ *   grid_amax_D(x, grid, amax_bits)                        as amax_D, for each block: the bits lie as scales do
+ *   quantize_fp8_D(x, scales, grid, codes)                 code = e4m3(x / scale); x is finite
+ *   fp8_costs_D(x, scales, grid, costs)                    adds the squared errors of those codes to float64 costs, which lie as
+ *                                                          scales do: of a block's row in eight lanes (element i in lane i % 8),
+ *                                                          then by halves, then row after row
  *   round_bf16(x, n, y)                                    half to even; NaN stays NaN
  *
  * grid: five int64, rows, columns, block_rows, block_columns and the first row's distance from the first row that scales covers.
@@ -101,18 +104,69 @@ DEFINE_DECODE_INTEGERS(8)
 
 INLINE float fp4_from_fp32(float value) { return value; }
 
-#define DEFINE_TO_FP8(dtype, type)                                                                                         \
-    void NAME(amax_##dtype)(const type *restrict x, int64_t n, uint32_t *restrict amax_bits);                              \
-    void NAME(row_amax_##dtype)(const type *restrict x, int64_t rows, int64_t columns, uint32_t *restrict amax_bits) {     \
-        for (int64_t row = 0; row < rows; row++) NAME(amax_##dtype)(x + row * columns, columns, amax_bits + row);          \
-    }                                                                                                                      \
-    void NAME(quantize_fp8_##dtype)(const type *restrict x, int64_t rows, int64_t columns, const float *restrict scales,   \
-                                    int64_t is_per_row, uint8_t *restrict codes) {                                         \
-        for (int64_t row = 0; row < rows; row++, x += columns, codes += columns) {                                         \
-            float step = scales[is_per_row ? row : 0];                                                                     \
-            for (int64_t i = 0; i < columns; i++) codes[i] = (uint8_t)e4m3_encode_signed(fp4_from_##dtype(x[i]) / step);   \
-        }                                                                                                                  \
+/* Bits of the largest magnitude of n values, as float32; NaN wins. */
+#define DEFINE_LARGEST(dtype)                                                        \
+    INLINE uint32_t largest_##dtype(const uint16_t *restrict x, int64_t n) {         \
+        uint16_t largest = 0;                                                        \
+        for (int64_t i = 0; i < n; i++) {                                            \
+            uint16_t magnitude = x[i] & 0x7FFF;                                      \
+            largest = magnitude > largest ? magnitude : largest;                     \
+        }                                                                            \
+        return fp4_bits(fp4_from_##dtype(largest)) & 0x7FFFFFFFu;                    \
     }
+DEFINE_LARGEST(bf16)
+DEFINE_LARGEST(fp16)
+INLINE uint32_t largest_fp32(const float *restrict x, int64_t n) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t magnitude = fp4_bits(x[i]) & 0x7FFFFFFFu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+/* Runs the statement for every row's part of a block: n values from x on, whose block is number `at` of the grid. */
+#define EACH_SPAN(statement)                                                                     \
+    const int64_t columns = grid->columns, width = (columns + grid->block_columns - 1) / grid->block_columns; \
+    for (int64_t row = 0; row < grid->rows; row++) {                                             \
+        int64_t at = (grid->first_row + row) / grid->block_rows * width;                         \
+        for (int64_t start = 0; start < columns; start += grid->block_columns, at++) {           \
+            int64_t n = smaller(grid->block_columns, columns - start), here = row * columns + start; \
+            statement                                                                            \
+        }                                                                                        \
+    }
+
+enum { COST_LANES = 8 };
+
+INLINE double squared_error(float x, float step) {
+    double difference = (double)x - (double)(e4m3_decode(e4m3_encode_signed(x / step)) * step);
+    return difference * difference;
+}
+
+#define DEFINE_TO_FP8(dtype, type)                                                                                         \
+    void NAME(grid_amax_##dtype)(const type *restrict x, const Grid *restrict grid, uint32_t *restrict amax_bits) {        \
+        EACH_SPAN(uint32_t bits = largest_##dtype(x + here, n); amax_bits[at] = bits > amax_bits[at] ? bits : amax_bits[at];) \
+    }                                                                                                                      \
+    void NAME(quantize_fp8_##dtype)(const type *restrict x, const float *restrict scales, const Grid *restrict grid,       \
+                                    uint8_t *restrict codes) {                                                             \
+        EACH_SPAN(float step = scales[at]; for (int64_t i = here; i < here + n; i++)                                       \
+                      codes[i] = (uint8_t)e4m3_encode_signed(fp4_from_##dtype(x[i]) / step);)                              \
+    }                                                                                                                      \
+    INLINE double cost_##dtype(const type *restrict x, int64_t n, float step) {                                            \
+        double lanes[COST_LANES] = {0};                                                                                         \
+        int64_t i = 0;                                                                                                     \
+        for (; i + COST_LANES <= n; i += COST_LANES)                                                                                 \
+            for (int lane = 0; lane < COST_LANES; lane++) lanes[lane] += squared_error(fp4_from_##dtype(x[i + lane]), step);    \
+        for (int lane = 0; i + lane < n; lane++) lanes[lane] += squared_error(fp4_from_##dtype(x[i + lane]), step);        \
+        for (int half = COST_LANES / 2; half; half /= 2)                                                                        \
+            for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];                                     \
+        return lanes[0];                                                                                                   \
+    }                                                                                                                      \
+    void NAME(fp8_costs_##dtype)(const type *restrict x, const float *restrict scales, const Grid *restrict grid,          \
+                                 double *restrict costs) {                                                                 \
+        EACH_SPAN(costs[at] += cost_##dtype(x + here, n, scales[at]);)                                                     \
+    }
+
 DEFINE_TO_FP8(bf16, uint16_t)
 DEFINE_TO_FP8(fp16, uint16_t)
 DEFINE_TO_FP8(fp32, float)

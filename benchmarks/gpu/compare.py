@@ -20,7 +20,7 @@ from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import (
     CODES,
     FLOAT_TYPES,
-    FORMATS,
+    FP4_FORMATS,
     IMPORTANCE,
     NVFP4,
     Format,
@@ -332,13 +332,13 @@ def compare_transposes(device: Device, name: str) -> None:
 
 
 def compare_all(device: Device) -> str:
-    for dtype, fmt in itertools.product(FLOAT_TYPES, FORMATS.values()):
+    for dtype, fmt in itertools.product(FLOAT_TYPES, FP4_FORMATS.values()):
         for rule in fmt.scale_rules:
             compare_quantizers(device, dtype, fmt, rule)
         compare_dequantizers(device, dtype, fmt)
         compare_reports(device, dtype, fmt)
     for fmt, kind, vectors in itertools.product(
-        FORMATS.values(), ("bf16", "fp16", "nvfp4"), (1, 3, 8)
+        FP4_FORMATS.values(), ("bf16", "fp16", "nvfp4"), (1, 3, 8)
     ):
         compare_gemv(device, fmt, kind, vectors)
     compare_batch(device)

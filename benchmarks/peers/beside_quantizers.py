@@ -23,7 +23,7 @@ import numpy as np
 
 from cpu.kernels import hold_cores
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS
+from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS
 from fp4convert.numerics.matrices import Matrix
 from harness.measure import ROOT, in_turn, median_ratio
 from harness.sections import Row, Section
@@ -126,7 +126,7 @@ class Ours:
         amax = max(self._pool.map(self._cpu.amax, self._parts))
         list(
             self._pool.map(
-                lambda part: self._cpu.quantize(part, FORMATS[fmt], rule, amax), self._parts
+                lambda part: self._cpu.quantize(part, FP4_FORMATS[fmt], rule, amax), self._parts
             )
         )
         return Cost(time.perf_counter() - begun[0], time.process_time() - begun[1])
@@ -171,7 +171,7 @@ def rows_of(dtype: str, threads: int, is_quick: bool) -> list[Row]:
                 rows += [
                     row_of(ours, server, (package, fmt, word), threads)
                     for package in packages
-                    for fmt in FORMATS
+                    for fmt in FP4_FORMATS
                 ]
     return rows
 

@@ -70,13 +70,13 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Four-bit weights on a disk.
+    """Quantized weights on a disk.
 
     clues    what its records and names say
     groups   the forms of its modules, as its records say them
     record   our quantization_config.json, or {} for a foreign artifact
     modules  the four-bit modules whose tensors are all there and sound
-    others   the sound modules that are quantized otherwise: FP8 and int4
+    others   the sound modules that are quantized otherwise: FP8, MXFP8 and int4
     adapter  that its source was merged with, where a person names it
     """
 
@@ -98,18 +98,19 @@ class Artifact:
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """Return the forms of its four-bit modules.
+        """Return the forms of its four-bit modules; where it has none, all.
 
         They have one scale layout and one cache.
         """
-        return tuple(group.form for group in self.groups if group.form.format.is_fp4)
+        every = tuple(group.form for group in self.groups)
+        return tuple(form for form in every if form.format.is_fp4) or every
 
     @property
     def form(self) -> Form:
-        """Return the form of four-bit modules; InputError where they have several."""
+        """Return the form that `forms` share; InputError where they have several."""
         if len({form.format for form in self.forms}) > 1:
             detail = f"{self.source.name} holds modules of {describe_groups(self.groups)}"
-            detail = f"{detail}; expected one four-bit format"
+            detail = f"{detail}; expected one format"
             raise InputError("formats-mixed", detail)
         return max(self.forms, key=lambda form: form.activations)
 
@@ -268,12 +269,12 @@ def read_clues(source: Source) -> Clues:
 
 
 def is_artifact(source: Source, clues: Clues) -> bool:
-    """Tell whether a record says that there are four-bit modules.
+    """Tell whether it is read by its records: ours, or an engine's on blocks.
 
-    A record of ours, or of an engine
+    Other FP8 is read by the names of its tensors, as many tools write them.
     """
     return source.has_file(RECORD) or any(
-        group.form.format.is_fp4 for _, groups in recognise(clues) for group in groups
+        group.form.format.block_size for _, groups in recognise(clues) for group in groups
     )
 
 
@@ -289,7 +290,7 @@ def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -
         detail = f"{RECORD} is not written yet: the conversion did not end"
         detail = f"{detail}; run its command again to continue"
         findings = [Finding("error", "unfinished", None, detail)]
-    elif not modules and not any(finding.level == "error" for finding in findings):
+    elif not found and not any(finding.level == "error" for finding in findings):
         detail = f"no tensor is named as {dialect} names {describe_groups(groups)}"
         coded = [name for name, ref in tensors.items() if ref.dtype in CODED and len(ref.shape) > 1]
         if coded:

@@ -283,7 +283,7 @@ def _whole(stack: Stacked) -> Stacked:
     coding, first = stack.linears[0].coding, stack.linears[0].module
     if coding.artifact is None:
         return stack
-    packed = coding.artifact.modules[first]
+    packed = coding.artifact.packed[first]
     stem, shape = packed.stem, packed.stored_shape
     if stem == first or coding.artifact.spelling.slots(stem, shape) != stack.slots:
         return stack

@@ -24,13 +24,13 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import DTYPES as FP8_DTYPES
-from fp4convert.checkpoint.encodings.fp8 import find_fp8, fp8_of
+from fp4convert.checkpoint.encodings.fp8 import Fp8, find_fp8, fp8_of
 from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
 from fp4convert.checkpoint.encodings.int4 import PACKED_DTYPE, find_integers, integers_of
 from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import FLOAT_TYPES, FP8
+from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
 from fp4convert.storage.gguf_types import BLOCK_TYPES
@@ -100,7 +100,9 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
     if is_artifact(source, clues):
         artifact = read_artifact(source, source.name)
         artifact.refuse_unsound()
-        four_bit = find_fp4(artifact)
+        others = _others(artifact).items()
+        fp8 = {module: each for module, each in others if isinstance(each.coding, Fp8)}
+        four_bit = {**fp8, **find_fp4(artifact)}
     linears = linears_of(clues, recipe, four_bit)
     if not source.is_streamed:  # from a Hub each would be a request: the run tells
         for linear in linears.of.values():
@@ -125,7 +127,7 @@ def linears_of(
     if PACKED_DTYPE in dtypes:
         of |= find_integers(clues)
     if not dtypes.isdisjoint(FP8_DTYPES):
-        of |= find_fp8(clues)
+        of |= find_fp8(clues, four_bit or {})
     if not dtypes.isdisjoint(BLOCK_TYPES):
         of |= find_gguf_blocks(clues.tensors, recipe.stack_rule)
     if any(name.endswith(".biases") for name in clues.tensors):
@@ -162,12 +164,18 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
     They are quantized in whatever form, or matrices of floats.
     """
     found = find_floats(artifact.tensors, lambda name, shape: None)
-    for module, packed in artifact.others.items():  # FP8 and int4
-        coding = fp8_of(packed) if packed.form.format is FP8 else integers_of(packed)
+    return {**found, **_others(artifact), **find_affine(artifact.clues), **find_fp4(artifact)}
+
+
+def _others(artifact: Artifact) -> dict[str, Linear]:
+    """Find the modules of FP8, MXFP8 and int4 in an artifact."""
+    found = {}
+    for module, packed in artifact.others.items():
+        coding = fp8_of(packed, artifact) if packed.form.format.is_fp8 else integers_of(packed)
         codes, scales, *others = packed.refs
         idle = (*others, *packed.companions)
         found[module] = Linear(module, packed.shape, coding, (codes, scales), idle)
-    return {**found, **find_affine(artifact.clues), **find_fp4(artifact)}
+    return found
 
 
 def _refuse_unreadable(clues: Clues, linears: Linears) -> None:

@@ -59,12 +59,12 @@ class _Reader:
                 self.findings.append(Finding("error", "form-unknown", stem, detail))
             return
         form, _ = stored
-        if has_fp8_weight and form.format is not FP8:
+        if has_fp8_weight and not form.format.is_fp8:
             detail = f"it is FP8, and the record says {form.word}"
             self.findings.append(Finding("error", "tensor-shape", f"{stem}.weight", detail))
             return
         packed = self._tensors.get(
-            stem + (WEIGHT if form.format is FP8 else self._dialect.TRAITS.packed)
+            stem + (WEIGHT if form.format.is_fp8 else self._dialect.TRAITS.packed)
         )
         if packed is None:
             detail = "its scales are there, its packed codes are not"
@@ -76,8 +76,9 @@ class _Reader:
             detail = f"{found} holds no matrix of whole blocks of {form.format.block_size}"
             self.findings.append(Finding("error", "packed-shape", stem, detail))
             return
-        if not form.format.is_fp4:  # with the dtype that its scales have
-            scales = self._tensors.get(f"{stem}.weight_scale")
+        if not form.format.block_size:  # with the dtype that its scales have
+            table = self._dialect.TRAITS.fp8
+            scales = self._tensors.get(stem + (table.scales if table else ".weight_scale"))
             if scales and scales.dtype in SCALE_DTYPES:
                 stored = self._stored(replace(form, stored_scales=scales.dtype))
         self._check(stem, shape, stored)
@@ -86,7 +87,7 @@ class _Reader:
         """Add the module where its tensors are there and of their shapes."""
         traits, tensors, (form, specs_of) = self._dialect.TRAITS, self._tensors, stored
         missing_allowed = traits.implied
-        if form.format is FP8:
+        if form.format.is_fp8:
             if reason := self._dialect.unfit(stem, (shape[-2], shape[-1]), form):
                 detail = f"{reason}, which this dialect does not hold"
                 self.findings.append(Finding("error", "form-unknown", stem, detail))
@@ -138,11 +139,15 @@ def read_modules(
     There is a finding for each tensor that is missing or misshapen.
     """
     reader = _Reader(tensors, groups, dialect)
-    for stem in dialect.find(tensors):
+    stems = dialect.find(tensors)
+    for stem in stems:
         reader.read(stem)
-    if any(group.form.format is FP8 for group in groups):
+    table = dialect.TRAITS.fp8
+    if table and any(group.form.format.is_fp8 for group in groups):
+        known = set(stems)
         for name, ref in tensors.items():
-            if name.endswith(WEIGHT) and ref.dtype == "F8_E4M3" and len(ref.shape) == 2:
+            is_matrix = ref.dtype == "F8_E4M3" and len(ref.shape) == 2
+            if name.endswith(WEIGHT) and is_matrix and name.removesuffix(WEIGHT) not in known:
                 reader.read(name.removesuffix(WEIGHT), has_fp8_weight=True)
     return reader.modules, reader.findings
 

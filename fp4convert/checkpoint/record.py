@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp4convert.checkpoint.dialects.base import Dialect, Ignored
+from fp4convert.checkpoint.dialects.base import Dialect, Ignored, Traits
 from fp4convert.checkpoint.dialects.forms import (
     ACTIVATIONS_FP4,
     ACTIVATIONS_FP8,
@@ -18,7 +18,7 @@ from fp4convert.checkpoint.dialects.forms import (
 )
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import FLOAT_TYPES, INT4, STORED_FORMATS, format_named
+from fp4convert.numerics.formats import FLOAT_TYPES, INT4, MXFP8, STORED_FORMATS, format_named
 from fp4convert.numerics.scale_layouts import LAYOUTS
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldRule, FoldUse, StackRule
@@ -182,11 +182,11 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
     """Describe where every byte is and what it means, for a form in a dialect.
 
     These are the first keys of our record. Of FP8 and int4, `granularity` is what one scale stands
-    for, and `block_size` the rows and columns of a block.
+    for, and `block_size` the rows and columns of a block; other formats have blocks of their own.
     """
     fmt, kind = form.format, spelling.TRAITS.global_scale_kind
     cache = {"kv_cache": form.kv_cache} if form.kv_cache else {}
-    if not fmt.is_fp4:
+    if not fmt.block_size:
         is_block = isinstance(form.granularity, tuple)
         return {
             "format": fmt.name,
@@ -211,7 +211,7 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
         "scale_dtype": fmt.scale_dtype,
         "scale_layout": form.scale_layout,
         "scale_padding": padding,
-        "nibble_order": spelling.TRAITS.nibble_order,
+        "nibble_order": spelling.TRAITS.nibble_order if fmt.is_fp4 else None,
         "block_axis": -1,
         "global_scale": {"dtype": "fp32", "stored_as": kind} if has_global_scale else None,
         "activations": form.activations,
@@ -224,9 +224,9 @@ def groups_recorded(record: Mapping[str, object]) -> tuple[Group, ...]:
 
     Raises InputError for a form or a layout that its dialect does not have
     """
-    layouts = dialect_named(str(record.get("dialect"))).TRAITS.layouts
+    traits = dialect_named(str(record.get("dialect"))).TRAITS
     if record.get("format") != MIXED:
-        return (Group(_form_recorded(record, layouts), ("*",)),)
+        return (Group(_form_recorded(record, traits), ("*",)),)
     listed = record.get("modules")
     entries = (
         [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
@@ -235,17 +235,21 @@ def groups_recorded(record: Mapping[str, object]) -> tuple[Group, ...]:
         detail = 'format "mixed" and no "modules"; expected a form for every pattern'
         raise InputError("record-modules", detail)
     return merge_groups(
-        (_form_recorded(entry, layouts), [str(entry.get("pattern"))]) for entry in entries
+        (_form_recorded(entry, traits), [str(entry.get("pattern"))]) for entry in entries
     )
 
 
-def _form_recorded(record: Mapping[str, object], layouts: tuple[str, ...]) -> Form:
-    """Read a form of our record, in one of those layouts."""
+def _form_recorded(record: Mapping[str, object], traits: Traits) -> Form:
+    """Read a form of our record, or of a plan, in a dialect of those traits."""
+    layouts, made = traits.layouts, traits.fp8.made if traits.fp8 else None
     fmt = format_named(str(record.get("format")), STORED_FORMATS)
     known = ACTIVATIONS_FP4 if fmt.is_fp4 else ACTIVATIONS_FP8
     activations = known if record.get("activations") == known else 16
     cache = "fp8" if record.get("kv_cache") == "fp8" else None
-    if fmt.is_fp4:
+    if fmt is MXFP8:
+        block, layout = (1, fmt.block_size), str(record.get("scale_layout", "linear"))
+        form = Form(fmt, activations, layout, cache, granularity=block, stored_scales="U8")
+    elif fmt.is_fp4:
         listed = record.get("shapes")
         shapes = {
             module: (shape[0], shape[1])
@@ -261,6 +265,8 @@ def _form_recorded(record: Mapping[str, object], layouts: tuple[str, ...]) -> Fo
         match record.get("granularity"), record.get("block_size"):
             case "tensor" | "row" as word, _:
                 granularity = word
+            case None, None if made and fmt.is_fp8:  # a plan says no more than the format
+                granularity = made
             case _, [int(rows), int(columns)] if rows > 0 and columns > 0:
                 granularity = (rows, columns)
             case found, size:

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from fp4convert.cli.screen import Screen, draw_findings, draw_verdict
-from fp4convert.numerics.formats import FORMATS, Format
+from fp4convert.numerics.formats import FP4_FORMATS, Format
 from fp4convert.progress import duration_text, size_text
 from fp4convert.recipes.engines import known_engines
 from fp4convert.report.text import (
@@ -79,7 +79,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     if fidelity := artifact.get("fidelity"):
         rows["recorded"] = fidelity_text(fidelity)
     # The bits of a block, where all blocks are of one format and in an order of their own.
-    if (fmt := FORMATS.get(artifact["format"])) and artifact["nibble_order"] != "low_first":
+    if (fmt := FP4_FORMATS.get(artifact["format"])) and artifact["nibble_order"] != "low_first":
         bits = draw_block(fmt, artifact["nibble_order"])
         rows |= dict(zip(("bits", "meaning", "elements"), bits, strict=True))
     for key, value in rows.items():

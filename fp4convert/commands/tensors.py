@@ -23,7 +23,7 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
 from fp4convert.numerics.formats import (
     FLOAT_TYPES,
-    FORMATS,
+    FP4_FORMATS,
     IMPORTANCE,
     Format,
     Kind,
@@ -174,7 +174,7 @@ def check_there(q: DeviceQuantized) -> int:
 
 def _check_fields(q: Quantized | DeviceQuantized) -> None:
     """Raise InputError unless format, shape and global scale fit together."""
-    if not isinstance(q.format, Format) or q.format.name not in FORMATS:
+    if not isinstance(q.format, Format) or q.format.name not in FP4_FORMATS:
         found = f"format is {q.format!r:.60}; expected that of a Quantized, as quantize_tensor"
         raise InputError("bad-quantized", f"{found} gives it")
     size = q.format.block_size

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.conversion.pace import measure_pace
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, format_named
+from fp4convert.numerics.formats import format_named
 from fp4convert.planning.steps import Plan
 from fp4convert.process import processors
 from fp4convert.progress import duration_text
@@ -43,7 +43,7 @@ def rounded_by(plan: Plan) -> list[Linear]:
     return [
         linear
         for step in plan.steps
-        if step.action == "quantize" and step.form and step.form.format in (NVFP4, MXFP4)
+        if step.action == "quantize" and step.form and step.form.format.is_fp4
         for linear in step.linears
     ]
 
@@ -55,6 +55,9 @@ def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Cho
     """
     if device == "cpu":
         return Choice(device)
+    if format_named(target.format).is_fp8:
+        left = f"{target.format} is rounded by the CPU"
+        return Choice("cpu") if device == "auto" else Choice(device, f"device {device}: {left}")
     if device != "auto":
         left = _left_to_cpu(target, rounded)
         return Choice(device, f"device {device}: {left}" if left else "")
@@ -101,8 +104,7 @@ def _left_to_cpu(target: Target, rounded: Iterable[Linear]) -> str:
     left = [
         linear.coding.word
         for linear in rounded
-        if linear.coding.is_decoded_by_cpu(linear)
-        or (target.via and linear.coding.format is not FP8)
+        if linear.coding.is_decoded_by_cpu(linear) or (target.via and not is_fp8(linear))
     ]
     if not left:
         return ""

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
+from fp4convert.checkpoint.dialects.target_forms import usual_activations
 from fp4convert.conversion.diffusers import component_options, named_component
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
@@ -165,14 +166,27 @@ def _candidates(asked: Asked, options: QuantizeOptions) -> Iterator[Candidate]:
     for preset in (*own, *usual):
         dialect, fmt = options.dialect or preset.dialect, options.format or preset.format
         is_own = (dialect, fmt) == (preset.dialect, preset.format)
-        bits = options.activations or preset.activations
+        bits = options.activations or _usual_bits(fmt, dialect, preset.activations)[0]
         found[Candidate(dialect, fmt, bits, is_own and preset.keeps_others)] = None
     for dialect in (options.dialect,) if options.dialect else DIALECTS:
-        for bits in (options.activations,) if options.activations else (16, 4):
-            for fmt in (options.format,) if options.format else FOUR_BIT:
-                if dialect in engine.dialects:
-                    found[Candidate(dialect, fmt, bits)] = None
+        if dialect not in engine.dialects:
+            continue
+        formats = (options.format,) if options.format else FOUR_BIT
+        bits_of = {fmt: _usual_bits(fmt, dialect, 16, 4) for fmt in formats}
+        for number in range(2):
+            for fmt, known in bits_of.items():
+                found[Candidate(dialect, fmt, options.activations or known[number])] = None
     return iter(found)
+
+
+def _usual_bits(fmt: str, dialect: str, *bits: int) -> tuple[int, ...]:
+    """Return the bits that activations may have, the usual ones first.
+
+    bits  those of four-bit weights
+    """
+    if fmt in FOUR_BIT:
+        return bits
+    return usual_activations(format_named(fmt), dialect), 16
 
 
 def _fits(models: tuple[str, ...], model: str) -> bool:

@@ -2,10 +2,10 @@
 
 A *part* is what changes its format as one, because engines want it in one: members of a scale
 group, all experts of a layer, or a linear layer by itself. A part becomes the format that is asked
-for, or FP8 where the dialect holds both, or it stays. Its error is the sum over its matrices of
-what each loses (sensitivity.py), experts counting together as one layer: noises of layers add up,
-to first order, as shares of what each layer puts out, and of an expert as often as a token meets
-it.
+for, or FP8 where the dialect holds both (MXFP8 in mlx), or it stays. Its error is the sum over its
+matrices of what each loses (sensitivity.py), experts counting together as one layer: noises of
+layers add up, to first order, as shares of what each layer puts out, and of an expert as often as a
+token meets it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from fp4convert.execution.job import refuse_inside
 from fp4convert.execution.plan_file import read_manifest
 from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import FP8
 from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, judge_each
 from fp4convert.planning.global_scales import given_amaxes
 from fp4convert.planning.quantize_plan import Scalars, is_expanded, kept_spec
@@ -229,7 +228,8 @@ class _Fitting:
         # The same modules as FP8, where the dialect holds both, and as what stays.
         chosen = {module: verdict.linear for module, verdict in own.items()}
         patterns = Patterns(map(_pattern_of, chosen))
-        words = [KEEP, *([FP8.name] if FP8 in dialect.TRAITS.mixes else [])]
+        eight_bits = dialect.TRAITS.eight_beside(recipe.format)
+        words = [KEEP, *([eight_bits.name] if eight_bits else [])]
         others = {}
         for word in words:
             formats = (FormatRule(patterns, word), *recipe.formats)
@@ -241,10 +241,11 @@ class _Fitting:
         groups = gather_groups({module: verdict.group for module, verdict in decided.items()})
         candidates = []
         for module, verdict in own.items():
-            eight = others.get(FP8.name, {}).get(module)
+            eight = others.get(eight_bits.name, {}).get(module) if eight_bits else None
             measured = [name] if verdict.action == "quantize" else []
-            if eight and eight.form and eight.form.format is FP8 and eight.action == "quantize":
-                measured.append(FP8.name)
+            is_wider = eight and eight.form and eight.form.format is eight_bits
+            if eight_bits and eight and is_wider and eight.action == "quantize":
+                measured.append(eight_bits.name)
             if measured:
                 names = groups[verdict.group] if verdict.group else [module]
                 members = tuple(decided[one].linear for one in names)

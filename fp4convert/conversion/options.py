@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.conversion.work_options import DeviceOptions, PartOptions, WorkOptions
 from fp4convert.errors import InputError, shell_line
-from fp4convert.numerics.formats import DAMPING, FLOAT_TYPES, FORMATS, METHODS, PASSES
+from fp4convert.numerics.formats import (
+    DAMPING,
+    FLOAT_TYPES,
+    FORMATS,
+    FP4_FORMATS,
+    METHODS,
+    PASSES,
+)
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.recipes.engines import ENGINES
 from fp4convert.recipes.options import (
@@ -35,7 +42,7 @@ if TYPE_CHECKING:  # what commands load when they run
 DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
 KEPT_DTYPES = (*DTYPES[:-1], "q8_0")
 WORDS_OF_DTYPES = {kind.config_name: kind.word for kind in FLOAT_TYPES.values()}
-ACTIVATION_BITS = ("16", "4")
+ACTIVATION_BITS = ("16", "8", "4")
 VIAS = CACHES = ("fp8",)
 FILE_ENDINGS = (".gguf", ".safetensors")
 
@@ -151,6 +158,15 @@ def chosen_adapter(
     return open_adapter(given[0], 1.0 if scale is None else scale, access) if given else None
 
 
+def _usual_activations(fmt: str, dialect: str) -> int:
+    """Return the bits of activations where nobody says; 16 for unknown words."""
+    if not (fmt in FORMATS and FORMATS[fmt].is_fp8 and dialect in DIALECTS):
+        return 16
+    from fp4convert.checkpoint.dialects.target_forms import usual_activations
+
+    return usual_activations(FORMATS[fmt], dialect)
+
+
 def _rules() -> str:
     """Return the rules of every format, the default first."""
     lines = []
@@ -162,7 +178,7 @@ def _rules() -> str:
 
 @dataclass(eq=False, repr=False)
 class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
-    """Convert a checkpoint to NVFP4 or MXFP4.
+    """Convert a checkpoint to NVFP4, MXFP4, FP8 or MXFP8.
 
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
@@ -195,7 +211,8 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     activations: Annotated[
         int | None,
         Option(
-            "4 lets engines quantize activations too, for the FP4 tensor cores. Default: 16.",
+            "4 lets engines quantize activations too, for the FP4 tensor cores; 8 is for fp8"
+            " and mxfp8. Default: 16, and for these 8 where the dialect can say it.",
             ACTIVATION_BITS,
             panel=TARGET,
         ),
@@ -332,7 +349,8 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
                 detail = f"Missing option --format [{'|'.join(FORMATS)}]"
                 raise InputError("usage", detail, "Give it, or your engine: --for vllm.")
             self.dialect = DIALECTS[0] if self.dialect is None else self.dialect
-            self.activations = 16 if self.activations is None else self.activations
+            if self.activations is None:
+                self.activations = _usual_activations(self.format, self.dialect)
 
     @property
     def folder(self) -> Path:
@@ -415,7 +433,7 @@ class TranscodeOptions(WorkOptions):
         str | None,
         Option(
             "nvfp4 converts an mxfp4 artifact. Default: its own format.",
-            tuple(FORMATS),
+            tuple(FP4_FORMATS),
             panel=TARGET,
         ),
     ] = None

@@ -51,6 +51,8 @@ from fp4convert.numerics.formats import (
     IMPORTANCE,
     METHODS,
     PASSES,
+    Format,
+    check_rule,
     format_named,
 )
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
@@ -111,6 +113,12 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     """
     adapter = _adapter_for(options)
     _check_settings(options)
+    if str(options.activations) not in ACTIVATION_BITS:
+        expected = f"expected {one_of(ACTIVATION_BITS)}"
+        detail = f"--activations {options.activations} is not known; {expected}"
+        raise InputError("bad-activations", detail, "Leave it out.")
+    if options.format in FORMATS:
+        _refuse_idle_for(FORMATS[options.format], options)
     file, calibration = options.calibration, None
     method = UNAIDED[0] if adapter and file is None else str(options.method)
     if file is not None or method != METHODS[0] or options.scale_rule == IMPORTANCE:
@@ -122,10 +130,6 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     if calibration:
         check_source(calibration, source)
         _check_adapter(calibration, adapter)
-    if str(options.activations) not in ACTIVATION_BITS:
-        expected = f"expected {one_of(ACTIVATION_BITS)}"
-        detail = f"--activations {options.activations} is not known; {expected}"
-        raise InputError("bad-activations", detail, "Leave it out for 16.")
     inputs = measured_scales(calibration) if calibration else UNIT_SCALE
     if options.input_scale is not None:
         form = Form(recipe.format, recipe.target.activations)
@@ -173,18 +177,18 @@ def _recipe_for(
 ) -> Recipe:
     """Build the recipe; InputError for what no format, dialect or recipe has."""
     asked_format = str(options.format)
-    if OTHER_FORMATS.match(asked_format.lower()):
+    if asked_format not in FORMATS and OTHER_FORMATS.match(asked_format.lower()):
         raise InputError(
             "unknown-format",
             f"format {asked_format!r} is not known; expected {one_of(FORMATS)}",
-            "fp4convert makes four-bit floats; it adds FP8 modules only to reach a size"
-            " (--target-size, --target-bits) or where a recipe file asks for them.",
+            "fp4convert makes floats of four and of eight bits, under scales of blocks.",
         )
     fmt = format_named(asked_format)
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")
     _check_word("--keep-dtype", options.keep_dtype, KEPT_DTYPES, "unknown-dtype")
-    asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache)
+    bits = int(options.activations or 0)
+    asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache, activations=bits)
     traits = dialect_to_write(asked).TRAITS
     if options.keep_dtype not in (None, *DTYPES) and not traits.q8_0:
         detail = f"--keep-dtype {options.keep_dtype} is for --dialect gguf, not {options.dialect}"
@@ -196,7 +200,6 @@ def _recipe_for(
     target = replace(
         asked,
         scale_rule=options.scale_rule or (IMPORTANCE if is_weighed else None),
-        activations=options.activations or 16,
         has_unit_scale=fmt.has_global_scale and not reads_any,
         via=options.via,
         method=options.method,
@@ -209,6 +212,22 @@ def _recipe_for(
         target = replace(target, damping=float(damping), passes=int(passes))
     recipe = build_recipe(target, source.checkpoint.config, options)
     return replace(recipe, keeps_packed=options.keep_packed)
+
+
+def _refuse_idle_for(fmt: Format, options: QuantizeOptions) -> None:
+    """Raise InputError for options that mean nothing to eight-bit weights."""
+    if not fmt.is_fp8:
+        return
+    if options.scale_rule is not None:
+        check_rule(fmt, options.scale_rule)
+    given = {
+        "--method": options.method if options.method != METHODS[0] and not options.lora else None,
+        "--via": options.via,
+    }
+    for option, word in given.items():
+        if word is not None:
+            detail = f"{option} {word} is for four-bit weights, and the format is {fmt.name}"
+            raise InputError("idle-option", detail, f"Leave {option} out.")
 
 
 def _check_settings(options: QuantizeOptions) -> None:

@@ -10,7 +10,7 @@ from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of, rules_of_gguf
 from fp4convert.checkpoint.linears import find_linears
-from fp4convert.checkpoint.record import ADAPTER, folds_recorded
+from fp4convert.checkpoint.record import ADAPTER, describe_groups, folds_recorded
 from fp4convert.conversion.artifact_job import (
     ENGINE_RECORDS,
     artifact_job,
@@ -26,7 +26,7 @@ from fp4convert.execution.job import Job, carry_out
 from fp4convert.execution.repacker import Dequantizer, Transcoder
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named, format_named
+from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, dtype_named, format_named
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.planning.gguf_template import Framed, place_modules
 from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
@@ -94,7 +94,12 @@ def prepare_transcode(
     Raises  InputError for what cannot be said without a change, or an artifact with errors
     """
     artifact.refuse_unsound()
-    made = format_named(options.format or artifact.format.name)
+    if artifact.others and not artifact.modules:
+        detail = f"{artifact.source.name} holds {describe_groups(artifact.groups)} alone"
+        detail = f"{detail}; this version carries four-bit modules and floats"
+        step = f"Quantize the original weights again, with --dialect {options.dialect}."
+        raise InputError("fp8-modules", detail, step)
+    made = format_named(options.format or artifact.format.name, FP4_FORMATS)
     is_same = made is artifact.format
     if not is_same and artifact.format.has_global_scale:
         why = "its block scales are not powers of two"

@@ -45,9 +45,9 @@ from fp4convert.execution.workers import read_again_if_damaged
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_floats, not_finite
-from fp4convert.numerics.formats import FP8, format_named
-from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
-from fp4convert.numerics.matrices import Weights, row_panels
+from fp4convert.numerics.formats import FORMATS, Format, format_named
+from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
+from fp4convert.numerics.matrices import Weights
 from fp4convert.progress import Phases
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.json_text import read_text_file
@@ -55,7 +55,6 @@ from fp4convert.storage.source import Source, stopping
 
 FOLDER = "measured"
 DIGITS = 9  # of a loss
-MEASURED_ELEMENTS = 1 << 20  # at once
 Losses = dict[str, dict[str, float]]
 """{module: {format: loss}}"""
 
@@ -278,7 +277,7 @@ def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
     # Sums over rows for each column: the power of the weights, and of their error in each format.
     signals = [np.zeros(one.linear.shape[1]) for one in group]
     noises = [{name: np.zeros(one.linear.shape[1]) for name in one.formats} for one in group]
-    is_fp4 = any(name != FP8.name for one in group for name in one.formats)
+    is_fp4 = any(FORMATS[name].is_fp4 for one in group for name in one.formats)
     with room_for(source, group[0].group):
         if is_fp4:
             # Panels of four-bit blocks, member by member, under the amax of the whole group.
@@ -294,8 +293,8 @@ def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
                 noises[number][name] += column_power(x - Cpu().values(q))
                 current, first = number, first + q.shape[0]
         for one, matrix, signal, noise in zip(group, weights, signals, noises, strict=True):
-            if FP8.name in one.formats:
-                _add_fp8(bench, matrix, noise[FP8.name], None if is_fp4 else signal)
+            for fmt in (FORMATS[name] for name in one.formats if FORMATS[name].is_fp8):
+                _add_fp8(bench, matrix, fmt, noise[fmt.name], None if is_fp4 else signal)
     losses: Losses = {}
     for one, signal, noise in zip(group, signals, noises, strict=True):
         moments = calibration.moments(one.linear.module) if calibration else None
@@ -313,22 +312,20 @@ def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
 def _add_fp8(
     bench: Bench,
     weights: Weights,
+    fmt: Format,
     noise: NDArray[np.float64],
     signal: NDArray[np.float64] | None,
 ) -> None:
-    """Add the error of FP8 with a scale for each row, or for the whole.
+    """Add the error of MXFP8, or FP8 with a scale for rows or the whole.
 
     signal  gets the power of the weights; None where it is known
     """
-    panels = list(row_panels(weights.shape, MEASURED_ELEMENTS))
-    amax = np.concatenate([Cpu().row_amax(weights.rows(*panel)) for panel in panels])
-    if bench.granularity == "tensor":
-        amax = np.broadcast_to(amax.max(initial=0), amax.shape)
-    scales = fp8_scales_of(amax).reshape(-1, 1)
-    for first, last in panels:
-        stored, own = weights.rows(first, last), scales[first:last]
-        codes = Cpu().quantize_fp8(stored, own).reshape(-1).data
-        x, grid = as_floats(stored), Grid(own, (1, stored.shape[1]), 0)
-        noise += column_power(x - Cpu().decode_fp8(codes, stored.shape, grid))
+    rows, columns = weights.shape
+    is_whole = bench.granularity == "tensor" and not fmt.block_size
+    block = (rows if is_whole else 1, fmt.block_size or columns)
+    scales = find_scales(weights, block, fmt, bench.rounding.target.rule_for(fmt))
+    for part in round_to_fp8(weights, scales, block):
+        x = as_floats(part.x)
+        noise += column_power(x - part.values)
         if signal is not None:
             signal += column_power(x)

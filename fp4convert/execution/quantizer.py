@@ -13,8 +13,6 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
-import numpy as np
-
 from fp4convert.calibration.methods.scaled_weights import reach_of
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.dialects.base import MatrixEncoder
@@ -22,9 +20,9 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights, alternate
 from fp4convert.checkpoint.dialects.tables import encode_int4, encode_scalar
-from fp4convert.checkpoint.encodings.base import Linear, room_for
+from fp4convert.checkpoint.encodings.base import Linear, is_fp8, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
-from fp4convert.checkpoint.encodings.fp8 import rounded_to_fp8
+from fp4convert.checkpoint.encodings.fp8 import as_stored, block_of, rounded_to_fp8
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.execution.adapter_rounding import low_ranks_of, measure
 from fp4convert.execution.carried_blocks import carry, group_exponent
@@ -35,11 +33,11 @@ from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.execution.workers import append_parts, copy_steps
 from fp4convert.numerics.backends.base import OWN, Backend, Given
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, not_finite
+from fp4convert.numerics.codec import as_floats
 from fp4convert.numerics.error_sums import SOURCE, Account, Sums
-from fp4convert.numerics.formats import FP8, GLOBAL_RANGE, MXFP4, NVFP4, Format, global_range
-from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
-from fp4convert.numerics.matrices import Compared, Quantized, Weights, row_panels
+from fp4convert.numerics.formats import GLOBAL_RANGE, Format, global_range
+from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
+from fp4convert.numerics.matrices import Compared, Quantized, Weights
 from fp4convert.planning.steps import Action, Step
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
@@ -89,7 +87,7 @@ class Quantizer:
                     panels = values_of(step.linears[0], self.source, dtype)
                     if not append_parts(step, ((name, data) for data in panels), writer, stop):
                         return
-            elif form.format in (NVFP4, MXFP4):
+            elif form.format.is_fp4:
                 self._write_blocks(steps, form, writer, stop)
             else:
                 self._write_beside(first, form, writer, stop)
@@ -205,7 +203,7 @@ class Quantizer:
         """Add to a module's account what further rows have lost."""
         account = writer.accounts.get(step.module)
         if account is None:
-            is_through = self._target.via and step.linears[0].coding.format is not FP8
+            is_through = self._target.via and not is_fp8(step.linears[0])
             against = str(self._target.via) if is_through else SOURCE
             account = Account(step.name, step.format, against, Sums())
         writer.accounts[step.module] = account.plus(compared, elements)
@@ -218,13 +216,15 @@ class Quantizer:
         # Quantize, or read codes and scales as they are.
         if step.action == "quantize":
             weights = linear.coding.weights(linear, self.source)
-            panels = quantized_fp8(weights, form, partial(self._add_loss, step, writer))
+            rule = self._target.rule_for(form.format)
+            panels = quantized_fp8(weights, form, rule, partial(self._add_loss, step, writer))
         else:
             writer.taken_over.add(step.module)
             panels = linear.coding.kept(linear, self.source, form)
         # Let the dialect name the parts.
-        if form.format is FP8 and table:
-            parts = table.encode(step.module, form, panels, self._input_scale(step) or 1.0)
+        if form.format.is_fp8 and table:
+            scalar = self._input_scale(step) or 1.0
+            parts = table.encode(step.module, step.shape, form, panels, scalar)
         else:
             parts = encode_int4(step.module, step.shape, panels)
         # A scale of activations that the source has stays, where the plan has none.
@@ -250,41 +250,25 @@ class Quantizer:
     def _weights(self, linear: Linear) -> Weights:
         """Return the rows of a linear layer, through FP8 where the target says so."""
         weights = linear.coding.weights(linear, self.source)
-        is_through = self._target.via and linear.coding.format is not FP8
+        is_through = self._target.via and not is_fp8(linear)
         return rounded_to_fp8(weights) if is_through else weights
 
 
 def quantized_fp8(
-    weights: Weights, form: Form, note: Callable[[Compared, int], None]
+    weights: Weights, form: Form, rule: str, note: Callable[[Compared, int], None]
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Quantize to E4M3: codes panel by panel, then all scales.
-
-    A scale is that of a row or of the whole, as the form says.
+    """Quantize to FP8 or MXFP8: codes panel by panel, then all scales.
 
     note     is told what so many elements have lost
     Raises   NumericError where there is Inf or NaN
-    Formula  weight_scale = amax / 448, 1 where that is 0; code = e4m3(x / weight_scale)
+    Formula  as fp8_rounding.py has it
     """
-    panels, changes = list(row_panels(weights.shape)), low_ranks_of(weights)
-    amax = np.concatenate([Cpu().row_amax(weights.rows(*panel)) for panel in panels])
-    if not np.isfinite(amax).all():
-        raise not_finite()
-    is_whole = form.granularity == "tensor"
-    if is_whole:
-        amax = amax.max(initial=0, keepdims=True)
-    scales = fp8_scales_of(amax)
-    stored = scales.astype(FLOAT_DTYPES[form.stored_scales])
-    for first, last in panels:
-        chosen = slice(None) if is_whole else slice(first, last)
-        x = weights.rows(first, last)
-        codes = Cpu().quantize_fp8(x, scales[chosen]).reshape(-1).data
-        # Compare with what engines take the codes for, under the scales as they are stored.
-        engine_scales = stored[chosen].astype(np.float32).reshape(-1, 1)
-        grid = Grid(engine_scales, (x.shape[0] if engine_scales.size == 1 else 1, x.shape[1]))
-        values = Cpu().decode_fp8(codes, x.shape, grid)
+    block, changes = block_of(form, weights.shape), low_ranks_of(weights)
+    scales = find_scales(weights, block, form.format, rule)
+    for first, x, codes, values in round_to_fp8(weights, scales, block):
         compared = Cpu().compare_values(x, values)
         if changes:
             compared = compared._replace(adapter=measure(changes, first, as_floats(x), values))
         note(compared, x.shape[0] * x.shape[1])
-        yield codes, memoryview(b"")
-    yield memoryview(b""), stored.view(np.uint8).data
+        yield codes.reshape(-1).data, memoryview(b"")
+    yield memoryview(b""), as_stored(scales, form)

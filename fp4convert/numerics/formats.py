@@ -1,7 +1,8 @@
-"""NVFP4, MXFP4, FP8 and INT4 as rows of constants.
+"""NVFP4, MXFP4, FP8, MXFP8 and INT4 as rows of constants.
 
 Where the numbers 16, 32, 6, 448 or 2688 stand for a format, this module alone writes them. Sources:
-OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as ModelOpt writes it.
+OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0, MXFP4 and MXFP8; NVIDIA's NVFP4 as ModelOpt
+writes it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ E2M1_MAX = 6.0  # largest E2M1 magnitude
 E4M3_MAX = 448.0  # largest finite E4M3 (e4m3fn) magnitude
 E4M3_MIN = 2.0**-9  # smallest positive E4M3 magnitude
 E8M0_STORED_MAX = 252  # 6 * 2**(252 - 127) is still finite in float32
+MXFP8_STORED_MAX = 246  # 448 * 2**(246 - 127) is
 GLOBAL_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the amax that a global scale of 1 stands for
 FOUR_OVER_SIX_RANGE = (
     E2M1_MAX * 256.0
@@ -29,7 +31,7 @@ GRAMS = ("none", "diag", "block:N", "full")  # products of inputs that a calibra
 METHODS = ("rtn", "gptq", "awq", "smooth")  # by which weights are rounded, the default first
 DAMPING, PASSES = 0.05, 3  # of gptq, where nobody says
 
-FP4_CODES = "fp4_e2m1"  # the element dtype of a four-bit format
+FP4_CODES, FP8_CODES = "fp4_e2m1", "fp8_e4m3"  # the element dtypes of four and of eight bits
 Kind = Literal["multiplier", "divisor"]
 
 
@@ -54,6 +56,11 @@ class Format:
         """Tell whether the codes are E2M1."""
         return self.element_dtype == FP4_CODES
 
+    @property
+    def is_fp8(self) -> bool:
+        """Tell whether the codes are E4M3."""
+        return self.element_dtype == FP8_CODES
+
 
 # Rules stand in the order that kernels/fp4.h numbers them in.
 NVFP4 = Format(
@@ -67,11 +74,22 @@ NVFP4 = Format(
 MXFP4 = Format(
     "mxfp4", 32, "e8m0", ("floor", "even", "ceil", "mse", IMPORTANCE), "mse", has_global_scale=False
 )
-FP8 = Format("fp8", 0, "fp32", ("amax",), "amax", has_global_scale=False, element_dtype="fp8_e4m3")
+FP8 = Format(
+    "fp8", 0, "fp32", ("amax", "mse"), "amax", has_global_scale=False, element_dtype=FP8_CODES
+)
+MXFP8 = Format(
+    "mxfp8",
+    32,
+    "e8m0",
+    ("floor", "even", "ceil", "mse"),
+    "mse",
+    has_global_scale=False,
+    element_dtype=FP8_CODES,
+)
 INT4 = Format("int4", 0, "bf16", ("amax",), "amax", has_global_scale=False, element_dtype="int4")
-FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}  # of a whole artifact
-MODULE_FORMATS = {**FORMATS, FP8.name: FP8}  # that a module can become
-STORED_FORMATS = {**MODULE_FORMATS, INT4.name: INT4}  # that a module can be found in
+FP4_FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
+FORMATS = {**FP4_FORMATS, FP8.name: FP8, MXFP8.name: MXFP8}  # that a module can become
+STORED_FORMATS = {**FORMATS, INT4.name: INT4}  # that a module can be found in
 
 
 class FloatType(NamedTuple):

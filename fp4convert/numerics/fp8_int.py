@@ -7,16 +7,20 @@ compressed-tensors 0.20, pack-quantized, of 4 and of 8 bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
-from fp4convert.numerics.codec import Bytes, Float32s, as_floats
-from fp4convert.numerics.formats import E4M3_MAX
+from fp4convert.numerics.codec import Bytes, Float32s, Integers, as_floats, decode_e8m0
+from fp4convert.numerics.formats import E4M3_MAX, MXFP8_STORED_MAX
 from fp4convert.numerics.matrices import Matrix
 
+Float64s = NDArray[np.float64]
 f32 = np.float32
+COST_LANES = 8
 
 # safetensors' name of an FP8 dtype -> the NumPy dtype that holds its bits
 FP8_DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -44,8 +48,7 @@ def each_scale(grid: Grid, shape: tuple[int, int]) -> Float32s:
 
     Broadcast over a block's columns where it has one block column.
     """
-    rows, columns = (np.arange(size) for size in shape)
-    return grid.scales[(rows[:, None] + grid.first_row) // grid.block[0], columns // grid.block[1]]
+    return grid.scales[_places(shape, grid)]
 
 
 def decode_fp8(
@@ -115,38 +118,86 @@ def read_zero_points(packed: memoryview, shape: tuple[int, int], bits: int = 4) 
     return np.ascontiguousarray(codes.T).astype(np.float32) - f32(1 << bits - 1)
 
 
-def row_amax(x: Matrix) -> Float32s:
-    """Find the largest magnitude of every row, exact.
+def grid_amax(x: Matrix, grid: Grid) -> None:
+    """Raise each scale of a grid to the largest magnitude of its block.
 
-    Inf or NaN where the row holds one.
+    Exact; Inf or NaN where the block holds one.
     """
-    largest: Float32s = np.abs(as_floats(x)).max(axis=1, initial=0)
-    return largest
+    np.maximum.at(grid.scales, _places(x.shape, grid), np.abs(as_floats(x)))
+
+
+def _places(shape: tuple[int, int], grid: Grid) -> tuple[Integers, Integers]:
+    """Return the block row of each row, and the block column of each column."""
+    rows, columns = (np.arange(size) for size in shape)
+    return (rows[:, None] + grid.first_row) // grid.block[0], columns // grid.block[1]
 
 
 def fp8_scales_of(amax: Float32s) -> Float32s:
     """Compute what one unit of E4M3 is worth under that amax.
 
-    amax / 448 of a tensor or a row, and 1 where that is 0
+    amax / 448 of a block, and 1 where that is 0
     """
     with np.errstate(under="ignore"):
         quotients = np.asarray(amax, np.float32) / f32(E4M3_MAX)
     return np.where(quotients == 0, f32(1), quotients)
 
 
-def quantize_fp8(x: Matrix, weight_scales: Float32s) -> Bytes:
-    """Encode x / weight_scale as (rows, columns) E4M3 codes.
+_MXFP8_EXPONENT: dict[str, Callable[[Integers], Integers]] = {
+    "floor": lambda bits: (bits >> 23) - 8,
+    "even": lambda bits: ((bits + 0x80000) >> 23) - 8,
+    "ceil": lambda bits: (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000),
+}
+
+
+def mxfp8_scales_of(amax: Float32s, rule: str) -> Float32s:
+    """Choose the power of two that one unit of MXFP8 is worth.
+
+    rule     floor: 2^(floor(log2(amax)) - 8); even: of the amax rounded to E4M3's four digits;
+             ceil: the least under which amax is at most 448
+    Formula  OCP MX v1.0, section 6.3, for floor; even and ceil as torchao (EVEN, RCEIL) has them
+    """
+    bits = np.ascontiguousarray(amax, np.float32).view(np.uint32).astype(np.int64)
+    exponents = np.clip(_MXFP8_EXPONENT[rule](bits), 0, MXFP8_STORED_MAX)
+    return decode_e8m0(exponents.astype(np.uint8))
+
+
+def encode_e8m0(scales: Float32s) -> Bytes:
+    """Return E8M0 bytes of powers of two."""
+    return scales.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+
+
+def quantize_fp8(x: Matrix, grid: Grid) -> Bytes:
+    """Encode x / scale as (rows, columns) E4M3 codes.
 
     Half to even, saturating at 448, the sign kept, also of zero.
-    x              finite
-    weight_scales  one, or one to a row; of `fp8_scales_of`
+    x     finite
     """
     with np.errstate(over="ignore", under="ignore"):
-        q = as_floats(x) / weight_scales.reshape(-1, 1)
+        q = as_floats(x) / each_scale(grid, x.shape)
     codes: Bytes = (
         np.clip(q, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     )
     return codes
+
+
+def fp8_costs(x: Matrix, grid: Grid, costs: Float64s) -> None:
+    """Add to each block's cost what its codes in these rows are off by.
+
+    The sum of squares in float64: of a block's row in eight lanes, element i in lane i % 8, these
+    by halves, then row after row.
+    costs  as the scales of the grid lie
+    """
+    values = decode_fp8(quantize_fp8(x, grid).reshape(-1).data, x.shape, grid)
+    squares = np.square(as_floats(x).astype(np.float64) - values)
+    width = grid.block[1]
+    for row, terms in enumerate(squares):
+        for column, first in enumerate(range(0, len(terms), width)):
+            own = terms[first : first + width]
+            lanes = np.pad(own, (0, -len(own) % COST_LANES)).reshape(-1, COST_LANES)
+            sums = np.cumsum(lanes, axis=0)[-1]  # one after the other, as the kernels add
+            while len(sums) > 1:
+                sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+            costs[(row + grid.first_row) // grid.block[0], column] += sums[0]
 
 
 def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:

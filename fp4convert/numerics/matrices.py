@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, Format, Kind
+from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, Format, Kind
 
 PANEL_ELEMENTS = 4 << 20  # elements held at once: 8 MB of bf16 in, 2.3 MB out
 
@@ -221,7 +221,7 @@ def _revived(
     kind: Kind,
 ) -> Quantized:
     return Quantized(
-        FORMATS[format], shape, memoryview(bits[0]), memoryview(bits[1]), global_scale, kind
+        FP4_FORMATS[format], shape, memoryview(bits[0]), memoryview(bits[1]), global_scale, kind
     )
 
 

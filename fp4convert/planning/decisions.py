@@ -13,7 +13,7 @@ from fp4convert.checkpoint.dialects.target_forms import check_forms, module_form
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import ChoiceError, InputError
-from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, Format
+from fp4convert.numerics.formats import MXFP4, NVFP4, Format, format_named
 from fp4convert.planning.steps import Action
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups, scale_groups
@@ -58,7 +58,8 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
     verdicts = judge_each(linears.of, recipe, dialect)
     forms = [verdict.form for verdict in verdicts.values() if verdict.form]
     check_forms(recipe.target, forms)
-    if forms and not any(form.format.is_fp4 for form in forms):
+    is_asked = format_named(recipe.target.format).is_fp4
+    if forms and is_asked and not any(form.format.is_fp4 for form in forms):
         words = " and ".join(form.word for form in dict.fromkeys(forms))
         detail = (
             f"the recipe makes {words} of every module and {recipe.target.format} of none;"
@@ -113,7 +114,7 @@ class _Judge:
             return self._stays(linear, "skip", "empty")
         form = self.forms[self.recipe.format_of(linear.module)]
         fmt = form.format
-        if fmt.is_fp4 and columns % fmt.block_size:
+        if fmt.block_size and columns % fmt.block_size:
             return self._stays(
                 linear,
                 "skip",
@@ -124,7 +125,7 @@ class _Judge:
         group = self.groups.get(linear.module) if fmt.has_global_scale else None
         own = (
             linear.coding.form_kept(linear, self.recipe.target)
-            if fmt is FP8 and linear.coding.format is FP8
+            if fmt.is_fp8 and linear.coding.format is fmt
             else None
         )
         if own and not self.dialect.unfit(linear.module, linear.shape, own):

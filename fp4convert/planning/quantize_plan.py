@@ -15,12 +15,12 @@ from fp4convert.checkpoint.adapters.peft import ALONE
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.checkpoint.encodings.floats import FLOATS, MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.checkpoint.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import FLOAT_TYPES, FP8, dtype_named
+from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
 from fp4convert.planning.activation_scales import (
     UNIT_SCALE,
     Fed,
@@ -541,7 +541,7 @@ def _note_unchanged(
     """
     made = [verdict for verdict in verdicts.values() if verdict.is_made]
     if recipe.target.via and (
-        same := [one for one in made if one.action != "quantize" or one.linear.coding.format is FP8]
+        same := [one for one in made if one.action != "quantize" or is_fp8(one.linear)]
     ):
         yield (
             f"--via fp8 changes nothing for {len(same)} modules that are FP8 or in four bits"

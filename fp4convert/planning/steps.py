@@ -295,8 +295,8 @@ class Writing:
     def _shards(self, shard: Header, steps: list[Step]) -> Iterator[Shard]:
         """Lay out the file of that name, and one for scales where they go apart."""
         notes = {}
-        if self.dialect and self.form:
-            notes = self.dialect.notes(self.form, [step.module for step in steps if step.is_made])
+        if self.dialect:
+            notes = self.dialect.notes({step.module: step.form for step in steps if step.form})
         specs = [spec for step in steps for spec in step.specs]
         stem = shard.file.removeprefix("model")
         beside = f"scales{stem}" if stem != shard.file else f"scales-{stem}"

@@ -17,7 +17,7 @@ from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError, NumericError
 from fp4convert.numerics.codec import as_floats
 from fp4convert.numerics.error_sums import decibels
-from fp4convert.numerics.formats import FORMATS, FP8, NVFP4
+from fp4convert.numerics.formats import FP4_FORMATS, FP8, NVFP4
 from fp4convert.planning.decisions import NAME_SOME, decide
 from fp4convert.planning.no_effect import find_idle, refuse_idle
 from fp4convert.process import processors
@@ -260,7 +260,7 @@ def advise(kinds: Sequence[MeasuredKind]) -> dict[str, object]:
     found = {
         way: loss
         for way in kinds[0].losses
-        if way.format in FORMATS and not way.is_for_study and (loss := mean_loss(kinds, way))
+        if way.format in FP4_FORMATS and not way.is_for_study and (loss := mean_loss(kinds, way))
     }
     if not found:
         words = ["No four-bit format fits the columns of every kind."]
@@ -291,7 +291,7 @@ def _compare_formats(
     kinds: Sequence[MeasuredKind], found: Mapping[Way, Loss], best: Way
 ) -> Iterator[str]:
     """Tell the best rule of each format, and what the others lose."""
-    for name in sorted(FORMATS, key=lambda name: name != best.format):
+    for name in sorted(FP4_FORMATS, key=lambda name: name != best.format):
         own = {way: loss for way, loss in found.items() if way.format == name}
         if not own:
             yield f"{name} does not fit the columns of every kind."

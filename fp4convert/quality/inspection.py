@@ -46,8 +46,8 @@ def inspect(
     findings = [*judged.findings, *(check_headers(artifact) if is_full else ())]
     engines = [verdict.as_json() for verdict in judge_by_engines(artifact, findings)]
     findings += check_engine(artifact, findings, engine)
-    # The share of block scales that was read.
-    nbytes = scale_nbytes(artifact)
+    # The share of block scales that was read; those of eight bits are read whole.
+    nbytes, packed = scale_nbytes(artifact), artifact.packed
     read, whole = sum(nbytes[module] for module in chosen), sum(nbytes.values())
     # What all forms agree on.
     forms = _describe_forms(artifact)
@@ -55,9 +55,8 @@ def inspect(
         key: value if all(form.get(key) == value for form in forms) else None
         for key, value in forms[0].items()
     }
-    packed = artifact.packed
     words = [(module, each.form.word) for module, each in packed.items()]
-    cache = _describe_cache(artifact)
+    cache, shared = _describe_cache(artifact), common.get("granularity")
     recorded, _ = read_recorded(artifact)
     return {
         "format": common.get("format") or MIXED,
@@ -66,6 +65,7 @@ def inspect(
         "scale_layout": {"declared": artifact.declared_layout, "detected": judged.detected},
         **{key: common.get(key) for key in ("global_scale", "nibble_order", "activations")},
         **({"kv_cache": cache} if cache else {}),
+        **({"granularity": shared} if shared else {}),
         **({"forms": forms} if len(forms) > 1 else {}),
         "tensors": {
             "quantized": len(packed),
@@ -76,7 +76,7 @@ def inspect(
             for pattern, held in join_names(words)
         ],
         "bits_per_weight": _bits_per_weight(artifact, packed.values()),
-        "share_read": round(read / whole if whole else 0.0, 4),
+        "share_read": round(read / whole if whole else float(bool(packed)), 4),
         **({"fidelity": recorded.summary} if recorded else {}),
         "engines": engines,
         "findings": [asdict(finding) for finding in findings],

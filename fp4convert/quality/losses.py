@@ -30,7 +30,7 @@ from fp4convert.numerics.codec import (
     not_finite,
     quantize,
 )
-from fp4convert.numerics.formats import FORMATS, FP8, IMPORTANCE
+from fp4convert.numerics.formats import FP4_FORMATS, FP8, IMPORTANCE
 from fp4convert.numerics.fp8_int import through_fp8
 
 STUDIED_BLOCKS = (16, 32, 64)
@@ -62,7 +62,7 @@ class Way(NamedTuple):
     @property
     def is_for_study(self) -> bool:
         """Tell whether no engine reads such blocks."""
-        return self.format in FORMATS and self.block != FORMATS[self.format].block_size
+        return self.format in FP4_FORMATS and self.block != FP4_FORMATS[self.format].block_size
 
     def fits(self, columns: int) -> bool:
         """Tell whether a row is made of whole blocks."""
@@ -72,7 +72,7 @@ class Way(NamedTuple):
         """Count the bits of a matrix of that shape, with its scales."""
         rows, columns = shape
         if isinstance(self.block, int):
-            word = WORD_NBITS if FORMATS[self.format].has_global_scale else 0
+            word = WORD_NBITS if FP4_FORMATS[self.format].has_global_scale else 0
             return rows * columns * (4 + SCALE_NBITS / self.block) + word
         if self.format == FP8.name:
             return rows * columns * 8 + WORD_NBITS * (rows if self.block == ROW else 1)
@@ -93,7 +93,7 @@ def ways(is_calibrated: bool) -> list[Way]:
     """
     fp4 = [
         Way(fmt.name, rule, block)
-        for fmt in FORMATS.values()
+        for fmt in FP4_FORMATS.values()
         for rule in fmt.scale_rules
         for block in STUDIED_BLOCKS
         if rule != IMPORTANCE or is_calibrated
@@ -122,7 +122,7 @@ def through_form(x: Float32s, way: Way, importance: Float32s | None = None) -> F
     importance  of the columns, for the rule of that name
     """
     if isinstance(way.block, int):
-        fmt, amax = FORMATS[way.format], float(np.abs(x).max(initial=0))
+        fmt, amax = FP4_FORMATS[way.format], float(np.abs(x).max(initial=0))
         given = importance if way.rule == IMPORTANCE else None
         if way.is_for_study:
             fmt = replace(fmt, block_size=way.block)

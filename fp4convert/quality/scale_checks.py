@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.encodings.fp8 import decode_scales
 from fp4convert.errors import Finding, Level
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import FLOAT_DTYPES, LARGEST_CODE, block_steps
+from fp4convert.numerics.codec import LARGEST_CODE, block_steps
 from fp4convert.numerics.formats import GLOBAL_RANGE, NVFP4, Format
 from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
 from fp4convert.recipes.recipe import gather_groups, group_members, scale_groups
@@ -281,11 +282,10 @@ def _check_dtype(fmt: Format, histograms: list[NDArray[np.int64]]) -> Iterator[F
 
 
 def _check_others(artifact: Artifact) -> Iterator[Finding]:
-    """Check the scales of FP8 and int4 modules."""
-    for module in artifact.others:
-        ref = artifact.tensors[f"{module}.weight_scale"]
-        stored = artifact.source.read_range(ref, 0, ref.nbytes).tobytes()
-        values = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float32)
+    """Check the scales of FP8, MXFP8 and int4 modules."""
+    for module, packed in artifact.others.items():
+        ref = packed.refs[1]
+        values = decode_scales(artifact.source.read_range(ref, 0, ref.nbytes), ref.dtype)
         if bad := int(np.count_nonzero(~np.isfinite(values))):
             detail = f"{bad} of its {values.size} scales are not finite"
             yield Finding("error", "scale-not-finite", module, detail)

@@ -231,7 +231,7 @@ def _count_checked(
     """Count what was looked at."""
     return {
         "files": len(_recorded_hashes(artifact)),
-        "modules": len(artifact.modules),
+        "modules": len(artifact.packed),
         "tensors": len(found),
         "source": source.name if source else None,
     }

@@ -110,7 +110,8 @@ class Target:
 
         The target's own where it is the target's format, or has that rule too.
         """
-        is_own = fmt.name == self.format or self.scale_rule == IMPORTANCE
+        is_known = self.scale_rule == IMPORTANCE and IMPORTANCE in fmt.scale_rules
+        is_own = fmt.name == self.format or is_known
         return self.scale_rule if self.scale_rule and is_own else fmt.default_rule
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.errors import InputError, did_you_mean
-from fp4convert.numerics.formats import MODULE_FORMATS
+from fp4convert.numerics.formats import FORMATS
 from fp4convert.recipes.options import STACK_ORDERS, STACK_ROWS
 from fp4convert.recipes.rules import (
     NAMED,
@@ -309,7 +309,7 @@ _ROWS: dict[str, _Keys] = {
     },
     "format": {
         "modules": (*_TEXTS, None),
-        "format": (*_one_of(*MODULE_FORMATS, KEEP, ANY_FORMAT), None),
+        "format": (*_one_of(*FORMATS, KEEP, ANY_FORMAT), None),
     },
     "fold": {
         "into": (*_PLACE, None),

@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fp4convert.checkpoint.dialects.forms import granularity_word
+from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
@@ -221,9 +223,15 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
     target = plan.target
     fmt = format_named(target.format)
     wide = ", a float32 global scale" if fmt.has_global_scale else ""
+    form, element = form_of(target), "E4M3" if fmt.is_fp8 else "E2M1"
+    granularity = form.granularity or ""
     blocks = f"{fmt.block_size} to a block, {fmt.scale_dtype} block scales"
+    if isinstance(granularity, str) and not fmt.block_size:
+        blocks = f"a float32 scale to a {granularity}"
+    elif not fmt.block_size:
+        blocks = f"a float32 scale to a block of {granularity_word(granularity)}"
     yield "", ""
-    yield "format", f"{fmt.name}: E2M1 codes, {blocks}{wide}"
+    yield "format", f"{fmt.name}: {element} codes, {blocks}{wide}"
     yield "dialect", target.dialect
     yield "scale rule", target.rule_for(fmt)
     if target.method not in (None, "rtn"):
@@ -239,8 +247,8 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
     exact = (result.fidelity or {}).get("fake_quantized")
     if isinstance(exact, dict):
         yield "source", code(fake_quantized_text(exact))
-    is_wide = target.activations == 16
-    yield "activations", "16 bits" if is_wide else "4 bits: engines quantize them, too"
+    bits = target.activations
+    yield "activations", f"{bits} bits{': engines quantize them, too' if bits != 16 else ''}"
     if target.kv_cache:
         yield "cache of keys and values", "FP8, with a scale for each attention's keys and values"
     sizes = (

@@ -133,30 +133,31 @@ def _form_rows(artifact: Document, order: str) -> dict[str, str]:
     stored = artifact["global_scale"]
     return {
         "format": f"{artifact['format']}: {artifact['element_dtype']} codes, "
-        f"{artifact['block_size']} to a block, {artifact['scale_dtype']} block scales",
+        f"{_shared_by(artifact)}, {artifact['scale_dtype']} block scales",
         "dialect": artifact["dialect"],
         "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}"
         if stored
         else "none",
         "scale layout": order,
-        "nibble order": artifact["nibble_order"],
+        **({"nibble order": order} if (order := artifact["nibble_order"]) else {}),
         "activations": "16 bits"
         if artifact["activations"] == 16
-        else "4 bits, quantized by the engine",
+        else f"{artifact['activations']} bits, quantized by the engine",
     }
+
+
+def _shared_by(form: Document) -> str:
+    """Say which codes of a form share a scale."""
+    size = form["block_size"]
+    if size is None:
+        return f"one scale to a {form['granularity']}"
+    return f"{'x'.join(map(str, size)) if isinstance(size, list) else size} to a block"
 
 
 def _form_text(form: Document) -> str:
     """Say what codes and scales are in the modules of one form."""
-    size = form["block_size"]
-    if size is None:
-        shared = f"one scale to a {form['granularity']}"
-    elif isinstance(size, list):
-        shared = f"{'x'.join(map(str, size))} to a block"
-    else:
-        shared = f"{size} to a block"
     return (
-        f"{form['element_dtype']} codes, {shared}, {form['scale_dtype']} scales; "
+        f"{form['element_dtype']} codes, {_shared_by(form)}, {form['scale_dtype']} scales; "
         f"{form['modules']} modules, {form['bits_per_weight']:.3f} bits a weight, "
         f"activations of {form['activations']} bits"
     )

@@ -28,7 +28,7 @@ from typed_records import (
 from fp4convert.checkpoint.dialects.base import Clues
 from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, recognise
-from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4
+from fp4convert.numerics.formats import FP8, INT4, MXFP4, MXFP8, NVFP4
 from fp4convert.storage.safetensors import TensorRef
 
 M = "model.layers.0.mlp.up_proj"
@@ -106,6 +106,9 @@ def test_comfy_is_known_by_its_tensors(tensors, form):
     assert recognised("comfy", clues(None, tensors)) == everywhere(form)
 
 
+MXFP8_FORM = Form(MXFP8, 8, granularity=(1, 32), stored_scales="U8")
+
+
 @pytest.mark.parametrize(
     ("hf", "form"),
     [
@@ -116,7 +119,9 @@ def test_comfy_is_known_by_its_tensors(tensors, form):
             Form(NVFP4, kv_cache="fp8"),
         ),
         ({"quantization": {"quant_algo": "MXFP4"}}, Form(MXFP4)),
-        ({"quantization": {"quant_algo": "FP8"}}, None),
+        ({"quantization": {"quant_algo": "FP8"}}, Form(FP8, 8, granularity="tensor")),
+        ({"quantization": {"quant_algo": "MXFP8"}}, MXFP8_FORM),
+        ({"quantization": {"quant_algo": "W4A16_AWQ"}}, None),
         ({"quantization": 7}, None),
         ({}, None),
     ],
@@ -139,7 +144,9 @@ FP8_TENSOR = Form(FP8, 8, granularity="tensor")
         (("NVFP4", "fp8_pb_wo"), (Form(NVFP4, 4), Form(FP8, 16, granularity=(128, 128)))),
         (("NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"), (Form(NVFP4, 4), Form(FP8, 8, granularity="row"))),
         (("NVFP4", "W4A16_AWQ"), (Form(NVFP4, 4),)),
-        (("FP8",), ()),
+        (("NVFP4", "MXFP8"), (Form(NVFP4, 4), MXFP8_FORM)),
+        (("FP8",), (FP8_TENSOR,)),
+        (("W4A16_AWQ",), ()),
         ((), ()),
     ],
 )
@@ -285,7 +292,7 @@ def test_activations_are_recognised(name, declared, form):
     [
         (MO, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, NVFP4),
         (MO, {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, NVFP4),
-        (MO, {"quant_method": "modelopt", "quant_algo": "FP8"}, None),
+        (MO, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, None),
         (MO, {"quant_method": "modelopt"}, None),
         (MO, {"quant_algo": "NVFP4"}, None),
         (MO, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, None),
@@ -411,7 +418,15 @@ def ct_groups(*groups: tuple[str, list[str]]) -> dict:
             [("nvfp4-pack-quantized", ["re:.*mlp.*"]), ("int-quantized", ["lm_head"])],
             [(Form(NVFP4), ("*",))],
         ),
-        ([("float-quantized", ["Linear"]), ("pack-quantized", ["lm_head"])], []),
+        (
+            [("float-quantized", ["Linear"]), ("pack-quantized", ["lm_head"])],
+            [
+                (Form(INT4, granularity=(1, 32)), ("lm_head",)),
+                (Form(FP8, granularity="row"), ("*",)),
+            ],
+        ),
+        ([("float-quantized", ["Linear"])], [(Form(FP8, granularity="row"), ("*",))]),
+        ([("pack-quantized", ["lm_head"])], []),
     ],
 )
 def test_groups_of_several_formats(groups, expected):

@@ -146,15 +146,15 @@ def test_gpt_oss_names_what_stays_and_says_no_globs():
 
 
 def test_comfy_names_its_modules_in_the_file_itself():
-    notes = dialect_named("comfy").notes(Form(NVFP4, 16, "128x4"), ["b", "a.0"])
+    notes = dialect_named("comfy").notes(dict.fromkeys(("b", "a.0"), Form(NVFP4, 16, "128x4")))
     text = (
         '{"format_version": "1.0", "layers": {"a.0": {"format": "nvfp4"}, "b": {"format": '
         '"nvfp4"}}}'
     )
     assert notes == {"_quantization_metadata": text}
-    assert dialect_named("comfy").notes(Form(NVFP4, 16, "128x4"), []) == {}
+    assert dialect_named("comfy").notes({}) == {}
     assert all(
-        dialect_named(name).notes(Form(MXFP4), ["a"]) == {} for name in DIALECTS if name != "comfy"
+        dialect_named(name).notes({"a": Form(MXFP4)}) == {} for name in DIALECTS if name != "comfy"
     )
 
 
@@ -439,13 +439,13 @@ def test_targets_fit_their_modules_and_no_others(first, second):
     assert not any(target.match(other) for target in targets for other in others)
 
 
-@pytest.mark.parametrize("name", [name for name in DIALECTS if name not in (CT, MO)])
+@pytest.mark.parametrize("name", [name for name in DIALECTS if name not in (CT, MO, "comfy")])
 def test_dialects_that_hold_one_form_refuse_others(name):
     own = dialect_named(name).TRAITS.writes[0].name
     target = Target(own, name)
     other = "mxfp4" if own == "nvfp4" else "nvfp4"
     check_forms(target, [module_form(target, own)])
-    for word in (other, "fp8"):
+    for word in ("fp8",) if name == "mlx" else (other, "fp8"):
         with pytest.raises(InputError) as refused:
             check_forms(target, [module_form(target, own), module_form(target, word)])
         assert refused.value.code == "dialect-mixed"
@@ -480,6 +480,7 @@ def test_dialects_refuse_what_they_cannot_mix():
         (MO, 4, "tensor", (), 8),
         (MO, 16, "row", (200,), 8),
         (MO, 4, (128, 128), (2, 1, 3, 1), 16),
+        ("comfy", 8, "tensor", (), 8),
     ],
 )
 def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
@@ -492,10 +493,12 @@ def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
         for spec in dialect_named(name).outputs("m", (200, 320), form)
     ]
     inputs = [("m.input_scale", "F32", ())] if name == MO and granularity == "tensor" else []
+    marks = [("m.comfy_quant", "U8", (26,))] if name == "comfy" else []
     assert specs == [
         ("m.weight", "F8_E4M3", (200, 320)),
         ("m.weight_scale", "F32", scales),
         *inputs,
+        *marks,
     ]
     assert form.activations == bits
     table = dialect_named(name).TRAITS.fp8
@@ -503,13 +506,43 @@ def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
     parts = list(
         table.encode(
             "m",
+            (200, 320),
             form,
             [(memoryview(b"ab"), memoryview(b"1234")), (memoryview(b"c"), memoryview(b""))],
         )
     )
     ones = [("m.input_scale", bytes.fromhex("0000803f"))] if inputs else []
+    if name == "comfy":
+        ones = [("m.comfy_quant", b'{"format":"float8_e4m3fn"}')]
     expected = [*ones, ("m.weight", b"ab"), ("m.weight_scale", b"1234"), ("m.weight", b"c")]
     assert [(part, bytes(data)) for part, data in parts] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "scales", "bits"),
+    [
+        (CT, ("m.weight", "F8_E4M3", (200, 320)), ("m.weight_scale", "U8", (200, 10)), 8),
+        (MO, ("m.weight", "F8_E4M3", (200, 320)), ("m.weight_scale", "U8", (200, 10)), 8),
+        ("mlx", ("m.weight", "U32", (200, 80)), ("m.scales", "U8", (200, 10)), 16),
+        ("comfy", ("m.weight", "F8_E4M3", (200, 320)), ("m.weight_scale", "U8", (256, 12)), 8),
+    ],
+)
+def test_tensors_of_mxfp8_modules(name, weight, scales, bits):
+    """In the order 128x4 row 33 and block 1 is byte 16 (row 1 of 32) + 4 (the second 32) + 1."""
+    form = module_form(Target("mxfp8", name, None, bits), "mxfp8")
+    dialect = dialect_named(name)
+    specs = [(spec.name, spec.dtype, spec.shape) for spec in dialect.outputs("m", (200, 320), form)]
+    assert specs[:2] == [weight, scales]
+    assert form.activations == bits
+    table = dialect.TRAITS.fp8
+    assert table is not None
+    linear = bytearray(200 * 10)
+    linear[33 * 10 + 1] = 7
+    panels = [(memoryview(bytes(200 * 320)), memoryview(bytes(linear)))]
+    parts = dict(table.encode("m", (200, 320), form, panels))
+    place = 21 if name == "comfy" else 331
+    assert bytes(parts[scales[0]])[place] == 7
+    assert sum(bytes(parts[scales[0]])) == 7
 
 
 def test_layers_that_stay_are_told_under_whatever_an_engine_has_before_them():

@@ -19,7 +19,7 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef
 
 CT, MO = "compressed-tensors", "modelopt"
-M = "model.layers.0.mlp.up_proj"
+M = "layers.0.ffn.experts.1.w2"  # a name that every dialect has a place for
 EXPERTS = "model.layers.0.mlp.experts"
 NV, MX = Form(NVFP4), Form(MXFP4)
 COMFY = Form(NVFP4, 16, "128x4")

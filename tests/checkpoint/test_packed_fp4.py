@@ -15,7 +15,7 @@ from golden_plans import PLANS, draw_plan
 from tiny_models import differing, fp4convert, read_tensors
 
 from fp4convert.numerics import codec
-from fp4convert.numerics.formats import FORMATS
+from fp4convert.numerics.formats import FP4_FORMATS
 
 pytestmark = [
     pytest.mark.engine,
@@ -142,7 +142,7 @@ def test_as_mxfp4_codes_are_taken_over_or_made_of_the_judged_values(
 
 def _encoded(weight: Any) -> tuple[Any, Any]:
     """Codes and block scales by the reference codec."""
-    value = codec.quantize(weight.float().numpy(), FORMATS["mxfp4"], "even")
+    value = codec.quantize(weight.float().numpy(), FP4_FORMATS["mxfp4"], "even")
     rows, columns = value.shape
     packed, block_scales = (
         torch.frombuffer(bytearray(part), dtype=torch.uint8)

@@ -343,8 +343,9 @@ def test_one_record_alone_that_lies_is_an_error(activations, format, dialect, qu
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        *((("--activations", bits), "bad-activations") for bits in (8, 0, -4, 32)),
-        (("--activations", 8, "--input-scale", 1), "bad-activations"),
+        *((("--activations", bits), "bad-activations") for bits in (0, -4, 32)),
+        (("--activations", 8), "dialect-activations"),
+        (("--activations", 8, "--input-scale", 1), "dialect-activations"),
         (("--input-scale", 1), "bad-input-scale"),
         (("--activations", 16, "--input-scale", 1), "bad-input-scale"),
         (("--format", "mxfp4", "--activations", 4, "--input-scale", 1), "bad-input-scale"),
@@ -369,7 +370,7 @@ def test_what_is_refused_leaves_nothing(options, code, is_dry, source, tmp_path)
     )
     error = outcome.json["error"]
     assert (outcome.code, error["exit"], error["code"]) == (2, 2, code)
-    option = "--activations" if code == "bad-activations" else "--input-scale"
+    option = "--input-scale" if code == "bad-input-scale" else "--activations"
     assert option in error["message"]
     assert error["next"]
     assert not out.exists()

@@ -14,7 +14,7 @@ from fp4convert.checkpoint.dialects.base import Clues
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.linears import linears_of
-from fp4convert.numerics.formats import FORMATS
+from fp4convert.numerics.formats import FP4_FORMATS
 from fp4convert.planning.quantize_plan import plan_quantize
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.recipe import Target, build_recipe
@@ -235,7 +235,7 @@ def test_the_engine_takes_for_quantized_what_is_quantized(name: str) -> None:
     }
     assert not strays, "only linear layers can be quantized"
     record = dialect_named("compressed-tensors").records(
-        [Group(Form(FORMATS["nvfp4"]), tuple(plan.quantized))], plan.ignored
+        [Group(Form(FP4_FORMATS["nvfp4"]), tuple(plan.quantized))], plan.ignored
     )["config.json"]
     taken = {
         module

@@ -24,7 +24,7 @@ from fp4convert.numerics import codec, fp8_int
 from fp4convert.numerics.backends import cubins, gpus
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import CODES, FORMATS, NVFP4, ROW_SUMS, kernel_of, rule_number
+from fp4convert.numerics.formats import CODES, FP4_FORMATS, NVFP4, ROW_SUMS, kernel_of, rule_number
 from fp4convert.numerics.fp8_int import Grid
 from fp4convert.numerics.matrices import Quantized
 from gpu import device as device_module
@@ -35,7 +35,7 @@ COLUMNS = 64  # of all matrices; a tail is of whole blocks of threads for every 
 ROWS, TAIL_ROWS = N // COLUMNS, 512
 TAIL = TAIL_ROWS * COLUMNS
 LAST = 70  # blocks of threads, enough for the tail of every kernel
-RULES = [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules]
+RULES = [(fmt, rule) for fmt in FP4_FORMATS.values() for rule in fmt.scale_rules]
 DEVICE_NBYTES = 12 * N
 
 
@@ -134,7 +134,7 @@ def blocks(device: Device, q: Quantized) -> list[object]:
     return parts
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 def test_dequantizers(device, fmt):
     q = quantized(fmt)
     y = zeros(device, 2 * N)
@@ -145,7 +145,7 @@ def test_dequantizers(device, fmt):
     assert y[2 * (N - TAIL) :].get().tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 def test_reports(device, fmt):
     """Of long rows: a warp takes many that are short, and leaves the grid's last columns idle."""
     columns, q = SUMMED_COLUMNS, quantized(fmt)

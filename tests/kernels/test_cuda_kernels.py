@@ -33,7 +33,7 @@ from simt import KERNELS, MARGIN, POISON, SimtKernels, aligned, guarded, is_inta
 
 from fp4convert.numerics import codec
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, rule_number
+from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, MXFP4, NVFP4, Format, rule_number
 from fp4convert.numerics.matrices import Quantized
 
 # One unit, two; one warp's and a block's first row of units and their neighbours; a whole block;
@@ -136,7 +136,7 @@ def test_quantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format, rule: str
         assert_same_bytes(found, expected, values, f"{dtype}, {rule}, n = {n}")
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 @EVERY_DTYPE
 def test_dequantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format) -> None:
     rng = generator(20)
@@ -151,7 +151,7 @@ def test_dequantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 @EVERY_DTYPE
 def test_nothing_is_read_behind_an_input(simt: SimtKernels, dtype: str, fmt: Format) -> None:
     kind = FLOAT_TYPES[dtype]

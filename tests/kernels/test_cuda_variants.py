@@ -17,7 +17,7 @@ from simt import KERNELS, SimtKernels, compile_for_host
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.error_sums import compare
-from fp4convert.numerics.formats import FORMATS, Format
+from fp4convert.numerics.formats import FP4_FORMATS, Format
 
 # (file, option, pattern of the kernels that it is for)
 VARIANTS = [
@@ -59,7 +59,7 @@ def varied(folder: Path, defines: str) -> SimtKernels:
     return SimtKernels(folder, KERNELS, False, build)
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 @pytest.mark.parametrize(
     ("units", "unroll"),
     [(4, 1), pytest.param(1, 4, marks=pytest.mark.slow)],

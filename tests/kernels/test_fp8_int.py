@@ -14,6 +14,7 @@ from scale_grids import EVERY_LAYOUT, same, some_scales
 
 from fp4convert.numerics import fp8_int
 from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.fp8_int import Grid
 from fp4convert.numerics.matrices import Matrix
 
@@ -206,37 +207,47 @@ def test_integers_are_written_where_they_belong(cpus: Cpus, bits: int) -> None:
 # to FP8, to bf16
 
 
+@pytest.mark.parametrize("block", [(1, 32), (1, 7), (1, 416), (128, 128), (3, 100), (11, 416)])
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantize_fp8(cpus: Cpus, make, dtype: str) -> None:  # type: ignore[no-untyped-def]
+def test_to_fp8(cpus: Cpus, make, dtype: str, block: tuple[int, int]) -> None:  # type: ignore[no-untyped-def]
     values = make(dtype, 11, 416)
-    for columns in (416, 399, 17, 1):
-        x = matrix(values[:, :columns], dtype)
-        amax = fp8_int.row_amax(x)
-        for scales in (
-            fp8_int.fp8_scales_of(amax),
-            fp8_int.fp8_scales_of(amax.max(keepdims=True)),
-            np.ones(1, np.float32),
-        ):
-            expected = fp8_int.quantize_fp8(x, scales)
-            for cpu in cpus.values():
-                assert (cpu.row_amax(unaligned(x)) == amax).all()
-                assert (cpu.quantize_fp8(x, scales) == expected).all()
-                assert (cpu.quantize_fp8(unaligned(x), scales) == expected).all()
+    for columns, first in ((416, 0), (399, 2), (17, 1)):
+        x, shape = matrix(values[:, :columns], dtype), (11 + first, columns)
+        grid_shape = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
+        amax = np.zeros(grid_shape, np.float32)
+        fp8_int.grid_amax(x, Grid(amax, block, first))
+        grid = Grid(fp8_int.fp8_scales_of(amax), block, first)
+        expected, costs = fp8_int.quantize_fp8(x, grid), np.full(grid_shape, 0.5)
+        fp8_int.fp8_costs(x, grid, costs)
+        for cpu in cpus.values():
+            for own in (x, unaligned(x)):
+                found, sums = np.zeros(grid_shape, np.float32), np.full(grid_shape, 0.5)
+                cpu.grid_amax(own, Grid(found, block, first))
+                assert (found == amax).all()
+                assert (cpu.quantize_fp8(own, grid) == expected).all()
+                cpu.fp8_costs(own, grid, sums)
+                assert sums.tobytes() == costs.tobytes()
 
 
-def test_row_amax_tells_which_row_is_not_finite(cpus: Cpus) -> None:
+def test_grid_amax_tells_which_block_is_not_finite(cpus: Cpus) -> None:
     values = np.ones((3, 50), np.float32)
     values[1, 49], values[2, 0] = -np.inf, np.nan
-    for cpu in cpus.values():
-        found = cpu.row_amax(matrix(values, "F32"))
-        assert found[:2].tolist() == [1, np.inf]
-        assert np.isnan(found[2])
+    for dtype in DTYPES:
+        for cpu in cpus.values():
+            found = np.zeros((3, 2), np.float32)
+            cpu.grid_amax(matrix(values.astype(FLOAT_DTYPES[dtype]), dtype), Grid(found, (1, 32)))
+            assert found[:2].tolist() == [[1, 1], [1, np.inf]]
+            assert np.isnan(found[2, 0])
+            assert found[2, 1] == 1
 
 
 def test_fp8_scales_for_other_rows_are_refused() -> None:
+    x = matrix(np.ones((3, 8), np.float32), "F32")
     with pytest.raises(ValueError, match="scales of shape"):
-        Cpu().quantize_fp8(matrix(np.ones((3, 8), np.float32), "F32"), np.ones(2, np.float32))
+        Cpu().quantize_fp8(x, Grid(np.ones((2, 1), np.float32), (1, 8)))
+    with pytest.raises(ValueError, match="costs of shape"):
+        Cpu().fp8_costs(x, Grid(np.ones((3, 1), np.float32), (1, 8)), np.zeros(3))
 
 
 def test_bf16(cpus: Cpus) -> None:

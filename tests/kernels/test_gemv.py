@@ -18,14 +18,14 @@ from simt import KERNELS, aligned, guarded, is_intact, launch, survives, walled
 
 from fp4convert.numerics import codec
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format, Kind
+from fp4convert.numerics.formats import FP4_FORMATS, MXFP4, NVFP4, Format, Kind
 from fp4convert.numerics.matrices import Quantized
 
 Float64s = NDArray[np.float64]
 Float16s = NDArray[np.float16]
 COLUMNS, ROWS, VECTORS = (64, 128, 320, 2112), (1, 3, 32, 33), (1, 2, 3, 5, 8)
 HALVES = {"bf16": "BF16", "fp16": "F16"}
-EVERY_W = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+EVERY_W = pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 EVERY_X = pytest.mark.parametrize("word", [*HALVES, "nvfp4"])
 
 

@@ -41,7 +41,7 @@ from simt import SimtKernels
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format, Kind
+from fp4convert.numerics.formats import FP4_FORMATS, MXFP4, NVFP4, Format, Kind
 from fp4convert.numerics.matrices import Quantized
 
 SEARCHED = ("mse", "four-over-six", "importance")
@@ -249,7 +249,7 @@ def test_nvfp4_where_quotients_are_7(backends: Backends, dtype: str) -> None:
 
 @pytest.mark.sweep(2)
 @EVERY_DTYPE
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 def test_the_smallest_values_under_every_step(backends: Backends, dtype: str, fmt: Format) -> None:
     """Where x / step underflows, a sign is lost; steps are powers of two, or just beside them."""
     low, high = EXPONENTS[dtype]
@@ -482,7 +482,7 @@ def test_dequantize_mxfp4(backends: Backends, dtype: str) -> None:
     check_dequantize(backends, every_block(MXFP4, None, "multiplier"), dtype)
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 @EVERY_DTYPE
 def test_dequantize_any_number_of_blocks(backends: Backends, dtype: str, fmt: Format) -> None:
     rng = generator(11)

@@ -110,8 +110,14 @@ def expected_bytes(x: dict[str, np.ndarray]) -> bytes:
 def expected_of_fp8(x: dict[str, np.ndarray]) -> Iterator[bytes]:
     for kind, dtype in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
         rows = Matrix(x[kind].view(np.uint8).data, dtype, (4, COLUMNS // 4))
-        yield fp8_int.row_amax(rows).tobytes()
-        yield fp8_int.quantize_fp8(rows, np.ones(1, np.float32)).tobytes()
+        grid = Grid(np.zeros((4, COLUMNS // 128), np.float32), (1, 32))
+        fp8_int.grid_amax(rows, grid)
+        yield grid.scales.tobytes()
+        ones = Grid(np.ones_like(grid.scales), (1, 32))
+        yield fp8_int.quantize_fp8(rows, ones).tobytes()
+        costs = np.zeros(ones.scales.shape)
+        fp8_int.fp8_costs(rows, ones, costs)
+        yield costs.tobytes()
 
 
 def expected_of_grids(values: np.ndarray) -> Iterator[bytes]:

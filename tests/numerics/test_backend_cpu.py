@@ -42,7 +42,7 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import (
     FLOAT_TYPES,
-    FORMATS,
+    FP4_FORMATS,
     MXFP4,
     NVFP4,
     Format,
@@ -224,7 +224,7 @@ def test_amax_is_exact_and_lets_nothing_through_that_is_not_finite(cpus: Cpus, d
 # overflow
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 def test_fp16_holds_65504_and_nothing_beyond(cpus: Cpus, fmt: Format) -> None:
     """Codes 0 and -4 or -6 in blocks whose step is 2^14: 65536 is beyond fp16, and refused; so is 6
     * 2^14.

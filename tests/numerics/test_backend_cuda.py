@@ -32,11 +32,11 @@ from fp4convert.numerics import codec
 from fp4convert.numerics.backends import cuda, cuda_buffers, cuda_stream, open_backend
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FORMATS, NVFP4
+from fp4convert.numerics.formats import FP4_FORMATS, NVFP4
 from fp4convert.numerics.matrices import Matrix, Quantized, RowReader
 
 EVERY_RULE = pytest.mark.parametrize(
-    ("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules]
+    ("fmt", "rule"), [(fmt, rule) for fmt in FP4_FORMATS.values() for rule in fmt.scale_rules]
 )
 
 
@@ -327,7 +327,7 @@ def test_a_matrix_under_a_given_amax_is_never_measured(machine, dtype, fmt, rule
     assert not [name for _, name in machine.launches if name.startswith("amax")]
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 @pytest.mark.parametrize("kind", ["multiplier", "divisor"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dequantize(machine, fmt, kind, dtype):

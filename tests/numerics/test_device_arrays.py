@@ -25,10 +25,10 @@ from fp4convert import (
     quantize_tensor,
 )
 from fp4convert.numerics.backends import device_arrays, gpus, self_check
-from fp4convert.numerics.formats import FORMATS, NVFP4
+from fp4convert.numerics.formats import FP4_FORMATS, NVFP4
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-RULES = [(fmt.name, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules]
+RULES = [(fmt.name, rule) for fmt in FP4_FORMATS.values() for rule in fmt.scale_rules]
 HEAVY = np.linspace(0, 3, 544, dtype=np.float32)
 
 
@@ -171,7 +171,7 @@ def on_gpu(machine: Machine, data: object, device: int = 0) -> Exported:
     return Exported(machine, torch.frombuffer(bytearray(data), dtype=torch.uint8), device)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP4_FORMATS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_values_are_those_of_the_cpu_of_any_arrays(machine, dtype, format):
     q = quantize_tensor(weights(), format=format)

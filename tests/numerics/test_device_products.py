@@ -20,7 +20,7 @@ from torch_formulas import mxfp4_weight
 
 from fp4convert import DeviceQuantized, InputError, multiply_tensor, quantize_tensor
 from fp4convert.numerics.backends import device_arrays
-from fp4convert.numerics.formats import FORMATS
+from fp4convert.numerics.formats import FP4_FORMATS
 
 MODELOPT, TORCHAO = (
     load_file(GOLDEN / f"{name}.safetensors") for name in ("modelopt_nvfp4", "torchao_mxfp4")
@@ -44,7 +44,7 @@ def judged(gpu: Machine, case: str, format: str) -> tuple[DeviceQuantized, np.nd
         parts = [TORCHAO[f"{case}/{part}_floor"] for part in ("qdata", "scale")]
         w, number = mxfp4_weight(*parts), None
     there = (Exported(gpu, part.contiguous().view(torch.uint8)) for part in parts)
-    return DeviceQuantized(FORMATS[format], tuple(w.shape), *there, number), w.double().numpy()
+    return DeviceQuantized(FP4_FORMATS[format], tuple(w.shape), *there, number), w.double().numpy()
 
 
 def vectors(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def assert_close(found: Array, x: np.ndarray, w: np.ndarray) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP4_FORMATS)
 def test_products_are_those_of_the_values_that_others_read(gpu, format, dtype, count):
     q, w = judged(gpu, "rand_bf16", format)
     x = vectors(dtype, count, 256)
@@ -77,7 +77,7 @@ def test_vectors_in_nvfp4(gpu):
     assert_close(multiply_tensor(q, x), values, w)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP4_FORMATS)
 @pytest.mark.parametrize("kind", ["fp16", "nvfp4"])
 def test_a_batch_is_one_launch(gpu, format, kind):
     """Three matrices and their vectors with scales of their own, wherever they lie."""

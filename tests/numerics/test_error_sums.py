@@ -32,11 +32,11 @@ from fp4convert.numerics.error_sums import (
     count_codes,
     summarise,
 )
-from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format
+from fp4convert.numerics.formats import FP4_FORMATS, MXFP4, NVFP4, Format
 from fp4convert.numerics.matrices import Compared, Quantized
 
 Backends = dict[str, Cpu | SimtKernels]
-EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+EVERY_FORMAT = pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 RULE = {NVFP4: "amax", MXFP4: "floor"}
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

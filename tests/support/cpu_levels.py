@@ -14,7 +14,7 @@ from adversarial import (
 
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.cpu_library import cpu_library
-from fp4convert.numerics.formats import FORMATS
+from fp4convert.numerics.formats import FP4_FORMATS
 from fp4convert.numerics.matrices import Matrix
 
 NATIVE = cpu_library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
@@ -24,7 +24,7 @@ Cpus = dict[int, Cpu]
 
 
 EVERY_RULE = pytest.mark.parametrize(
-    ("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules]
+    ("fmt", "rule"), [(fmt, rule) for fmt in FP4_FORMATS.values() for rule in fmt.scale_rules]
 )
 
 

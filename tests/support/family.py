@@ -22,7 +22,7 @@ import numpy as np
 from tiny_models import INDEX, read_json, read_tensors
 
 from fp4convert.numerics import codec
-from fp4convert.numerics.formats import FORMATS
+from fp4convert.numerics.formats import FP4_FORMATS
 from fp4convert.numerics.matrices import Quantized
 
 Tensors = dict[str, Any]
@@ -248,7 +248,7 @@ def encoded(family: Family, tensors: Tensors) -> dict[str, Quantized]:
         amax = max(float(np.abs(weights[module]).max()) for module in group)
         for module in group:
             values[module] = _as_divisor(
-                codec.quantize(weights[module], FORMATS["nvfp4"], "amax", amax)
+                codec.quantize(weights[module], FP4_FORMATS["nvfp4"], "amax", amax)
             )
     return values
 

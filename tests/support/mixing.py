@@ -15,7 +15,6 @@ from fp4convert.checkpoint.dialects.base import Ignored, MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form, group_modules
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.record import Contents, make_record
-from fp4convert.numerics.formats import FP8
 from fp4convert.numerics.matrices import Quantized
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.checkpoint_files import RECORD
@@ -42,10 +41,10 @@ def spell(target: Target, matrices: Matrices) -> dict[str, Tensor]:
     for module, (form, q) in matrices.items():
         stored: dict[str, bytes] = {}
         if isinstance(q, Eight):
-            assert form.format is FP8
+            assert form.format.is_fp8
             assert dialect.TRAITS.fp8 is not None
             parts = dialect.TRAITS.fp8.encode(
-                module, form, [(memoryview(q.codes), memoryview(q.scales))]
+                module, q.shape, form, [(memoryview(q.codes), memoryview(q.scales))]
             )
         else:
             parts = MatrixEncoder(dialect, form, 1.0).encode(module, q.shape, iter([q]))

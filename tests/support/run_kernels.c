@@ -3,7 +3,7 @@
  *   in   int64 n; n bf16; n fp16; n fp32; float32 amax of the three; n weights of columns for NVFP4, n for MXFP4
  *   out  for each type: amax bits; NVFP4 packed, scales; MXFP4 packed, scales for rules 0, 1, 2;
  *        then for each type: NVFP4 (multiplier, divisor) and MXFP4 of the bf16 input, dequantized to it;
- *        then for each type: amax bits of four rows, FP8 codes of one scale 1;
+ *        then for each type, of four rows in blocks of 32 columns: amax bits, FP8 codes under scales of 1, their costs;
  *        then the bytes of the fp32 input as 4 rows of n FP8 codes in blocks of 3 x 100 under the first fp32 values as scales: their
  *        amax bits, their values; as int4 of 2 n columns in groups of 100, as int8 of n; the fp32 input as bf16;
  *        the fp32 input as 8 rows of n / 8, every second column as a row; the same of its first half as two bytes, its first quarter as one;
@@ -22,8 +22,9 @@
     void quantize_mxfp4_##d(const t *, int64_t, int64_t, uint8_t *, uint8_t *);                                                 \
     void dequantize_nvfp4_##d(const uint8_t *, const uint8_t *, int64_t, const float *, int64_t, t *);                          \
     void dequantize_mxfp4_##d(const uint8_t *, const uint8_t *, int64_t, t *);                                                  \
-    void row_amax_##d(const t *, int64_t, int64_t, uint32_t *);                                                                 \
-    void quantize_fp8_##d(const t *, int64_t, int64_t, const float *, int64_t, uint8_t *);                                      \
+    void grid_amax_##d(const t *, const void *, uint32_t *);                                                                    \
+    void quantize_fp8_##d(const t *, const float *, const void *, uint8_t *);                                                   \
+    void fp8_costs_##d(const t *, const float *, const void *, double *);                                                       \
     void search_nvfp4_##d(const t *, int64_t, const float *, int64_t, uint8_t *, uint8_t *);                                    \
     void search_mxfp4_##d(const t *, int64_t, uint8_t *, uint8_t *);                                                            \
     void weigh_nvfp4_##d(const t *, int64_t, const float *, const float *, int64_t, uint8_t *, uint8_t *);                      \
@@ -69,14 +70,20 @@ void transpose_4(const uint32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, 
     dequantize_mxfp4_##d(packed, scales, n, (t *)values);                           \
     fwrite(values, sizeof(t), n, out);
 
-#define TO_FP8(d, t)                                        \
-    {                                                       \
-        uint32_t bits[4] = {0};                             \
-        const float one = 1.0f;                             \
-        row_amax_##d(d, 4, n / 4, bits);                    \
-        fwrite(bits, 4, 4, out);                            \
-        quantize_fp8_##d(d, 4, n / 4, &one, 0, codes);      \
-        fwrite(codes, 1, n, out);                           \
+#define TO_FP8(d, t)                                                        \
+    {                                                                       \
+        const int64_t grid[5] = {4, n / 4, 1, 32, 0};                       \
+        float *ones = malloc(n / 8);                                        \
+        uint32_t *bits = calloc(n / 32, 4);                                 \
+        double *costs = calloc(n / 32, 8);                                  \
+        for (int64_t i = 0; i < n / 32; i++) ones[i] = 1.0f;                \
+        grid_amax_##d(d, grid, bits);                                       \
+        fwrite(bits, 4, n / 32, out);                                       \
+        quantize_fp8_##d(d, ones, grid, codes);                             \
+        fwrite(codes, 1, n, out);                                           \
+        fp8_costs_##d(d, ones, grid, costs);                                \
+        fwrite(costs, 8, n / 32, out);                                      \
+        free(ones), free(bits), free(costs);                                \
     }
 
 #define WRITE_BLOCKS(width)             \

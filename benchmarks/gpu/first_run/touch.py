@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fp4convert.numerics.backends import gpus
-from fp4convert.numerics.formats import CODES, FLOAT_TYPES, FORMATS, ROW_SUMS
+from fp4convert.numerics.formats import CODES, FLOAT_TYPES, FP4_FORMATS, ROW_SUMS
 from gpu import device as device_module
 from gpu import kernels, packed, products
 from gpu.device import Case, Device, Rung
@@ -88,7 +88,7 @@ def _compare(device: Device, dtypes: Sequence[str], rows: int, columns: int) -> 
     for dtype in dtypes:
         kind = FLOAT_TYPES[dtype]
         x = device.filled(kernels.noise(dtype), n * kind.nbytes)
-        for fmt in FORMATS.values():
+        for fmt in FP4_FORMATS.values():
             extra = (stored, 0) if fmt.has_global_scale else ()
             rung = Rung(device.kernels, f"compare_{fmt.name}_{kind.word}")
             rung.launch(rows, x, rows, columns, codes, scales, *extra, sums)

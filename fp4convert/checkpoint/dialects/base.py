@@ -15,7 +15,7 @@ from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Part, Read, Scalars
 from fp4convert.errors import Finding
-from fp4convert.numerics.formats import Format, Kind
+from fp4convert.numerics.formats import FP8, MXFP8, Format, Kind
 from fp4convert.numerics.matrices import Blocks, Quantized
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
@@ -146,6 +146,11 @@ class Traits:
         """Return how global scales are stored; None: there is no place for one."""
         return self.scalars.kind if self.scalars.global_scale else None
 
+    def eight_beside(self, fmt: Format) -> Format | None:
+        """Return the eight-bit format that modules may have beside a four-bit one."""
+        eights = (FP8, MXFP8) if fmt.is_fp4 else ()
+        return next((eight for eight in eights if eight in self.mixes), None)
+
 
 class Dialect(Protocol):
     """Names, places and records of artifacts; a module with these names.
@@ -176,8 +181,11 @@ class Dialect(Protocol):
         """List the tensors of one stored matrix, the packed codes first."""
 
     @staticmethod
-    def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
-        """Return what engines read in the metadata of a file with those stems."""
+    def notes(forms: Mapping[str, Form]) -> dict[str, str]:
+        """Return what engines read in the metadata of a file.
+
+        forms  of the stems in it
+        """
 
     @staticmethod
     def encode(

@@ -1,4 +1,4 @@
-"""comfy: NVFP4 as ComfyUI reads it.
+"""comfy: NVFP4, FP8 and MXFP8 as ComfyUI reads them.
 
   M.weight          U8       [rows, columns / 2], the even column in bits 4-7 (high first)
   M.weight_scale    F8_E4M3  [rows to 128, blocks to 4], in the order 128x4 of cuBLAS
@@ -7,10 +7,18 @@
                              them as they come
   M.comfy_quant     U8       JSON: {"format": "nvfp4"}
 
+Beside it or alone, with activations that ComfyUI rounds to eight bits as they come:
+
+  M.weight          F8_E4M3  [rows, columns]
+  M.weight_scale    float8_e4m3fn: F32 [], a multiplier; mxfp8: U8, E8M0, [rows to 128, blocks to
+                             4], in the order 128x4
+  M.comfy_quant     U8       JSON: {"format": "float8_e4m3fn"} or {"format": "mxfp8"}
+
 The file's own metadata names the modules again under "_quantization_metadata". Rows must be a
-multiple of 16. Where rows divide by 128 and blocks by 4, names, dtypes and shapes are modelopt's,
-and only comfy_quant tells them apart.
-Source: comfy-kitchen 0.2.40, tensor/nvfp4 and float_utils; ComfyUI, QUANTIZATION.md.
+multiple of 16, of mxfp8 of 32. Where rows divide by 128 and blocks by 4, names, dtypes and shapes
+are modelopt's, and only comfy_quant tells them apart.
+Source: comfy-kitchen 0.2.40, tensor/nvfp4, tensor/mxfp8 and float_utils; ComfyUI, QUANTIZATION.md
+and comfy/ops.py.
 Readers: ComfyUI.
 """
 
@@ -18,6 +26,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -29,18 +38,43 @@ from fp4convert.checkpoint.dialects.base import (
     stems_named,
     whole,
 )
-from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
+from fp4convert.checkpoint.dialects.forms import (
+    ACTIVATIONS_FP4,
+    ACTIVATIONS_FP8,
+    Form,
+    Granularity,
+    Group,
+    everywhere,
+    merge_groups,
+)
 from fp4convert.checkpoint.dialects.registry import COMFY_MARK, SUFFIXES
-from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, Table
-from fp4convert.numerics.formats import NVFP4
+from fp4convert.checkpoint.dialects.tables import Fp8Table, Part, Read, Scalars, Table, scale_grid
+from fp4convert.numerics.formats import FP8, MXFP8, NVFP4
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS as ORDERS
 from fp4convert.numerics.scale_layouts import swap_nibbles
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 SCALARS = Scalars(".weight_scale_2", ".input_scale")
+ORDER = ORDERS["128x4"]
+MXFP8_BLOCK = (1, MXFP8.block_size)
+_WORDS = {NVFP4: NVFP4.name, FP8: "float8_e4m3fn", MXFP8: MXFP8.name}
+_ROWS = {NVFP4: 16, MXFP8: 32}  # that ComfyUI pads to
+
+
+def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...] | None:
+    if granularity == MXFP8_BLOCK:
+        return ORDER.padded(scale_grid(shape, granularity))
+    return () if granularity == "tensor" else None
+
+
+def _mark(form: Form) -> tuple[str, bytes]:
+    """Return the tensor that says to ComfyUI what a module is."""
+    return COMFY_MARK, json.dumps({"format": _WORDS[form.format]}, separators=(",", ":")).encode()
+
+
 TRAITS = Traits(
-    writes=(NVFP4,),
+    writes=(NVFP4, FP8, MXFP8),
     scalars=SCALARS,
     activations=(NVFP4,),
     layouts=("128x4",),
@@ -49,31 +83,47 @@ TRAITS = Traits(
     suffixes=SUFFIXES["comfy"],
     companions=(".input_scale",),
     labels=(COMFY_MARK,),
+    mixes=(NVFP4, FP8, MXFP8),
+    fp8=Fp8Table(
+        "tensor",
+        _scale_shape,
+        activations={"tensor": ACTIVATIONS_FP8, MXFP8_BLOCK: ACTIVATIONS_FP8},
+        arrange=ORDER.arrange,
+        mark=_mark,
+    ),
 )
-# For the shape of the codes alone: nibbles and scales are in orders of their own.
-TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3"}, SCALARS)
+# For shapes alone: nibbles and scales are in orders of their own.
+TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3"}, SCALARS, fp8=TRAITS.fp8)
 stems, slots, stored_shape = each_alone, whole, TABLE.stored_shape
 records, judge, ignores = nothing, no_doubts, ignores_none
-_MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 
 
 def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
-    return f"{shape[0]} rows, which ComfyUI pads to a multiple of 16" if shape[0] % 16 else None
+    multiple = _ROWS.get(form.format, 1)
+    if shape[0] % multiple:
+        return f"{shape[0]} rows, which ComfyUI pads to a multiple of {multiple}"
+    return TABLE.unfit(module, shape, form)
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
+    if form.format.is_fp8:
+        return TABLE.outputs(stem, shape, form)
     rows, columns = shape
-    padded = ORDERS["128x4"].padded((rows, columns // form.format.block_size))
+    ending, mark = _mark(form)
     specs = (
         TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2)),
-        TensorSpec(f"{stem}.weight_scale", "F8_E4M3", padded),
-        TensorSpec(stem + COMFY_MARK, "U8", (len(_MARK),)),
+        TensorSpec(
+            f"{stem}.weight_scale",
+            "F8_E4M3",
+            ORDER.padded((rows, columns // form.format.block_size)),
+        ),
+        TensorSpec(stem + ending, "U8", (len(mark),)),
     )
     return (*specs, *SCALARS.specs(stem, form))
 
 
-def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
-    layers = {stem: {"format": "nvfp4"} for stem in sorted(stems)}
+def notes(forms: Mapping[str, Form]) -> dict[str, str]:
+    layers = {stem: {"format": _WORDS[form.format]} for stem, form in sorted(forms.items())}
     if not layers:
         return {}
     return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
@@ -82,13 +132,14 @@ def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
 def encode(
     stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
 ) -> Iterator[Part]:
-    yield stem + COMFY_MARK, memoryview(_MARK)
+    ending, mark = _mark(form)
+    yield stem + ending, memoryview(mark)
     block_scales = bytearray()
     for rows in panels:
         yield f"{stem}.weight", swap_nibbles(rows.packed)
         block_scales += rows.block_scales
     linear = (shape[0], shape[1] // form.format.block_size)
-    yield f"{stem}.weight_scale", ORDERS["128x4"].arrange(memoryview(block_scales), linear)
+    yield f"{stem}.weight_scale", ORDER.arrange(memoryview(block_scales), linear)
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
@@ -105,9 +156,7 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     packed = read(f"{stem}.weight")
     shape_of_scales = (rows, columns // form.format.block_size)
-    block_scales = ORDERS["128x4"].restore_lazily(
-        lambda: read(f"{stem}.weight_scale")[:], shape_of_scales
-    )
+    block_scales = ORDER.restore_lazily(lambda: read(f"{stem}.weight_scale")[:], shape_of_scales)
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
         codes = swap_nibbles(packed[first * columns // 2 : last * columns // 2])
@@ -119,9 +168,29 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    marked = stems_named(clues.tensors, (COMFY_MARK,))
-    nvfp4 = [stem for stem in marked if f"{stem}.weight_scale_2" in clues.tensors]
-    if not nvfp4:
-        return ()
-    has_inputs = all(f"{stem}.input_scale" in clues.tensors for stem in nvfp4)
-    return everywhere(Form(NVFP4, ACTIVATIONS_FP4 if has_inputs else 16, "128x4"))
+    """Tell what marked modules are by the dtypes of their tensors."""
+    found = [
+        (form, [stem])
+        for stem in stems_named(clues.tensors, (COMFY_MARK,))
+        if (form := _form(stem, clues.tensors))
+    ]
+    nvfp4 = {form for form, _ in found if form.format is NVFP4}
+    if len(nvfp4) > 1:  # with input scales that not every module has
+        plain = {form: replace(form, activations=16) for form in nvfp4}
+        found = [(plain.get(form, form), own) for form, own in found]
+    forms = {form for form, _ in found}
+    return everywhere(found[0][0]) if len(forms) == 1 else merge_groups(found)
+
+
+def _form(stem: str, tensors: Mapping[str, TensorRef]) -> Form | None:
+    """Return the form of a marked module; None for types that are not read."""
+    weight, scales = tensors.get(f"{stem}.weight"), tensors.get(f"{stem}.weight_scale")
+    if f"{stem}.weight_scale_2" in tensors:
+        has_input = f"{stem}.input_scale" in tensors
+        return Form(NVFP4, ACTIVATIONS_FP4 if has_input else 16, "128x4")
+    if weight is None or scales is None or weight.dtype != "F8_E4M3":
+        return None
+    if scales.dtype == "U8":
+        own = Form(MXFP8, ACTIVATIONS_FP8, "128x4", granularity=MXFP8_BLOCK)
+        return replace(own, stored_scales="U8")
+    return Form(FP8, ACTIVATIONS_FP8, "128x4", granularity="tensor")

@@ -1,4 +1,4 @@
-"""compressed-tensors: NVFP4 and MXFP4, the default dialect.
+"""compressed-tensors: NVFP4, MXFP4, FP8 and MXFP8, the default dialect.
 
   M.weight_packed        U8  [rows, columns / 2]
   M.weight_scale         nvfp4: F8_E4M3 [rows, columns / 16]; mxfp4: U8 [rows, columns / 32]
@@ -6,10 +6,16 @@
   M.input_global_scale   nvfp4 with four-bit activations: F32 [1], a divisor; mxfp4 scales
                          activations as they come
 
+FP8 and MXFP8, alone or beside these:
+
+  M.weight        F8_E4M3 [rows, columns]
+  M.weight_scale  fp8: F32 [rows, 1], a multiplier; also read: [1] of the whole, one to a block;
+                  mxfp8: U8 [rows, columns / 32], E8M0
+
 Traps (each loads and computes garbage, or does not load): the scalar shape [] for the global scale;
 F8_E8M0 as the dtype of MXFP4 scales; a missing quantization_status or strategy; an unknown key
 inside config_groups.
-Source: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.
+Source: compressed-tensors 0.20, compressors/nvfp4, mxfp4, mxfp8 and naive_quantized.
 Readers: vLLM, SGLang, transformers.
 """
 
@@ -45,7 +51,7 @@ from fp4convert.checkpoint.dialects.forms import (
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
 from fp4convert.errors import Finding
-from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4, Format
+from fp4convert.numerics.formats import FP8, INT4, MXFP4, MXFP8, NVFP4, Format
 from fp4convert.recipes.patterns import matches, matches_any
 from fp4convert.storage.safetensors import TensorRef
 
@@ -56,7 +62,7 @@ def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int,
 
 METHOD = METHODS["compressed-tensors"]
 TRAITS = Traits(
-    writes=(NVFP4, MXFP4),
+    writes=(NVFP4, MXFP4, FP8, MXFP8),
     scalars=Scalars(".weight_global_scale", ".input_global_scale", (1,), "divisor"),
     ignores_by_name=True,
     activations=(NVFP4, MXFP4),
@@ -66,7 +72,7 @@ TRAITS = Traits(
     # The first is an output where the form says so.
     companions=(".input_global_scale", ".input_scale", ".weight_shape"),
     cache_scales=("k_scale", "v_scale"),
-    mixes=(NVFP4, MXFP4, FP8, INT4),
+    mixes=(NVFP4, MXFP4, FP8, MXFP8, INT4),
     labels=(".weight_shape",),
     fp8=Fp8Table("row", _scale_shape),
 )
@@ -82,11 +88,13 @@ stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE
 notes = nothing
 _PREFIX = r"(?:.*\.)?"  # that an engine may put before a name
 _SPANNING = ("mixed-precision", "naive-quantized")
+_WORDS = {FP8: "float-quantized", MXFP8: "mxfp8-quantized", INT4: "pack-quantized"}
 _STRATEGIES = ((NVFP4.block_size, "tensor_group"), (MXFP4.block_size, "group"))
 # By the format; a dtype is also written without "torch.".
 _SCALE_DTYPES = {
     NVFP4.name: ("torch.float8_e4m3fn", "float8_e4m3fn"),
     MXFP4.name: ("torch.uint8", "uint8"),
+    MXFP8.name: ("torch.uint8", "uint8"),
 }
 # That compressed-tensors 0.20 takes in QuantizationScheme and QuantizationArgs; it forbids others.
 _SCHEME_KEYS = frozenset(
@@ -145,7 +153,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
 
 def _word(fmt: Format) -> str:
     """Name the format of a group in the words of this dialect."""
-    return {FP8: "float-quantized", INT4: "pack-quantized"}.get(fmt, f"{fmt.name}-pack-quantized")
+    return _WORDS.get(fmt, f"{fmt.name}-pack-quantized")
 
 
 def _scheme(form: Form, targets: list[str]) -> Json:
@@ -169,15 +177,19 @@ def _scheme(form: Form, targets: list[str]) -> Json:
             "weights": weights,
             "input_activations": inputs if form.activations == ACTIVATIONS_FP4 else None,
         }
-    # FP8 and int4: the strategy is what one scale stands for.
-    bits, kind = (8, "float") if fmt is FP8 else (4, "int")
+    # FP8, MXFP8 and int4: the strategy is what one scale stands for.
+    bits, kind = (4, "int") if fmt is INT4 else (8, "float")
     weights |= {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
+    if fmt is MXFP8:
+        weights["scale_dtype"] = "torch.uint8"
     inputs |= {**weights, "dynamic": True, "strategy": "token"}
     match form.granularity:
         case "tensor":
             weights["strategy"] = "tensor"
         case (1, int(columns)):
             weights |= {"strategy": "group", "group_size": columns}
+            if fmt is MXFP8:
+                inputs |= {"strategy": "group", "group_size": columns}
         case (int(rows), int(columns)):
             weights |= {"strategy": "block", "block_structure": [rows, columns]}
             inputs |= {"strategy": "group", "group_size": columns}
@@ -253,7 +265,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     if not found:
         bare = _form(record, {}, kv_cache)
         return everywhere(bare if bare and bare.format.is_fp4 else None)
-    if not any(form.format.is_fp4 for form, _ in found):
+    if all(form.format is INT4 for form, _ in found):
         return ()
     if all(form == found[0][0] for form, _ in found):
         return everywhere(found[0][0])
@@ -276,8 +288,11 @@ def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
         for numbers in (scheme.get("weights"), scheme.get("input_activations"))
     )
     bits = inputs.get("num_bits")
-    fmt = next((known for known in TRAITS.writes if declared == _word(known)), None)
+    fmt = next((known for known in (NVFP4, MXFP4) if declared == _word(known)), None)
     beside = {"8 float": FP8, "4 int": INT4}.get(f"{weights.get('num_bits')} {weights.get('type')}")
+    is_mx = weights.get("scale_dtype") in _SCALE_DTYPES[MXFP8.name]
+    if beside is FP8 and is_mx and weights.get("group_size") == MXFP8.block_size:
+        beside = MXFP8
     if fmt and (beside is None or scheme.get("format")):
         return Form(fmt, ACTIVATIONS_FP4 if bits == ACTIVATIONS_FP4 else 16, kv_cache=kv_cache)
     # What one scale stands for; other strategies are not read.
@@ -300,7 +315,10 @@ def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
     if scheme.get("format") and declared not in (_word(beside), *_SPANNING):
         return None
     activations = ACTIVATIONS_FP8 if bits == ACTIVATIONS_FP8 else 16
-    return Form(beside, activations, kv_cache=kv_cache, granularity=granularity)
+    stored = "U8" if beside is MXFP8 else "F32"
+    return Form(
+        beside, activations, kv_cache=kv_cache, granularity=granularity, stored_scales=stored
+    )
 
 
 def judge(clues: Clues) -> Iterator[Finding]:
@@ -314,7 +332,7 @@ def judge(clues: Clues) -> Iterator[Finding]:
     if record.get("transform_config"):
         detail = "weights are rotated (transform_config), which only its engine can undo"
         yield Finding("error", "record-transform", None, detail)
-    names = tuple(fmt.name for fmt in TRAITS.writes)
+    names = (NVFP4.name, MXFP4.name)
     for scheme in schemes_of(record):
         own = str(scheme.get("format") or record.get("format", ""))
         if not own.endswith("-pack-quantized") or not own.startswith(names):

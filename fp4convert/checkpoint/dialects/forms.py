@@ -29,8 +29,8 @@ class Form:
     scale_layout  in which order block scales lie; a name in scale_layouts.py
     kv_cache      "fp8" where engines keep the cache of keys and values in FP8, or None
     shapes        (rows, columns) of the modules whose tensors cannot tell
-    granularity   of FP8 and int4
-    stored_scales safetensors' dtype of the scales of FP8 and int4
+    granularity   of FP8, MXFP8 and int4
+    stored_scales safetensors' dtype of the scales of these
     """
 
     format: Format
@@ -47,8 +47,8 @@ class Form:
 
     @property
     def word(self) -> str:
-        """Name the form for people: nvfp4, fp8 row, fp8 128x128."""
-        if self.granularity is None:
+        """Name the form for people: nvfp4, mxfp8, fp8 row, fp8 128x128."""
+        if self.granularity is None or self.format.block_size:
             return self.format.name
         return f"{self.format.name} {granularity_word(self.granularity)}"
 

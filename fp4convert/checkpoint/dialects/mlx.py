@@ -1,7 +1,8 @@
-"""mlx: NVFP4 and MXFP4 as MLX stores them.
+"""mlx: NVFP4, MXFP4 and MXFP8 as MLX stores them.
 
   M.weight  U32  [rows, columns / 8]: eight codes to a word, the first in bits 0-3, so the bytes are
                  those of two codes each
+                 (mxfp8: [rows, columns / 4], four E4M3 codes to a word)
   M.scales  U8   [rows, columns / 16] or [rows, columns / 32]
 
 Experts are stacks: M is "X.switch_mlp.gate_proj" and its kin, the number of experts before the
@@ -11,7 +12,8 @@ encodings/mlx_affine.py.
 
 There is no global scale: an NVFP4 block's step is its E4M3 scale alone. What has a global scale
 other than 1 cannot be said. Records: config.json's "quantization", and the same again as
-"quantization_config"; a module without scales is an ordinary one.
+"quantization_config"; a module that it names has a format of its own, and one without scales is an
+ordinary one.
 Source: mlx 0.32, mx.quantize; mlx-lm 0.32, utils.load_model.  Readers: mlx-lm.
 """
 
@@ -31,12 +33,18 @@ from fp4convert.checkpoint.dialects.base import (
     stems_named,
     whole,
 )
-from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
+from fp4convert.checkpoint.dialects.forms import Form, Granularity, Group, merge_groups
 from fp4convert.checkpoint.dialects.registry import SUFFIXES
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot
-from fp4convert.checkpoint.dialects.tables import Scalars, Table, whole_blocks
+from fp4convert.checkpoint.dialects.tables import (
+    Fp8Table,
+    Scalars,
+    Table,
+    scale_grid,
+    whole_blocks,
+)
 from fp4convert.errors import Finding
-from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4
+from fp4convert.numerics.formats import FORMATS, MXFP4, MXFP8, NVFP4, Format
 from fp4convert.storage.safetensors import TensorRef
 
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
@@ -44,14 +52,25 @@ STACK = re.compile(r"(.*)\.switch_mlp\.(gate|up|down)_proj")
 MIXTRALS = "block_sparse_moe"
 MIXTRALS_LEAVES = {"gate": "w1", "up": "w3", "down": "w2"}
 MXFP8_WORDS = 8  # to a scale
+_MXFP8_BLOCK = (1, MXFP8.block_size)
+
+
+def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...] | None:
+    return scale_grid(shape, granularity) if granularity == _MXFP8_BLOCK else None
+
+
 TRAITS = Traits(
-    writes=(NVFP4, MXFP4),
+    writes=(NVFP4, MXFP4, MXFP8),
     scalars=Scalars(None),
     holds_embeddings=True,
     suffixes=SUFFIXES["mlx"],
+    mixes=(NVFP4, MXFP4, MXFP8),
+    fp8=Fp8Table(
+        _MXFP8_BLOCK, _scale_shape, None, {_MXFP8_BLOCK: 16}, codes=("U32", 4), scales=".scales"
+    ),
 )
 SCALE_DTYPES = {NVFP4: "U8", MXFP4: "U8"}
-TABLE = Table((".weight", "U32"), ".scales", SCALE_DTYPES, TRAITS.scalars, codes_per_item=8)
+TABLE = Table((".weight", "U32"), ".scales", SCALE_DTYPES, TRAITS.scalars, 8, TRAITS.fp8)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
 stems, unfit = each_alone, TABLE.unfit
 notes = nothing
@@ -59,18 +78,16 @@ KEYS = ("quantization", "quantization_config")  # of config.json; mlx-lm reads t
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Leave out modules of other widths, which have other shares of scales.
-
-    2 words to a scale are nvfp4, 4 mxfp4, 8 mxfp8.
-    """
+    """Leave out scales of the affine mode, and stacks of MXFP8, which nothing here reads."""
     found = []
     for stem in stems_named(tensors, TRAITS.suffixes):
         packed, block_scales = tensors.get(f"{stem}.weight"), tensors[f"{stem}.scales"]
         words, scales = (
             ref.shape[-1] if ref and ref.shape else 0 for ref in (packed, block_scales)
         )
-        is_read = len(block_scales.shape) <= MATRIX_DIMENSIONS or STACK.fullmatch(stem)
-        if is_read and block_scales.dtype == "U8" and words != MXFP8_WORDS * scales:
+        is_matrix = len(block_scales.shape) <= MATRIX_DIMENSIONS
+        is_stack = STACK.fullmatch(stem) and words != MXFP8_WORDS * scales
+        if block_scales.dtype == "U8" and (is_matrix or is_stack):
             found.append(stem)
     return found
 
@@ -93,18 +110,37 @@ def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | 
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
-    form = groups[0].form
-    numbers = {"group_size": form.format.block_size, "bits": 4, "mode": form.format.name}
+    numbers = _numbers(groups[0].form.format)
+    for form, modules in groups[1:]:
+        numbers |= {module: _numbers(form.format) for module in modules}
     return {"config.json": {"quantization": numbers, "quantization_config": numbers}}
 
 
+def _numbers(fmt: Format) -> Json:
+    """Say what a format is in mlx-lm's words."""
+    bits = 4 if fmt.is_fp4 else 8
+    return {"group_size": fmt.block_size, "bits": bits, "mode": fmt.name}
+
+
 def recognise(clues: Clues) -> tuple[Group, ...]:
+    """Read what holds for all modules, and what single ones have instead."""
     declared = clues.config.get("quantization", clues.record)
     numbers = declared if isinstance(declared, dict) else {}
-    fmt = FORMATS.get(str(numbers.get("mode")))
-    if fmt is None or (numbers.get("bits"), numbers.get("group_size")) != (4, fmt.block_size):
+    said = [("*", numbers), *numbers.items()]
+    found = [(form, name) for name, own in said if (form := _form(own))]
+    if not any(name == "*" for _, name in found):
         return ()
-    return everywhere(Form(fmt))
+    return merge_groups((form, [name]) for form, name in found)
+
+
+def _form(numbers: object) -> Form | None:
+    """Return the form that such numbers say; None for one that is not read."""
+    if not isinstance(numbers, dict):
+        return None
+    fmt = FORMATS.get(str(numbers.get("mode")))
+    if fmt not in TRAITS.writes or any(numbers.get(key) != n for key, n in _numbers(fmt).items()):
+        return None
+    return Form(fmt, granularity=_MXFP8_BLOCK, stored_scales="U8") if fmt is MXFP8 else Form(fmt)
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:

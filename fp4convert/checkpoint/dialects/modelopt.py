@@ -1,15 +1,16 @@
-"""modelopt: NVFP4 as NVIDIA's Model Optimizer exports it.
+"""modelopt: NVFP4, FP8 and MXFP8 as NVIDIA's Model Optimizer exports them.
 
   M.weight          U8       [rows, columns / 2]
   M.weight_scale    F8_E4M3  [rows, columns / 16]
   M.weight_scale_2  F32      [], a multiplier: amax / 2688
   M.input_scale     F32      [], a multiplier, with four-bit activations
 
-Beside them FP8 modules: M.weight F8_E4M3 [rows, columns] and
+FP8 and MXFP8, alone or beside it: M.weight F8_E4M3 [rows, columns] and
   FP8                       M.weight_scale F32 [], M.input_scale F32 []: engines quantize
                             activations with it, so it must be there
   FP8_PER_CHANNEL_PER_TOKEN M.weight_scale F32 [rows]
   FP8_PB_WO                 M.weight_scale F32 [rows / 128, 1, columns / 128, 1]
+  MXFP8                     M.weight_scale U8 [rows, columns / 32], E8M0
 A record of the algorithm MIXED_PRECISION names the algorithm of every module ("quantized_layers");
 vLLM 0.33 knows FP8, NVFP4 and W4A16_NVFP4 in one, later ones and SGLang FP8_PB_WO too.
 MXFP4 (U8 scales of [rows, columns / 32], no others) is only read: no engine takes ModelOpt's own
@@ -54,23 +55,29 @@ from fp4convert.checkpoint.dialects.forms import (
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
 from fp4convert.errors import Finding
-from fp4convert.numerics.formats import FP8, MXFP4, NVFP4
+from fp4convert.numerics.formats import FP8, MXFP4, MXFP8, NVFP4
 
 _FP8_ACTIVATIONS: dict[Granularity, int] = {
     "tensor": ACTIVATIONS_FP8,
     "row": ACTIVATIONS_FP8,
     (128, 128): 16,
+    (1, MXFP8.block_size): ACTIVATIONS_FP8,
 }
 
 
 def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...] | None:
     rows, columns = scale_grid(shape, granularity)
-    return {"tensor": (), "row": (rows,), (128, 128): (rows, 1, columns, 1)}.get(granularity)
+    return {
+        "tensor": (),
+        "row": (rows,),
+        (128, 128): (rows, 1, columns, 1),
+        (1, MXFP8.block_size): (rows, columns),
+    }.get(granularity)
 
 
 METHOD = METHODS["modelopt"]
 TRAITS = Traits(
-    writes=(NVFP4,),
+    writes=(NVFP4, FP8, MXFP8),
     scalars=Scalars(".weight_scale_2", ".input_scale"),
     ignores_by_name=True,
     activations=(NVFP4,),
@@ -78,7 +85,7 @@ TRAITS = Traits(
     suffixes=SUFFIXES["modelopt"],
     companions=(".input_scale", ".k_scale", ".v_scale"),
     cache_scales=("k_proj.k_scale", "v_proj.v_scale"),
-    mixes=(NVFP4, FP8),
+    mixes=(NVFP4, FP8, MXFP8),
     fp8=Fp8Table("tensor", _scale_shape, ".input_scale", _FP8_ACTIVATIONS),
 )
 SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
@@ -91,6 +98,7 @@ _FP8_ALGORITHMS: dict[Granularity, str] = {
     "tensor": "FP8",
     "row": "FP8_PER_CHANNEL_PER_TOKEN",
     (128, 128): "FP8_PB_WO",
+    (1, MXFP8.block_size): MXFP8.name.upper(),
 }
 _MX_ALGORITHMS = ("mxfp4", "MXFP4", "W4A8_MXFP4_FP8")
 
@@ -112,7 +120,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     layers: Json = {}  # what quantized_layers says of every module
     for group in groups:
         own, fmt = {"quant_algo": _algorithm(group.form)}, group.form.format
-        size = {"group_size": fmt.block_size} if fmt.is_fp4 else {}
+        size = {"group_size": fmt.block_size} if fmt.block_size else {}
         layers |= {module: {**own, **size} for module in group.modules}
     mixed: Json = {"quantized_layers": dict(sorted(layers.items()))} if is_mixed else {}
     record: Json = {
@@ -125,7 +133,8 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     }
     if form.kv_cache:
         record["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
-    sizes = [group.form.format.block_size for group in groups if group.form.format.is_fp4]
+    formats = sorted((group.form.format for group in groups), key=lambda fmt: not fmt.is_fp4)
+    sizes = [fmt.block_size for fmt in formats if fmt.block_size]
     return {
         "config.json": {"quantization_config": record},
         "hf_quant_config.json": {
@@ -159,7 +168,11 @@ def _scheme(form: Form, targets: list[str]) -> Json:
             scheme["input_activations"] = dict(numbers)
         return scheme
     inputs: Json = {"dynamic": False, "num_bits": 8, "type": "float"}
+    if form.format is MXFP8:
+        inputs["group_size"] = MXFP8.block_size
     match form.granularity:
+        case (1, _):
+            scheme["weights"] = dict(inputs)
         case (int(rows), int(columns)):
             structure = [rows, columns]
             scheme["weights"] = {**inputs, "strategy": "block", "block_structure": structure}
@@ -195,22 +208,17 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 
 def _groups(record: Json) -> tuple[Group, ...]:
-    """Read the algorithm, or those of the single modules.
-
-    There are no groups where no module is four-bit.
-    """
+    """Read the algorithm, or those of the single modules."""
     kv_cache = "fp8" if record.get("kv_cache_quant_algo") == "FP8" else None
     if record.get("quant_algo") != "MIXED_PRECISION":
-        form = _form(record.get("quant_algo"), kv_cache)
-        return everywhere(form if form and form.format.is_fp4 else None)
+        return everywhere(_form(record.get("quant_algo"), kv_cache))
     layers = record.get("quantized_layers")
     known: list[tuple[str, Form]] = []
     for name, entry in layers.items() if isinstance(layers, dict) else ():
         form = _form(entry.get("quant_algo"), kv_cache) if isinstance(entry, dict) else None
         if form:
             known += [(name, form), (f"{name}.*", form)]
-    groups = group_modules(known)
-    return groups if any(group.form.format.is_fp4 for group in groups) else ()
+    return group_modules(known)
 
 
 def _form(algorithm: object, kv_cache: str | None) -> Form | None:
@@ -222,8 +230,14 @@ def _form(algorithm: object, kv_cache: str | None) -> Form | None:
             return Form(NVFP4, activations, kv_cache=kv_cache)
     for granularity, name in _FP8_ALGORITHMS.items():
         if str(algorithm).upper() == name:
-            bits = _FP8_ACTIVATIONS[granularity]
-            return Form(FP8, bits, kv_cache=kv_cache, granularity=granularity)
+            bits, is_mx = _FP8_ACTIVATIONS[granularity], name == MXFP8.name.upper()
+            return Form(
+                MXFP8 if is_mx else FP8,
+                bits,
+                kv_cache=kv_cache,
+                granularity=granularity,
+                stored_scales="U8" if is_mx else "F32",
+            )
     return None
 
 
@@ -246,10 +260,10 @@ def judge(clues: Clues) -> Iterator[Finding]:
         yield Finding("note", "activations-unsaid", None, detail)
     if not record or not nested:
         return
-    sizes = [group.form.format.block_size for group in groups if group.form.format.is_fp4]
+    sizes = {size for group in groups if (size := group.form.format.block_size)}
     for file, each in (("config.json", record), ("hf_quant_config.json", nested)):
-        if sizes and each.get("group_size", sizes[0]) != sizes[0]:
-            detail = f"{file} says group_size {each['group_size']!r}; expected {sizes[0]}"
+        if sizes and each.get("group_size", min(sizes)) not in sizes:
+            detail = f"{file} says group_size {each['group_size']!r}; expected {min(sizes)}"
             yield Finding("error", "record-strategy", None, detail)
     only_one = "only one of config.json and hf_quant_config.json"
     has_cache = bool(form and form.kv_cache == "fp8")

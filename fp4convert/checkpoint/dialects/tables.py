@@ -102,7 +102,7 @@ def scale_grid(shape: tuple[int, int], granularity: Granularity) -> tuple[int, i
 
 @dataclass(frozen=True, slots=True)
 class Fp8Table:
-    """Tensors of FP8 matrices in a dialect: M.weight and M.weight_scale.
+    """Tensors of FP8 and MXFP8 matrices: M.weight and M.weight_scale.
 
     made         what one scale stands for where weights become FP8 here
     scale_shape  of the scales' tensor, by granularity; None for one that the dialect cannot say
@@ -110,20 +110,53 @@ class Fp8Table:
                  matrix; None: there is none
     activations  bits to which engines quantize activations, by granularity, where they do not leave
                  the choice
+    codes        dtype of M.weight, and how many codes are in one item of it
+    scales       ending of the scales' name
+    arrange      puts scales of (rows, columns) blocks in the order in which they are stored
+    mark         name's ending and bytes of a tensor that tells engines what a module is
     """
 
     made: Granularity
     scale_shape: Callable[[tuple[int, int], Granularity], tuple[int, ...] | None]
     input_scale: str | None = None
     activations: Mapping[Granularity, int] = field(default_factory=dict)
+    codes: tuple[str, int] = ("F8_E4M3", 1)
+    scales: str = ".weight_scale"
+    arrange: Callable[[memoryview, tuple[int, int]], memoryview] | None = None
+    mark: Callable[[Form], tuple[str, bytes]] | None = None
 
     def has_input_scale(self, form: Form) -> bool:
         """Tell whether a static scale of activations stands beside such a matrix."""
         return self.input_scale is not None and form.format is FP8 and form.granularity == "tensor"
 
+    def unfit(self, shape: tuple[int, int], form: Form) -> str | None:
+        """Do what Dialect.unfit says."""
+        if form.granularity is None or self.scale_shape(shape, form.granularity) is None:
+            return f"FP8 with scales of {granularity_word(form.granularity or 'no known kind')}"
+        return None
+
+    def outputs(self, stem: str, shape: tuple[int, int], form: Form) -> tuple[TensorSpec, ...]:
+        """Do what Dialect.outputs says."""
+        grid = self.scale_shape(shape, form.granularity) if form.granularity else None
+        if grid is None:
+            reason = self.unfit(shape, form)
+            raise RuntimeError(f"{stem}: {reason} has no place in this dialect")
+        dtype, count = self.codes
+        specs = [
+            TensorSpec(f"{stem}.weight", dtype, (shape[0], shape[1] // count)),
+            TensorSpec(stem + self.scales, form.stored_scales, grid),
+        ]
+        if self.input_scale and self.has_input_scale(form):
+            specs.append(TensorSpec(stem + self.input_scale, "F32", ()))
+        if self.mark:
+            ending, data = self.mark(form)
+            specs.append(TensorSpec(stem + ending, "U8", (len(data),)))
+        return tuple(specs)
+
     def encode(
         self,
         stem: str,
+        shape: tuple[int, ...],
         form: Form,
         panels: Iterable[tuple[memoryview, memoryview]],
         input_scale: float = 1.0,
@@ -135,11 +168,17 @@ class Fp8Table:
         """
         if self.input_scale and self.has_input_scale(form):
             yield stem + self.input_scale, encode_scalar(input_scale)
+        if self.mark:
+            ending, data = self.mark(form)
+            yield stem + ending, memoryview(data)
         for codes, scales in panels:
             if codes.nbytes:
                 yield f"{stem}.weight", codes
-            if scales.nbytes:
-                yield f"{stem}.weight_scale", scales
+            if scales.nbytes and self.arrange and isinstance(form.granularity, tuple):
+                grid = scale_grid((shape[0], shape[1]), form.granularity)
+                yield stem + self.scales, self.arrange(scales, grid)
+            elif scales.nbytes:
+                yield stem + self.scales, scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,29 +202,14 @@ class Table:
 
     def unfit(self, module: str, shape: tuple[int, int], form: Form) -> str | None:
         """Do what Dialect.unfit says."""
-        if self.fp8 is None or form.format is not FP8:
-            return None
-        if form.granularity is None or self.fp8.scale_shape(shape, form.granularity) is None:
-            return f"FP8 with scales of {granularity_word(form.granularity or 'no known kind')}"
-        return None
+        return self.fp8.unfit(shape, form) if self.fp8 and form.format.is_fp8 else None
 
     def outputs(self, stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
         """Do what Dialect.outputs says."""
         *above, columns = shape
         (ending, dtype), scales_name = self.packed, stem + self.block_scales
-        if self.fp8 and form.format is FP8:
-            matrix, granularity = (above[0], columns), form.granularity
-            grid = self.fp8.scale_shape(matrix, granularity) if granularity else None
-            if grid is None:
-                reason = self.unfit(stem, matrix, form)
-                raise RuntimeError(f"{stem}: {reason} has no place in this dialect")
-            specs = [
-                TensorSpec(f"{stem}.weight", "F8_E4M3", matrix),
-                TensorSpec(f"{stem}.weight_scale", form.stored_scales, grid),
-            ]
-            if self.fp8.input_scale and self.fp8.has_input_scale(form):
-                specs.append(TensorSpec(stem + self.fp8.input_scale, "F32", ()))
-            return tuple(specs)
+        if self.fp8 and form.format.is_fp8:
+            return self.fp8.outputs(stem, (above[0], columns), form)
         if form.format is INT4:
             grid = scale_grid((above[0], columns), form.granularity or "row")
             return (
@@ -205,8 +229,10 @@ class Table:
         if len(packed.shape) != 2:
             return None
         rows, items = packed.shape
-        if not form.format.is_fp4:
-            return rows, items * (INT4_PER_ITEM if form.format is INT4 else 1)
+        if form.format is INT4:
+            return rows, items * INT4_PER_ITEM
+        if self.fp8 and form.format.is_fp8:
+            return rows, items * self.fp8.codes[1]
         return whole_blocks((rows, items * self.codes_per_item), form)
 
     def encode(

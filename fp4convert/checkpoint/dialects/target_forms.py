@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.errors import ChoiceError
-from fp4convert.numerics.formats import FP8, MODULE_FORMATS, format_named
+from fp4convert.numerics.formats import FP8, MXFP8, Format, format_named
 from fp4convert.recipes.recipe import Target
 
 
@@ -30,9 +29,14 @@ def dialect_to_write(target: Target) -> Dialect:
         detail = f"{detail}; it holds {', '.join(traits.layouts)}"
         other = "" if name == "plain" else ", or --dialect plain, which holds them all"
         raise ChoiceError("dialect-layout", detail, f"Choose another --scale-layout{other}.")
-    if form.activations == ACTIVATIONS_FP4 and form.format not in traits.activations:
-        detail = f"dialect {name} cannot record four-bit activations of {form.format.name}"
-        next_step = "Choose another --dialect, or --activations 16."
+    is_known = form.activations != ACTIVATIONS_FP4 or form.format in traits.activations
+    if not is_known or form.activations != target.activations:
+        words = {ACTIVATIONS_FP4: "four", ACTIVATIONS_FP8: "eight"}
+        word = words.get(target.activations, "sixteen")
+        detail = f"dialect {name} cannot record {word}-bit activations of {form.format.name}"
+        detail = f"--activations {target.activations}: {detail}"
+        usual = usual_activations(form.format, name)
+        next_step = f"Choose another --dialect, or --activations {usual}."
         raise ChoiceError("dialect-activations", detail, next_step)
     if target.kv_cache and not (target.kv_cache == "fp8" and traits.cache_scales):
         detail = f"an {target.kv_cache} KV cache was asked for"
@@ -44,8 +48,7 @@ def dialect_to_write(target: Target) -> Dialect:
 
 def form_of(target: Target) -> Form:
     """Return the form of what is made."""
-    layout = target.scale_layout or dialect_named(str(target.dialect)).TRAITS.layouts[0]
-    return Form(format_named(target.format), target.activations, layout, target.kv_cache)
+    return module_form(target, target.format)
 
 
 def module_form(target: Target, fmt: str) -> Form:
@@ -53,22 +56,41 @@ def module_form(target: Target, fmt: str) -> Form:
 
     The format need not be the artifact's own. Raises InputError for an unknown one
     """
-    own, chosen = form_of(target), format_named(fmt, MODULE_FORMATS)
-    if chosen is not FP8:
-        return replace(own, format=chosen)
-    table = dialect_named(str(target.dialect)).TRAITS.fp8
-    return fp8_form(target, table.made if table else "tensor")
+    chosen, traits = format_named(fmt), dialect_named(str(target.dialect)).TRAITS
+    if chosen is FP8:
+        return fp8_form(target, traits.fp8.made if traits.fp8 else "tensor")
+    if chosen is MXFP8:
+        return fp8_form(target, (1, MXFP8.block_size), "U8", MXFP8)
+    bits = ACTIVATIONS_FP4 if target.activations == ACTIVATIONS_FP4 else 16
+    layout = target.scale_layout or traits.layouts[0]
+    return Form(chosen, bits, layout, target.kv_cache)
 
 
-def fp8_form(target: Target, granularity: Granularity, stored_scales: str = "F32") -> Form:
-    """Return the form of a matrix that becomes FP8, or stays it."""
-    table = dialect_named(str(target.dialect)).TRAITS.fp8
-    wanted = ACTIVATIONS_FP8 if target.activations == ACTIVATIONS_FP4 else 16
-    bits = table.activations.get(granularity, wanted) if table else wanted
-    own = form_of(target)
-    return replace(
-        own, format=FP8, activations=bits, granularity=granularity, stored_scales=stored_scales
+def fp8_form(
+    target: Target, granularity: Granularity, stored_scales: str = "F32", fmt: Format = FP8
+) -> Form:
+    """Return the form of a matrix that becomes FP8 or MXFP8, or stays it."""
+    traits = dialect_named(str(target.dialect)).TRAITS
+    wanted = 16 if target.activations == 16 else ACTIVATIONS_FP8
+    bits = traits.fp8.activations.get(granularity, wanted) if traits.fp8 else wanted
+    layout = target.scale_layout or traits.layouts[0]
+    return Form(
+        fmt,
+        bits,
+        layout,
+        target.kv_cache,
+        granularity=granularity,
+        stored_scales=stored_scales,
     )
+
+
+def usual_activations(fmt: Format, dialect: str) -> int:
+    """Return the bits of activations where nobody says them.
+
+    16; for eight-bit weights 8 where the dialect can say it
+    """
+    asked = Target(fmt.name, dialect, activations=ACTIVATIONS_FP8 if fmt.is_fp8 else 16)
+    return form_of(asked).activations
 
 
 def check_forms(target: Target, forms: Iterable[Form]) -> None:

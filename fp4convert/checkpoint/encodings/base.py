@@ -60,7 +60,7 @@ class CodingDefaults(Protocol):
 
     @property
     def artifact(self) -> Artifact | None:
-        """Return the artifact that holds it; None where it is not four-bit."""
+        """Return the artifact that holds it; None where no records tell of it."""
         return None
 
     @property
@@ -186,6 +186,11 @@ class Linear:
     def home(self) -> TensorRef:
         """Return the stored tensor whose place its outputs take."""
         return self.stack or self.refs[0]
+
+
+def is_fp8(linear: Linear) -> bool:
+    """Tell whether its codes are E4M3 already."""
+    return linear.coding.format is not None and linear.coding.format.is_fp8
 
 
 def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextManager[None]:

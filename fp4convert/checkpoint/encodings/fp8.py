@@ -18,11 +18,12 @@ compressors; ModelOpt 0.47, torch/export.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
@@ -30,8 +31,8 @@ from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
-from fp4convert.numerics.formats import FP8
-from fp4convert.numerics.fp8_int import Grid, through_fp8
+from fp4convert.numerics.formats import FP8, MXFP8, Format
+from fp4convert.numerics.fp8_int import Grid, encode_e8m0, through_fp8
 from fp4convert.numerics.matrices import (
     FetchedWeights,
     Matrix,
@@ -41,6 +42,7 @@ from fp4convert.numerics.matrices import (
     Weights,
     row_panels,
 )
+from fp4convert.numerics.scale_layouts import LAYOUTS, LINEAR
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
@@ -68,24 +70,32 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Fp8(CodingDefaults):
-    """Codes and the scales of blocks of that many rows and columns."""
+    """Codes and the scales of blocks of that many rows and columns.
+
+    layout    in which the scales of blocks lie
+    artifact  whose records tell of it; None where names do
+    """
 
     word: str
     block: Block
+    layout: str = "linear"
+    format: Format = FP8
+    artifact: Artifact | None = field(default=None, compare=False, repr=False)
     is_packed = True
-    format = FP8
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         codes, *scales = linear.refs
-        return _Scaled(source, codes, linear.shape, self.block, *scales)
+        return _Scaled(source, codes, linear.shape, self, *scales)
 
     def is_decoded_by_cpu(self, linear: Linear) -> bool:
-        return linear.refs[0].dtype != DECODED_BY_GPU
+        return linear.refs[0].dtype == "F8_E5M2"
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         codes, *scales = linear.refs
         if codes.dtype != "F8_E4M3" or not scales:
             return None
+        if self.format is MXFP8:
+            return fp8_form(target, self.block, "U8", MXFP8)
         words: dict[Block, Granularity] = {(1, linear.shape[1]): "row"}
         if len(scales[0].shape) < 2:  # a matrix of one block has a scale for each of its dimensions
             words[linear.shape] = "tensor"
@@ -101,13 +111,25 @@ class Fp8(CodingDefaults):
                 source.read_range(codes, *(row * linear.shape[1] for row in part)),
                 memoryview(b""),
             )
-        yield (
-            memoryview(b""),
-            read_scales(source, scales)
-            .astype(FLOAT_DTYPES[form.stored_scales])
-            .view(np.uint8)
-            .data,
-        )
+        rows = self.read_scales(source, scales, linear.shape, (0, linear.shape[0]))
+        yield memoryview(b""), as_stored(rows.scales, form)
+
+    def read_scales(
+        self, source: Source, ref: TensorRef, shape: tuple[int, int], rows: tuple[int, int]
+    ) -> Grid:
+        """Read the scales of rows (first, last + 1) of a matrix of that shape."""
+        height, width = (min(own, whole) for own, whole in zip(self.block, shape, strict=True))
+        across, (first, last) = -(-shape[1] // width), rows
+        above, below = first // height, -(-last // height)
+        if self.layout in LAYOUTS and self.layout != LINEAR.name and len(ref.shape) == 2:
+            size = (-(-shape[0] // height), across)
+            stored = LAYOUTS[self.layout].restore(source.read_range(ref, 0, ref.nbytes), size)
+            part = stored[above * across : below * across]
+        else:
+            item = ref.nbytes // ref.elements
+            part = source.read_range(ref, *(at * across * item for at in (above, below)))
+        scales = decode_scales(part, ref.dtype).reshape(-1, across)
+        return Grid(scales, (height, width), first - above * height)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,52 +139,45 @@ class _Scaled(RowReader):
     source: Source
     codes: TensorRef
     shape: tuple[int, int]
-    block: Block
+    coding: Fp8
     scales: TensorRef | None = None
     dtype = "F32"
 
+    @property
+    def kind(self) -> str:
+        """Return the dtype of the codes; words of several are E4M3."""
+        return self.codes.dtype if self.codes.dtype in DTYPES else DECODED_BY_GPU
+
     def rows(self, first: int, last: int) -> Matrix:
         shape = (last - first, self.shape[1])
-        values = Cpu().decode_fp8(
-            self._codes(first, last), shape, self._grid(first), self.codes.dtype
-        )
-        return as_matrix(values)
+        grid = self._grid(first, last)
+        return as_matrix(Cpu().decode_fp8(self._codes(first, last), shape, grid, self.kind))
 
     def amaxes(self) -> Iterator[float] | None:
-        columns, dtype = self.shape[1], self.codes.dtype
+        columns, dtype = self.shape[1], self.kind
         panels = (
-            (self._codes(*panel), (panel[1] - panel[0], columns), self._grid(panel[0]))
+            (self._codes(*panel), (panel[1] - panel[0], columns), self._grid(*panel))
             for panel in row_panels(self.shape)
         )
         return (Cpu().amax_fp8(*panel, dtype) for panel in panels)
 
     def stored_reader(self) -> StoredReader | None:
-        return self._stored if self.codes.dtype == DECODED_BY_GPU else None
+        return self._stored if self.kind == DECODED_BY_GPU else None
 
     def _stored(self, first: int, last: int) -> StoredRows:
-        shape, whole = (last - first, self.shape[1]), self._grid(first)
-        height = whole.block[0]
-        above = first // height  # block rows that these rows do not need
-        scales = whole.scales[above : -(-last // height)]
-        own = native_grid(Grid(scales, whole.block, first - above * height), shape)
+        shape = (last - first, self.shape[1])
+        own = native_grid(self._grid(first, last), shape)
         codes = np.frombuffer(self._codes(first, last), np.uint8).reshape(shape)
         return StoredRows("decode_fp8", (codes, *own))
 
     def _codes(self, first: int, last: int) -> memoryview:
         return self.source.read_range(self.codes, first * self.shape[1], last * self.shape[1])
 
-    def _grid(self, first: int) -> Grid:
-        """Read the scales of the rows from `first` on."""
-        block_rows, block_columns = (
-            min(own, whole) for own, whole in zip(self.block, self.shape, strict=True)
-        )
-        across = -(-self.shape[1] // block_columns)
-        scales = (
-            np.ones((1, across), np.float32)
-            if self.scales is None
-            else read_scales(self.source, self.scales)
-        )
-        return Grid(scales.reshape(-1, across), (block_rows, block_columns), first)
+    def _grid(self, first: int, last: int) -> Grid:
+        """Read the scales of those rows."""
+        if self.scales is None:
+            return Grid(np.ones((1, 1), np.float32), self.shape, first)
+        return self.coding.read_scales(self.source, self.scales, self.shape, (first, last))
 
 
 def rounded_to_fp8(weights: Weights) -> Weights:
@@ -188,33 +203,50 @@ def rounded_to_fp8(weights: Weights) -> Weights:
     return FetchedWeights("F32", weights.shape, fetch)
 
 
-def read_scales(source: Source, ref: TensorRef) -> Float32s:
-    """Read the scales in a tensor as float32, flat; exact."""
-    stored = np.frombuffer(source.read_range(ref, 0, ref.nbytes), np.uint8)
-    if ref.dtype in E8M0_DTYPES:
-        return decode_e8m0(stored)
-    return stored.view(FLOAT_DTYPES[ref.dtype]).astype(np.float32)
+def decode_scales(stored: memoryview, dtype: str) -> Float32s:
+    """Read scales of that dtype as float32, flat; exact."""
+    flat = np.frombuffer(stored, np.uint8)
+    if dtype in E8M0_DTYPES:
+        return decode_e8m0(flat)
+    return np.frombuffer(stored, FLOAT_DTYPES[dtype]).astype(np.float32)
 
 
-def fp8_of(packed: Packed) -> Fp8:
+def as_stored(scales: Float32s, form: Form) -> memoryview:
+    """Return the bytes of scales in the dtype of a form."""
+    if form.stored_scales in E8M0_DTYPES:
+        return encode_e8m0(scales).reshape(-1).data
+    return scales.astype(FLOAT_DTYPES[form.stored_scales]).reshape(-1).view(np.uint8).data
+
+
+def block_of(form: Form, shape: tuple[int, int]) -> Block:
+    """Return the rows and columns that share a scale.
+
+    shape  of the matrix
+    """
+    words: dict[object, Block] = {"tensor": shape, "row": (1, shape[1])}
+    granularity = form.granularity
+    return granularity if isinstance(granularity, tuple) else words[granularity]
+
+
+def fp8_of(packed: Packed, artifact: Artifact) -> Fp8:
     """Return the coding of a module of FP8 in an artifact."""
-    words: dict[object, Block] = {"tensor": packed.shape, "row": (1, packed.shape[1])}
-    granularity = packed.form.granularity
-    return Fp8(
-        packed.form.word, granularity if isinstance(granularity, tuple) else words[granularity]
-    )
+    form = packed.form
+    block = block_of(form, packed.shape)
+    return Fp8(form.word, block, form.scale_layout, form.format, artifact)
 
 
-def find_fp8(clues: Clues) -> dict[str, Linear]:
+def find_fp8(clues: Clues, known: Collection[str] = ()) -> dict[str, Linear]:
     """Find every matrix of FP8 codes.
 
+    known   modules that records tell of, which are left out
     Raises InputError where its scales are missing, or are none of its shape.
     """
     blocks, found = tuple(_declared_blocks(clues.record)), {}
     for ref in clues.tensors.values():
         if ref.dtype in DTYPES and ref.name.endswith(WEIGHT) and len(ref.shape) == 2:
             module = ref.name.removesuffix(WEIGHT)
-            found[module] = _linear(module, ref, clues, blocks)
+            if module not in known:
+                found[module] = _linear(module, ref, clues, blocks)
     return found
 
 
@@ -262,7 +294,10 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
             tensor=scales[0].name,
         )
     kind = {(rows, columns): "", (1, columns): " rows"}.get(block, f" {block[0]}x{block[1]}")
-    return Linear(module, (rows, columns), Fp8(f"fp8{kind}", block), (ref, scales[0]), idle)
+    coding = Fp8(f"fp8{kind}", block)
+    if scales[0].dtype in E8M0_DTYPES and block == (1, MXFP8.block_size):
+        coding = Fp8(MXFP8.name, block, format=MXFP8)
+    return Linear(module, (rows, columns), coding, (ref, scales[0]), idle)
 
 
 def _block_of(

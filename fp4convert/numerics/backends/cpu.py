@@ -233,29 +233,24 @@ class Cpu:
         self._call(f"decode_int{bits}", items, scales, zeros, layout, values)
         return values
 
-    def row_amax(self, x: Matrix) -> Float32s:
-        """Find the largest magnitude of every row, exact.
+    def grid_amax(self, x: Matrix, grid: Grid) -> None:
+        """Raise scales to amaxes of blocks; equals fp8_int.grid_amax."""
+        amaxes, layout = native_grid(grid, x.shape)
+        self._call(f"grid_amax_{FLOAT_TYPES[x.dtype].word}", _aligned(x), layout, amaxes)
 
-        Inf or NaN where the row holds one.
-        """
-        bits = np.zeros(x.shape[0], np.uint32)
-        self._call(f"row_amax_{FLOAT_TYPES[x.dtype].word}", _aligned(x), *x.shape, bits)
-        return bits.view(np.float32)
-
-    def quantize_fp8(self, x: Matrix, weight_scales: Float32s) -> Bytes:
+    def quantize_fp8(self, x: Matrix, grid: Grid) -> Bytes:
         """Return (rows, columns) E4M3 codes; equals fp8_int.quantize_fp8."""
-        is_per_row = weight_scales.size != 1
-        scales = _checked(weight_scales.reshape(-1), (x.shape[0] if is_per_row else 1,))
         codes = np.empty(x.shape, np.uint8)
-        self._call(
-            f"quantize_fp8_{FLOAT_TYPES[x.dtype].word}",
-            _aligned(x),
-            *x.shape,
-            scales,
-            int(is_per_row),
-            codes,
-        )
+        kernel = f"quantize_fp8_{FLOAT_TYPES[x.dtype].word}"
+        self._call(kernel, _aligned(x), *native_grid(grid, x.shape), codes)
         return codes
+
+    def fp8_costs(self, x: Matrix, grid: Grid, costs: Doubles) -> None:
+        """Add costs of blocks; equals fp8_int.fp8_costs."""
+        if costs.shape != grid.scales.shape or not costs.flags.c_contiguous:
+            raise ValueError(f"costs of shape {costs.shape}; expected {grid.scales.shape}")
+        kernel = f"fp8_costs_{FLOAT_TYPES[x.dtype].word}"
+        self._call(kernel, _aligned(x), *native_grid(grid, x.shape), costs)
 
     def transpose(self, stored: Matrix, columns: range) -> Matrix:
         """Return columns of a stored matrix as rows.

@@ -34,7 +34,7 @@ from fp4convert.numerics.formats import (
     E2M1_MAX,
     E8M0_STORED_MAX,
     FLOAT_TYPES,
-    FORMATS,
+    FP4_FORMATS,
     GLOBAL_RANGE,
     IMPORTANCE,
     MXFP4,
@@ -210,7 +210,7 @@ def _describe_difference(output: Output) -> str:
 def _outputs(lane: Lane) -> Iterator[Output]:
     for dtype in FLOAT_TYPES:
         yield from _amaxes(lane, dtype)
-        for fmt in FORMATS.values():
+        for fmt in FP4_FORMATS.values():
             for group_amax in GROUP_AMAXES if fmt.has_global_scale else (0.0,):
                 values = adversarial_values(dtype, fmt, group_amax)
                 for rule in fmt.scale_rules:
