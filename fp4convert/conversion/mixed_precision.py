@@ -36,7 +36,7 @@ from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8, dtype_named
 from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, judge_each
 from fp4convert.planning.global_scales import given_amaxes
-from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars
+from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars, kept_dtype
 from fp4convert.progress import Phases, size_text
 from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, gather_groups, scale_groups
 from fp4convert.recipes.rules import FormatRule, Patterns
@@ -299,7 +299,8 @@ class _Fitting:
                 made.setdefault(verdict.form, {})[linear.module] = linear.shape
             else:  # an ordinary tensor
                 packed = dtype_named(self.recipe.target.keep_dtype or KEPT_DTYPE)
-                dtype = packed if linear.coding.is_packed else linear.home.dtype
+                is_packed = linear.coding.is_packed
+                dtype = packed if is_packed else kept_dtype(linear.home, self.recipe)
                 total += math.prod(linear.shape) * FLOAT_TYPES[dtype].nbytes
         for form, shapes in made.items():
             for stem, shape in self.dialect.stems(shapes).items():

@@ -371,18 +371,26 @@ def _narrow_float32(step: Step, recipe: Recipe) -> Step:
     Vectors cost little, and routers decide by small differences: both stay as they are.
     """
     ref, word = step.refs[0], recipe.target.keep_dtype
-    is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
-    if word is None or ref.dtype != "F32" or not is_matrix:
-        return step
-    if recipe.kind_of(module_of(ref.name)) == "router":
+    dtype = kept_dtype(ref, recipe)
+    if dtype == ref.dtype:
         return step
     shape = ref.shape[0], ref.elements // ref.shape[0]
     whole = Linear(module_of(ref.name), shape, FLOATS[ref.dtype], (ref,))
     return step._replace(
         reason=f"{step.reason}; fp32 becomes {word}",
-        specs=(TensorSpec(ref.name, dtype_named(word), ref.shape),),
+        specs=(TensorSpec(ref.name, dtype, ref.shape),),
         linears=step.linears or (whole,),
     )
+
+
+def kept_dtype(ref: TensorRef, recipe: Recipe) -> str:
+    """Return the type in which a stored tensor of floats stays."""
+    word = recipe.target.keep_dtype
+    is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
+    if word is None or ref.dtype != "F32" or not is_matrix:
+        return ref.dtype
+    is_router = recipe.kind_of(module_of(ref.name)) == "router"
+    return ref.dtype if is_router else dtype_named(word)
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:

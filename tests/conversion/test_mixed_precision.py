@@ -182,6 +182,29 @@ def test_fused_members_get_one_format_and_the_plan_says_what_it_made(source, tmp
     assert kinds == {"nvfp4", "fp8", "keep"}
 
 
+def test_kept_float32_counts_as_the_bytes_that_keep_dtype_writes(tmp_path):
+    """Eight matrices of 64 x 64 in float32: staying as bf16, each takes 8192 bytes."""
+    draw = np.random.default_rng(1)
+    tensors = {
+        f"model.layers.{number}.mlp.down_proj.weight": (
+            "F32",
+            (64, 64),
+            draw.standard_normal((64, 64), dtype=np.float32).tobytes(),
+        )
+        for number in range(8)
+    }
+    source, out = write_single(tmp_path / "m", tensors), tmp_path / "q"
+    asked = ("--dialect", "mlx", "--keep-dtype", "bf16", "--target-bits")
+    target = planned(source, out, *asked, 8)["target"]
+    assert target["modules"] == {"nvfp4": 6, "keep": 2}
+    assert target["bits_per_weight"] == pytest.approx((6 * 4.5 + 2 * 16) / 8, abs=0.1)
+    quantize(source, out, *asked, 8)
+    stored = sum(len(data) for name, (_, _, data) in read_folder(out).items() if "_proj" in name)
+    assert target["bits_per_weight"] == pytest.approx(8 * stored / (8 * 64 * 64))
+    refusal = refused(source, "--format", "nvfp4", "-o", tmp_path / "r", *asked, 16)
+    assert "to below 16 bits" in refusal["message"]
+
+
 def experts(count: int = 4) -> dict[str, Tensor]:
     at = f"{LAYER}.mlp"
     found = {f"{LAYER}.self_attn.o_proj.weight": weight(1, 64, 64)}
