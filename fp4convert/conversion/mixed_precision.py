@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fp4convert.calibration.statistics import check_linears
@@ -27,7 +27,14 @@ from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.knapsack import Option, choose
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import plan_with, understand
-from fp4convert.conversion.sensitivity import Bench, Candidate, Losses, measure
+from fp4convert.conversion.sensitivity import (
+    MOST_EXPERTS,
+    SAMPLE_NBYTES,
+    Bench,
+    Candidate,
+    Losses,
+    measure,
+)
 from fp4convert.errors import InputError
 from fp4convert.execution.job import refuse_inside
 from fp4convert.execution.plan_file import read_manifest
@@ -182,11 +189,13 @@ def fit(
     )
     losses = measure(bench, fitting.candidates)
     # What a person should know of the pass.
-    nbytes = sum(candidate.linear.nbytes for candidate in fitting.candidates)
+    nbytes = sum(candidate.nbytes for candidate in fitting.candidates)
+    matrices = sum(map(len, fitting.parts.values()))
     where = "from the Hub" if source.is_streamed else "from the disk"
     words = [
-        f"a target reads the source twice {where}: {size_text(nbytes)} of it to measure,"
-        " then all of it to convert"
+        f"a target reads {size_text(nbytes)} {where} to measure {len(fitting.candidates)} of"
+        f" {matrices} matrices: of each, or of all experts of a kind and layer, rows of"
+        f" {size_text(SAMPLE_NBYTES)} that lie evenly over it; then all of the source to convert"
     ]
     if not may_write:
         words.append("a dry run with a target keeps no measurements: the run itself measures again")
@@ -238,18 +247,26 @@ class _Fitting:
         for module in own:
             parts[_part_of(module, recipe)].append(module)
         # What is taken over as it is loses nothing, and is not measured.
+        # Of many experts some are.
         groups = gather_groups({module: verdict.group for module, verdict in decided.items()})
+        shares = dict(share for modules in parts.values() for share in _standing_for(modules))
         candidates = []
         for module, verdict in own.items():
+            if module not in shares:
+                continue
             eight = others.get(FP8.name, {}).get(module)
             measured = [name] if verdict.action == "quantize" else []
             if eight and eight.form and eight.form.format is FP8 and eight.action == "quantize":
                 measured.append(FP8.name)
             if measured:
                 names = groups[verdict.group] if verdict.group else [module]
-                members = tuple(decided[one].linear for one in names)
+                members = tuple(
+                    decided[one].linear for one in names if one in shares or one not in own
+                )
                 amax = amaxes.get(module)
-                candidates.append(Candidate(verdict.linear, members, tuple(measured), amax))
+                candidates.append(
+                    Candidate(verdict.linear, members, tuple(measured), amax, shares[module])
+                )
         every = {name: own, **others}
         return cls(source, recipe, linears, scalars, dialect, parts, every, candidates)
 
@@ -383,15 +400,34 @@ class _Fitting:
         return artifact_job(self.source, plan).result_nbytes
 
 
+def _standing_for(modules: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Choose the modules of a part that are measured: of experts some, evenly.
+
+    Yields  each with the number of those of its kind
+    """
+    for own in _by_kind(modules):
+        count = min(len(own), MOST_EXPERTS)
+        yield from ((own[number * len(own) // count], count) for number in range(count))
+
+
+def _by_kind(modules: Sequence[str]) -> list[list[str]]:
+    """Gather the modules of a part whose names differ by a number: experts."""
+    kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for module in modules:
+        kinds[split_numbers(module)[0]].append(module)
+    return list(kinds.values())
+
+
 def _error(word: str, modules: Sequence[str], losses: Losses) -> float:
     """Sum over kinds of modules what each loses in that format.
 
-    Modules of one kind, which are experts, count as their mean.
+    Modules of one kind, which are experts, count as the mean of those that stand for them.
     """
-    kinds: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    for module in modules:
-        kinds[split_numbers(module)[0]].append(losses.get(module, {}).get(word, 0.0))
-    return math.fsum(math.fsum(found) / len(found) for found in kinds.values())
+    total = []
+    for own in _by_kind([module for module, _ in _standing_for(modules)]):
+        found = [losses.get(module, {}).get(word, 0.0) for module in own]
+        total.append(math.fsum(found) / len(found))
+    return math.fsum(total)
 
 
 def _pattern_of(module: str) -> str:
