@@ -174,6 +174,26 @@ class Calibration:
             raise self.refusal(self.find(moe, "expert_saliency"), detail)
         return Experts(cast(NDArray[np.int64], tokens), saliency)
 
+    @property
+    def loss_kind(self) -> str | None:
+        """Tell what `output_losses` are: kl, output; None in a file without them."""
+        return self.notes.get("loss")
+
+    def output_losses(self, module: str) -> dict[str, float] | None:
+        """Return a module's share of what its part costs the outputs, by format.
+
+        None where that was not measured
+        """
+        ref = self.refs.get(f"{module}.output_losses")
+        if ref is None:
+            return None
+        values, names = self._read(ref), parse_note(self.path, self.notes, "loss_formats", [])
+        self._check_values(ref, values)
+        if not isinstance(names, list) or values.shape != (len(names),):
+            detail = f"has the shape {list(values.shape)}; expected a number for every format"
+            raise self.refusal(ref, detail)
+        return dict(zip(map(str, names), map(float, values), strict=True))
+
     def cache_amax(self, attention: str) -> tuple[float, float]:
         """Return the largest |key|, after its rotation, and |value|.
 

@@ -21,7 +21,7 @@ from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears
-from fp4convert.checkpoint.module_names import split_numbers
+from fp4convert.checkpoint.module_names import part_of, split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.knapsack import Option, choose
@@ -45,7 +45,7 @@ from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, judge_each
 from fp4convert.planning.global_scales import given_amaxes
 from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars, kept_dtype
 from fp4convert.progress import Phases, size_text
-from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, gather_groups, scale_groups
+from fp4convert.recipes.recipe import Recipe, gather_groups
 from fp4convert.recipes.rules import FormatRule, Patterns
 from fp4convert.recipes.toml_files import ANY_FORMAT, KEEP
 from fp4convert.storage.safetensors import TensorRef
@@ -245,7 +245,7 @@ class _Fitting:
             others[word] = judge_each(chosen, replace(recipe, formats=formats), dialect)
         parts: dict[str, list[str]] = defaultdict(list)
         for module in own:
-            parts[_part_of(module, recipe)].append(module)
+            parts[part_of(module, recipe)].append(module)
         # What is taken over as it is loses nothing, and is not measured.
         # Of many experts some are.
         groups = gather_groups({module: verdict.group for module, verdict in decided.items()})
@@ -438,12 +438,3 @@ def _pattern_of(module: str) -> str:
 def _is_plain(name: str) -> bool:
     """Tell whether a name is a glob of itself alone."""
     return not set(name) & set("*?[") and not name.startswith("re:")
-
-
-def _part_of(module: str, recipe: Recipe) -> str:
-    """Name the part: experts by what they are in, others by the scale group."""
-    if any(word in module for word in EXPERT_WORDS) and len(split_numbers(module)[1]) > 1:
-        texts, _ = split_numbers(module)
-        return module[: len(module) - len(texts[-1])].rpartition(".")[0]
-    group = scale_groups([module], recipe.groups).get(module)
-    return str(group) if group else module
