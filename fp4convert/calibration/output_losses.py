@@ -29,6 +29,7 @@ from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Lazy, Skeleton
 from fp4convert.calibration.observers import Watch, watching
 from fp4convert.calibration.samples import Batch, Samples, batches_of, inputs_of
+from fp4convert.calibration.statistics import KL, OUTPUT
 from fp4convert.calibration.workdir import reading_kept
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.module_names import part_of
@@ -44,7 +45,6 @@ from fp4convert.storage.disk import write_errors_at
 MOST_TOKENS = 8192  # of the samples, spread evenly over them
 HIDDEN_NBYTES = 8 * 10**9  # of hidden states of all runs that go on together
 CHUNK_NBYTES = 1 << 25  # of log-probabilities in float64, each of two
-KL, OUTPUT = "kl", "output"  # what a loss is
 SOURCE = 0  # the run of the model as it is
 
 Losses = dict[str, dict[str, float]]
