@@ -145,7 +145,7 @@ def fit(
     if not parts.modules:
         detail = "no module becomes four-bit, so there is nothing to choose"
         raise InputError("no-linears", detail, NAME_SOME)
-    fitting = _Fitting(goal, parts)
+    fitting, known = _Fitting(goal, parts), parts.known_losses()
     fitting.check()
     if not any(recipe.format.name in one.formats for one in parts.candidates):
         count = sum(map(len, parts.modules.values()))
@@ -155,8 +155,8 @@ def fit(
         refuse_inside(source, options.folder)
         if options.folder.is_dir():
             read_manifest(options.folder)
-    if calibration and calibration.loss_formats:
-        return fitting.best(*parts.known_losses(calibration))
+    if known:
+        return fitting.best(*known)
     if calibration:
         check_linears(calibration, (candidate.linear for candidate in parts.candidates))
         for candidate in parts.candidates:

@@ -124,12 +124,16 @@ class Parts:
         calibration = self.scalars.calibration
         return calibration if calibration and calibration.loss_formats else None
 
-    def known_losses(self, calibration: Calibration) -> tuple[Losses, tuple[str, ...]]:
+    def known_losses(self) -> tuple[Losses, tuple[str, ...]] | None:
         """Read what outputs lose by every module; say what a person should know.
+
+        None where no calibration has measured them
 
         Raises  InputError for a file without losses of the format that is asked for, or of a part
         """
-        name = self.recipe.format.name
+        calibration, name = self.measured, self.recipe.format.name
+        if calibration is None:
+            return None
         if name not in calibration.loss_formats:
             known = ", ".join(calibration.loss_formats)
             detail = f"{calibration.path} has what outputs lose in {known}; expected {name}, too"

@@ -2,6 +2,7 @@
 refused.
 """
 
+import json
 import math
 from collections import Counter
 from itertools import product
@@ -24,6 +25,7 @@ from checkpoints import (
 from diffusion import write_wan
 from gptoss_models import listed_experts as gptoss_experts
 from gptoss_models import make_gptoss
+from safetensors.numpy import load_file
 from targets import digits, losses, nbytes_of, planned, quantize, shards
 
 from fp4convert.checkpoint.artifact import Artifact
@@ -389,3 +391,111 @@ def test_the_dry_run_shows_the_choice_to_a_person(source, tmp_path):
     assert outcome.code == 0
     assert "fp8" in outcome.out
     assert "reads 123 kB from the disk to measure 14 of 14 matrices" in outcome.err
+
+
+def sensed(source: Path, file: Path, seed: int, formats: tuple[str, ...]) -> dict[str, list[float]]:
+    """A calibration of which a person typed what outputs lose: by module, in each format."""
+    draw = np.random.default_rng(seed)
+    typed = {
+        name.removesuffix(".weight"): (10.0 ** draw.uniform(-6, -2) * np.array([1.0, 2.3, 0.08]))
+        for name in read_folder(source)
+        if "proj" in name
+    }
+    known = {module: values[: len(formats)].tolist() for module, values in typed.items()}
+    statistics = {f"{m}.output_losses": np.array(v, np.float32) for m, v in known.items()}
+    statistics |= {f"{module}.input_amax": np.float32(1) for module in known}
+    statistics |= {f"{module}.input_channel_amax": np.ones(1, np.float32) for module in known}
+    notes = {"loss": "kl", "loss_formats": json.dumps(formats), "loss_tokens": "4096"}
+    write_calibration(file, open_source(str(source)), statistics, **notes)
+    return known
+
+
+@pytest.mark.parametrize("bits", [4.3, 4.5, 4.75, 6.3, 9])
+def test_no_other_choice_of_that_size_costs_the_outputs_less(source, tmp_path, bits):
+    """Every choice of 8 parts in 4 formats: sizes and losses typed by hand."""
+    file = tmp_path / "c.safetensors"
+    known = sensed(source, file, 7, ("nvfp4", "mxfp4", "fp8"))
+    options = ("--target-bits", bits, "--calibration", file)
+    document = planned(source, tmp_path / "out", *options)
+    target = document["target"]
+    assert not (tmp_path / "out").exists()
+    shapes = {
+        name.removesuffix(".weight"): t[1]
+        for name, t in read_folder(source).items()
+        if "proj" in name
+    }
+    sizes = [
+        lambda rows, columns: rows * columns * 9 // 16 + 4,
+        lambda rows, columns: rows * columns * 17 // 32,
+        lambda rows, columns: rows * columns + 4 * rows,
+        lambda rows, columns: rows * columns * 2,
+    ]
+    parts = [
+        [
+            (
+                sum(size(*shapes[module]) for module in unit),
+                sum([*known[module], 0.0][at] for module in unit),
+            )
+            for at, size in enumerate(sizes)
+        ]
+        for unit in units_of(shapes)
+    ]
+    weights = sum(math.prod(shape) for shape in shapes.values())
+    choices = np.zeros((1, 2))
+    for options_of_part in parts:
+        choices = (choices[:, None] + np.array(options_of_part)[None]).reshape(-1, 2)
+    best = choices[choices[:, 0] <= bits * weights / 8, 1].min()
+    assert best * (1 - 1e-6) <= target["error"] <= best * 1.05
+    assert (target["unit"], target["bits_per_weight"] <= bits) == ("kl", True)
+    (line,) = (line for line in document["warnings"] if "outputs lose" in line)
+    assert "KL of predictions, measured on 4,096 tokens by c.safetensors" in line
+
+
+def test_other_dialects_have_fewer_formats_for_what_outputs_lose(source, tmp_path):
+    file = tmp_path / "c.safetensors"
+    sensed(source, file, 7, ("nvfp4", "mxfp4", "fp8"))
+    asked = ("--calibration", file, "--target-bits", 7)
+    seen = {
+        dialect: planned(source, tmp_path / "out", "--dialect", dialect, *asked)["target"][
+            "modules"
+        ]
+        for dialect in ("compressed-tensors", "modelopt", "mlx")
+    }
+    assert seen["compressed-tensors"].keys() <= {"nvfp4", "mxfp4", "fp8", "keep"}
+    assert seen["modelopt"].keys() <= {"nvfp4", "fp8", "keep"}
+    assert seen["mlx"].keys() == {"nvfp4", "keep"}
+
+
+def test_what_outputs_lose_has_to_be_known_of_the_format_that_is_asked_for(source, tmp_path):
+    file, out = tmp_path / "c.safetensors", tmp_path / "out"
+    sensed(source, file, 7, ("nvfp4",))
+    asked = ("--target-bits", 7, "--calibration", file, "-o", out)
+    error = refused(source, "--format", "mxfp4", *asked)
+    assert (error["code"], "--sensitivity" in error["next"]) == ("calibration-missing", True)
+    notes = {"loss": "kl", "loss_formats": '["nvfp4"]', "loss_tokens": "4096"}
+    statistics = {"model.layers.9.mlp.down_proj.output_losses": np.ones(1, np.float32)}
+    write_calibration(file, open_source(str(source)), statistics, **notes)
+    error = refused(source, "--format", "nvfp4", *asked)
+    assert "any part of these" in error["message"]
+    write_calibration(file, open_source(str(source)), statistics, **{**notes, "loss": "x"})
+    assert refused(source, "--format", "nvfp4", *asked)["code"] == "calibration-file"
+    assert not out.exists()
+
+
+def test_parts_that_were_not_measured_become_what_is_asked_for(source, tmp_path):
+    """Outside of the layers, as a rule: the plan names the first."""
+    file = tmp_path / "c.safetensors"
+    sensed(source, file, 7, ("nvfp4", "mxfp4", "fp8"))
+    known = load_file(file)
+    lacking = "model.layers.1.mlp.down_proj"
+    del known[f"{lacking}.output_losses"]
+    notes = {"loss": "kl", "loss_formats": '["nvfp4", "mxfp4", "fp8"]', "loss_tokens": "4096"}
+    write_calibration(file, open_source(str(source)), known, **notes)
+    asked = ("--target-bits", 12, "--calibration", file)
+    document = planned(source, tmp_path / "out", *asked)
+    (line,) = (line for line in document["warnings"] if "has not measured 1 parts" in line)
+    assert line.endswith(f"become nvfp4: the first is {lacking}")
+    quantize(source, tmp_path / "out", *asked)
+    made = formats_in(tmp_path / "out")
+    assert made[lacking] == "nvfp4"
+    assert [made[module] for module in made].count("keep") > 6
