@@ -17,7 +17,7 @@ from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.knapsack import Option, choose
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.parts import Parts, is_plain, pattern_of
-from fp4convert.conversion.quantization import plan_with, understand
+from fp4convert.conversion.quantization import goal_record, plan_with, understand
 from fp4convert.conversion.sensitivity import (
     SAMPLE_NBYTES,
     Bench,
@@ -34,9 +34,9 @@ from fp4convert.progress import Phases, size_text
 from fp4convert.recipes.rules import FormatRule, Patterns
 from fp4convert.storage.source import Source
 
-MOST_TRIES = 50  # to meet a size: what names and records take changes a little with the choice
 GIGA = 10**9
 NMSE = "nmse"  # what errors are where outputs were not measured
+MOST_TRIES = 50  # to meet a size: what names and records take changes a little with the choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +294,8 @@ class _Fitting:
     def artifact_nbytes(self, chosen: Sequence[Option]) -> int:
         """Count the bytes of all files, exactly."""
         rules = self._rules(chosen)
-        own = self.parts
+        own, goal = self.parts, self.goal
         plan = plan_with(own.source, own.recipe, own.linears, own.scalars, rules)
+        told = goal_record(goal.bits, own.scalars.calibration)
+        plan = replace(plan, goal=told)
         return artifact_job(own.source, plan).result_nbytes

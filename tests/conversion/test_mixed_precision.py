@@ -2,6 +2,7 @@
 refused.
 """
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -498,4 +499,8 @@ def test_parts_that_were_not_measured_become_what_is_asked_for(source, tmp_path)
     quantize(source, tmp_path / "out", *asked)
     made = formats_in(tmp_path / "out")
     assert made[lacking] == "nvfp4"
-    assert [made[module] for module in made].count("keep") > 6
+    record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
+    assert record["target"] == {"bits": 12.0, "minimized": "kl"}
+    assert record["calibration"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert run("inspect", tmp_path / "out", "--full").code == 0
+    assert [made[module] for module in made].count("keep") > 4
