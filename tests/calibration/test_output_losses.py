@@ -92,7 +92,7 @@ def test_a_part_alone_costs_what_it_does_in_the_whole_model(
     found = losses_in(file, stored)
     short = [part.removeprefix("model.") for part in stored]
     assert found["fp8"] == pytest.approx(judge(name, source, short, axis), rel=2e-3)
-    assert found["fp8"] < found["nvfp4"] < found["mxfp4"]
+    assert found["fp8"] < min(found["nvfp4"], found["mxfp4"])
     assert open_calibration(file).loss_kind == ("output" if name == "Bert" else "kl")
 
 
