@@ -143,7 +143,7 @@ def as_arrays(losses: Losses) -> dict[str, NDArray[np.generic]]:
 
 
 def measure_losses(run: LossRun) -> Losses:
-    """Measure every part in every format; what an earlier run measured is read.
+    """Measure every part in every format, after those of an earlier run.
 
     Raises InputError for a model that cannot be run a layer at a time, or computes NaN
     """

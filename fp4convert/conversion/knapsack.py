@@ -69,9 +69,10 @@ def choose(parts: Sequence[Sequence[Option]], nbytes: int) -> list[Option] | Non
 
 
 def _exchange(hulls: Sequence[Sequence[Option]], levels: list[int], nbytes: int) -> bool:
-    """Raise a part and lower others, where that lessens the error; tell whether.
+    """Raise a part and lower others where that lessens the error.
 
-    Of all parts that could be raised the one that gains most is, after the price of the others.
+    Of all parts that could be raised it is the one that gains most, less the price of the others.
+    Returns whether there was one
     """
     taken = sum(options[level].nbytes for options, level in zip(hulls, levels, strict=True))
     steps = sorted(

@@ -1,4 +1,4 @@
-"""Find the parts of a model: what each can become, what that takes, what is lost by it.
+"""Find the parts of a model, what each can become, and what it loses.
 
 A *part* is what changes its format as one, because engines want it in one: members of a scale
 group, all experts of a layer, or a linear layer by itself. A part becomes the format that is asked

@@ -327,7 +327,7 @@ def _noises_of_fp4(
     fmt: Format,
     amax: float | None,
 ) -> list[NDArray[np.float64]]:
-    """Sum the squared errors of every column, of members of a scale group.
+    """Sum the squared errors of columns, for members of a scale group.
 
     read  every member of the group; all set the global scale, where no amax is given
     """
@@ -344,7 +344,7 @@ def _noises_of_fp4(
 
 
 def _noise_of_fp8(bench: Bench, matrix: Matrix) -> NDArray[np.float64]:
-    """Sum the squared errors of every column, with a scale for each row or for all."""
+    """Sum the squared errors of columns, by scales of rows or of all."""
     amax = Cpu().row_amax(matrix)
     if bench.granularity == "tensor":
         amax = np.broadcast_to(amax.max(initial=0), amax.shape)
