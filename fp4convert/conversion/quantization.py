@@ -103,7 +103,7 @@ def prepare_quantize(
 
 
 def goal_record(bits: float | None, calibration: Calibration | None) -> dict[str, object] | None:
-    """Say what formats of modules are chosen by; None where that is weights alone.
+    """Say what formats of modules are chosen by; None for weights alone.
 
     bits  that were asked for; a size in bytes would change the size
     """
