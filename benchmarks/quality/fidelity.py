@@ -35,6 +35,7 @@ FOLDING = ("awq", "smooth")  # methods that MiniLM has too few places for
 RULES = {"nvfp4": ("amax", "four-over-six", "mse"), "mxfp4": ("floor", "even", "ceil", "mse")}
 ENDING = ".safetensors"  # of calibrations; no folder's name may have it
 SENTENCES = 300  # that MiniLM is calibrated with
+SIZED, BITS = "nvfp4", ("4.501", "4.75")  # bits of a weight; the first is all NVFP4
 JUDGED, FED = 128, 128  # sequences of the language model: to judge by, to calibrate with
 
 
@@ -231,6 +232,13 @@ def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
         ("tiny", "prose"): bench.calibration(
             "tiny", "prose", "--text", str(texts / "prose.txt"), *fed
         ),
+        **{
+            (model, "sized"): bench.calibration(model, "sized", *words, "--sensitivity")
+            for model, words in {
+                "MiniLM": ("--text", str(texts / "sentences.txt"), "--samples", str(SENTENCES)),
+                "tiny": ("--text", str(texts / "sources.txt"), *fed),
+            }.items()
+        },
     }
     for fmt, rules in RULES.items():
         for rule in rules:
@@ -250,11 +258,27 @@ def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
                 f"{fmt} {way}",
                 with_file if not way.startswith(FOLDING) else {"tiny": with_file["tiny"]},
             )
+        if fmt == SIZED:
+            yield from sizes(bench, files)
         for text in ("self", "prose"):
             yield (
                 f"{fmt} gptq, {text}",
                 {"tiny": (fmt, "--method", "gptq", "--calibration", str(files["tiny", text]))},
             )
+
+
+def sizes(
+    bench: Bench, files: dict[tuple[str, str], Path]
+) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
+    """Formats of modules chosen for a size: by weights, and by what the outputs lose."""
+    for bits in BITS:
+        target = (SIZED, "--target-bits", bits)
+        known = {
+            model: (*target, "--calibration", str(files[model, "sized"])) for model in bench.sources
+        }
+        if float(bits) > float(BITS[0]):  # four bits and nothing else are no choice of weights
+            yield f"{bits} bits by weights", dict.fromkeys(bench.sources, target)
+        yield f"{bits} bits by outputs", known
 
 
 def bars(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> Iterable[list[str]]:
@@ -283,6 +307,8 @@ def bars(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> Itera
     for what, over, bar in (
         ("nvfp4 gptq", "nvfp4 amax", 0.2),
         ("nvfp4 gptq, self", "nvfp4 gptq", 1.1),
+        (f"{BITS[1]} bits by outputs", f"{BITS[1]} bits by weights", 0.5),
+        (f"{BITS[0]} bits by outputs", "nvfp4 mse", 1.0),
     ):
         ratio = float(found[what][2]) / float(found[over][2])
         yield [

@@ -13,6 +13,8 @@ __metadata__, or the index's `metadata`) are strings:
                same input
   unrouted     experts whose statistics are those of tokens that were not routed to them, a JSON
                list
+  loss, loss_formats, loss_tokens   of calibrate --sensitivity: kl (nats a token) or output (squared
+               error over the square), a JSON list of formats, on how many tokens
   parts        {file: sha256} as JSON, of an index alone
 
 and its tensors, by the names of linear layers (experts are modules of their own), attentions and
@@ -26,6 +28,8 @@ mixtures of experts:
                                                      block is padded with zeros
   {module}.input_gram_scale    F32 []                of an F16 Gram: what it is multiplied with
   {module}.tokens              I64 []                tokens seen
+  {module}.output_losses       F32 [formats]         its share of what the outputs lose where its
+                                                     part alone is rounded to each format
   {moe}.expert_tokens          I64 [experts]
   {moe}.expert_saliency        F32 [experts]
   {attention}.k_amax, .v_amax  F32 []

@@ -270,8 +270,8 @@ class Chain:
         except MODEL_ERRORS as error:
             self._refuse(error)
         if any(tensor._version != version for tensor, version in before):
-            detail = f"{self.kind} cannot be run a layer at a time: {forward.layer} changes a mask"
-            raise InputError("calibration-model", f"{detail} or positions in place", NEXT)
+            detail = f"{self.kind} cannot be run a layer at a time: {forward.layer} changes"
+            raise InputError("calibration-model", f"{detail} what it is given in place", NEXT)
         return made
 
     def hand_on(self, number: int, made: Any) -> None:
@@ -287,6 +287,17 @@ class Chain:
         first = kept if is_one else next(iter(kept), None) if type(kept) is tuple else None
         if isinstance(first, torch.Tensor):
             self._handed[number] = first
+
+    def hand_on_from(self, number: int, other: int) -> None:
+        """Give the rest of a forward what the layer made for another.
+
+        Both were given the same.  Whoever changes it in place is refused
+        """
+        self.forwards[number].made = self.forwards[other].made
+        handed = self._handed.get(other)
+        if handed is not None:
+            self._handed[number] = handed
+            self._seen[handed] = None
 
     def hand_on_again(self, number: int, arity: int, is_last: bool) -> None:
         """Let a layer that was run before count as run.

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,6 +28,7 @@ from fp4convert.calibration.observers import (
     find_unwatched,
     watching,
 )
+from fp4convert.calibration.output_losses import LossRun, as_arrays, measure_losses
 from fp4convert.calibration.result import Calibrated
 from fp4convert.calibration.samples import (
     Batch,
@@ -43,6 +44,7 @@ from fp4convert.calibration.samples import (
 )
 from fp4convert.calibration.workdir import (
     AROUND,
+    LOSSES,
     SAMPLES_FILE,
     join_parts,
     kept_state,
@@ -61,6 +63,7 @@ from fp4convert.numerics.backends.base import expected_device
 from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases, size_text, tokens_text
 from fp4convert.recipes.options import one_of
+from fp4convert.recipes.recipe import model_recipe
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.source import Source, stopping
@@ -75,6 +78,7 @@ class Run:
     """What is to be calibrated, and how.
 
     gram           none, diag, block:N or full
+    has_losses     what the outputs lose by each part in each format is measured, too
     device         auto, cpu, cuda or cuda:N
     held_nbytes    of weights that may be in memory at once, where the model writes its own text
     is_forced      a file that is there may be replaced
@@ -86,6 +90,7 @@ class Run:
     output: Path
     feed: Feed
     gram: str = "diag"
+    has_losses: bool = False
     device: str = "auto"
     held_nbytes: int = 8 * 10**9
     is_forced: bool = False
@@ -134,7 +139,7 @@ def calibrate(run: Run) -> Calibrated:
     # What decides the file's bytes: a run with the same goes on where another ended.
     libraries = [f"{name} {version(name)}" for name in ("fp4convert", "torch", "transformers")]
     feed = [run.feed.words(), run.feed.samples, run.feed.sequence_length]
-    purpose = json.dumps([notes, run.gram, str(device), feed, libraries])
+    purpose = json.dumps([notes, run.gram, run.has_losses, str(device), feed, libraries])
     with kept_state(run.output, purpose, run.tell) as state, stopping(run.source):
         run.phases.begin("model")
         copy_texts(run.source, state / "model")
@@ -142,9 +147,15 @@ def calibrate(run: Run) -> Calibrated:
         check_reads_text(skeleton)
         samples = _find_samples(run, skeleton, state)
         needs = needs_of(skeleton, run.gram, sum(map(len, samples)), run.source.checkpoint.config)
+        losses = None
+        if run.has_losses:
+            recipe = model_recipe(run.source.checkpoint.config)
+            losses = LossRun(skeleton, recipe, samples, state, run.phases)
+            needs = replace(needs, hidden_nbytes=max(needs.hidden_nbytes, losses.hidden_nbytes))
+            run.tell(losses.words())
         needs.check(run.output, state, device)
         run.tell(needs.words())
-        layers = _LayerRun(run, skeleton, state, batches_of(samples), notes)
+        layers = _LayerRun(run, skeleton, state, batches_of(samples), notes, losses)
         layers.run_layers()
         result = layers.finish(samples, begun)
     shutil.rmtree(state)
@@ -242,6 +253,7 @@ class _LayerRun:
     state: Path
     batches: list[Batch]
     notes: dict[str, str]
+    losses: LossRun | None = None
     _parts: dict[str, int] = field(default_factory=dict)
 
     def run_layers(self) -> None:
@@ -363,8 +375,13 @@ class _LayerRun:
             "unrouted": json.dumps(unrouted),
         }
         missed, opaque = find_unwatched(self.skeleton, seen)
-        self.run.phases.begin("join")
         parts = [part_file(self.state, number) for number in numbers]
+        if self.losses:
+            arrays = as_arrays(measure_losses(self.losses))
+            parts.append(part_file(self.state, LOSSES))
+            write_part(parts[-1], arrays, self.notes)
+            notes |= self.losses.notes()
+        self.run.phases.begin("join")
         sha256, nbytes = join_parts(self.run.output, parts, notes)
         return Calibrated(
             output=self.run.output,

@@ -26,6 +26,7 @@ from fp4convert.storage.source import Source
 
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
+LOSS_KINDS = KL, OUTPUT = "kl", "output"  # what outputs lose: predictions, or all they are
 COUNTS = (".tokens", ".expert_tokens")  # end names of integers
 DTYPES: dict[str, np.dtype[np.generic]] = {
     "F32": np.dtype("<f4"),
@@ -173,6 +174,45 @@ class Calibration:
             detail = "is above 0 for an expert that no token was routed to"
             raise self.refusal(self.find(moe, "expert_saliency"), detail)
         return Experts(cast(NDArray[np.int64], tokens), saliency)
+
+    @property
+    def loss_formats(self) -> tuple[str, ...]:
+        """Name the formats of `output_losses`; none in a file without them.
+
+        Raises  InputError for notes that say no kind or number of tokens with them
+        """
+        found = parse_note(self.path, self.notes, "loss_formats", [])
+        is_sound = isinstance(found, list) and all(isinstance(name, str) for name in found)
+        is_told = self.loss_kind in LOSS_KINDS and self.notes.get("loss_tokens", "").isdecimal()
+        if not is_sound or (found and not is_told):
+            detail = f"{self.path}: its metadata does not say what losses it has"
+            raise InputError("calibration-file", f"{detail}; expected names of formats", AGAIN)
+        return tuple(found) if isinstance(found, list) else ()
+
+    @property
+    def loss_kind(self) -> str:
+        """Tell what `output_losses` are: kl, or output."""
+        return self.notes.get("loss", "")
+
+    @property
+    def loss_tokens(self) -> int:
+        """Count the tokens that `output_losses` were measured on."""
+        return int(self.notes["loss_tokens"])
+
+    def output_losses(self, module: str) -> dict[str, float] | None:
+        """Return a module's share of what its part costs the outputs, by format.
+
+        None where that was not measured
+        """
+        ref = self.refs.get(f"{module}.output_losses")
+        if ref is None:
+            return None
+        values, names = self._read(ref), self.loss_formats
+        self._check_values(ref, values)
+        if values.shape != (len(names),):
+            detail = f"has the shape {list(values.shape)}; expected a number for every format"
+            raise self.refusal(ref, detail)
+        return dict(zip(names, map(float, values), strict=True))
 
     def cache_amax(self, attention: str) -> tuple[float, float]:
         """Return the largest |key|, after its rotation, and |value|.

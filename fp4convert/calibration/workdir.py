@@ -11,6 +11,7 @@ An interrupted run goes on from there:
 .FILE.calibration/hidden-0-00007      what the next layer is given of a batch, and hidden-1 what
                                       it gives, in turns
 .FILE.calibration/part-00003.*        statistics of a layer, and what is to be said of them
+.FILE.calibration/losses-00000.json   what outputs lose by some parts; runs/ has their hidden states
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ SAMPLES_FILE = "tokens.npz"
 LOCK_FILE = "lock"  # held by the process at work; empty
 NOTE_FILE = "for.json"  # what the folder was made for
 AROUND = 99_999  # the part of what is outside the layers
+LOSSES = 100_000  # the part of what outputs lose
 _NAMES = {kind: name for name, kind in DTYPES.items()}
 
 

@@ -13,6 +13,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
+from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, scale_groups
+
 Numbers = tuple[int, ...]
 # For each place the numbers that stand there, every one with every other.
 Ranges = tuple[tuple[int, ...], ...]
@@ -178,3 +180,15 @@ def join_words(words: Sequence[str]) -> str:
     inside = ",".join("_".join(part[before : len(part) - after]) for part in parts)
     common = parts[0]
     return "_".join([*common[:before], f"{{{inside}}}", *common[len(common) - after :]])
+
+
+def part_of(module: str, recipe: Recipe) -> str:
+    """Name what a module changes its format with.
+
+    Experts are one part with all in their layer, others with their scale group.
+    """
+    if any(word in module for word in EXPERT_WORDS) and len(split_numbers(module)[1]) > 1:
+        texts, _ = split_numbers(module)
+        return module[: len(module) - len(texts[-1])].rpartition(".")[0]
+    group = scale_groups([module], recipe.groups).get(module)
+    return str(group) if group else module

@@ -25,6 +25,7 @@ from fp4convert.recipes.rules import FoldRule, FoldUse, StackRule
 from fp4convert.storage.checkpoint_files import RECORD
 
 ADAPTER = "adapter"  # the key of what was merged
+GOAL = "target"  # the key of what formats of modules were chosen for
 MIXED = "mixed"  # the format of an artifact whose modules have several forms
 
 
@@ -35,6 +36,7 @@ class Contents(NamedTuple):
     ignored  those that stay
     shapes   of modules whose tensors alone do not tell
     adapter  what is said of one that was merged
+    goal     what formats of modules were chosen for
     """
 
     groups: Sequence[Group]
@@ -43,6 +45,7 @@ class Contents(NamedTuple):
     stacks: Sequence[StackRule] = ()
     folds: Sequence[FoldUse] = ()
     adapter: Mapping[str, object] | None = None
+    goal: Mapping[str, object] | None = None
 
 
 def make_record(
@@ -55,7 +58,7 @@ def make_record(
     origin  repo and revision of the weights it was made from; None for a folder, whose path is
             nobody's business
     """
-    groups, ignored, shapes, stacks, folds, adapter = contents
+    groups, ignored, shapes, stacks, folds, adapter, goal = contents
     form, spelling = groups[0].form, dialect_named(str(target.dialect))
     record: dict[str, object]
     if len(groups) > 1:
@@ -97,6 +100,7 @@ def make_record(
         "method": target.method,
         "calibration": target.calibration,
         **({ADAPTER: dict(adapter)} if adapter else {}),
+        **({GOAL: dict(goal)} if goal else {}),
         **method_settings(target),
         "ignore": [*ignored.modules, *ignored.patterns],
         "producer": producer,

@@ -46,6 +46,7 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
                 output=output,
                 feed=feed,
                 gram=options.gram,
+                has_losses=options.sensitivity,
                 device=options.device,
                 held_nbytes=as_nbytes(options.hold),
                 is_forced=options.force,

@@ -297,6 +297,13 @@ class CalibrateOptions(TextOptions):
             value=f"[{'|'.join(GRAMS)}]",
         ),
     ] = "diag"
+    sensitivity: Annotated[
+        bool,
+        Option(
+            "Also measure what outputs lose by each part in each format, for --target-bits.",
+            panel=QUALITY,
+        ),
+    ] = False
     lora: Adapters = ()
     lora_scale: AdapterScale = None
     force: Force = False

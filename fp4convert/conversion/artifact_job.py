@@ -67,7 +67,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     producer = {"name": "fp4convert", "version": version("fp4convert")}
     checkpoint = source.checkpoint
     origin = origin or {"repo": checkpoint.repo, "revision": checkpoint.revision}
-    contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)
+    contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds, goal=plan.goal)
     if plan.adapter:
         contents = contents._replace(adapter=plan.adapter.as_record())
     record = make_record(plan.target, contents, producer, origin)

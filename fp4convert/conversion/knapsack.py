@@ -5,7 +5,9 @@ Every part begins with its most accurate option. Each further option of the lowe
 per byte, until the whole fits (the greedy solution of the Lagrangian). Of all choices that take no
 more bytes than the result of these steps, none has less error. The last step may have saved more
 than was needed: steps that fit into what is left are then taken back, the dearest first. The error
-is therefore within one step of the least: the last step's own error.
+is therefore within one step of the least: the last step's own error. Where a few parts bear most of
+the error a step is much: then a part is raised where the cheapest steps of others pay for it, as
+long as the error falls.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+MOST_EXCHANGES = 1000  # each lessens the error
+ROUNDING = 1e-12  # of errors: what is less is none
 
 
 class Option(NamedTuple):
@@ -57,7 +62,43 @@ def choose(parts: Sequence[Sequence[Option]], nbytes: int) -> list[Option] | Non
         if levels[part] == level and excess + saved_nbytes <= 0:
             levels[part] -= 1
             excess += saved_nbytes
+    for _ in range(MOST_EXCHANGES):
+        if not _exchange(hulls, levels, nbytes):
+            break
     return [options[level] for options, level in zip(hulls, levels, strict=True)]
+
+
+def _exchange(hulls: Sequence[Sequence[Option]], levels: list[int], nbytes: int) -> bool:
+    """Raise a part and lower others where that lessens the error.
+
+    Of all parts that could be raised it is the one that gains most, less the price of the others.
+    Returns whether there was one
+    """
+    taken = sum(options[level].nbytes for options, level in zip(hulls, levels, strict=True))
+    steps = sorted(
+        (_price(before, after), part, level, before.nbytes - after.nbytes)
+        for part, options in enumerate(hulls)
+        for level, (before, after) in enumerate(pairwise(options), 1)
+        if level > levels[part]
+    )
+    best, found = 0.0, dict[int, int]()
+    for part, options in enumerate(hulls):
+        for level in range(levels[part]):
+            own, higher = options[levels[part]], options[level]
+            excess, error = taken + higher.nbytes - own.nbytes - nbytes, higher.error - own.error
+            changed = {part: level}
+            for price, other, lower, saved_nbytes in steps:
+                if excess <= 0 or error >= best:
+                    break
+                if other != part:
+                    changed[other] = lower
+                    excess -= saved_nbytes
+                    error += price * saved_nbytes
+            if excess <= 0 and error < best * (1 + ROUNDING) - ROUNDING * own.error:
+                best, found = error, changed
+    for part, level in found.items():
+        levels[part] = level
+    return bool(found)
 
 
 def hull(options: Sequence[Option]) -> list[Option]:

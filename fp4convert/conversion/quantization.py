@@ -92,7 +92,8 @@ def prepare_quantize(
     plan = plan_with(source, recipe, linears, scalars, formats)
     if scalars.calibration:
         is_fitted = (options.target_size, options.target_bits) != (None, None)
-        plan = with_statistics(plan, scalars.calibration, is_fitted)
+        goal = goal_record(options.target_bits, scalars.calibration) if is_fitted else None
+        plan = with_statistics(replace(plan, goal=goal), scalars.calibration, is_fitted)
     # Whoever names an engine does not ask what others do with the result.
     traps = () if options.engine else engine_warnings(plan, source.checkpoint)
     plan = replace(plan, warnings=(*plan.warnings, *traps))
@@ -102,6 +103,16 @@ def prepare_quantize(
             refuse_odd_scale(module, q)
             check_scalars(module, q, None, dialect_of(plan))
     return plan
+
+
+def goal_record(bits: float | None, calibration: Calibration | None) -> dict[str, object] | None:
+    """Say what formats of modules are chosen by; None for weights alone.
+
+    bits  that were asked for; a size in bytes would change the size
+    """
+    if calibration is None or not calibration.loss_formats:
+        return None
+    return {"bits": bits, "minimized": calibration.loss_kind}
 
 
 def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linears, Scalars]:

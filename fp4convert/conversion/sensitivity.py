@@ -3,7 +3,11 @@
 The loss is sum |(W - V) x|^2 / sum |W x|^2 over the layer's inputs x: by their second moments where
 there is a calibration, else for inputs of unit variance, where it is the noise-to-signal ratio of
 the weights.  Weights are rounded to the nearest value by the rule that `quantize` follows, under
-the global scale that it sets, whichever method follows later.  What stays loses nothing.
+the global scale that they set, whichever method follows later.  What stays loses nothing.
+
+Of a matrix SAMPLE_NBYTES are read, in strips of rows that lie evenly over it; of the experts of one
+kind in a layer as many bytes together, of at most MOST_EXPERTS: so a model of any size is measured
+in minutes.  Smaller matrices are read whole.
 
   OUT/.fp4convert/measured/<key>.json  {module: {format: loss}} of one shard; the key stands for all
                                        that the losses depend on
@@ -20,7 +24,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,8 +37,7 @@ from numpy.typing import NDArray
 
 from fp4convert.calibration.input_power import column_power, weighted
 from fp4convert.calibration.statistics import Calibration
-from fp4convert.checkpoint.encodings.base import Linear, room_for
-from fp4convert.checkpoint.encodings.floats import measured_whole
+from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, NumericError
 from fp4convert.execution.leases import Leases, do_together
 from fp4convert.execution.plan_file import STATE, refuse_links
@@ -45,16 +48,20 @@ from fp4convert.execution.workers import read_again_if_damaged
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_floats, not_finite
-from fp4convert.numerics.formats import FORMATS, Format, format_named
+from fp4convert.numerics.formats import Format, format_named
 from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
-from fp4convert.numerics.matrices import Weights
+from fp4convert.numerics.matrices import InMemory
 from fp4convert.progress import Phases
+from fp4convert.quality.losses import RowSample, sample_matrix
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.json_text import read_text_file
-from fp4convert.storage.source import Source, stopping
+from fp4convert.storage.source import ASKED_AT_ONCE, Source, stopping
 
 FOLDER = "measured"
 DIGITS = 9  # of a loss
+SAMPLE_NBYTES = 1 << 20  # of a matrix, or of all experts of one kind in a layer
+STRIP_NBYTES = 1 << 14  # of rows that lie together, at least
+MOST_EXPERTS = 16  # of one kind in a layer, that stand for all
 Losses = dict[str, dict[str, float]]
 """{module: {format: loss}}"""
 
@@ -66,12 +73,23 @@ class Candidate:
     group    the members of its scale group, itself among them, in whichever shard
     formats  names of those in which it loses something that is to be measured
     amax     what sets the global scale of the group, where one is given
+    share    one of how many matrices it is that are read as one
     """
 
     linear: Linear
     group: tuple[Linear, ...]
     formats: tuple[str, ...]
     amax: float | None = None
+    share: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes that are read of it."""
+        return self.sample(self.linear).nbytes
+
+    def sample(self, member: Linear) -> RowSample:
+        """Choose the rows that stand for a member of the group."""
+        return sample_matrix(member, SAMPLE_NBYTES // self.share, strip_nbytes=STRIP_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +125,7 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
     left = {_key(bench, file, own): own for file, own in shards.items()}
     found: Losses = {}
     unsound: dict[str, NumericError] = {}
-    bench.phases.begin("measure", sum(one.linear.nbytes for one in candidates))
+    bench.phases.begin("measure", sum(one.nbytes for one in candidates))
     with ExitStack() as entered:
         leases = None
         if bench.output and bench.is_kept:
@@ -117,7 +135,7 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
         def find_left() -> list[str]:
             for key, own in list(left.items()):
                 if (saved := _read(bench, key, own)) is not None:
-                    bench.phases.skip(sum(one.linear.nbytes for one in own))
+                    bench.phases.skip(sum(one.nbytes for one in own))
                     found.update(saved)
                     del left[key]
             return list(left)
@@ -180,7 +198,7 @@ def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
     layers = [
         [
             *(one.linear.module, one.linear.shape, repr(one.linear.coding), one.formats),
-            *(len(one.group), one.amax),
+            *(len(one.group), one.amax, one.share),
         ]
         for one in own
     ]
@@ -235,7 +253,9 @@ def _measure_shard(bench: Bench, own: Sequence[Candidate]) -> Losses:
     losses: Losses = {}
     unsound: list[NumericError] = []
     threads = bench.workers or bench.rounding.backend.threads
-    with source.stream(file), ThreadPoolExecutor(threads) as pool, stopping(source):
+    if source.is_streamed:
+        threads = max(threads, ASKED_AT_ONCE)
+    with ThreadPoolExecutor(threads) as pool, stopping(source):
         coming = [pool.submit(_measure_group, bench, group) for group in ordered]
         try:
             for future in coming:
@@ -266,66 +286,71 @@ def _measure_group(bench: Bench, group: list[Candidate]) -> Losses:
             raise
         raise UnsoundShardError(named) from None
     for one in group:
-        bench.phases.report(one.linear.name, one.linear.nbytes)
+        bench.phases.report(one.linear.name, one.nbytes)
     return losses
 
 
 def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
     """Round members of a scale group in each format, weigh the errors."""
-    source, calibration = bench.source, bench.calibration
-    weights = [one.linear.coding.weights(one.linear, source) for one in group]
-    # Sums over rows for each column: the power of the weights, and of their error in each format.
-    signals = [np.zeros(one.linear.shape[1]) for one in group]
-    noises = [{name: np.zeros(one.linear.shape[1]) for name in one.formats} for one in group]
-    is_fp4 = any(FORMATS[name].is_fp4 for one in group for name in one.formats)
-    with room_for(source, group[0].group):
-        if is_fp4:
-            # Panels of four-bit blocks, member by member, under the amax of the whole group.
-            name = bench.rounding.target.format
-            given = Given(group[0].amax)
-            whole = list(measured_whole(group[0].group, source)) if given.amax is None else []
-            modules, fmt = [one.linear.module for one in group], format_named(name)
-            current = first = 0
-            for number, q in bench.rounding.panels(whole, weights, modules, fmt, given):
-                first = first if number == current else 0
-                x = as_floats(weights[number].rows(first, first + q.shape[0]))
-                signals[number] += column_power(x)
-                noises[number][name] += column_power(x - Cpu().values(q))
-                current, first = number, first + q.shape[0]
-        for one, matrix, signal, noise in zip(group, weights, signals, noises, strict=True):
-            for fmt in (FORMATS[name] for name in one.formats if FORMATS[name].is_fp8):
-                _add_fp8(bench, matrix, fmt, noise[fmt.name], None if is_fp4 else signal)
-    losses: Losses = {}
-    for one, signal, noise in zip(group, signals, noises, strict=True):
-        moments = calibration.moments(one.linear.module) if calibration else None
-        power = weighted(signal, moments)
-        if not math.isfinite(power):
-            raise not_finite()
-        own: dict[str, float] = {}
-        for name, errors in noise.items():
-            loss = weighted(errors, moments) / power if power else 0.0
-            own[name] = float(f"{loss:.{DIGITS}g}")
-        losses[one.linear.module] = own
+    calibration = bench.calibration
+    sample = group[0].sample
+    read = {one.module: InMemory(sample(one).read(bench.source)) for one in group[0].group}
+    moments = {
+        one.linear.module: calibration.moments(one.linear.module) if calibration else None
+        for one in group
+    }
+    powers = {
+        module: weighted(column_power(as_floats(read[module].matrix)), own)
+        for module, own in moments.items()
+    }
+    if not all(map(math.isfinite, powers.values())):
+        raise not_finite()
+    losses: Losses = {module: {} for module in moments}
+    for name in dict.fromkeys(name for one in group for name in one.formats):
+        modules = [one.linear.module for one in group if name in one.formats]
+        fmt = format_named(name)
+        if fmt.is_fp4:
+            noises = _noises_of_fp4(bench, read, modules, fmt, group[0].amax)
+        else:
+            noises = [_noise_of_fp8(bench, read[module], fmt) for module in modules]
+        for module, noise in zip(modules, noises, strict=True):
+            power = powers[module]
+            loss = weighted(noise, moments[module]) / power if power else 0.0
+            losses[module][name] = float(f"{loss:.{DIGITS}g}")
     return losses
 
 
-def _add_fp8(
+def _noises_of_fp4(
     bench: Bench,
-    weights: Weights,
+    read: Mapping[str, InMemory],
+    modules: Sequence[str],
     fmt: Format,
-    noise: NDArray[np.float64],
-    signal: NDArray[np.float64] | None,
-) -> None:
-    """Add the error of MXFP8, or FP8 with a scale for rows or the whole.
+    amax: float | None,
+) -> list[NDArray[np.float64]]:
+    """Sum the squared errors of columns, for members of a scale group.
 
-    signal  gets the power of the weights; None where it is known
+    read  every member of the group; all set the global scale, where no amax is given
     """
+    members = [read[module] for module in modules]
+    noises = [np.zeros(one.shape[1]) for one in members]
+    whole = list(read.values()) if amax is None else []
+    current = first = 0
+    for number, q in bench.rounding.panels(whole, members, modules, fmt, Given(amax)):
+        first = first if number == current else 0
+        x = as_floats(members[number].rows(first, first + q.shape[0]))
+        noises[number] += column_power(x - Cpu().values(q))
+        current, first = number, first + q.shape[0]
+    return noises
+
+
+def _noise_of_fp8(bench: Bench, weights: InMemory, fmt: Format) -> NDArray[np.float64]:
+    """Sum the squared errors of columns, for MXFP8 or FP8."""
     rows, columns = weights.shape
     is_whole = bench.granularity == "tensor" and not fmt.block_size
     block = (rows if is_whole else 1, fmt.block_size or columns)
     scales = find_scales(weights, block, fmt, bench.rounding.target.rule_for(fmt))
-    for part in round_to_fp8(weights, scales, block):
-        x = as_floats(part.x)
-        noise += column_power(x - part.values)
-        if signal is not None:
-            signal += column_power(x)
+    parts = round_to_fp8(weights, scales, block)
+    noise: NDArray[np.float64] = sum(
+        (column_power(as_floats(part.x) - part.values) for part in parts), np.zeros(columns)
+    )
+    return noise

@@ -16,11 +16,11 @@ from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear, is_fp8
-from fp4convert.checkpoint.encodings.floats import FLOATS, MATRIX_DIMENSIONS, STACK_DIMENSIONS
+from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.checkpoint.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
+from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.activation_scales import (
     UNIT_SCALE,
     Fed,
@@ -31,10 +31,10 @@ from fp4convert.planning.activation_scales import (
 from fp4convert.planning.adapter_notes import notes_on_adapter
 from fp4convert.planning.decisions import Verdict, decide, uneven_groups, warnings_on_four_bits
 from fp4convert.planning.global_scales import GlobalScales, given_amaxes
+from fp4convert.planning.kept_dtype import expanded_spec, idle_keep_dtype, is_expanded, narrow
 from fp4convert.planning.kv_cache_scales import Cache
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.steps import (
-    Idle,
     Plan,
     Step,
     Task,
@@ -47,19 +47,16 @@ from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import (
     Recipe,
     ScaleGroup,
-    Target,
     gather_groups,
     is_expert_stack,
     scale_groups,
 )
 from fp4convert.recipes.rules import StackRule
-from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
 from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
-KEPT_DTYPE = "bf16"  # of what was packed and stays
 NO_CONFIG = (
     "the source has no config.json, or an empty one; the one written holds only the quantization"
     " record"
@@ -114,7 +111,7 @@ def plan_quantize(
             elif ref.name in home:
                 steps += maker.steps_of(ref, home[ref.name])
             elif ref.name not in consumed:
-                steps.append(_narrow(_keep(ref, recipe), recipe))
+                steps.append(narrow(_keep(ref, recipe), recipe))
             steps += scalars.cache.steps.get(ref.name, ())
         tasks.append(writing.task(shard, steps))
     _refuse_lookalikes(refuse_collisions(tasks), dialect, maker.stems)
@@ -133,7 +130,7 @@ def plan_quantize(
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
-    idle = (*find_idle(recipe, checkpoint, linears), *_idle_keep_dtype(recipe, tasks))
+    idle = (*find_idle(recipe, checkpoint, linears), *idle_keep_dtype(recipe, tasks))
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = sum(matches_any(recipe.exclude, module) for module in verdicts)
@@ -201,16 +198,16 @@ class _StepMaker:
             for verdict in verdicts
         ):
             stays = Step(verdicts[0].action, verdicts[0].reason, (ref,), (spec_of(ref),))
-            yield _narrow(stays, self._recipe)
+            yield narrow(stays, self._recipe)
             return
         for verdict in verdicts:
             linear = verdict.linear
             if not verdict.is_made and not linear.coding.is_packed and linear.coding.change:
-                yield _narrow(_change(linear, ref, verdict.reason), self._recipe)
+                yield narrow(_change(linear, ref, verdict.reason), self._recipe)
             elif not verdict.is_made:
                 spec = TensorSpec(linear.module + WEIGHT, ref.dtype, linear.shape)
                 if linear.coding.is_packed:
-                    spec = kept_spec(spec.name, linear.shape, self._recipe.target)
+                    spec = expanded_spec(spec.name, linear.shape, self._recipe.target)
                 yield Step(
                     verdict.action,
                     verdict.reason,
@@ -356,60 +353,6 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Step:
         reason = f"{ref.dtype}, not one of {', '.join(FLOAT_TYPES)}"
         return Step("skip", reason, (ref,), (spec_of(ref),))
     return Step("copy", reason, (ref,), (spec_of(ref),))
-
-
-def _idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
-    """Tell that nothing which stays is written in another type."""
-    steps = (step for task in tasks for step in task.steps if step.linears and not step.is_made)
-    if recipe.target.keep_dtype and all(
-        step.outputs[0].dtype == step.refs[0].dtype for step in steps
-    ):
-        wide = "" if recipe.target.keep_dtype == Q8_0.lower() else "fp32 "
-        why = f"is for {wide}matrices and packed ones that stay; here are none"
-        yield Idle("--keep-dtype", why, is_pattern=False)
-
-
-def is_expanded(linear: Linear) -> bool:
-    """Tell whether no engine would know a module that stays as it is stored."""
-    return linear.coding.is_packed and not linear.coding.is_at_home
-
-
-def kept_spec(name: str, shape: tuple[int, ...], target: Target) -> TensorSpec:
-    """Return the tensor of a packed matrix that stays, and is expanded."""
-    word = target.keep_dtype or KEPT_DTYPE
-    if word != Q8_0.lower():
-        return TensorSpec(name, dtype_named(word), shape)
-    if shape[-1] % BLOCK_TYPES[Q8_0].block_size:
-        return TensorSpec(name, dtype_named(KEPT_DTYPE), shape)
-    return TensorSpec(name, Q8_0, shape_in_bytes(Q8_0, shape))
-
-
-def _narrow(step: Step, recipe: Recipe) -> Step:
-    """Write a matrix that stays in the type of --keep-dtype.
-
-    Of float32, and for Q8_0 of 16 bits. Vectors cost little, and routers decide by small
-    differences: both stay as they are.
-    """
-    ref, target = step.refs[0], recipe.target
-    is_q8_0 = target.keep_dtype == Q8_0.lower()
-    is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
-    if target.keep_dtype is None or not is_matrix:
-        return step
-    module, spec = module_of(ref.name), kept_spec(ref.name, ref.shape, target)
-    if ref.dtype not in (FLOAT_TYPES if is_q8_0 else ("F32",)):
-        return step
-    if is_q8_0 and spec.dtype != Q8_0:  # no whole blocks
-        return step
-    floats = dialect_to_write(target).TRAITS.floats if is_q8_0 else ()
-    if recipe.kind_of(module) == "router" or matches_any(floats, module):
-        return step
-    shape = ref.shape[0], ref.elements // ref.shape[0]
-    whole = Linear(module, shape, FLOATS[ref.dtype], (ref,))
-    return step._replace(
-        reason=f"{step.reason}; {FLOAT_TYPES[ref.dtype].word} becomes {target.keep_dtype}",
-        specs=(spec,),
-        linears=step.linears or (whole,),
-    )
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:

@@ -170,6 +170,7 @@ class Plan:
     excluded     how many linear layers --exclude keeps
     calibration  path of the file of statistics, whose sha256 the target has
     adapter      that was merged, whose hash the target has
+    goal         what formats of modules were chosen for, as our record says it
     """
 
     target: Target
@@ -182,6 +183,7 @@ class Plan:
     idle: tuple[Idle, ...] = ()
     excluded: int = 0
     adapter: Adapter | None = None
+    goal: Mapping[str, object] | None = None
 
     @property
     def steps(self) -> Iterator[Step]:

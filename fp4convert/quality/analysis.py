@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from fp4convert.calibration.input_power import Inputs, describe_inputs
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
@@ -175,8 +173,7 @@ def _measure(
     def measure(place: tuple[str, RowSample]) -> list[Loss]:
         kind, sample = place
         linear = sample.linear
-        weights = linear.coding.weights(linear, source)
-        x = np.concatenate([as_floats(weights.rows(*strip)) for strip in sample.strips])
+        x = as_floats(sample.read(source))
         try:
             found = list(losses_of(x, Inputs.of(calibration, linear.module), wanted[kind]))
         except NumericError as error:

@@ -32,6 +32,8 @@ from fp4convert.numerics.codec import (
 )
 from fp4convert.numerics.formats import FP4_FORMATS, FP8, IMPORTANCE
 from fp4convert.numerics.fp8_int import through_fp8
+from fp4convert.numerics.matrices import Matrix
+from fp4convert.storage.source import Source
 
 STUDIED_BLOCKS = (16, 32, 64)
 ROW, TENSOR = "row", "tensor"
@@ -150,6 +152,13 @@ class RowSample:
     def rows(self) -> int:
         return sum(last - first for first, last in self.strips)
 
+    def read(self, source: Source) -> Matrix:
+        """Read these rows, one below the other."""
+        weights = self.linear.coding.weights(self.linear, source)
+        pieces = [weights.rows(*strip).data for strip in self.strips]
+        data = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        return Matrix(data, weights.dtype, (self.rows, self.linear.shape[1]))
+
 
 def kinds_of(linears: Mapping[str, Linear]) -> dict[str, list[Linear]]:
     """Gather matrices by kind, in the order of the source.
@@ -221,18 +230,24 @@ def _sample_kind(linears: Sequence[Linear], share: int) -> list[RowSample]:
         granted[number] = min(_whole_nbytes(chosen[number]), left // (count - done))
         left -= granted[number]
     return [
-        _sample_matrix(linear, nbytes, number)
+        sample_matrix(linear, nbytes, number)
         for number, (linear, nbytes) in enumerate(zip(chosen, granted, strict=True))
     ]
 
 
-def _sample_matrix(linear: Linear, nbytes: int, number: int) -> RowSample:
-    """Sample strips that lie evenly over a matrix; `number` moves them."""
+def sample_matrix(
+    linear: Linear, nbytes: int, number: int = 1, strip_nbytes: int = STRIP_NBYTES
+) -> RowSample:
+    """Sample strips that lie evenly over a matrix; `number` moves them.
+
+    nbytes        that are read; a row at least, and all of a matrix whose rows lie spread over it
+    strip_nbytes  of a strip, at least
+    """
     rows, row_nbytes, whole = linear.shape[0], _row_nbytes(linear), _whole_nbytes(linear)
     if nbytes >= whole or row_nbytes == whole:
         return RowSample(linear, ((0, rows),), whole)
-    height = nbytes // row_nbytes
-    count = max(1, min(MOST_STRIPS, height, height * row_nbytes // STRIP_NBYTES))
+    height = max(1, nbytes // row_nbytes)
+    count = max(1, min(MOST_STRIPS, height, height * row_nbytes // strip_nbytes))
     each, free = height // count, rows - height // count * count
     begin = int(number * TURN % 1 * (free // count + 1))  # as far into each gap
     firsts = [begin + strip * (rows // count) for strip in range(count)]

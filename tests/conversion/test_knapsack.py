@@ -110,3 +110,17 @@ def test_an_early_step_that_fits_to_the_byte_is_taken_back():
     dear = [Option("bf16", 100, 0.0), Option("fp4", 40, 1.0)]
     assert [option.word for option in choose([cheap, dear], 140)] == ["bf16", "fp4"]
     assert [option.word for option in choose([cheap, dear], 139)] == ["fp8", "fp4"]
+
+
+def test_a_part_that_bears_most_is_raised_where_others_pay_for_it():
+    """15 bytes are too many. By price the large part goes first, and loses 10; five small ones save
+    as much together, and lose 4.5.
+    """
+    large = [Option("fp8", 100, 0.0), Option("nvfp4", 50, 10.0)]
+    small = [Option("nvfp4", 45, 0.1), Option("mxfp4", 42, 1.0)]
+    chosen = choose([large, *[small] * 5], 310)
+    assert [option.word for option in chosen] == ["fp8", *["mxfp4"] * 5]
+    assert [option.word for option in choose([large, *[small] * 5], 309)] == [
+        "nvfp4",
+        *["nvfp4"] * 5,
+    ]

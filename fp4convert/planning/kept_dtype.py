@@ -1,0 +1,90 @@
+"""Choose the type of matrices that stay: --keep-dtype, and what no engine would know.
+
+A matrix that is packed and stays becomes bf16, or what --keep-dtype says.  One of float32 becomes
+that, too; for Q8_0, which GGUF files alone hold, also one of 16 bits.  Vectors cost little, and
+routers decide by small differences: both stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import FLOATS, MATRIX_DIMENSIONS
+from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
+from fp4convert.planning.steps import Idle, Step, Task, module_of, spec_of
+from fp4convert.recipes.patterns import matches_any
+from fp4convert.recipes.recipe import Recipe, Target
+from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
+from fp4convert.storage.safetensors import TensorRef, TensorSpec, nbytes_of
+
+KEPT_DTYPE = "bf16"  # of what was packed and stays
+
+
+def is_expanded(linear: Linear) -> bool:
+    """Tell whether no engine would know a module that stays as it is stored."""
+    return linear.coding.is_packed and not linear.coding.is_at_home
+
+
+def expanded_spec(name: str, shape: tuple[int, ...], target: Target) -> TensorSpec:
+    """Return the tensor of a packed matrix that stays, and is expanded."""
+    word = target.keep_dtype or KEPT_DTYPE
+    if word != Q8_0.lower():
+        return TensorSpec(name, dtype_named(word), shape)
+    if shape[-1] % BLOCK_TYPES[Q8_0].block_size:
+        return TensorSpec(name, dtype_named(KEPT_DTYPE), shape)
+    return TensorSpec(name, Q8_0, shape_in_bytes(Q8_0, shape))
+
+
+def kept_spec(ref: TensorRef, recipe: Recipe) -> TensorSpec:
+    """Return what a stored tensor that stays becomes: often the same."""
+    target, same = recipe.target, spec_of(ref)
+    is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
+    if target.keep_dtype is None or not is_matrix:
+        return same
+    is_q8_0 = target.keep_dtype == Q8_0.lower()
+    made = expanded_spec(ref.name, ref.shape, target)
+    is_wider = ref.dtype in (FLOAT_TYPES if is_q8_0 else ("F32",))
+    if not is_wider or (is_q8_0 and made.dtype != Q8_0):  # no whole blocks
+        return same
+    module = module_of(ref.name)
+    floats = dialect_to_write(target).TRAITS.floats if is_q8_0 else ()
+    is_exact = recipe.kind_of(module) == "router" or matches_any(floats, module)
+    return same if is_exact else made
+
+
+def kept_nbytes(linear: Linear, recipe: Recipe) -> int:
+    """Count the bytes of a linear layer that stays."""
+    if is_expanded(linear):
+        spec = expanded_spec(linear.module, linear.shape, recipe.target)
+        return nbytes_of(spec.dtype, spec.shape)
+    spec = kept_spec(linear.home, recipe)
+    if linear.coding.is_packed or spec.dtype == linear.home.dtype:
+        return linear.nbytes
+    members = linear.home.elements // math.prod(linear.shape)
+    return nbytes_of(spec.dtype, spec.shape) // members
+
+
+def narrow(step: Step, recipe: Recipe) -> Step:
+    """Write a matrix that stays in the type of --keep-dtype."""
+    ref, spec = step.refs[0], kept_spec(step.refs[0], recipe)
+    if spec.dtype == ref.dtype:
+        return step
+    shape = ref.shape[0], ref.elements // ref.shape[0]
+    whole = Linear(module_of(ref.name), shape, FLOATS[ref.dtype], (ref,))
+    became = f"{FLOAT_TYPES[ref.dtype].word} becomes {recipe.target.keep_dtype}"
+    linears = step.linears or (whole,)
+    return step._replace(reason=f"{step.reason}; {became}", specs=(spec,), linears=linears)
+
+
+def idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
+    """Tell that nothing which stays is written in another type."""
+    steps = (step for task in tasks for step in task.steps if step.linears and not step.is_made)
+    if recipe.target.keep_dtype and all(
+        step.outputs[0].dtype == step.refs[0].dtype for step in steps
+    ):
+        wide = "" if recipe.target.keep_dtype == Q8_0.lower() else "fp32 "
+        why = f"is for {wide}matrices and packed ones that stay; here are none"
+        yield Idle("--keep-dtype", why, is_pattern=False)
