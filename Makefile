@@ -118,7 +118,7 @@ bench-fidelity: $(VENV)/test.stamp bench-peers
 	$(BIN)/python benchmarks/bench.py fidelity
 
 # The packages that do not resolve with the rest, in an environment of their own; fouroversix is built without its CUDA kernels.
-bench-peers: .venv-peers/peers.stamp
+bench-peers: .venv-peers/peers.stamp .venv-autoround/peers.stamp
 
 .venv-peers/peers.stamp: constraints.txt
 	$(PYTHON) -m venv .venv-peers
@@ -126,8 +126,13 @@ bench-peers: .venv-peers/peers.stamp
 	SKIP_CUDA_BUILD=1 .venv-peers/bin/python -m pip install --quiet --no-build-isolation --constraint constraints.txt fouroversix==1.0.5 llmcompressor==0.14.0.1
 	touch $@
 
+.venv-autoround/peers.stamp: constraints.txt
+	$(PYTHON) -m venv .venv-autoround
+	.venv-autoround/bin/python -m pip install --quiet --constraint constraints.txt torch auto-round==0.16.1
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-peers .venv-site .venv-engines build MiniLM-NVFP4
+	rm -rf $(VENV) .venv-peers .venv-autoround .venv-site .venv-engines build MiniLM-NVFP4
 
 $(VENV)/bin/python:
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"

@@ -30,6 +30,7 @@ HERE = {
     "mxfp4": ("modelopt", "compressed_tensors", "torchao", "torchao_floor", "quark", "mlx"),
 }
 ELSEWHERE = ("fouroversix", "llmcompressor")
+CALIBRATED = {"llmcompressor_gptq": ".venv-peers", "autoround": ".venv-autoround"}  # where they are
 FOLDING = ("awq", "smooth")  # methods that MiniLM has too few places for
 RULES = {"nvfp4": ("amax", "four-over-six", "mse"), "mxfp4": ("floor", "even", "ceil", "mse")}
 ENDING = ".safetensors"  # of calibrations; no folder's name may have it
@@ -65,6 +66,18 @@ class Bench:
         if not values.exists():
             run("dequantize", artifact, "-o", values, "--dtype", "fp32")
         return values
+
+    def made_by(self, peer: str) -> Path:
+        """What a peer makes of the language model in NVFP4, calibrated with what we are."""
+        numbers, made = self.folder / "fed.safetensors", self.folder / f"tiny-{peer}"
+        shutil.rmtree(made, ignore_errors=True)
+        fed = models.tokens(self.sources["tiny"], models.sources("calibrate"), FED)
+        save_file({"numbers": fed.contiguous()}, numbers)
+        python = ROOT / CALIBRATED[peer] / "bin" / "python"
+        script = BENCHMARKS / "peers" / "calibrated.py"
+        command = [python, "-P", script, peer, self.sources["tiny"], numbers, made]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return made
 
     def evaluated(self, artifact: Path, text: Path) -> float:
         """The mean KL that `evaluate` finds for an artifact of the language model."""
@@ -186,6 +199,15 @@ def rows_of_outputs(bench: Bench) -> Iterable[list[str]]:
         judged = metrics.divergence(metrics.log_probabilities(values, numbers), predicted)
         output = f"{metrics.output_sqnr_db(weights, originals, moments):.2f}" if weights else "-"
         yield [name, output, f"{kl:.4g}", f"{judged:.4g}"]
+    for peer in CALIBRATED:
+        made = values = bench.made_by(peer)
+        kl = bench.evaluated(made, text)
+        if "quantization_config" in json.loads((made / "config.json").read_text(encoding="utf-8")):
+            values = _values_beside(made)
+            shutil.rmtree(values, ignore_errors=True)
+            run("dequantize", made, "-o", values, "--dtype", "fp32")
+        judged = metrics.divergence(metrics.log_probabilities(values, numbers), predicted)
+        yield [f"nvfp4 {peer}", "-", f"{kl:.4g}", f"{judged:.4g}"]
 
 
 def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:

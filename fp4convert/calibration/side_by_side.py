@@ -141,7 +141,7 @@ def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton
     if not artifact.stored:
         kind = type(source.model).__name__
         detail = f"no tensor of {task.artifact.name} has a name of {kind}; expected its weights"
-        next_step = "GGUF has names of its own: give the safetensors that it was made from."
+        next_step = "GGUF has names of its own: give the model's folder, --config DIR."
         raise InputError("evaluate-model", detail, next_step)
     _check_same(source.model, artifact.model)
     return source, artifact

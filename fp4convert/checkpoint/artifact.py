@@ -19,7 +19,7 @@ from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed,
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import DIALECTS, METHODS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.stacks import gather
-from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
+from fp4convert.checkpoint.dialects.tables import SCALAR_NBYTES, decode_scalar, encode_scalar
 from fp4convert.checkpoint.modules import form_finder, read_modules
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
 from fp4convert.checkpoint.whole_model import refuse_adapter
@@ -27,6 +27,7 @@ from fp4convert.errors import Finding, InputError, Level, shell_line
 from fp4convert.numerics.formats import Format
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNFINISHED
+from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import TensorRef
@@ -143,10 +144,14 @@ class Artifact:
 
         None where it has none.
         """
-        if not self.modules[module].form.has_input_scale:
+        packed, scalars = self.modules[module], self.spelling.TRAITS.scalars
+        if not packed.form.has_input_scale:
             return None
-        scalars = self.spelling.TRAITS.scalars
-        return scalars.as_multiplier(decode_scalar(self._read(scalars.input_name(module))))
+        stored = self._read(scalars.input_name(packed.stem))
+        if stored.nbytes > SCALAR_NBYTES:  # one for each matrix of a stack
+            begin = packed.number * SCALAR_NBYTES
+            stored = stored[begin : begin + SCALAR_NBYTES]
+        return scalars.as_multiplier(decode_scalar(stored))
 
     def stored_input_scale(self, module: str) -> float | None:
         """Return the stored float32 of the input scale, as an exact Python float."""
@@ -251,7 +256,9 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
     is_unfinished = _is_unfinished(reference, access)
     source = open_source(reference, access)
     clues = read_clues(source)
-    is_other = bool(clues.record or clues.hf_quant_config) and not is_artifact(source, clues)
+    has_others = any(ref.dtype in BLOCK_TYPES for ref in clues.tensors.values())
+    is_quantized = bool(clues.record or clues.hf_quant_config or has_others)
+    is_other = is_quantized and not is_artifact(source, clues)
     return source, None if is_other else read_artifact(source, reference, is_unfinished)
 
 

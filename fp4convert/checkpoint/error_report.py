@@ -50,13 +50,16 @@ def report_text(
 
     record  our own of the artifact
     """
-    from fp4convert.numerics.error_sums import summarise, summarise_adapter
+    from fp4convert.numerics.error_sums import summarise, summarise_adapter, summarise_exact
 
     summary = summarise((one.name, one.sums) for one in accounts.values())
-    adapter = summarise_adapter(accounts.values())
+    rare = {
+        "adapter": summarise_adapter(accounts.values()),
+        "fake_quantized": summarise_exact(accounts.values()),
+    }
     head = {
         **{key: record.get(key) for key in HEAD},
-        "summary": {**summary, "adapter": adapter} if adapter else summary,
+        "summary": {**summary, **{key: found for key, found in rare.items() if found}},
         "taken_over": taken_over,
     }
     lines = []
@@ -76,6 +79,11 @@ def report_text(
             "clipped": sums.clipped / sums.elements,
             **shares(sums.histogram),
             **({} if account.adapter is None else {"adapter_db": account.adapter_db}),
+            **(
+                {}
+                if account.exact is None
+                else {"exact": account.exact[1] / max(account.exact[0], 1)}
+            ),
         }
         lines.append("  " + json.dumps(entry, ensure_ascii=False))
     text, tensors = json.dumps(head, ensure_ascii=False, indent=1)[:-2], ",\n".join(lines)

@@ -69,12 +69,26 @@ def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
         if packed.stem == module or packed.stem in stems:
             continue
         stems.add(packed.stem)  # with the first module of expert 0, of as many as take turns
-        if not find.place_of(module) and (not artifact.record or recipe.stack_rule(packed.stem)):
+        stored = packed.refs[0].name
+        if find.place_of(module):
+            continue
+        if own := recipe.stack_rule(stored):  # stored under the name that floats have
+            rules.append(own._replace(tensors=(ending_of(stored),)))
+        elif not artifact.record or recipe.stack_rule(packed.stem):
             members = [
                 rows.module for rows in artifact.spelling.slots(packed.stem, packed.stored_shape)[0]
             ]
             leaves = tuple(member.rpartition(".")[2] for member in members)
             rules.append(StackRule((ending_of(packed.stem),), leaves, True, len(leaves) > 1))
+    return tuple(dict.fromkeys(rules))
+
+
+def rules_of_gguf(linears: Iterable[Linear], recipe: Recipe) -> tuple[StackRule, ...]:
+    """Find how stacks in GGUF's own types of blocks are stored."""
+    stacks = (linear.stack for linear in linears if linear.coding.is_gguf_type)
+    names = dict.fromkeys(ref.name for ref in stacks if ref)
+    found = ((name, recipe.stack_rule(name)) for name in names)
+    rules = (rule._replace(tensors=(ending_of(name),)) for name, rule in found if rule)
     return tuple(dict.fromkeys(rules))
 
 

@@ -25,12 +25,15 @@ from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import DTYPES as FP8_DTYPES
 from fp4convert.checkpoint.encodings.fp8 import Fp8, find_fp8, fp8_of
+from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
 from fp4convert.checkpoint.encodings.int4 import PACKED_DTYPE, find_integers, integers_of
+from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
+from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
@@ -125,6 +128,10 @@ def linears_of(
         of |= find_integers(clues)
     if not dtypes.isdisjoint(FP8_DTYPES):
         of |= find_fp8(clues, four_bit or {})
+    if not dtypes.isdisjoint(BLOCK_TYPES):
+        of |= find_gguf_blocks(clues.tensors, recipe.stack_rule)
+    if any(name.endswith(".biases") for name in clues.tensors):
+        of |= find_affine(clues)
     of |= four_bit or {}
     # Stacks of experts whose layout nobody tells.
     unruled = [
@@ -157,7 +164,8 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
     They are quantized in whatever form, or matrices of floats.
     """
     found = find_floats(artifact.tensors, lambda name, shape: None)
-    return {**found, **_others(artifact), **find_fp4(artifact)}
+    affine = find_affine(artifact.clues)
+    return {**found, **_others(artifact), **affine, **find_fp4(artifact)}
 
 
 def _others(artifact: Artifact) -> dict[str, Linear]:

@@ -129,6 +129,11 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
         where = f"merged into {merged['rounded']:,} modules and {merged['kept']:,} kept tensors"
         how = "rounded so that it stays" if plan["method"] == "gptq" else "rounded to the nearest"
         yield "adapter", f"{adapter['name']}, {where}; method {plan['method']}: {how}"
+    if exact := plan.get("fake_quantized"):
+        share = 100 * exact["exact"] / exact["blocks"]
+        where = f"{exact['found']} of {exact['modules']} modules looked at"
+        how = f"{share:.4g} % of {exact['blocks']:,} blocks are E2M1 values times a step"
+        yield "source", f"trained with fake quantization: {how} ({where}); these are kept"
     # the whole
     before, after, bits = (plan[key] for key in ("source_bytes", "output_bytes", "bits_per_weight"))
     share = f" ({100 * after / before:.0f} %)" if before else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp4convert.cli.screen import Screen
 from fp4convert.progress import duration_text, size_text
-from fp4convert.report.text import Document, adapter_text, fidelity_text
+from fp4convert.report.text import Document, adapter_text, fake_quantized_text, fidelity_text
 
 
 def draw_result(screen: Screen, result: Document) -> None:
@@ -31,10 +31,7 @@ def draw_result(screen: Screen, result: Document) -> None:
     weights = f", {bits:.3f} bits per quantized weight" if bits and before else ""
     ratio = f" ({100 * after / before:.0f} %)" if before else ""
     screen.line(f"  {size_text(before)} -> {size_text(after)}{ratio}{weights}")
-    if fidelity := result.get("fidelity"):
-        screen.line(f"  {fidelity_text(fidelity)}")
-        if adapter := fidelity.get("adapter"):
-            screen.line(f"  {adapter_text(adapter)}")
+    _draw_fidelity(screen, result)
     # how long it took; a part tells what it did itself
     share, seconds = result.get("share"), result["seconds"]
     worked = before if share else before - result.get("adopted_bytes", 0)
@@ -60,6 +57,15 @@ def draw_result(screen: Screen, result: Document) -> None:
         _draw_carried(screen, carried)
     if not share:
         _draw_next(screen, result)
+
+
+def _draw_fidelity(screen: Screen, result: Document) -> None:
+    """Draw what was lost, and what is left of what was there before."""
+    if fidelity := result.get("fidelity"):
+        screen.line(f"  {fidelity_text(fidelity)}")
+        for key, text in (("adapter", adapter_text), ("fake_quantized", fake_quantized_text)):
+            if found := fidelity.get(key):
+                screen.line(f"  {text(found)}")
 
 
 def _draw_next(screen: Screen, result: Document) -> None:
@@ -91,10 +97,7 @@ def draw_merged(screen: Screen, merged: Document) -> None:
     size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
     count = f"{merged['shards']} shard{'s' if merged['shards'] != 1 else ''}"
     screen.line(f"  {count} merged ({made}), {size}, in {seconds}")
-    if fidelity := merged.get("fidelity"):
-        screen.line(f"  {fidelity_text(fidelity)}")
-        if adapter := fidelity.get("adapter"):
-            screen.line(f"  {adapter_text(adapter)}")
+    _draw_fidelity(screen, merged)
     screen.line(f"  digest {merged['digest']}")
     _draw_next(screen, merged)
 

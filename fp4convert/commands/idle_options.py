@@ -7,6 +7,7 @@ import os
 from fp4convert.conversion.work_options import AccessOptions
 from fp4convert.errors import InputError
 from fp4convert.recipes.options import declared_in
+from fp4convert.storage.checkpoint_files import GGUF
 
 
 def refuse_idle_options(options: object) -> None:
@@ -16,6 +17,7 @@ def refuse_idle_options(options: object) -> None:
     """
     if not isinstance(options, AccessOptions):
         return
+    _refuse_idle_config(options)
     declared = {each.name: each for each in declared_in(type(options))}
     read = [name for name, each in declared.items() if each.option.is_argument]
     if not _are_here(options, read):
@@ -31,6 +33,18 @@ def refuse_idle_options(options: object) -> None:
             detail = f"--{name} is for the Hub, and {what} {'is' if len(read) == 1 else 'are'} here"
             step = f"Leave --{name} out; a repository is named as ORG/NAME."
             raise InputError("idle-option", f"{detail}, on this disk", step)
+
+
+def _refuse_idle_config(options: AccessOptions) -> None:
+    """Raise InputError for --config where nothing on this disk is a GGUF file."""
+    named = [each.name for each in declared_in(type(options)) if each.option.is_argument]
+    given = [os.fspath(one) for name in named if (one := getattr(options, name)) is not None]
+    if options.config is None or not _are_here(options, named):
+        return
+    folders = (os.listdir(place) if os.path.isdir(place) else [place] for place in given)
+    if not any(name.endswith(GGUF) for names in folders for name in names):
+        detail = f"--config is for GGUF files, and {' and '.join(given)} is none"
+        raise InputError("idle-option", detail, "Leave --config out.")
 
 
 def _are_here(options: AccessOptions, names: list[str]) -> bool:

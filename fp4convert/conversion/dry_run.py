@@ -1,6 +1,7 @@
 """Say what a plan comes to: rows, sizes, memory, time, warnings.
 
-Everything follows from the plan and from this machine; of the source nothing is read.
+Everything follows from the plan and from this machine; of a source on a disk some rows are read, to
+see whether its weights were trained with fake quantization.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.pace import measure_pace
 from fp4convert.conversion.quantization import describe_adapter
+from fp4convert.execution.exact_blocks import glance
 from fp4convert.execution.folder import finishers
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.backends.base import Backend
+from fp4convert.numerics.fake_quantization import is_on_grid
 from fp4convert.planning.method_needs import RTN, reopened
 from fp4convert.planning.steps import Plan, Step, bits_per_weight_of
 from fp4convert.progress import size_text
@@ -29,6 +32,7 @@ from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, uncollected
 
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
+GLANCES = 16  # matrices whose rows are looked at
 UNPACKED = "dequantize"  # what becomes of packed weights that stay
 READING_RATES = {  # a good disk or line, and a poor one
     "at_1_gb_per_second": 1e9,
@@ -93,6 +97,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "calibration": plan.target.calibration,
         **({"adapter": describe_adapter(plan)} if plan.adapter else {}),
         **method_settings(plan.target),
+        **({"fake_quantized": found} if (found := find_fake_quantized(source, plan)) else {}),
         "source_bytes": sum(step.source_bytes for step in sized),
         "output_bytes": plan.output_bytes,
         "result_bytes": job.result_nbytes,
@@ -105,6 +110,35 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         **describe_steps(sized),
         "warnings": [*plan.warnings, *find_doubts(sized, plan)],
     }
+
+
+def find_fake_quantized(source: Source, plan: Plan) -> dict[str, int] | None:
+    """Look whether weights are values of the format that they become.
+
+    Rows of a few matrices are read, spread over the model; none of the Hub, where each would be a
+    request: there the result tells.
+
+    Returns  None where there are none; modules: how many were looked at; found: those whose blocks
+             are steps times E2M1 values; blocks: of these that tell; exact: those that are such
+    """
+    if source.is_streamed:
+        return None
+    fp4 = (step for step in plan.steps if step.action == "quantize" and step.form)
+    linears = [
+        (linear, step.form.format)
+        for step in fp4
+        if step.form and step.form.format.is_fp4
+        for linear in step.linears
+        if not linear.coding.is_packed and not linear.coding.is_spread
+    ]
+    number = min(GLANCES, len(linears))
+    chosen = [linears[(2 * at + 1) * len(linears) // (2 * number)] for at in range(number)]
+    counts = [glance(one.coding.weights(one, source), fmt) for one, fmt in chosen]
+    found = [own for own in counts if is_on_grid(*own)]
+    if not found:
+        return None
+    blocks, exact = (sum(own[place] for own in found) for place in (0, 1))
+    return {"modules": number, "found": len(found), "blocks": blocks, "exact": exact}
 
 
 def describe_steps(

@@ -33,15 +33,14 @@ from fp4convert.execution.job import refuse_inside
 from fp4convert.execution.plan_file import read_manifest
 from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
 from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, judge_each
 from fp4convert.planning.global_scales import given_amaxes
-from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars
+from fp4convert.planning.quantize_plan import Scalars, is_expanded, kept_spec
 from fp4convert.progress import Phases, size_text
 from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, gather_groups, scale_groups
 from fp4convert.recipes.rules import FormatRule, Patterns
 from fp4convert.recipes.toml_files import ANY_FORMAT, KEEP
-from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source
 
 MOST_TRIES = 50  # to meet a size: what names and records take changes a little with the choice
@@ -299,10 +298,11 @@ class _Fitting:
             linear = verdict.linear
             if verdict.form:
                 made.setdefault(verdict.form, {})[linear.module] = linear.shape
-            else:  # an ordinary tensor
-                packed = dtype_named(self.recipe.target.keep_dtype or KEPT_DTYPE)
-                dtype = packed if linear.coding.is_packed else linear.home.dtype
-                total += math.prod(linear.shape) * FLOAT_TYPES[dtype].nbytes
+            elif is_expanded(linear):
+                spec = kept_spec(linear.module, linear.shape, self.recipe.target)
+                total += nbytes_of(spec.dtype, spec.shape)
+            else:
+                total += linear.nbytes
         for form, shapes in made.items():
             for stem, shape in self.dialect.stems(shapes).items():
                 for spec in self.dialect.outputs(stem, shape, form):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what commands load when they run
     from fp4convert.storage.source import Access
 
 DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
+KEPT_DTYPES = (*DTYPES[:-1], "q8_0")
 WORDS_OF_DTYPES = {kind.config_name: kind.word for kind in FLOAT_TYPES.values()}
 ACTIVATION_BITS = ("16", "8", "4")
 VIAS = CACHES = ("fp8",)
@@ -248,8 +249,9 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     keep_dtype: Annotated[
         str | None,
         Option(
-            "Write kept fp32 matrices as this; vectors and routers stay as they are.",
-            DTYPES[:-1],
+            "Write kept fp32 matrices as this; vectors and routers stay as they are. q8_0 is for"
+            " --dialect gguf, and kept matrices of 16 bits become it, too.",
+            KEPT_DTYPES,
             panel=TARGET,
             synonyms={name: word for name, word in WORDS_OF_DTYPES.items() if word in DTYPES[:-1]},
         ),

@@ -32,6 +32,7 @@ from fp4convert.conversion.options import (
     ACTIVATION_BITS,
     CACHES,
     DTYPES,
+    KEPT_DTYPES,
     VIAS,
     QuantizeOptions,
     chosen_adapter,
@@ -185,10 +186,13 @@ def _recipe_for(
     fmt = format_named(asked_format)
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")
-    _check_word("--keep-dtype", options.keep_dtype, DTYPES[:-1], "unknown-dtype")
+    _check_word("--keep-dtype", options.keep_dtype, KEPT_DTYPES, "unknown-dtype")
     bits = int(options.activations or 0)
     asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache, activations=bits)
     traits = dialect_to_write(asked).TRAITS
+    if options.keep_dtype not in (None, *DTYPES) and not traits.q8_0:
+        detail = f"--keep-dtype {options.keep_dtype} is for --dialect gguf, not {options.dialect}"
+        raise InputError("unknown-dtype", detail, f"Choose {one_of(DTYPES[:-1])}.")
     # Engines that read no global scale for this model take it as 1.
     shards = source.checkpoint.shards
     reads_any = traits.global_scale_kind and all(s.frame.reads_global_scales for s in shards)

@@ -8,7 +8,7 @@ from pathlib import Path
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
-from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of
+from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of, rules_of_gguf
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.checkpoint.record import ADAPTER, describe_groups, folds_recorded
 from fp4convert.conversion.artifact_job import (
@@ -31,6 +31,7 @@ from fp4convert.numerics.matrices import row_panels
 from fp4convert.planning.gguf_template import Framed, place_modules
 from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
 from fp4convert.planning.steps import Plan
+from fp4convert.quality.scale_checks import are_equal, find_shared_scales, read_global_scales
 from fp4convert.recipes.recipe import Target, model_recipe
 from fp4convert.storage.json_text import as_text, unquantized
 from fp4convert.storage.source import Source
@@ -48,7 +49,11 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
             refuse_odd_scale(module, artifact.decode(module))
     recipe = model_recipe(source.checkpoint.config)
     linears = find_linears(source, recipe)
-    stacks, notes = find_stacks(linears.of.values(), rules_of(artifact, recipe) if artifact else ())
+    rules = (
+        *(rules_of(artifact, recipe) if artifact else ()),
+        *rules_of_gguf(linears.of.values(), recipe),
+    )
+    stacks, notes = find_stacks(linears.of.values(), tuple(dict.fromkeys(rules)))
     packed = [linear for linear in linears.of.values() if linear.coding.is_packed]
     idle = [ref.name for ref in linears.idle]
     if artifact:
@@ -158,6 +163,14 @@ def _add_losses(artifact: Artifact, plan: Plan) -> Plan:
     """Add to the plan how stacks were read, and what a cast loses."""
     stacks = rules_of(artifact, model_recipe(artifact.source.checkpoint.config))
     plan = replace(plan, stacks=stacks, folds=folds_recorded(artifact.record))
+    if dialect_of(plan).TRAITS.shares_scales and not artifact.spelling.TRAITS.shares_scales:
+        scales = read_global_scales(artifact, artifact.modules)
+        differing = [one for one in find_shared_scales(artifact, scales) if not are_equal(one)]
+        if differing:
+            first = " and ".join(differing[0])
+            lost = f"{len(differing)} groups have different global scales, the first {first}"
+            lost = f"{lost}: engines that fuse them use only one; for these quantize the weights"
+            plan = replace(plan, warnings=(*plan.warnings, lost))
     if artifact.form.activations == plan.target.activations:
         return plan
     needed = "four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"

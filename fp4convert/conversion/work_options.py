@@ -16,6 +16,7 @@ from fp4convert.recipes.options import (
     HUB,
     MACHINES,
     OUTPUT,
+    TARGET,
     Option,
     Reference,
     declared_in,
@@ -124,6 +125,15 @@ class AccessOptions:
             value="<gb>",
         ),
     ] = 1.0
+    config: Annotated[
+        Reference | None,
+        Option(
+            "Folder with the config.json of a GGUF file's model: the file is read as safetensors.",
+            parse=Path,
+            panel=TARGET,
+            value="<dir>",
+        ),
+    ] = None
     transport: Annotated[
         str, Option("How files are fetched; xet needs hf_xet.", TRANSPORTS, panel=HUB)
     ] = TRANSPORTS[0]
@@ -158,6 +168,7 @@ class AccessOptions:
             tell=self.tell,
             transport=self.transport,
             output=output,
+            config=None if self.config is None else Path(self.config),
         )
 
     def folder_of(self, artifact: Reference) -> Path | None:
@@ -171,8 +182,11 @@ class AccessOptions:
         return Path(artifact, subfolder_of(self.access())) if is_folder else None
 
     def original_access(self) -> "Access":
-        """Return how the source of an artifact is found: at its own revision."""
-        return replace(self.access(), revision=None)
+        """Return how the source of an artifact is found.
+
+        At its own revision; --config is the artifact's.
+        """
+        return replace(self.access(), revision=None, config=None)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

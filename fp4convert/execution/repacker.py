@@ -6,6 +6,7 @@ not grow with the tensor.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -31,6 +32,7 @@ from fp4convert.planning.steps import Action, Step
 from fp4convert.process import processors
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
+from fp4convert.storage.gguf_types import Q8_0, encode_q8_0
 from fp4convert.storage.source import Source
 
 
@@ -122,7 +124,7 @@ class Dequantizer:
 def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview]:
     """Decode a linear layer as bytes of that dtype, panel by panel.
 
-    Raises  NumericError beyond the range of F16 or BF16
+    Raises  NumericError beyond the range of F16, BF16 or Q8_0
     """
     weights = linear.coding.weights(linear, source)
     for first, last in row_panels(weights.shape):
@@ -131,6 +133,9 @@ def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview
             yield panel.data
             continue
         values = as_floats(panel).reshape(-1)
+        if dtype == Q8_0:
+            yield encode_q8_0(values)
+            continue
         check_largest(float(np.fmax.reduce(np.abs(values), initial=0)), dtype)
         if dtype == "BF16":
             yield Cpu().to_bf16(values)
@@ -157,11 +162,19 @@ class Transcoder:
 
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
-            if step.action != "transcode":
+            if step.action != "transcode" and not step.linears:
                 copy_steps(self.source, [step], writer, stop)
                 continue
-            module = step.slots[0][0].module
-            encoder = MatrixEncoder(self._dialect, self._form, self._artifact.input_scale(module))
+            if step.action != "transcode":
+                name, dtype = step.outputs[0].name, step.outputs[0].dtype
+                values = values_of(step.linears[0], self.source, dtype)
+                if not append_parts(step, ((name, data) for data in values), writer, stop):
+                    return
+                continue
+            # The first slot of each matrix of a stack, or of the one.
+            firsts = step.slots[:: len(step.slots) // math.prod(step.shape[:-2])]
+            scales = [self._artifact.input_scale(slot[0].module) for slot in firsts]
+            encoder = MatrixEncoder(self._dialect, self._form, scales[0], tuple(scales))
             panels = (
                 q
                 for slot in step.slots

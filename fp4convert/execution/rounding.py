@@ -27,6 +27,7 @@ from fp4convert.execution.adapter_rounding import (
     protected_gram,
     with_adapter,
 )
+from fp4convert.execution.exact_blocks import are_exact, under_their_scale, with_exact
 from fp4convert.numerics.backends.base import OWN, Backend, Given
 from fp4convert.numerics.backends.cpu import READ_ELEMENTS, Cpu
 from fp4convert.numerics.codec import as_floats, block_steps, pack
@@ -77,10 +78,15 @@ class Rounding:
             ]
         amax = global_range(rule) if self.target.has_unit_scale else given.amax
         given = replace(given, amax=amax, importance=importance)
+        is_exact = are_exact(members, fmt)
+        if is_exact:
+            given = under_their_scale(measured, fmt, rule, given)
         nearest = self.backend.quantize_group(measured, members, fmt, rule, given)
         is_protected = self.target.method == GPTQ
         if is_protected and calibration:
             nearest = self._compensated(nearest, members, modules, calibration)
+        if is_exact:
+            nearest = with_exact(nearest, members)
         if any(map(low_ranks_of, members)):
             # GPTQ under a Gram matrix has protected its own already.
             protected = [

@@ -156,6 +156,8 @@ class Account:
     format   that its codes have
     against  what it was compared with: SOURCE, or how that was changed before it was rounded
     adapter  of merged weights: the power of the adapter's effect, and of errors along its inputs
+    exact    of weights from fake quantization: how many blocks are not zero, and how many of these
+             come back
     """
 
     name: str
@@ -163,6 +165,7 @@ class Account:
     against: str
     sums: Sums
     adapter: tuple[float, float] | None = None
+    exact: tuple[int, int] | None = None
 
     @property
     def adapter_db(self) -> float | None:
@@ -176,7 +179,12 @@ class Account:
         if compared.adapter:
             effect, error = adapter or (0.0, 0.0)
             adapter = effect + compared.adapter[0], error + compared.adapter[1]
-        return replace(self, sums=self.sums.plus(compared, elements), adapter=adapter)
+        exact = self.exact
+        if compared.exact:
+            blocks, same = exact or (0, 0)
+            exact = blocks + compared.exact[0], same + compared.exact[1]
+        sums = self.sums.plus(compared, elements)
+        return replace(self, sums=sums, adapter=adapter, exact=exact)
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Account:
@@ -185,7 +193,9 @@ class Account:
         name, fmt, against = (str(entry[key]) for key in ("name", "format", "against"))
         adapter = entry.get("adapter")
         kept = (float(adapter[0]), float(adapter[1])) if adapter else None
-        return Account(name, fmt, against, Sums.from_json(entry["sums"]), kept)
+        counted = entry.get("exact")
+        exact = (int(counted[0]), int(counted[1])) if counted else None
+        return Account(name, fmt, against, Sums.from_json(entry["sums"]), kept, exact)
 
 
 def summarise_adapter(accounts: Iterable[Account]) -> dict[str, Any] | None:
@@ -199,6 +209,20 @@ def summarise_adapter(accounts: Iterable[Account]) -> dict[str, Any] | None:
     least, worst = min(known)
     mean = math.fsum(db for db, _ in known) / len(known)
     return {"modules": len(known), "db_mean": mean, "db_min": least, "worst": worst}
+
+
+def summarise_exact(accounts: Iterable[Account]) -> dict[str, Any] | None:
+    """Summarise weights from fake quantization: how many blocks came back.
+
+    None where there are none.
+    """
+    known = [(one.exact, one.name) for one in accounts if one.exact]
+    if not known:
+        return None
+    least, worst = min((same / max(blocks, 1), name) for (blocks, same), name in known)
+    blocks, same = (sum(counts[place] for counts, _ in known) for place in (0, 1))
+    counted = {"modules": len(known), "blocks": blocks, "exact": same}
+    return {**counted, "share_min": least, "worst": worst}
 
 
 def compare(x: Float32s, q: Quantized) -> Compared:

@@ -139,11 +139,14 @@ class Compared(NamedTuple):
     counts  int64 (CODES): how often each code occurs; empty where codes have more bits
     adapter  of merged weights: the power of an adapter's effect in these rows, and of their errors
              along its inputs
+    exact    of weights from fake quantization: how many blocks are not zero, and how many of these
+             come back
     """
 
     rows: memoryview
     counts: memoryview
     adapter: tuple[float, float] | None = None
+    exact: tuple[int, int] | None = None
 
 
 Part = TypeVar("Part")
@@ -256,6 +259,8 @@ class Fetched:
 
     fetch         (first, last + 1) of a range of rows -> its packed codes and its block scales
     fetch_scales  -> its block scales alone, where that is less work
+    scale_of      a row -> its global scale, where the matrices of a stack have one each: rows of
+                  one of them are read at a time, and global_scale is that of the first
     """
 
     format: Format
@@ -264,15 +269,17 @@ class Fetched:
     kind: Kind
     fetch: Callable[[int, int], tuple[memoryview, memoryview]]
     fetch_scales: Callable[[int, int], memoryview] | None = None
+    scale_of: Callable[[int], float] | None = None
 
     def rows(self, first: int, last: int) -> Quantized:
         packed, block_scales = self.fetch(first, last)
+        global_scale = self.scale_of(first) if self.scale_of else self.global_scale
         return Quantized(
             self.format,
             (last - first, self.shape[1]),
             packed,
             block_scales,
-            self.global_scale,
+            global_scale,
             self.kind,
         )
 

@@ -159,7 +159,7 @@ class _Judge:
         It becomes bf16 because no engine would know what it was.
         """
         word = linear.coding.word
-        if not linear.coding.is_packed:
+        if not linear.coding.is_packed or linear.coding.is_at_home:
             return Verdict(linear, action, reason)
         if not self.recipe.keeps_packed or linear.coding.change:
             change = f", {linear.coding.change}" if linear.coding.change else ""
@@ -261,12 +261,12 @@ def warnings_on_four_bits(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Warn of four-bit modules that are rounded a second time."""
+    """Warn of modules in few bits that are rounded a second time."""
     again: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module, verdict in verdicts.items():
         coded = verdict.linear.coding
-        is_four_bit = coded.format is not None and coded.format.is_fp4
-        if is_four_bit and verdict.action == "quantize" and verdict.form:
+        is_rounded = coded.is_gguf_type or (coded.format is not None and coded.format.is_fp4)
+        if is_rounded and verdict.action == "quantize" and verdict.form:
             again[coded.word, verdict.form.word].append(module)
     return [
         f"{len(modules)} modules are {word} and are rounded again to {other}, the first"

@@ -9,7 +9,8 @@ q and k take turns (convert_hf_to_gguf.py, LlamaModel.permute). Rows move whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,13 @@ from fp4convert.numerics.codec import FLOAT_DTYPES, dequantize
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.matrices import Blocks
 from fp4convert.planning.repack_plan import Stored
-from fp4convert.storage.gguf import GgufFrame, block_names
+from fp4convert.storage.gguf import EXPERT_NUMBER, GgufFrame, block_names
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
 COMPARED_ROWS = 24  # of every module, and the last
 KEPT_LIMIT = 1e-3  # of the power of what is not quantized; a cast to fp16 or bf16 leaves far less
-MATRIX_DIMENSIONS = 2
+MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 NMSE_LIMIT = 0.1  # four-bit weights are about 0.01 from their own, and about 2 from any others
 
 
@@ -106,9 +107,14 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
     tensors = {ref.name: ref for ref in donor.checkpoint.tensors}
     names = block_names(frames[0], artifact.modules)
     placed = {}
+    experts: dict[str, dict[int, str]] = defaultdict(dict)
     for module, packed in artifact.modules.items():
         stem = names.get(module)
         ref = tensors.get(f"{stem}.weight")
+        number = _expert_number(module)
+        if stem and number is not None and ref and len(ref.shape) == STACK_DIMENSIONS:
+            experts[stem][number] = module
+            continue
         if stem is None or ref is None:
             detail = (
                 f"{module}: the GGUF file has no tensor for it; expected"
@@ -141,8 +147,44 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
         placed[stem] = Stored(
             packed.shape, _find_order(artifact.decode(module), module, donor, ref), ref
         )
+    for stem, members in experts.items():
+        placed[stem] = _place_experts(artifact, members, donor, tensors[f"{stem}.weight"])
     _compare_kept(artifact, donor, tensors)
     return placed
+
+
+def _expert_number(module: str) -> int | None:
+    """Read the number of an expert in the name of a module; None: it has none."""
+    found = EXPERT_NUMBER.search(module)
+    return int(found[1]) if found else None
+
+
+def _place_experts(
+    artifact: Artifact, members: Mapping[int, str], donor: Source, ref: TensorRef
+) -> Stored:
+    """Find how the donor's stack holds the modules of those experts.
+
+    Raises InputError where it is no stack of floats, of as many and of their shape
+    """
+    shapes = {artifact.modules[module].shape for module in members.values()}
+    experts, *matrix = ref.shape
+    is_whole = sorted(members) == list(range(experts)) and shapes == {tuple(matrix)}
+    if ref.dtype not in FLOAT_TYPES or not is_whole:
+        found = f"{ref.dtype} {list(ref.shape)} at {ref.name}"
+        detail = f"{len(members)} experts of {' and '.join(str(list(each)) for each in shapes)}"
+        detail = f"{detail}, the first {next(iter(members.values()))}, have no place in {found}"
+        raise InputError(
+            "template-differs",
+            f"{detail}; expected floats of their shape, and every expert",
+            "Give an unquantized GGUF file of the same model: --template FILE.gguf.",
+            ref.name,
+        )
+    slots: list[Slot] = []
+    for number in range(experts):
+        start = ref.start + number * (ref.nbytes // experts)
+        part = ref._replace(name=f"{ref.name}[{number}]", shape=tuple(matrix), start=start)
+        slots += _find_order(artifact.decode(members[number]), members[number], donor, part)
+    return Stored(ref.shape, tuple(slots), ref)
 
 
 def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRef]) -> None:

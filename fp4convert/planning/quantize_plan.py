@@ -47,11 +47,13 @@ from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import (
     Recipe,
     ScaleGroup,
+    Target,
     gather_groups,
     is_expert_stack,
     scale_groups,
 )
 from fp4convert.recipes.rules import StackRule
+from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
 from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
 
@@ -112,7 +114,7 @@ def plan_quantize(
             elif ref.name in home:
                 steps += maker.steps_of(ref, home[ref.name])
             elif ref.name not in consumed:
-                steps.append(_narrow_float32(_keep(ref, recipe), recipe))
+                steps.append(_narrow(_keep(ref, recipe), recipe))
             steps += scalars.cache.steps.get(ref.name, ())
         tasks.append(writing.task(shard, steps))
     _refuse_lookalikes(refuse_collisions(tasks), dialect, maker.stems)
@@ -195,24 +197,25 @@ class _StepMaker:
         """
         verdicts = [self._verdicts[linear.module] for linear in linears]
         if not any(
-            verdict.is_made or verdict.linear.coding.is_packed or verdict.linear.coding.change
+            verdict.is_made or is_expanded(verdict.linear) or verdict.linear.coding.change
             for verdict in verdicts
         ):
             stays = Step(verdicts[0].action, verdicts[0].reason, (ref,), (spec_of(ref),))
-            yield _narrow_float32(stays, self._recipe)
+            yield _narrow(stays, self._recipe)
             return
         for verdict in verdicts:
             linear = verdict.linear
             if not verdict.is_made and not linear.coding.is_packed and linear.coding.change:
-                yield _narrow_float32(_change(linear, ref, verdict.reason), self._recipe)
+                yield _narrow(_change(linear, ref, verdict.reason), self._recipe)
             elif not verdict.is_made:
-                packed = dtype_named(self._recipe.target.keep_dtype or KEPT_DTYPE)
-                dtype = packed if linear.coding.is_packed else ref.dtype
+                spec = TensorSpec(linear.module + WEIGHT, ref.dtype, linear.shape)
+                if linear.coding.is_packed:
+                    spec = kept_spec(spec.name, linear.shape, self._recipe.target)
                 yield Step(
                     verdict.action,
                     verdict.reason,
                     linear.refs,
-                    (TensorSpec(linear.module + WEIGHT, dtype, linear.shape),),
+                    (spec,),
                     linear.shape,
                     amax_of=_fold_refs(linear),
                     linears=(linear,),
@@ -361,26 +364,50 @@ def _idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
     if recipe.target.keep_dtype and all(
         step.outputs[0].dtype == step.refs[0].dtype for step in steps
     ):
-        why = "is for fp32 matrices and packed ones that stay; here are none"
+        wide = "" if recipe.target.keep_dtype == Q8_0.lower() else "fp32 "
+        why = f"is for {wide}matrices and packed ones that stay; here are none"
         yield Idle("--keep-dtype", why, is_pattern=False)
 
 
-def _narrow_float32(step: Step, recipe: Recipe) -> Step:
-    """Write a float32 matrix that stays in the type of --keep-dtype.
+def is_expanded(linear: Linear) -> bool:
+    """Tell whether no engine would know a module that stays as it is stored."""
+    return linear.coding.is_packed and not linear.coding.is_at_home
 
-    Vectors cost little, and routers decide by small differences: both stay as they are.
+
+def kept_spec(name: str, shape: tuple[int, ...], target: Target) -> TensorSpec:
+    """Return the tensor of a packed matrix that stays, and is expanded."""
+    word = target.keep_dtype or KEPT_DTYPE
+    if word != Q8_0.lower():
+        return TensorSpec(name, dtype_named(word), shape)
+    if shape[-1] % BLOCK_TYPES[Q8_0].block_size:
+        return TensorSpec(name, dtype_named(KEPT_DTYPE), shape)
+    return TensorSpec(name, Q8_0, shape_in_bytes(Q8_0, shape))
+
+
+def _narrow(step: Step, recipe: Recipe) -> Step:
+    """Write a matrix that stays in the type of --keep-dtype.
+
+    Of float32, and for Q8_0 of 16 bits. Vectors cost little, and routers decide by small
+    differences: both stay as they are.
     """
-    ref, word = step.refs[0], recipe.target.keep_dtype
+    ref, target = step.refs[0], recipe.target
+    is_q8_0 = target.keep_dtype == Q8_0.lower()
     is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
-    if word is None or ref.dtype != "F32" or not is_matrix:
+    if target.keep_dtype is None or not is_matrix:
         return step
-    if recipe.kind_of(module_of(ref.name)) == "router":
+    module, spec = module_of(ref.name), kept_spec(ref.name, ref.shape, target)
+    if ref.dtype not in (FLOAT_TYPES if is_q8_0 else ("F32",)):
+        return step
+    if is_q8_0 and spec.dtype != Q8_0:  # no whole blocks
+        return step
+    floats = dialect_to_write(target).TRAITS.floats if is_q8_0 else ()
+    if recipe.kind_of(module) == "router" or matches_any(floats, module):
         return step
     shape = ref.shape[0], ref.elements // ref.shape[0]
-    whole = Linear(module_of(ref.name), shape, FLOATS[ref.dtype], (ref,))
+    whole = Linear(module, shape, FLOATS[ref.dtype], (ref,))
     return step._replace(
-        reason=f"{step.reason}; fp32 becomes {word}",
-        specs=(TensorSpec(ref.name, dtype_named(word), ref.shape),),
+        reason=f"{step.reason}; {FLOAT_TYPES[ref.dtype].word} becomes {target.keep_dtype}",
+        specs=(spec,),
         linears=step.linears or (whole,),
     )
 
@@ -437,7 +464,9 @@ def refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) 
                 f"{shard.file}: a GGUF file has llama.cpp's names and order of rows, which dialect"
                 f" {name} does not read"
             )
-            next_step = "Use --dialect gguf, or start from the model's safetensors."
+            next_step = (
+                "Use --dialect gguf, or give the folder of the model's config.json: --config DIR."
+            )
         raise InputError("dialect-container", detail, next_step)
 
 

@@ -6,16 +6,23 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fp4convert.checkpoint.dialects.base import Dialect, Ignored, Packed
+from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed
 from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
+from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.expert_stacks import Stacked
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import dtype_named
-from fp4convert.planning.quantize_plan import kept_modules, notes_on, refuse_other_container
+from fp4convert.planning.quantize_plan import (
+    KEPT_DTYPE,
+    kept_modules,
+    notes_on,
+    refuse_other_container,
+)
 from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
@@ -51,6 +58,7 @@ def plan_dequantize(
             steps.append(step._replace(module=linear.module, linears=(linear,)))
     left_out = {ref.name for linear in packed for ref in linear.idle} | set(idle)
     consumed = left_out | {ref.name for step in steps for ref in step.refs}
+    consumed |= {linear.home.name for linear in packed}
     placed = [(step.refs[0].file, step) for step in steps]
     tasks = _module_tasks(Writing(checkpoint, target), placed, consumed)
     scales = [name for name in left_out if not name.endswith(".weight_shape")]
@@ -124,7 +132,9 @@ def plan_transcode(
     dialect, form = dialect_to_write(target), form_of(target)
     refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(target, checkpoint.config)
-    _refuse_other_matrices(checkpoint, modules)
+    expanded = [_expand(linear) for linear in _expandable(checkpoint)]
+    own = {ref.name for step in expanded for ref in step.refs}
+    _refuse_other_matrices(checkpoint, modules, own)
     if placed is None:
         # where the first module of each stored matrix is now
         placed = {}
@@ -151,22 +161,59 @@ def plan_transcode(
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
     consumed = homes | set(idle) | {ref.name for packed in modules.values() for ref in packed.refs}
+    steps += [(step.refs[0].file, step) for step in expanded]
+    consumed |= own
     tasks = _module_tasks(
         Writing(checkpoint, target, dialect, form, renamed or {}), steps, consumed
     )
     kept = kept_modules(tasks)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
     warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
+    warnings += _notes_on_expanded(expanded)
     return Plan(target, tasks, Ignored(tuple(kept), patterns), (*notes_on(checkpoint), *warnings))
 
 
-def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
+def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
+    """Find matrices of llama.cpp's own types, and integers of MLX.
+
+    Where they are read as safetensors, no other dialect has a place for them.
+    """
+    apart = {
+        ref.name: ref
+        for shard in checkpoint.shards
+        if shard.frame.container == "safetensors"
+        for ref in shard.tensors
+    }
+    blocks = find_gguf_blocks(apart, lambda name, shape: None)
+    return (blocks | find_affine(Clues(checkpoint.config, {}, apart))).values()
+
+
+def _expand(linear: Linear) -> Step:
+    """Make the step of a matrix that becomes bf16."""
+    spec = TensorSpec(linear.module + WEIGHT, dtype_named(KEPT_DTYPE), linear.shape)
+    reason = f"{linear.coding.word} becomes {KEPT_DTYPE}"
+    return Step("dequantize", reason, linear.refs, (spec,), linear.shape, linears=(linear,))
+
+
+def _notes_on_expanded(steps: Sequence[Step]) -> list[str]:
+    if not steps:
+        return []
+    first = steps[0].linears[0]
+    what = f"{len(steps)} matrices become {KEPT_DTYPE}, the first {first.name!r}"
+    return [f"{what}: the dialect has no {first.coding.word}"]
+
+
+def _refuse_other_matrices(
+    checkpoint: Checkpoint, modules: dict[str, Packed], expanded: Collection[str]
+) -> None:
     """Raise InputError for matrices quantized in another way.
 
     The result's records would not tell of them.
     """
     ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
-    others = [ref for ref in checkpoint.tensors if ref.name not in ours]
+    others = [
+        ref for ref in checkpoint.tensors if ref.name not in ours and ref.name not in expanded
+    ]
     next_step = "Start from the original weights."
     matrices = [
         ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT)

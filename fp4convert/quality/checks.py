@@ -30,7 +30,7 @@ from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
-from fp4convert.storage.safetensors import WEIGHT
+from fp4convert.storage.safetensors import WEIGHT, SafetensorsFrame
 from fp4convert.storage.shard_writer import difference_from_package
 from fp4convert.storage.source import Source
 
@@ -116,7 +116,7 @@ def check_headers(artifact: Artifact) -> Iterator[Finding]:
     if artifact.source.is_streamed:
         return
     for shard in artifact.source.checkpoint.shards:
-        if shard.frame.container == "safetensors":
+        if isinstance(shard.frame, SafetensorsFrame) and shard.frame.is_stored:
             with artifact.source.open_file(shard.file) as stream:
                 difference = difference_from_package(Path(stream.name), shard.tensors)
             if difference:

@@ -17,6 +17,8 @@ from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine, known_engines
 from fp4convert.recipes.uneven_formats import EXPERTS
 
+MLX_STACKS = ".switch_mlp."
+
 
 def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
     """Say what of an artifact decides which engines load it."""
@@ -24,7 +26,12 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
     contents = Contents(
         artifact.dialect,
         frozenset(
-            Part(packed.form.word, packed.form.activations, EXPERTS in module)
+            # rows on experts of the dialect mlx are about those that stand one by one
+            Part(
+                packed.form.word,
+                packed.form.activations,
+                EXPERTS in module and MLX_STACKS not in packed.stem,
+            )
             for module, packed in modules.items()
         ),
         is_sharded=len(artifact.source.checkpoint.shards) > 1,

@@ -45,8 +45,6 @@ ALL_MATRICES = 64
 # Panels of rows from all over a matrix, this many at least.
 SAMPLE, PANEL, PANELS, SAMPLE_BLOCKS = 1 << 17, 256, 4, 512
 
-# Cells below half a row are so many that they must explain this much more than rows and columns do.
-FINE = 1.25
 LEAST_CELL = 4
 LEAST_VARIANCE = 1e-6  # of log2; below it a matrix is constant
 # Standard deviation of a share by accident, and the matrix in which it is sqrt(2) of that.
@@ -202,8 +200,8 @@ def explained_shares(readings: Sequence[Bytes], log2: Doubles) -> Doubles:
     # Columns are the first of these; rows are added to them.
     row_share = _share_of_cells(squares[:, 0, 0], total[:, 0, 0], np.array(of_rows), (rows, blocks))
     both = share[:, 0, 0] + row_share
-    # Small cells must explain more than rows and columns do.
-    others = np.where(2 * cell >= blocks, share, share / FINE)
+    # A row of another layout is the mean of several small cells, and keeps so much of their share.
+    others = np.where(2 * cell >= blocks, share, share * cell / blocks)
     others = np.where(cell < LEAST_CELL, 0, others)[:, 1:]
     return np.concatenate((both[:, None], others.reshape(len(readings), -1)), axis=1)
 

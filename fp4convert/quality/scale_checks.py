@@ -11,6 +11,7 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,41 +45,49 @@ def read_global_scales(artifact: Artifact, modules: Collection[str]) -> dict[str
     having = [module for module in modules if artifact.modules[module].form.format.has_global_scale]
     if ending is None:
         return dict.fromkeys(having, 1.0)
-    names = [artifact.modules[module].stem + ending for module in having]
-    return dict(zip(having, _read_scalars(artifact, names), strict=True))
+    return _read_scalars(artifact, having, ending)
 
 
 def read_input_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
     """Read the input scales, as multipliers, of the modules with one."""
     scalars = artifact.spelling.TRAITS.scalars
     having = [module for module in modules if artifact.modules[module].form.has_input_scale]
-    stored = _read_scalars(artifact, [scalars.input_name(module) for module in having])
-    return {
-        module: scalars.as_multiplier(scale) for module, scale in zip(having, stored, strict=True)
-    }
+    stored = _read_scalars(artifact, having, scalars.input_name("")) if having else {}
+    return {module: scalars.as_multiplier(scale) for module, scale in stored.items()}
 
 
-def _read_scalars(artifact: Artifact, names: list[str]) -> list[float]:
-    """Read one float32 from each tensor; 1 where a sound module lacks it."""
-    source, wanted = artifact.source, set(names)
+def _read_scalars(artifact: Artifact, modules: list[str], ending: str) -> dict[str, float]:
+    """Read a float32 of each module; 1 where a sound module lacks it.
+
+    It has a tensor of that ending, or a place in that of its stack.
+    """
+    source, homes = artifact.source, {module: artifact.modules[module] for module in modules}
+    wanted = {packed.stem + ending for packed in homes.values()}
     # Tensors that follow one another in a file are read together.
     runs: list[list[TensorRef]] = []
     for ref in (ref for name, ref in artifact.tensors.items() if name in wanted):
         last = runs[-1][-1] if runs else None
-        if last and last.file == ref.file and last.start + FLOAT32_NBYTES == ref.start:
+        if last and last.file == ref.file and last.start + last.nbytes == ref.start:
             runs[-1].append(ref)
         else:
             runs.append([ref])
 
     def read(run: list[TensorRef]) -> tuple[float, ...]:
-        buffer = memoryview(bytearray(FLOAT32_NBYTES * len(run)))
-        source.read_into(run[0]._replace(dtype="F32", shape=(len(run),)), 0, buffer)
-        return struct.unpack(f"<{len(run)}f", buffer)
+        count = sum(ref.nbytes for ref in run) // FLOAT32_NBYTES
+        buffer = memoryview(bytearray(FLOAT32_NBYTES * count))
+        source.read_into(run[0]._replace(dtype="F32", shape=(count,)), 0, buffer)
+        return struct.unpack(f"<{count}f", buffer)
 
-    found: dict[str, float] = {}
+    found: dict[str, tuple[float, ...]] = {}
     for run, values in zip(runs, read_each(source, read, runs), strict=True):
-        found.update(zip([ref.name for ref in run], values, strict=True))
-    return [found.get(name, 1.0) for name in names]
+        ends = accumulate(ref.nbytes // FLOAT32_NBYTES for ref in run)
+        for ref, end in zip(run, ends, strict=True):
+            found[ref.name] = values[end - ref.nbytes // FLOAT32_NBYTES : end]
+    scales = {}
+    for module, packed in homes.items():
+        own = found.get(packed.stem + ending, (1.0,))
+        scales[module] = own[packed.number if len(own) > 1 else 0]
+    return scales
 
 
 def read_group_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, float]:

@@ -15,17 +15,19 @@ from fp4convert.calibration.input_power import Inputs, output_power
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.linears import Linears, linears_stored
 from fp4convert.checkpoint.record import ADAPTER, describe_adapter
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_doubles, as_matrix
 from fp4convert.numerics.error_sums import Sums, count_codes
-from fp4convert.numerics.formats import CODES, dtype_named
+from fp4convert.numerics.formats import CODES, FLOAT_TYPES, dtype_named
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
+from fp4convert.storage.gguf_types import Q8_0, encode_q8_0, shape_in_bytes
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source, stopping
 
@@ -249,17 +251,25 @@ class SourcePairs:
         if ref.name in self.originals.vectors:
             return check_vector(artifact, self.originals.vectors[ref.name], source)
         kept = artifact.tensors.get(ref.name)
-        dtypes = {ref.dtype}
-        if ref.dtype == "F32" and (word := artifact.record.get("keep_dtype")):
-            dtypes.add(dtype_named(str(word)))
-        if kept is None or kept.dtype not in dtypes or kept.shape != ref.shape:
+        kinds = {(ref.dtype, ref.shape)}
+        word = artifact.record.get("keep_dtype")
+        if word == Q8_0.lower() and ref.dtype in FLOAT_TYPES and ref.shape:
+            kinds.add((Q8_0, shape_in_bytes(Q8_0, ref.shape)))
+        elif word and ref.dtype == "F32":
+            kinds.add((dtype_named(str(word)), ref.shape))
+        if ref.dtype in FLOAT_TYPES:  # as GGUF files have norms: the same values
+            kinds.add(("F32", ref.shape))
+        if kept is None or (kept.dtype, kept.shape) not in kinds:
             detail = "missing from the artifact, or there with another dtype or shape"
             return Finding("error", "kept-missing", ref.name, detail)
         for part in split_bytes(ref):
             expected, own = source.read_range(ref, *part), part
-            if kept.dtype != ref.dtype:  # by --keep-dtype
+            if kept.dtype != ref.dtype:  # by --keep-dtype, or widened
                 values = np.frombuffer(expected, FLOAT_DTYPES[ref.dtype])
-                expected = values.astype(FLOAT_DTYPES[kept.dtype]).view(np.uint8).data
+                if kept.dtype == Q8_0:
+                    expected = encode_q8_0(values.astype(np.float32))
+                else:
+                    expected = values.astype(FLOAT_DTYPES[kept.dtype]).view(np.uint8).data
                 own = (part[0] * kept.nbytes // ref.nbytes, part[1] * kept.nbytes // ref.nbytes)
             if artifact.source.read_range(kept, *own) != expected:
                 detail = "it was kept, but its bytes are not the source's"
@@ -308,6 +318,7 @@ def own_names(artifact: Artifact) -> set[str]:
         for module in artifact.packed.values()
         for ref in (*module.refs, *module.companions)
     }
+    names |= {ref.name for linear in find_affine(artifact.clues).values() for ref in linear.refs}
     return names | artifact.cache_scales(artifact.spelling).keys()
 
 

@@ -25,7 +25,7 @@ from fp4convert.planning.serving import load_code
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.engine_verdicts import Verdict, failures_of, trap_text, verdicts_on
 from fp4convert.recipes.engines import Engine
-from fp4convert.report.text import adapter_text, evaluation_rows, spell
+from fp4convert.report.text import adapter_text, evaluation_rows, fake_quantized_text, spell
 from fp4convert.report.user_files import Paper, check_place, write_paper
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.disk import write_errors_at
@@ -244,6 +244,9 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
         kept = (result.fidelity or {}).get("adapter")
         if isinstance(kept, dict):
             yield "adapter kept", code(adapter_text(kept).removeprefix("adapter kept: "))
+    exact = (result.fidelity or {}).get("fake_quantized")
+    if isinstance(exact, dict):
+        yield "source", code(fake_quantized_text(exact))
     bits = target.activations
     yield "activations", f"{bits} bits{': engines quantize them, too' if bits != 16 else ''}"
     if target.kv_cache:

@@ -78,6 +78,19 @@ def adapter_text(summary: Document) -> str:
     return f"adapter kept: {kept}, lowest {summary['db_min']:.1f} dB ({summary['worst']})"
 
 
+def fake_quantized_text(summary: Document) -> str:
+    """Say in a line how much came back of weights from fake quantization.
+
+    summary  `fake_quantized` of the summary of a report
+    """
+    share = 100 * summary["exact"] / max(summary["blocks"], 1)
+    counted = f"{summary['modules']} modules, {summary['blocks']:,} blocks"
+    text = f"trained with fake quantization ({counted}): {share:.4g} % of blocks come back exact"
+    if summary["share_min"] == 1:
+        return text
+    return f"{text}, lowest {100 * summary['share_min']:.4g} % ({summary['worst']})"
+
+
 def shorten(text: str, width: int = CELL_WIDTH) -> str:
     """Leave out the middle of a long text."""
     return text if len(text) <= width else f"{text[: width // 2]}...{text[-width // 2 :]}"

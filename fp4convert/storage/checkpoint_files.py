@@ -163,7 +163,8 @@ def choose_shards(
         found = sorted(name for name in names if name.endswith(GGUF))
         if len(found) > 1:
             detail = f"{where}: {len(found)} GGUF files, the first {found[0]}; expected one"
-            next_step = "Download one by itself: hf download, and give that file."
+            repository = str(where).partition(" ")[0]
+            next_step = f"Choose one: {shell_line(f'{repository}/{found[0]}')}"
             if isinstance(where, Path):
                 next_step = f"Choose one: {shell_line(where / found[0])}"
             raise InputError("gguf", f"{detail}, each is a model of its own", next_step)

@@ -11,24 +11,27 @@ Source: ggml, docs/gguf.md, and src/gguf.cpp for what llama.cpp refuses.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec, nbytes_of
 
 # Run with llama.cpp of 2026-10; ten others gave NaN or garbage.
-SCALED_ARCHITECTURES = ("llama", "qwen3", "mistral3")
+SCALED_ARCHITECTURES = ("llama", "qwen3", "qwen3moe", "mistral3")
 _HEAD = "4sIQQ"  # magic, version, tensors, keys
 _MAGIC, _VERSION, _VERSIONS = b"GGUF", 3, (2, 3)
 # A value's kind -> its struct code.
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _LIST = 8, 9
 _ALIGNMENT, _WIDEST, _MOST_DIMENSIONS = 32, 1 << 20, 4
+EXPERT_NUMBER = re.compile(r"(?<=experts)\.(\d+)(?=\.)")  # in the name of a module
+_FIRST_NBYTES = 32 << 10  # of a file that is elsewhere
 _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some 20 MB
 
 
@@ -65,7 +68,7 @@ class GgufFrame:
 
         In the frame's order, a new one behind its module's weight.
         """
-        gguf, ordered = _package(), sorted(specs, key=self._place)
+        gguf, ordered = gguf_package(), sorted(specs, key=self._place)
         infos, offset, offsets = b"", 0, []
         for spec in ordered:
             name, kind = spec.name.encode("utf-8"), gguf.GGMLQuantizationType[spec.dtype]
@@ -107,15 +110,56 @@ def read_gguf_header(path: Path) -> Header:
         ):
             return _parse(path.name, _Cursor(data))
     except (ValueError, OSError) as error:  # of mmap: the file is empty, or no file
-        detail = f"{path.name}: no sound GGUF file: {error}; expected one that llama.cpp loads"
-        raise InputError("gguf", detail, "Download the file again.") from None
+        raise _unsound(path.name, error) from None
+
+
+def read_coming_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
+    """Read the header of a GGUF file that comes by ranges.
+
+    nbytes  of the file
+    read    (offset, length) gives its bytes; it is asked for ever more from the beginning on
+    """
+    try:
+        return _parse(file, _Cursor(_Beginning(nbytes, read)))
+    except ValueError as error:
+        raise _unsound(file, error) from None
+
+
+def _unsound(file: str, error: Exception) -> InputError:
+    detail = f"{file}: no sound GGUF file: {error}; expected one that llama.cpp loads"
+    return InputError("gguf", detail, "Download the file again.")
+
+
+class _Bytes(Protocol):
+    """A file's bytes, wherever they are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+
+class _Beginning:
+    """The first bytes of a file, twice as many whenever more are wanted."""
+
+    def __init__(self, nbytes: int, read: Callable[[int, int], bytes]) -> None:
+        self._nbytes, self._read = nbytes, read
+        self._held = b""
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __getitem__(self, part: slice, /) -> bytes:
+        if part.stop > len(self._held):
+            wanted = min(self._nbytes, max(part.stop, 2 * len(self._held), _FIRST_NBYTES))
+            self._held += self._read(len(self._held), wanted - len(self._held))
+        return self._held[part]
 
 
 @dataclass(slots=True)
 class _Cursor:
     """Reads a file from its beginning; ValueError where it ends too early."""
 
-    data: mmap.mmap
+    data: _Bytes
     at: int = 0
 
     def take(self, nbytes: int) -> bytes:
@@ -201,7 +245,7 @@ def _parse(file: str, cursor: _Cursor) -> Header:
 
 def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
     """Read a tensor's entry: the tensor, and its place behind the head."""
-    gguf, name = _package(), cursor.name()
+    gguf, name = gguf_package(), cursor.name()
     (dimensions,) = cursor.unpack("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise ValueError(f"{name!r} has {dimensions} dimensions")
@@ -222,11 +266,11 @@ def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
 def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
     """Return llama.cpp's names of a model's modules, without .weight.
 
-    Those that it does not know are left out.
+    Those that it does not know are left out; that of an expert is its stack's.
 
     Raises  InputError where the architecture is unknown to the installed package
     """
-    gguf = _package()
+    gguf = gguf_package()
     architecture = str(frame.facts.get("general.architecture"))
     numbers = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     number = numbers.get(architecture)
@@ -236,10 +280,13 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
         detail = f"{found}, which the package gguf does not know"
         raise InputError("gguf", detail, "Install a newer one: pip install --upgrade gguf.")
     names = gguf.get_tensor_name_map(number, blocks)
-    return {module: name for module in modules if (name := names.get_name(module)) is not None}
+    # it knows stacks of experts, not single ones
+    known = {module: names.get_name(EXPERT_NUMBER.sub("", module)) for module in modules}
+    return {module: name for module, name in known.items() if name is not None}
 
 
-def _package() -> ModuleType:
+def gguf_package() -> ModuleType:
+    """Import llama.cpp's package; raise InputError where it is not there."""
     try:
         import gguf
     except ImportError:

@@ -13,6 +13,7 @@ from fp4convert.errors import InputError, shell_line
 from fp4convert.storage.source import Access, Source, stopping, subfolder_of
 
 REPOSITORY = r"[A-Za-z0-9_-][\w.-]*/[\w.-]+"  # organisation/name
+GGUF_FILE = re.compile(rf"({REPOSITORY})/(?:([^?#]+)/)?([^/?#]+\.gguf)")  # of a repository
 PAGE = re.compile(
     rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/({REPOSITORY})/?"
     r"(?:tree/([^/]+)/?(.*?)/?)?"
@@ -130,6 +131,20 @@ def _pipeline(reference: str, source: Source) -> InputError:
 
 
 def _open(reference: str, access: Access, may_lack: bool = False) -> Source:
+    source = _open_stored(reference, access, may_lack)
+    frames = [shard.frame.container for shard in source.checkpoint.shards]
+    if access.config is None or "gguf" not in frames:
+        return source
+    from fp4convert.storage.gguf_folder import as_folder
+    from fp4convert.storage.local import LocalSource
+
+    if not access.config.is_dir():
+        detail = f"--config {access.config}: no such folder; expected one with a config.json"
+        raise InputError("gguf-config", detail, "Give the model's folder: --config DIR.")
+    return as_folder(source, LocalSource(access.config, may_lack=True))
+
+
+def _open_stored(reference: str, access: Access, may_lack: bool) -> Source:
     path = Path(reference)
     try:
         is_there = path.exists()
@@ -144,11 +159,16 @@ def _open(reference: str, access: Access, may_lack: bool = False) -> Source:
         from fp4convert.storage.local import LocalSource
 
         return LocalSource(path, may_lack, subfolder_of(access))
-    if not re.fullmatch(REPOSITORY, reference):
+    found = GGUF_FILE.fullmatch(reference)
+    if not found and not re.fullmatch(REPOSITORY, reference):
         name = reference or "the source without a name"
         expected = "expected a checkpoint on this disk, or organisation/name on the Hub"
         detail = f"{name}: no such file or folder; {expected}"
         raise InputError("no-source", detail, _suggest_repository(reference))
     from fp4convert.storage.hub.source import HubSource
 
-    return HubSource(reference, access)
+    if not found:
+        return HubSource(reference, access)
+    folders = [folder for folder in (access.subfolder, found[2]) if folder]
+    access = replace(access, subfolder="/".join(folders) or None)
+    return HubSource(found[1], access, single=found[3])

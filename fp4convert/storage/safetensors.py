@@ -136,9 +136,13 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFrame:
-    """A safetensors file's __metadata__."""
+    """A safetensors file's __metadata__.
+
+    is_stored  False where its tensors are read out of a file of another kind
+    """
 
     metadata: dict[str, str]
+    is_stored: bool = True
     container: ClassVar[str] = "safetensors"
     reads_global_scales: ClassVar[bool] = True
     alignment: ClassVar[int] = 1

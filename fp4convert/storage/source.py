@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, TypeVar
 
 from fp4convert.errors import InputError
-from fp4convert.storage.checkpoint_files import PLAN_FILE
+from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE
 from fp4convert.storage.json_text import TEXT_LIMIT, read_text_file
 from fp4convert.storage.safetensors import Header, TensorRef
 
@@ -36,6 +36,7 @@ class Access:
     transport     http, or xet for hf_xet
     connections   at once; None for as many as prefetch.py finds right
     output        where an unfinished plan may lie, which says of which commit it is
+    config        a folder whose config.json makes a folder of a GGUF file
     """
 
     revision: str | None = None
@@ -46,6 +47,7 @@ class Access:
     transport: str = "http"
     output: Path | None = None
     connections: int | None = None
+    config: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ def name_of(reference: str) -> str:
     """
     path = Path(reference)
     try:
-        if path.is_file():
+        if path.is_file() or path.suffix == GGUF:  # which may be on the Hub
             return path.stem
         place = path.resolve()
         is_cached = place.parent.name == "snapshots" and CACHED.fullmatch(place.parents[1].name)

@@ -4,6 +4,7 @@ quantized.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tiny_models import (
     fp4convert_json,
     is_quantized,
     make_llama,
+    make_mixtral,
+    make_qwen3_moe,
     read_json,
     read_tensors,
 )
@@ -272,3 +275,106 @@ def test_four_bit_embeddings_are_refused_elsewhere(owns: dict[str, Path], tmp_pa
     options = ("-o", tmp_path / "other", "--dialect", "compressed-tensors", "--json")
     assert '"dialect-module"' in fp4convert("transcode", owns["mxfp4"], *options, expect=2)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Path]]:
+    """(family, format) -> a mixture, and what mlx-lm's own conversion makes of it: stacks, and of
+    Qwen3-MoE routers of eight bits.
+    """
+    made = {}
+    for family, make in (("qwen3_moe", make_qwen3_moe), ("mixtral", make_mixtral)):
+        source = make(tmp_path_factory.mktemp(family))
+        config = read_json(source / "config.json")
+        # what mlx-lm wants to read of older checkpoints
+        older = {"num_experts": 4, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        older["rope_theta"] = config["rope_parameters"]["rope_theta"]
+        (source / "config.json").write_text(json.dumps({**older, **config}))
+        for fmt in GROUP_SIZES:
+            folder = tmp_path_factory.mktemp(f"{family}-{fmt}")
+            made[family, fmt] = source, _make_mixture(source, fmt, folder)
+    return made
+
+
+def _make_mixture(source: Path, fmt: str, folder: Path) -> Path:
+    """By mlx-lm, which asks the model what becomes of each module."""
+    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
+    model, config = load_model(source)
+    predicate = getattr(model, "quant_predicate", lambda name, module: True)
+
+    def is_chosen(name: str, module: Any) -> Any:
+        return "embed" not in name and "lm_head" not in name and predicate(name, module)
+
+    size = GROUP_SIZES[fmt]
+    quantized, record = quantize_model(model, config, size, 4, mode=fmt, quant_predicate=is_chosen)
+    save_model(folder, quantized)
+    save_config(record, folder / "config.json")
+    return folder
+
+
+def _apart(name: str, weight: Any) -> dict[str, Any]:
+    """A stack of MLX as transformers' checkpoints have it, by hand."""
+    parent, found, leaf = name.partition(".switch_mlp.")
+    if not found:
+        return {name: weight}
+    if "block_sparse_moe" in parent:
+        names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        leaf = f"{names[leaf.removesuffix('.weight')]}.weight"
+    return {f"{parent}.experts.{number}.{leaf}": one for number, one in enumerate(weight)}
+
+
+def _values_by_mlx(model: Any) -> dict[str, Any]:
+    import mlx.core as mx
+
+    values = {}
+    for name, module in model.named_modules():
+        if "scales" in module:
+            # affine in float32, where nothing is rounded but the result
+            is_affine = module.mode == "affine"
+            numbers = [module.scales, module.biases] if is_affine else [module.scales]
+            if is_affine:
+                numbers = [number.astype(mx.float32) for number in numbers]
+            how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+            if not is_affine:
+                how["dtype"] = mx.float32
+            values |= _apart(
+                f"{name}.weight", _torch(mx.dequantize(module.weight, *numbers, **how))
+            )
+    return values
+
+
+@every_format
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_mlxs_mixtures_are_read(
+    mixtures: dict[tuple[str, str], tuple[Path, Path]], tmp_path: Path, family: str, fmt: str
+) -> None:
+    """Inspected, verified against the source, turned back as MLX dequantizes them, and carried."""
+    source, artifact = mixtures[family, fmt]
+    found = fp4convert_json("inspect", artifact, "--full")
+    assert (found["format"], found["dialect"], found["healthy"]) == (fmt, "mlx", True)
+    assert not [one for one in found["findings"] if one["code"] == "stack-unread"]
+    assert {one["engine"] for one in found["engines"] if one["loads"]} == {"mlx"}
+    report = fp4convert_json("verify", artifact, "--source", source, "--min-sqnr", 15)
+    assert report["passed"], report["findings"]
+    fp4convert("dequantize", artifact, "-o", tmp_path / "plain", "--dtype", "fp32", "-q")
+    plain, values = read_tensors(tmp_path / "plain"), _values_by_mlx(_load(artifact))
+    assert plain.keys() == read_tensors(source).keys()
+    affine = {name for name in values if name.endswith("mlp.gate.weight")}
+    assert len(affine) == (2 if family == "qwen3_moe" else 0)
+    exact = {name: value for name, value in values.items() if name not in affine}
+    assert differing({name: plain[name] for name in exact}, exact) == []
+    for name in affine:
+        assert plain[name].allclose(values[name], rtol=2.0**-22, atol=1e-9)
+    words = ("--dialect", "compressed-tensors", "-q")
+    fp4convert("transcode", artifact, "-o", tmp_path / "carried", *words)
+    fp4convert("dequantize", tmp_path / "carried", "-o", tmp_path / "x", "--dtype", "fp32", "-q")
+    after = read_tensors(tmp_path / "x")
+    assert differing({name: after[name] for name in exact}, exact) == []
+    assert (
+        differing(
+            {name: after[name] for name in affine},
+            {name: plain[name].bfloat16() for name in affine},
+        )
+        == []
+    )

@@ -249,7 +249,7 @@ def test_what_stays_whole_is_the_same_file(tmp_path: Path) -> None:
     assert record["dialect"] == "gguf"
 
 
-STACK = {"blk.0.ffn_down_exps.weight": np.ones((2, 64, 64), np.float32)}
+STACK = {"blk.0.attn_v_exps.weight": np.ones((2, 64, 64), np.float32)}
 
 
 @pytest.mark.parametrize(

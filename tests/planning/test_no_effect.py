@@ -93,7 +93,7 @@ def test_an_option_for_what_the_source_lacks(tmp_path):
 def test_the_next_step_of_an_empty_plan_is_that_of_its_reason(tmp_path):
     source = write_single(tmp_path / "m", {f"{LAYER}.self_attn.o_proj.weight": weight()})
     assert refuse(source, tmp_path, "--exclude", "*")["next"].startswith("Exclude fewer")
-    packed = write_donor(tmp_path / "q.gguf", model(), kind="Q4_0")
+    packed = write_donor(tmp_path / "q.gguf", model(), kind="IQ4_NL")
     error = refuse(packed, tmp_path, "--dialect", "gguf", fmt="mxfp4")
     assert (error["code"], "original weights" in error["next"]) == ("no-linears", True)
 

@@ -26,6 +26,9 @@ NAMES = {
 HEADS = {"blk.0.attn_q.weight": 4, "blk.0.attn_k.weight": 2}
 
 
+NOT_MADE = ("NVFP4", "IQ4_NL")
+
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -46,7 +49,7 @@ def write_donor(
     architecture: str = "llama",
     kinds: dict[str, str] | None = None,
 ) -> Path:
-    """kinds  types of single tensors; NVFP4, which the package cannot make, is all zeros"""
+    """kinds  types of single tensors; what the package cannot make is all zeros"""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_head_count(HEADS["blk.0.attn_q.weight"])
@@ -55,9 +58,10 @@ def write_donor(
         dtype = gguf.GGMLQuantizationType[
             (kinds or {}).get(name) or (kind if array.ndim > 1 else "F32")
         ]
-        zeros = np.zeros((*array.shape[:-1], array.shape[-1] // 64 * 36), np.uint8)
+        size, nbytes = gguf.GGML_QUANT_SIZES[dtype]
+        zeros = np.zeros((*array.shape[:-1], array.shape[-1] // size * nbytes), np.uint8)
         writer.add_tensor(
-            name, zeros if dtype.name == "NVFP4" else quantize(array, dtype), raw_dtype=dtype
+            name, zeros if dtype.name in NOT_MADE else quantize(array, dtype), raw_dtype=dtype
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

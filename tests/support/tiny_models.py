@@ -76,7 +76,7 @@ def make_mixtral(folder: Path) -> Path:
     )
 
 
-def make_qwen3_moe(folder: Path) -> Path:
+def make_qwen3_moe(folder: Path, **options: object) -> Path:
     """The folder, now with a two-layer Qwen3-MoE of four experts, one by one as gate_proj, up_proj
     and down_proj.
     """
@@ -90,7 +90,7 @@ def make_qwen3_moe(folder: Path) -> Path:
     }
     return _save(
         Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(tie_word_embeddings=False, **experts, **SHAPE),
+        Qwen3MoeConfig(tie_word_embeddings=False, **experts, **SHAPE, **options),
         folder,
         "bf16",
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from fp4convert.checkpoint.dialects.forms import Form, Group
@@ -68,6 +69,11 @@ class Packed(NamedTuple):
     places: tuple[StridedRows, ...]
     form: Form
 
+    @property
+    def number(self) -> int:
+        """Count the matrices above it in a stack that holds one for each module."""
+        return self.places[0].first // self.shape[0] if self.shape[0] else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
@@ -110,6 +116,8 @@ class Traits:
                        values; empty: it can say none
     mixes              formats that it holds beside each other; empty: one format at a time
     fp8                how it stores FP8 matrices beside four-bit ones
+    q8_0               matrices that stay can be Q8_0
+    floats             patterns of modules whose matrices its engines read as floats alone
     """
 
     writes: tuple[Format, ...]
@@ -130,6 +138,8 @@ class Traits:
     cache_scales: tuple[str, ...] = ()
     mixes: tuple[Format, ...] = ()
     fp8: Fp8Table | None = None
+    q8_0: bool = False
+    floats: tuple[str, ...] = ()
 
     @property
     def global_scale_kind(self) -> Kind | None:
@@ -225,11 +235,15 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MatrixEncoder:
-    """A dialect with the form of a stored matrix, which makes all its bytes."""
+    """A dialect with the form of a stored matrix, which makes all its bytes.
+
+    input_scales  of the matrices of a stack, where they have one each
+    """
 
     dialect: Dialect
     form: Form
     input_scale: float | None
+    input_scales: tuple[float | None, ...] = ()
 
     def encode(
         self, stem: str, shape: tuple[int, ...], panels: Iterator[Quantized]
@@ -241,11 +255,27 @@ class MatrixEncoder:
         first = next(panels, None)
         if first is None:
             return iter(())
-        input_scale = self.input_scale if self.form.has_input_scale else None
-        return chain(
-            self.dialect.TRAITS.scalars.encode(stem, first, input_scale),
-            self.dialect.encode(stem, shape, self.form, chain((first,), panels)),
-        )
+        return self._encode(stem, shape, chain((first,), panels))
+
+    def _encode(
+        self, stem: str, shape: tuple[int, ...], panels: Iterable[Quantized]
+    ) -> Iterator[Part]:
+        """Yield the scalars of each matrix of a stack, then its panels."""
+        for number, own in groupby(_numbered(panels, shape[-2]), key=itemgetter(0)):
+            matrix = (q for _, q in own)
+            first, input_scale = next(matrix), None
+            if self.form.has_input_scale:
+                input_scale = self.input_scales[number] if self.input_scales else self.input_scale
+            yield from self.dialect.TRAITS.scalars.encode(stem, first, input_scale)
+            yield from self.dialect.encode(stem, shape, self.form, chain((first,), matrix))
+
+
+def _numbered(panels: Iterable[Quantized], height: int) -> Iterator[tuple[int, Quantized]]:
+    """Say of each panel which matrix of a stack it is of."""
+    row = 0
+    for q in panels:
+        yield row // height, q
+        row += q.shape[0]
 
 
 def each_alone(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,11 @@
                  (mxfp8: [rows, columns / 4], four E4M3 codes to a word)
   M.scales  U8   [rows, columns / 16] or [rows, columns / 32]
 
+Experts are stacks: M is "X.switch_mlp.gate_proj" and its kin, the number of experts before the
+rows. As modules they have the names of transformers' checkpoints: X.experts.N.gate_proj; w1, w3
+and w2 where X ends with block_sparse_moe. Written they are one by one. Routers may be integers:
+encodings/mlx_affine.py.
+
 There is no global scale: an NVFP4 block's step is its E4M3 scale alone. What has a global scale
 other than 1 cannot be said. Records: config.json's "quantization", and the same again as
 "quantization_config"; a module that it names has a format of its own, and one without scales is an
@@ -14,6 +19,7 @@ Source: mlx 0.32, mx.quantize; mlx-lm 0.32, utils.load_model.  Readers: mlx-lm.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fp4convert.checkpoint.dialects.base import (
@@ -29,12 +35,23 @@ from fp4convert.checkpoint.dialects.base import (
 )
 from fp4convert.checkpoint.dialects.forms import Form, Granularity, Group, merge_groups
 from fp4convert.checkpoint.dialects.registry import SUFFIXES
-from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
+from fp4convert.checkpoint.dialects.stacks import Rows, Slot
+from fp4convert.checkpoint.dialects.tables import (
+    Fp8Table,
+    Scalars,
+    Table,
+    scale_grid,
+    whole_blocks,
+)
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FORMATS, MXFP4, MXFP8, NVFP4, Format
 from fp4convert.storage.safetensors import TensorRef
 
-MATRIX_DIMENSIONS = 2
+MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
+STACK = re.compile(r"(.*)\.switch_mlp\.(gate|up|down)_proj")
+MIXTRALS = "block_sparse_moe"
+MIXTRALS_LEAVES = {"gate": "w1", "up": "w3", "down": "w2"}
+MXFP8_WORDS = 8  # to a scale
 _MXFP8_BLOCK = (1, MXFP8.block_size)
 
 
@@ -55,18 +72,45 @@ TRAITS = Traits(
 SCALE_DTYPES = {NVFP4: "U8", MXFP4: "U8"}
 TABLE = Table((".weight", "U32"), ".scales", SCALE_DTYPES, TRAITS.scalars, 8, TRAITS.fp8)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
-stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
+stems, unfit = each_alone, TABLE.unfit
 notes = nothing
 KEYS = ("quantization", "quantization_config")  # of config.json; mlx-lm reads the first
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Leave out stacks of experts, and scales of the affine mode."""
-    return [
-        stem
-        for stem in stems_named(tensors, TRAITS.suffixes)
-        if len((ref := tensors[f"{stem}.scales"]).shape) <= MATRIX_DIMENSIONS and ref.dtype == "U8"
-    ]
+    """Leave out scales of the affine mode, and stacks of experts in MXFP8.
+
+    2 words to a scale are nvfp4, 4 mxfp4, 8 mxfp8.
+    """
+    found = []
+    for stem in stems_named(tensors, TRAITS.suffixes):
+        packed, block_scales = tensors.get(f"{stem}.weight"), tensors[f"{stem}.scales"]
+        words, scales = (
+            ref.shape[-1] if ref and ref.shape else 0 for ref in (packed, block_scales)
+        )
+        is_stack = STACK.fullmatch(stem) and words != MXFP8_WORDS * scales
+        if block_scales.dtype == "U8" and (
+            len(block_scales.shape) <= MATRIX_DIMENSIONS or is_stack
+        ):
+            found.append(stem)
+    return found
+
+
+def slots(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+    stack = STACK.fullmatch(stem)
+    if len(shape) < STACK_DIMENSIONS or stack is None:
+        return whole(stem, shape)
+    parent, kind = stack.groups()
+    leaf = MIXTRALS_LEAVES[kind] if parent.endswith(MIXTRALS) else f"{kind}_proj"
+    return tuple(
+        (Rows(f"{parent}.experts.{number}.{leaf}", 0, shape[1]),) for number in range(shape[0])
+    )
+
+
+def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
+    if len(packed.shape) != STACK_DIMENSIONS:
+        return TABLE.stored_shape(stem, packed, form)
+    return whole_blocks((*packed.shape[:-1], packed.shape[-1] * TABLE.codes_per_item), form)
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
@@ -123,6 +167,8 @@ def judge(clues: Clues) -> Iterator[Finding]:
         [
             ref
             for name, ref in clues.tensors.items()
-            if name.endswith(TRAITS.suffixes) and len(ref.shape) > MATRIX_DIMENSIONS
+            if name.endswith(TRAITS.suffixes)
+            and len(ref.shape) > MATRIX_DIMENSIONS
+            and not STACK.fullmatch(name.removesuffix(".scales"))
         ]
     )

@@ -88,7 +88,10 @@ def gather(stored: Blocks, shape: tuple[int, int], places: tuple[StridedRows, ..
         )
         return memoryview(b"".join(parts))
 
-    return Fetched(stored.format, shape, stored.global_scale, stored.kind, fetch, fetch_scales)
+    global_scale = stored.global_scale
+    if isinstance(stored, Fetched) and stored.scale_of:
+        global_scale = stored.scale_of(places[0].first)
+    return Fetched(stored.format, shape, global_scale, stored.kind, fetch, fetch_scales)
 
 
 def take_rows(blocks: Blocks, rows: Rows) -> Blocks:

@@ -20,6 +20,7 @@ from fp4convert.storage.safetensors import TensorRef, TensorSpec
 SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
 Read = Callable[[str], Span]
 Part = tuple[str, memoryview]
+SCALAR_NBYTES = 4
 INT4_PER_ITEM = 8  # codes in an I32
 
 

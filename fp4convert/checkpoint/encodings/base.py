@@ -4,6 +4,8 @@ floats   as it is, or a part of a stack of experts that is transposed or whose r
 fp8      E4M3 codes under scales of blocks, rows or the whole
 int4     compressed-tensors' packed integers under scales of groups
 fp4      any dialect's four-bit blocks
+gguf_blocks  llama.cpp's own types of blocks: Q8_0, Q4_K and others
+mlx_affine   MLX's integers of 4 or 8 bits, scale * code + bias
 """
 
 from __future__ import annotations
@@ -80,6 +82,16 @@ class CodingDefaults(Protocol):
     def change(self) -> str:
         """Say what changes its values on their way, "" for nothing."""
         return ""
+
+    @property
+    def is_gguf_type(self) -> bool:
+        """Tell whether it is of a type of llama.cpp's, rounded to few bits."""
+        return False
+
+    @property
+    def is_at_home(self) -> bool:
+        """Tell whether it may stay as it is, though it is packed."""
+        return False
 
     @property
     def is_spread(self) -> bool:

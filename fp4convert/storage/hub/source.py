@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from fp4convert.errors import CORRUPT, InputError, SourceError, shell_line
+from fp4convert.errors import CORRUPT, InputError, SourceError
 from fp4convert.storage.checkpoint_files import (
     CONFIG,
+    GGUF,
     PIPELINE,
-    WEIGHTS,
     check_index,
     choose_shards,
     find_components,
@@ -62,13 +62,16 @@ class HubSource:
 
     is_streamed = True
 
-    def __init__(self, reference: str, access: Access, patience: Patience | None = None) -> None:
+    def __init__(
+        self, reference: str, access: Access, patience: Patience | None = None, single: str = ""
+    ) -> None:
+        """Open a repository, or the one file of it."""
         from huggingface_hub import constants
         from huggingface_hub.utils._headers import build_hf_headers
 
         patience = patience or Patience()
-        self.name = name_of(reference)
-        self._repo = reference
+        self.name = single.removesuffix(GGUF) or name_of(reference)
+        self._repo, self._single = reference, single
         self._tell = access.tell
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
         check_token(headers)
@@ -210,6 +213,9 @@ class HubSource:
     def _open(self) -> Checkpoint:
         where = f"{self._repo} at commit {self._commit}"
         names = [name for name in self._files if "/" not in name]
+        if self._single:
+            self._check_there(self._single)
+            names = [self._single]
 
         # A pipeline: its components are checkpoints, and what lies beside them travels.
         if PIPELINE in names:
@@ -226,10 +232,6 @@ class HubSource:
         shards = choose_shards(where, names, weight_map)
         if not shards:
             raise no_weights(where, names)
-        if not shards[0].endswith(WEIGHTS):
-            detail = f"{where} holds GGUF files; from the Hub, safetensors are read"
-            download = shell_line("hf", "download", self._repo, shards[0], "--local-dir", "FOLDER")
-            raise InputError("gguf", detail, f"Download it: {download}")
         headers = tuple(read_each(self, self._header, shards))
         try:
             homes = find_homes(headers)
@@ -241,7 +243,7 @@ class HubSource:
             for name in sorted(named | {(weight_map or {}).get(str(error.tensor), shards[0])}):
                 self._prove(name)
             raise
-        sidecars, left_out = sort_others(self._files, shards)
+        sidecars, left_out = sort_others(() if self._single else self._files, shards)
         config: dict[str, object] = {}
         if CONFIG in self._files:
             config = parse_json_object(read_whole(self, CONFIG), CONFIG, has_constants=True)
@@ -292,12 +294,16 @@ class HubSource:
 
         def read(offset: int, length: int) -> bytes:
             stop = offset + length
-            beyond = split(name, head.nbytes, max(stop, head.nbytes))
+            beyond = split(name, max(offset, head.nbytes), max(stop, head.nbytes))
             coming = [self._pieces.fetch(piece) for piece in beyond]
             data = b"".join([head[offset:stop], *(piece.result() for piece in coming)])
             self._heads[name] = self._heads.get(name, b"")[:offset] + data
             return data
 
+        if name.endswith(GGUF):
+            from fp4convert.storage.gguf import read_coming_header
+
+            return read_coming_header(name, nbytes, read)
         return read_header(name, nbytes, read)
 
 

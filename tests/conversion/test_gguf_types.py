@@ -1,0 +1,206 @@
+"""GGUF's own types of blocks: Q8_0 that is written, and what is read, as llama.cpp's own Python
+package has them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import run
+from gguf.quants import dequantize, quantize
+from gguf_donors import Arrays, model, write_donor
+
+MODULES = 7
+WIDE = 256  # columns of a block of Q4_K and its kin
+EMBEDDING, HEAD, NORM = "token_embd.weight", "output.weight", "blk.0.attn_norm.weight"
+ROUTER = "blk.0.ffn_gate_inp.weight"
+READ = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+
+
+def read(path: Path) -> dict[str, gguf.ReaderTensor]:
+    return {each.name: each for each in gguf.GGUFReader(path).tensors}
+
+
+def values(tensor: gguf.ReaderTensor) -> np.ndarray:
+    return dequantize(tensor.data, tensor.tensor_type)
+
+
+def bf16(array: np.ndarray) -> np.ndarray:
+    return array.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def q8_0(array: np.ndarray) -> bytes:
+    return quantize(array, gguf.GGMLQuantizationType.Q8_0).tobytes()
+
+
+def more() -> Arrays:
+    """A router, and a stack of experts whose columns NVFP4 does not divide."""
+    random = np.random.default_rng(3)
+    shapes = {ROUTER: (4, 64), "blk.0.ffn_up_exps.weight": (2, 8, 96)}
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def donors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("donors")
+    arrays = {**model(), **more()}
+    return {
+        kind: write_donor(folder / f"{kind}.gguf", arrays, kind, kinds={ROUTER: "F32"})
+        for kind in ("F32", "BF16", "F16")
+    }
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "F16"])
+def test_what_stays_becomes_q8_0_byte_for_byte(
+    donors: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """Norms and routers stay floats; four-bit modules are as without."""
+    options = ("--format", "nvfp4", "--dialect", "gguf", "--json")
+    words = (*options, "--keep-dtype", "q8_0")
+    plan = run("quantize", donors[kind], *words, "--dry-run").json
+    assert run("quantize", donors[kind], *words, "-o", tmp_path / "q").code == 0
+    assert run("quantize", donors[kind], *options, "-o", tmp_path / "plain").code == 0
+    first, made, plain = (
+        read(path)
+        for path in (donors[kind], *(tmp_path / name / f"{kind}.gguf" for name in ("q", "plain")))
+    )
+    for name in (EMBEDDING, HEAD, "blk.0.ffn_up_exps.weight"):
+        assert made[name].tensor_type.name == "Q8_0"
+        assert made[name].data.tobytes() == q8_0(values(first[name]))
+        assert made[name].shape.tolist() == first[name].shape.tolist()
+        (row,) = (row for row in plan["tensors"] if row["name"] == name)
+        word = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}[kind]
+        assert row["reason"].endswith(f"; {word} becomes q8_0")
+        assert row["output_bytes"] == made[name].n_bytes
+        del made[name], plain[name]
+    assert made.keys() == plain.keys()
+    assert {NORM, ROUTER} < made.keys()
+    for name, tensor in made.items():
+        assert tensor.tensor_type == plain[name].tensor_type
+        assert tensor.data.tobytes() == plain[name].data.tobytes()
+    record = json.loads((tmp_path / "q" / "quantization_config.json").read_text())
+    assert record["keep_dtype"] == "q8_0"
+
+
+def test_verify_compares_what_became_q8_0(donors: dict[str, Path], tmp_path: Path) -> None:
+    words = ("--format", "mxfp4", "--dialect", "gguf", "--keep-dtype", "q8_0")
+    assert run("quantize", donors["BF16"], *words, "-o", tmp_path / "q").code == 0
+    assert run("verify", tmp_path / "q", "--source", donors["BF16"]).code == 0
+    path = tmp_path / "q" / "BF16.gguf"
+    begin = read(path)[EMBEDDING].data_offset
+    data = bytearray(path.read_bytes())
+    data[begin + 5] ^= 1
+    path.write_bytes(data)
+    found = run("verify", tmp_path / "q", "--source", donors["BF16"], "--json").json["findings"]
+    assert ("kept-differs", EMBEDDING) in [(each["code"], each["tensor"]) for each in found]
+
+
+def test_q8_0_turns_back_into_floats(donors: dict[str, Path], tmp_path: Path) -> None:
+    words = ("--format", "mxfp4", "--dialect", "gguf", "--keep-dtype", "q8_0")
+    assert run("quantize", donors["BF16"], *words, "-o", tmp_path / "q").code == 0
+    assert run("dequantize", tmp_path / "q", "-o", tmp_path / "d", "--dtype", "fp32").code == 0
+    before, after = read(tmp_path / "q" / "BF16.gguf"), read(tmp_path / "d" / "BF16.gguf")
+    assert {each.tensor_type.name for each in after.values()} == {"F32"}
+    for name in (EMBEDDING, HEAD, "blk.0.attn_q.weight"):
+        assert np.array_equal(values(after[name]), values(before[name]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, 1e8])
+def test_what_q8_0_cannot_say_is_refused(tmp_path: Path, bad: float) -> None:
+    arrays = model()
+    arrays[EMBEDDING][3, 5] = bad
+    donor = write_donor(tmp_path / "donor.gguf", arrays, "F32")
+    words = ("--format", "mxfp4", "--dialect", "gguf", "--keep-dtype", "q8_0", "--json")
+    outcome = run("quantize", donor, *words, "-o", tmp_path / "q")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "q8-overflow")
+    assert outcome.json["error"]["tensor"] == EMBEDDING
+
+
+def test_other_dialects_have_no_q8_0(tmp_path: Path) -> None:
+    words = ("--format", "mxfp4", "--keep-dtype", "q8_0", "--json")
+    from checkpoints import write_llama
+
+    outcome = run("quantize", write_llama(tmp_path / "m"), *words, "-o", tmp_path / "q")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "unknown-dtype")
+    assert "gguf" in outcome.json["error"]["message"]
+    assert not (tmp_path / "q").exists()
+
+
+def blocks(kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Bytes of that type: the package's own, or random ones whose fp16 numbers are small."""
+    stored = gguf.GGMLQuantizationType[kind]
+    random = np.random.default_rng(11)
+    if not kind.endswith("_K"):
+        return quantize(random.normal(size=shape).astype(np.float32), stored)
+    size, nbytes = gguf.GGML_QUANT_SIZES[stored]
+    data = random.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), np.uint8)
+    scale = np.frombuffer(np.float16([0.01, 0.02]).tobytes(), np.uint8)
+    ends = {"Q2_K": slice(80, 84), "Q3_K": slice(108, 110), "Q6_K": slice(208, 210)}
+    place = ends.get(kind, slice(0, 4))
+    data[..., place] = scale[: place.stop - place.start]
+    return data.reshape(*shape[:-1], -1)
+
+
+def write_packed(path: Path, kind: str) -> Path:
+    """Every matrix of that type, and one stack of experts."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    stored = gguf.GGMLQuantizationType[kind]
+    shapes = {EMBEDDING: (40, WIDE), "blk.0.attn_q.weight": (64, WIDE)}
+    shapes |= {"blk.0.ffn_up_exps.weight": (3, 64, WIDE)}
+    for name, shape in shapes.items():
+        writer.add_tensor(name, blocks(kind, shape), raw_dtype=stored)
+    writer.add_tensor(NORM, np.ones(WIDE, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_sources_of_that_type_are_turned_back(tmp_path: Path, kind: str) -> None:
+    source = write_packed(tmp_path / "m.gguf", kind)
+    assert run("dequantize", source, "-o", tmp_path / "d", "--dtype", "fp32").code == 0
+    before, after = read(source), read(tmp_path / "d" / "m.gguf")
+    assert list(after) == list(before)
+    for name, tensor in before.items():
+        assert after[name].tensor_type.name == "F32"
+        assert after[name].shape.tolist() == tensor.shape.tolist()
+        assert np.array_equal(values(after[name]), values(tensor))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", READ)
+def test_sources_of_that_type_are_quantized_as_their_values(
+    tmp_path: Path, kind: str, fmt: str
+) -> None:
+    """The blocks are those of the same values in float32; what stays keeps its type."""
+    source = write_packed(tmp_path / "m.gguf", kind)
+    assert run("dequantize", source, "-o", tmp_path / "d", "--dtype", "fp32").code == 0
+    options = ("--format", fmt, "--dialect", "gguf")
+    outcome = run("quantize", source, *options, "-o", tmp_path / "q")
+    assert outcome.code == 0, outcome.err
+    assert f"4 modules are {kind.lower()} and are rounded again to {fmt}" in outcome.err
+    assert run("quantize", tmp_path / "d", *options, "-o", tmp_path / "e").code == 0
+    ours, other = (read(tmp_path / name / "m.gguf") for name in ("q", "e"))
+    made = {name for name, each in ours.items() if each.tensor_type.name == fmt.upper()}
+    assert made == {"blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"}
+    for name in made:
+        assert ours[name].data.tobytes() == other[name].data.tobytes()
+    assert ours[EMBEDDING].tensor_type.name == kind
+    assert ours[EMBEDDING].data.tobytes() == read(source)[EMBEDDING].data.tobytes()
+    assert run("verify", tmp_path / "q", "--source", source).code == 0
+
+
+def test_a_source_of_several_types_is_analyzed(tmp_path: Path) -> None:
+    source = write_packed(tmp_path / "m.gguf", "Q6_K")
+    outcome = run("analyze", source, "--json")
+    assert outcome.code == 0, outcome.err
