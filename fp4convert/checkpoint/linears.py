@@ -164,8 +164,7 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
     They are quantized in whatever form, or matrices of floats.
     """
     found = find_floats(artifact.tensors, lambda name, shape: None)
-    affine = find_affine(artifact.clues)
-    return {**found, **_others(artifact), **affine, **find_fp4(artifact)}
+    return {**found, **_others(artifact), **find_affine(artifact.clues), **find_fp4(artifact)}
 
 
 def _others(artifact: Artifact) -> dict[str, Linear]:

@@ -78,20 +78,16 @@ KEYS = ("quantization", "quantization_config")  # of config.json; mlx-lm reads t
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Leave out scales of the affine mode, and stacks of experts in MXFP8.
-
-    2 words to a scale are nvfp4, 4 mxfp4, 8 mxfp8.
-    """
+    """Leave out scales of the affine mode, and stacks of MXFP8, which nothing here reads."""
     found = []
     for stem in stems_named(tensors, TRAITS.suffixes):
         packed, block_scales = tensors.get(f"{stem}.weight"), tensors[f"{stem}.scales"]
         words, scales = (
             ref.shape[-1] if ref and ref.shape else 0 for ref in (packed, block_scales)
         )
+        is_matrix = len(block_scales.shape) <= MATRIX_DIMENSIONS
         is_stack = STACK.fullmatch(stem) and words != MXFP8_WORDS * scales
-        if block_scales.dtype == "U8" and (
-            len(block_scales.shape) <= MATRIX_DIMENSIONS or is_stack
-        ):
+        if block_scales.dtype == "U8" and (is_matrix or is_stack):
             found.append(stem)
     return found
 
