@@ -78,7 +78,7 @@ KEYS = ("quantization", "quantization_config")  # of config.json; mlx-lm reads t
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Leave out scales of the affine mode, and stacks of MXFP8, which nothing here reads."""
+    """Leave out scales of the affine mode, and stacks of MXFP8."""
     found = []
     for stem in stems_named(tensors, TRAITS.suffixes):
         packed, block_scales = tensors.get(f"{stem}.weight"), tensors[f"{stem}.scales"]
