@@ -232,13 +232,9 @@ def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
         ("tiny", "prose"): bench.calibration(
             "tiny", "prose", "--text", str(texts / "prose.txt"), *fed
         ),
-        **{
-            (model, "sized"): bench.calibration(model, "sized", *words, "--sensitivity")
-            for model, words in {
-                "MiniLM": ("--text", str(texts / "sentences.txt"), "--samples", str(SENTENCES)),
-                "tiny": ("--text", str(texts / "sources.txt"), *fed),
-            }.items()
-        },
+        ("tiny", "sized"): bench.calibration(
+            "tiny", "sized", "--text", str(texts / "sources.txt"), *fed, "--sensitivity"
+        ),
     }
     for fmt, rules in RULES.items():
         for rule in rules:
@@ -273,12 +269,10 @@ def sizes(
     """Formats of modules chosen for a size: by weights, and by what the outputs lose."""
     for bits in BITS:
         target = (SIZED, "--target-bits", bits)
-        known = {
-            model: (*target, "--calibration", str(files[model, "sized"])) for model in bench.sources
-        }
         if float(bits) > float(BITS[0]):  # four bits and nothing else are no choice of weights
-            yield f"{bits} bits by weights", dict.fromkeys(bench.sources, target)
-        yield f"{bits} bits by outputs", known
+            yield f"{bits} bits by weights", {"tiny": target}
+        known = (*target, "--calibration", str(files["tiny", "sized"]))
+        yield f"{bits} bits by outputs", {"tiny": known}
 
 
 def bars(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> Iterable[list[str]]:
