@@ -108,6 +108,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "seconds_estimated": estimate_seconds(source, plan, backend, workers)
         | {"device_reason": choice.reason or None},
         **describe_steps(sized),
+        "left_out": describe_left_out(plan),
         "warnings": [*plan.warnings, *find_doubts(sized, plan)],
     }
 
@@ -160,6 +161,11 @@ def describe_steps(
         for step, source_nbytes, output_nbytes in sized
     ]
     return {"patterns": join_steps(sized), "tensors": tensors}
+
+
+def describe_left_out(plan: Plan) -> list[dict[str, str]]:
+    """List tensors of the source that no output has, and why."""
+    return [{"name": name, "reason": reason} for name, reason in plan.left_out.items()]
 
 
 def estimate_seconds(

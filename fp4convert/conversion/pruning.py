@@ -17,7 +17,13 @@ from pathlib import Path
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.artifact_job import index_text
-from fp4convert.conversion.dry_run import BASE_NBYTES, Sized, describe_steps, estimate_seconds
+from fp4convert.conversion.dry_run import (
+    BASE_NBYTES,
+    Sized,
+    describe_left_out,
+    describe_steps,
+    estimate_seconds,
+)
 from fp4convert.conversion.experts import (
     Mixture,
     Routing,
@@ -33,6 +39,7 @@ from fp4convert.execution.job import Job, carry_out
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.workers import CopyWorker
 from fp4convert.numerics.backends import open_backend
+from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.quantize_plan import notes_on
 from fp4convert.planning.steps import (
     Plan,
@@ -125,7 +132,13 @@ def prepare_prune(
     }
     warnings = (*notes_on(checkpoint), *_warn(calibration, routing, kept, gone))
     tasks = _make_tasks(checkpoint, changed, gone)
-    plan = Plan(Target(PRUNED), tasks, Ignored((), ()), warnings)
+    left_out = dict.fromkeys(gone, "of a layer that predicts further tokens")
+    left_out |= {name: "of an expert that goes" for name, step in changed.items() if step is None}
+    # Of a table, the parts of the experts that stay.
+    parts = {name: step.refs for name, step in changed.items() if step}
+    wanted = (part for ref in checkpoint.tensors for part in parts.get(ref.name, (ref,)))
+    refuse_forgotten(wanted, tasks, left_out, {})
+    plan = Plan(Target(PRUNED), tasks, Ignored((), ()), warnings, left_out=left_out)
     record: dict[str, object] = {
         "method": "reap",
         "experts": {"before": routing.experts, "kept": routing.keep},
@@ -183,6 +196,7 @@ def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> di
         "peak_disk_bytes": pruning_job(source, pruning).output_nbytes,
         "seconds_estimated": estimate_seconds(source, plan, open_backend("cpu"), settings.workers),
         **describe_steps(sized, lambda step: step.outputs[0].name),
+        "left_out": describe_left_out(plan),
         "warnings": list(plan.warnings),
     }
 

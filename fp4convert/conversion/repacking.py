@@ -28,7 +28,8 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, dtype_named, format_named
 from fp4convert.numerics.matrices import row_panels
-from fp4convert.planning.gguf_template import Framed, place_modules
+from fp4convert.planning.completeness import refuse_forgotten
+from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
 from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
 from fp4convert.planning.steps import Plan
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales, read_global_scales
@@ -136,9 +137,14 @@ def prepare_transcode(
         )
     _check_unit_scales(artifact, donor)
     framed = Framed(donor, artifact.source).checkpoint
-    return _add_losses(
-        artifact, plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
-    )
+    plan = plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
+    plan = _add_losses(artifact, plan)
+    left_out = {**name_replaced(artifact, donor), **plan.left_out}
+    refuse_forgotten(artifact.tensors.values(), plan.tasks, left_out, {})
+    lost = [name for name, reason in left_out.items() if reason == PLACELESS]
+    what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"
+    notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
+    return replace(plan, warnings=(*plan.warnings, *notes), left_out=left_out)
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
