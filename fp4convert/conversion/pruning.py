@@ -51,7 +51,7 @@ from fp4convert.planning.steps import (
 )
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import matches_any
-from fp4convert.recipes.recipe import Target, model_recipe
+from fp4convert.recipes.recipe import PREDICTION, Target, model_recipe
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.safetensors import TensorSpec
@@ -61,7 +61,6 @@ PRUNED = "pruned"
 PRUNING = "expert_pruning.json"  # our record of what stayed
 # How many layers predict further tokens.
 PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-PREDICTION = "prediction"  # the recipes' word for such layers
 RANKS = (2, 4, 8)  # of expert parallelism
 FEW_TOKENS = 100  # routed to an expert: below, its saliency is little more than chance
 _ONE_EXPERT = re.compile(r"experts\\*\.\d")

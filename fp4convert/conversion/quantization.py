@@ -70,8 +70,9 @@ from fp4convert.planning.method_needs import (
 )
 from fp4convert.planning.quantize_plan import Scalars, plan_quantize
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.options import one_of
-from fp4convert.recipes.recipe import Recipe, Target, build_recipe
+from fp4convert.recipes.draft_layers import find_drafts
+from fp4convert.recipes.options import DRAFTS, one_of
+from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.source import Source, uncollected
 
@@ -151,6 +152,9 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
         weights = open_global_scales(given, recipe.format, recipe.target)
     with uncollected():
         linears = find_linears(source, recipe)
+        recipe = replace(recipe, asked_draft=options.draft)
+        if recipe.takes_drafts:
+            recipe = replace(recipe, drafts=find_drafts(linears.of, recipe))
         if adapter:
             linears = merge_adapter(linears, adapter, source.checkpoint)
         cache = plan_cache(source, linears, recipe, calibration) if options.kv_cache else Cache()
@@ -197,6 +201,7 @@ def _recipe_for(
     fmt = format_named(asked_format)
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")
+    _check_word("--draft", options.draft, DRAFTS, "unknown-draft")
     _check_word("--keep-dtype", options.keep_dtype, KEPT_DTYPES, "unknown-dtype")
     bits = int(options.activations or 0)
     asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache, activations=bits)
@@ -315,10 +320,9 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
         result = replace(result, adapter=describe_adapter(plan))
     if settings.share or not any(step.action == "transcode" for step in plan.steps):
         return result
-    return replace(
-        result,
-        carried=describe_carried(taken_over(plan), dialect_of(plan).TRAITS.global_scale_kind),
-    )
+    is_draft = model_recipe(source.checkpoint.config).is_draft
+    kind = dialect_of(plan).TRAITS.global_scale_kind
+    return replace(result, carried=describe_carried(taken_over(plan), kind, is_draft))
 
 
 def describe_adapter(plan: Plan) -> dict[str, object] | None:

@@ -216,7 +216,9 @@ def transcode(
     if job.record and ADAPTER in artifact.record:
         job = replace(job, record={**job.record, ADAPTER: artifact.record[ADAPTER]})
     carrier = Carrier(artifact, format_named(plan.target.format))
-    carried = describe_carried(carrier.each(), dialect_of(plan).TRAITS.global_scale_kind)
+    is_draft = model_recipe(artifact.source.checkpoint.config).is_draft
+    kind = dialect_of(plan).TRAITS.global_scale_kind
+    carried = describe_carried(carrier.each(), kind, is_draft)
     result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
     return replace(result, carried=carried)
 

@@ -127,7 +127,7 @@ def plan_quantize(
         *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
         *_note_stacks(checkpoint, consumed),
         *uneven_groups(verdicts, recipe),
-        *warnings_on_four_bits(verdicts),
+        *warnings_on_four_bits(verdicts, recipe),
         *notes,
         *more,
         *scalars.cache.notes,
