@@ -267,6 +267,15 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             panel=MODULES,
         ),
     ] = None
+    pad_for_tp: Annotated[
+        int | None,
+        Option(
+            "Add zeros so that so many ranks of tensor parallelism get whole blocks.",
+            least=2,
+            panel=TARGET,
+            value="<ranks>",
+        ),
+    ] = None
     method: Annotated[
         str | None,
         Option(

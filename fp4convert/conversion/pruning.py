@@ -115,8 +115,7 @@ def prepare_prune(
         first, family = seen[0].name, checkpoint.config.get("model_type")
         detail = f"{calibration.path} has no expert_saliency of {first}, nor of any other layer"
         unseen = f"fp4convert calibrate cannot observe the experts of {family} models"
-        next_step = "docs/pruning.md lists the models that it can, and what your own file must"
-        next_step = f"{next_step} hold."
+        next_step = "docs/pruning.md lists models that it can, and what your own file must hold."
         raise InputError("calibration-missing", f"{detail}: {unseen}", next_step, first)
     for mixture in seen:
         check_mixture(mixture, rule, routing.experts)
@@ -131,12 +130,7 @@ def prepare_prune(
     }
     warnings = (*notes_on(checkpoint), *_warn(calibration, routing, kept, gone))
     tasks = _make_tasks(checkpoint, changed, gone)
-    left_out = dict.fromkeys(gone, "of a layer that predicts further tokens")
-    left_out |= {name: "of an expert that goes" for name, step in changed.items() if step is None}
-    # Of a table, the parts of the experts that stay.
-    parts = {name: step.refs for name, step in changed.items() if step}
-    wanted = (part for ref in checkpoint.tensors for part in parts.get(ref.name, (ref,)))
-    refuse_forgotten(wanted, tasks, left_out, {})
+    left_out = _list_left_out(checkpoint, changed, gone, tasks)
     plan = Plan(Target(PRUNED), tasks, Ignored((), ()), warnings, left_out=left_out)
     record: dict[str, object] = {
         "method": "reap",
@@ -261,6 +255,22 @@ def _make_tasks(
             tasks.append(writing.task(shard, staying))
     refuse_collisions(tasks)
     return tuple(tasks)
+
+
+def _list_left_out(
+    checkpoint: Checkpoint,
+    changed: Mapping[str, Step | None],
+    gone: Collection[str],
+    tasks: Sequence[Task],
+) -> dict[str, str]:
+    """Say of tensors that go why; InputError where one is forgotten."""
+    left_out = dict.fromkeys(gone, "of a layer that predicts further tokens")
+    left_out |= {name: "of an expert that goes" for name, step in changed.items() if step is None}
+    # Of a table, the parts of the experts that stay.
+    parts = {name: step.refs for name, step in changed.items() if step}
+    wanted = (part for ref in checkpoint.tensors for part in parts.get(ref.name, (ref,)))
+    refuse_forgotten(wanted, tasks, left_out, {})
+    return left_out
 
 
 def _drafts(

@@ -70,10 +70,12 @@ from fp4convert.planning.method_needs import (
 )
 from fp4convert.planning.quantize_plan import Scalars, plan_quantize
 from fp4convert.planning.steps import Plan
+from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks, refuse_bad_splits
 from fp4convert.recipes.draft_layers import find_drafts
 from fp4convert.recipes.options import DRAFTS, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipes.rules import FormatRule
+from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source, uncollected
 
 MOST_PASSES = 100  # a larger number is a typing error
@@ -98,6 +100,9 @@ def prepare_quantize(
     # Whoever names an engine does not ask what others do with the result.
     traps = () if options.engine else engine_warnings(plan, source.checkpoint)
     plan = replace(plan, warnings=(*plan.warnings, *traps))
+    if isinstance(source, PaddedSource):
+        refuse_bad_splits(plan, int(options.pad_for_tp or 0))
+        plan = replace(plan, warnings=(*plan.warnings, source.note))
     is_carried = any(step.action == "transcode" for step in plan.steps)
     if is_carried and not source.is_streamed:  # from a Hub each would be a request: the run tells
         for module, q in stored_blocks(plan):
@@ -114,6 +119,25 @@ def goal_record(bits: float | None, calibration: Calibration | None) -> dict[str
     if calibration is None or not calibration.loss_formats:
         return None
     return {"bits": bits, "minimized": calibration.loss_kind}
+
+
+def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
+    """Add the zeros to a source that --pad-for-tp asks for.
+
+    Raises  what pad_for_ranks raises; InputError for options that need its own sizes
+    """
+    if options.pad_for_tp is None:
+        return source
+    given = {
+        "--calibration": options.calibration,
+        "--lora": options.lora,
+        "--global-scale": options.global_scale,
+    }
+    for option, value in given.items():
+        if value:
+            detail = f"{option} is for the source's own sizes, and {OPTION} changes them"
+            raise InputError("pad-option", f"{detail}; expected one of them")
+    return pad_for_ranks(source, options.pad_for_tp, format_named(str(options.format)).block_size)
 
 
 def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linears, Scalars]:

@@ -32,6 +32,7 @@ from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
 from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
 from fp4convert.planning.steps import Plan
+from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales, read_global_scales
 from fp4convert.recipes.recipe import Target, model_recipe
 from fp4convert.storage.json_text import as_text, unquantized
@@ -61,6 +62,9 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
         idle += [ref.name for module in artifact.modules.values() for ref in module.companions]
         idle += artifact.cache_scales(artifact.spelling)
     plan = plan_dequantize(source.checkpoint, packed, stacks, dtype, idle)
+    if artifact and PADDING in artifact.record:
+        kept = "the zeros that the artifact has for ranks of tensor parallelism stay, in weights"
+        notes = [*notes, f"{kept} and config.json; the model computes the same"]
     return replace(plan, warnings=(*plan.warnings, *notes))
 
 
@@ -213,8 +217,9 @@ def transcode(
         key: _as_text_or_none(known.get(key)) for key in ("repo", "revision")
     }
     job = artifact_job(source, plan, origin)
-    if job.record and ADAPTER in artifact.record:
-        job = replace(job, record={**job.record, ADAPTER: artifact.record[ADAPTER]})
+    if job.record:
+        told = {key: artifact.record[key] for key in (ADAPTER, PADDING) if key in artifact.record}
+        job = replace(job, record={**job.record, **told})
     carrier = Carrier(artifact, format_named(plan.target.format))
     is_draft = model_recipe(artifact.source.checkpoint.config).is_draft
     kind = dialect_of(plan).TRAITS.global_scale_kind

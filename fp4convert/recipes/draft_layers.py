@@ -48,7 +48,7 @@ class DraftFormat(NamedTuple):
 
     @property
     def is_note(self) -> bool:
-        """Tell whether only some engines trip: they take ordinary weights for granted."""
+        """Tell whether only engines trip that expect ordinary weights."""
         return self.is_told and bool(self.word)
 
     @property
