@@ -70,7 +70,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     task = replace(task, is_by_layer=options.by_layer)
     found = evaluation.evaluate(side_by_side.compare_models(task), gate)
     if page and shown:
-        original = pad_as_recorded(shown, source)
+        original = pad_as_recorded(shown.record, source)
         options.tell(save_page(page, shown, original, evaluated=found.as_json()))
     if card:
         merged = "".join(map(name_of, one_adapter(options.lora)))
@@ -110,12 +110,13 @@ def _task(
     phases: Phases,
 ) -> Task:
     from fp4convert.calibration.side_by_side import Task
+    from fp4convert.planning.tensor_parallel import pad_as_recorded
 
     record: dict[str, object] = {}
     if artifact.has_file(RECORD):
         record = parse_json_object(read_whole(artifact, RECORD), RECORD)
     return Task(
-        source=source,
+        source=pad_as_recorded(record, source),
         artifact=artifact,
         feed=feed,
         device=options.device,

@@ -72,7 +72,7 @@ def carry_out(work: Work, settings: Settings) -> Result:
         access = options.access(options.folder)
         access = replace(access, revision=work.source.checkpoint.revision or access.revision)
         artifact = open_artifact(str(options.folder))
-        source = pad_as_recorded(artifact, open_source(os.fspath(options.source), access))
+        source = pad_as_recorded(artifact.record, open_source(os.fspath(options.source), access))
         settings.tell(save_page(page, artifact, source))
     return result
 

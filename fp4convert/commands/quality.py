@@ -126,7 +126,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     if a.record.get(PADDING) != b.record.get(PADDING):
         detail = f"{options.a} and {options.b} have zeros for different ranks of tensor parallelism"
         raise InputError("pad-differs", f"{detail}; expected two of the same sizes")
-    source = pad_as_recorded(a, source)
+    source = pad_as_recorded(a.record, source)
     if feed is None:
         return comparison.compare((a, b), source, Outputs(known), phases)
     from fp4convert.commands.evaluation import predictions_of
@@ -168,7 +168,7 @@ def _original(options: InspectOptions | VerifyOptions, artifact: Artifact) -> So
     from fp4convert.planning.tensor_parallel import pad_as_recorded
 
     source = open_original(os.fspath(options.source), options.original_access())
-    return pad_as_recorded(artifact, source)
+    return pad_as_recorded(artifact.record, source)
 
 
 def _open_first(

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.steps import Plan
@@ -268,12 +267,12 @@ def can_pad(source: Source, ranks: int, block_size: int) -> bool:
     return True
 
 
-def pad_as_recorded(artifact: Artifact, source: Source) -> Source:
-    """Add the zeros to a source that an artifact's record tells of.
+def pad_as_recorded(record: Mapping[str, object], source: Source) -> Source:
+    """Add the zeros to a source that our record of an artifact tells of.
 
     The source itself where it tells of none, or is of a model that never had them.
     """
-    match artifact.record.get(PADDING):
+    match record.get(PADDING):
         case None:
             return source
         case {"tensor_parallel": int(ranks), "block_size": int(block_size)} if (
