@@ -273,7 +273,7 @@ def find_doubts(sized: Sequence[Sized], plan: Plan, source: Source | None = None
         longer = f"{plan.target.method} takes longer (docs/methods.md)"
         found.append(f"the time is that of --method {RTN}; {longer}")
     for line, ranks in find_bad_splits(plan):
-        block_size = format_named(plan.target.format).block_size
+        block_size = max(format_named(plan.target.format).block_size, 1)
         mended = f"; {OPTION} {ranks[-1]} adds zeros, with which they can"
         is_offered = source is not None and can_pad(source, ranks[-1], block_size)
         found.append(f"{line}{mended if is_offered else ''}")

@@ -137,7 +137,8 @@ def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
         if value:
             detail = f"{option} is for the source's own sizes, and {OPTION} changes them"
             raise InputError("pad-option", f"{detail}; expected one of them")
-    return pad_for_ranks(source, options.pad_for_tp, format_named(str(options.format)).block_size)
+    block_size = format_named(str(options.format)).block_size
+    return pad_for_ranks(source, options.pad_for_tp, max(block_size, 1))
 
 
 def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linears, Scalars]:

@@ -142,12 +142,7 @@ def plan_transcode(
     own = {ref.name for step in expanded for ref in step.refs}
     _refuse_other_matrices(checkpoint, modules, own)
     if placed is None:
-        # where the first module of each stored matrix is now
-        placed = {}
-        shapes = {module: packed.shape for module, packed in modules.items()}
-        for stem, shape in dialect.stems(shapes).items():
-            slots = dialect.slots(stem, shape)
-            placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
+        placed = _place_each(modules, dialect)
     _refuse_unfit(placed, modules, dialect, recipe)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
     groups = scale_groups(modules, recipe.groups)
@@ -182,6 +177,16 @@ def plan_transcode(
     warnings += _notes_on_expanded(expanded)
     notes = (*notes_on(checkpoint), *warnings)
     return Plan(target, tasks, Ignored(tuple(kept), patterns), notes, left_out=left_out)
+
+
+def _place_each(modules: Mapping[str, Packed], dialect: Dialect) -> dict[str, Stored]:
+    """Place each stored matrix where its first module is now."""
+    placed = {}
+    shapes = {module: packed.shape for module, packed in modules.items()}
+    for stem, shape in dialect.stems(shapes).items():
+        slots = dialect.slots(stem, shape)
+        placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
+    return placed
 
 
 def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
