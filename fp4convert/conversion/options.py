@@ -272,7 +272,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         Option(
             "Add zeros so that so many ranks of tensor parallelism get whole blocks.",
             least=2,
-            panel=TARGET,
+            panel=MODULES,
             value="<ranks>",
         ),
     ] = None
