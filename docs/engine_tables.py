@@ -150,7 +150,6 @@ def about(condition: Condition) -> str:
         ("is_diffusers", "Diffusers", ""),
         ("is_sharded", "several files", "one file"),
         ("has_cache", "FP8 cache", "no FP8 cache"),
-        ("keeps_draft", "MTP experts kept", ""),
         ("names_fused", "", "`qkv_proj` or `gate_up_proj` not named as their parts are"),
     ):
         value = getattr(condition, name)

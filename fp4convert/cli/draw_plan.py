@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from fp4convert.checkpoint.module_names import join_words, split_leaf
@@ -121,6 +122,8 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
     for word, is_added in (("kept", False), ("added", True)):
         if chosen := [row for row in others if (row["action"] == "write") == is_added]:
             yield word, _sum_text(chosen, "tensors")
+    for reason, count in Counter(one["reason"] for one in plan.get("left_out", ())).items():
+        yield "left out", f"{count:,} tensor{'s' if count > 1 else ''}: {reason}"
     if copied := plan.get("copied_bytes"):
         components = " and ".join(part["name"] for part in plan["components"])
         yield "copied", f"{size_text(copied)} outside {components}"

@@ -88,6 +88,9 @@ def _draw_carried(screen: Screen, carried: Document) -> None:
     if "blocks" in carried:
         blocks = f"{carried['kept_blocks']:,} of {carried['blocks']:,} blocks"
         screen.line(f"  {blocks} keep every value")
+    if draft := carried.get("draft"):
+        blocks = f"{draft['kept_blocks']:,} of {draft['blocks']:,}"
+        screen.line(f"  {blocks} in {draft['modules']} modules of layers that draft tokens")
 
 
 def draw_merged(screen: Screen, merged: Document) -> None:

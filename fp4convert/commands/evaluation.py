@@ -44,6 +44,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     gate = evaluation.EvaluationGate(options.max_kl, options.min_top1, options.max_ppl_ratio)
     gate.check()
     from fp4convert.calibration import side_by_side
+    from fp4convert.planning.tensor_parallel import pad_as_recorded
     from fp4convert.report.html import PAGE, check_page, save_page
     from fp4convert.report.model_card import ANY_CARD, add_evaluation, check_card
     from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
@@ -69,7 +70,8 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     task = replace(task, is_by_layer=options.by_layer)
     found = evaluation.evaluate(side_by_side.compare_models(task), gate)
     if page and shown:
-        options.tell(save_page(page, shown, source, evaluated=found.as_json()))
+        original = pad_as_recorded(shown.record, source)
+        options.tell(save_page(page, shown, original, evaluated=found.as_json()))
     if card:
         merged = "".join(map(name_of, one_adapter(options.lora)))
         options.tell(add_evaluation(card, found.as_json(), source, merged))
@@ -108,12 +110,13 @@ def _task(
     phases: Phases,
 ) -> Task:
     from fp4convert.calibration.side_by_side import Task
+    from fp4convert.planning.tensor_parallel import pad_as_recorded
 
     record: dict[str, object] = {}
     if artifact.has_file(RECORD):
         record = parse_json_object(read_whole(artifact, RECORD), RECORD)
     return Task(
-        source=source,
+        source=pad_as_recorded(record, source),
         artifact=artifact,
         feed=feed,
         device=options.device,

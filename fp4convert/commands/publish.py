@@ -16,6 +16,7 @@ from fp4convert.conversion.work import Work
 from fp4convert.errors import InputError
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import Share
+from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.open import open_source
@@ -70,8 +71,9 @@ def carry_out(work: Work, settings: Settings) -> Result:
         options = work.artifacts()[folder]
         access = options.access(options.folder)
         access = replace(access, revision=work.source.checkpoint.revision or access.revision)
-        source = open_source(os.fspath(options.source), access)
-        settings.tell(save_page(page, open_artifact(str(options.folder)), source))
+        artifact = open_artifact(str(options.folder))
+        source = pad_as_recorded(artifact.record, open_source(os.fspath(options.source), access))
+        settings.tell(save_page(page, artifact, source))
     return result
 
 

@@ -51,7 +51,8 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
     engine = None if options.engine is None else engine_asked(options.engine)
     phases = _begin(options)
     artifact = _open_first(options, options.artifact)
-    description = inspection.inspect(artifact, _original(options), options.full, phases, engine)
+    original = _original(options, artifact)
+    description = inspection.inspect(artifact, original, options.full, phases, engine)
     if sarif:
         write_sarif(sarif, artifact, description["findings"])
     return description
@@ -85,7 +86,7 @@ def verify(options: VerifyOptions) -> Verified:
     engine = None if options.engine is None else engine_asked(options.engine)
     phases = _begin(options)
     artifact = _with_adapter(_open_first(options, options.artifact), options)
-    original = _original(options)
+    original = _original(options, artifact)
     outputs = Outputs(known) if known else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
     gate = verification.Gate(*errors, engine)
@@ -111,6 +112,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     """
     from fp4convert.calibration.calibration_file import open_calibration
     from fp4convert.commands.calibration import feed_of, has_text
+    from fp4convert.planning.tensor_parallel import PADDING, pad_as_recorded
     from fp4convert.quality import comparison
     from fp4convert.quality.source_compare import Outputs
 
@@ -121,6 +123,10 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     opened = (_open_first(options, each) for each in (options.a, options.b))
     a, b = (_with_adapter(each, options) for each in opened)
     source = open_original(os.fspath(options.source), options.original_access())
+    if a.record.get(PADDING) != b.record.get(PADDING):
+        detail = f"{options.a} and {options.b} have zeros for different ranks of tensor parallelism"
+        raise InputError("pad-differs", f"{detail}; expected two of the same sizes")
+    source = pad_as_recorded(a.record, source)
     if feed is None:
         return comparison.compare((a, b), source, Outputs(known), phases)
     from fp4convert.commands.evaluation import predictions_of
@@ -155,11 +161,14 @@ def _with_adapter(artifact: Artifact, options: VerifyOptions | CompareOptions) -
     return replace(artifact, adapter=open_recorded(given[0], artifact.record, access))
 
 
-def _original(options: InspectOptions | VerifyOptions) -> Source | None:
-    """Open the source of an artifact where one is named."""
+def _original(options: InspectOptions | VerifyOptions, artifact: Artifact) -> Source | None:
+    """Open the source of an artifact where one is named, with its zeros."""
     if not options.source:
         return None
-    return open_original(os.fspath(options.source), options.original_access())
+    from fp4convert.planning.tensor_parallel import pad_as_recorded
+
+    source = open_original(os.fspath(options.source), options.original_access())
+    return pad_as_recorded(artifact.record, source)
 
 
 def _open_first(

@@ -16,8 +16,10 @@ from fp4convert.errors import InputError
 from fp4convert.execution.job import Job
 from fp4convert.numerics.matrices import Blocks
 from fp4convert.planning.steps import Plan
+from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.storage.checkpoint_files import RECORD, REPORT, index_file
 from fp4convert.storage.json_text import as_text, unquantized
+from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source
 
 ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict ours
@@ -71,6 +73,8 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     if plan.adapter:
         contents = contents._replace(adapter=plan.adapter.as_record())
     record = make_record(plan.target, contents, producer, origin)
+    if isinstance(source, PaddedSource):
+        record[PADDING] = source.record
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 
 

@@ -7,8 +7,7 @@ see whether its weights were trained with fake quantization.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -25,9 +24,12 @@ from fp4convert.execution.settings import Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.backends.base import Backend
 from fp4convert.numerics.fake_quantization import is_on_grid
+from fp4convert.numerics.formats import format_named
 from fp4convert.planning.method_needs import RTN, reopened
 from fp4convert.planning.steps import Plan, Step, bits_per_weight_of
+from fp4convert.planning.tensor_parallel import OPTION, can_pad, find_bad_splits
 from fp4convert.progress import size_text
+from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, uncollected
 
@@ -38,20 +40,6 @@ READING_RATES = {  # a good disk or line, and a poor one
     "at_1_gb_per_second": 1e9,
     "at_100_mb_per_second": 1e8,
 }
-RANKS = (2, 4, 8)  # of tensor parallelism
-ROW_PARALLEL = frozenset(  # layers whose columns (K) vLLM, SGLang and TensorRT-LLM divide
-    {
-        *("o_proj", "out_proj", "wo", "c_proj", "dense_4h_to_h"),
-        *("down_proj", "w2", "fc2", "fc_out", "linear_fc2"),
-    }
-)
-# Whose rows they divide; not k_proj and v_proj, which they repeat where heads are few.
-COLUMN_PARALLEL = frozenset(
-    {
-        *("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
-        *("fc1", "c_fc", "fc_in", "linear_fc1", "dense_h_to_4h", "wi", "wi_0", "wi_1"),
-    }
-)
 EMBEDDINGS = ("embed", "wte", "wpe")  # in the name of what stands before the layers
 # In names beside the language model.
 ASIDE = ("visual", "vision", "audio", "image", "multi_modal", "mm_proj", "mtp")
@@ -90,6 +78,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     read_nbytes = min(source.held_nbytes, source.checkpoint.nbytes)
     workers = settings.workers or rounding.threads
     job = artifact_job(source, plan)
+    own = None if isinstance(source, PaddedSource) else source
     return {
         "format": plan.target.format,
         "dialect": plan.target.dialect,
@@ -108,7 +97,8 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "seconds_estimated": estimate_seconds(source, plan, backend, workers)
         | {"device_reason": choice.reason or None},
         **describe_steps(sized),
-        "warnings": [*plan.warnings, *find_doubts(sized, plan)],
+        "left_out": describe_left_out(plan),
+        "warnings": [*plan.warnings, *find_doubts(sized, plan, own)],
     }
 
 
@@ -160,6 +150,11 @@ def describe_steps(
         for step, source_nbytes, output_nbytes in sized
     ]
     return {"patterns": join_steps(sized), "tensors": tensors}
+
+
+def describe_left_out(plan: Plan) -> list[dict[str, str]]:
+    """List tensors of the source that no output has, and why."""
+    return [{"name": name, "reason": reason} for name, reason in plan.left_out.items()]
 
 
 def estimate_seconds(
@@ -260,8 +255,11 @@ def _row_order(
     return 3, 0, 0, is_matrix, "", False, bool(parameter), (), at
 
 
-def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
-    """List what a person should know of a plan as it came out."""
+def find_doubts(sized: Sequence[Sized], plan: Plan, source: Source | None = None) -> list[str]:
+    """List what a person should know of a plan as it came out.
+
+    source  to which zeros may be added, or None
+    """
     found = []
     before, after = sum(one.source_bytes for one in sized), sum(one.output_bytes for one in sized)
     if after > before and size_text(after) != size_text(before):
@@ -274,32 +272,13 @@ def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
     if plan.target.method != RTN:
         longer = f"{plan.target.method} takes longer (docs/methods.md)"
         found.append(f"the time is that of --method {RTN}; {longer}")
-    return [*found, *_find_bad_splits(plan)]
+    for line, ranks in find_bad_splits(plan):
+        block_size = max(format_named(plan.target.format).block_size, 1)
+        mended = f"; {OPTION} {ranks[-1]} adds zeros, with which they can"
+        is_offered = source is not None and can_pad(source, ranks[-1], block_size)
+        found.append(f"{line}{mended if is_offered else ''}")
+    return found
 
 
 def _added_nbytes(sized: Sequence[Sized]) -> int:
     return sum(one.output_bytes - one.source_bytes for one in sized if one.step.action == UNPACKED)
-
-
-def _find_bad_splits(plan: Plan) -> Iterator[str]:
-    """Warn of kinds of layers that some number of ranks cannot divide."""
-    kinds: dict[tuple[str, int, int], list[str]] = defaultdict(list)
-    for step in plan.steps:
-        if step.form and len(step.shape) > 1:
-            leaf = step.module.rpartition(".")[2]
-            if leaf in ROW_PARALLEL:
-                kinds[leaf, step.shape[-1], step.form.format.block_size].append(step.module)
-            elif leaf in COLUMN_PARALLEL:
-                kinds[leaf, step.shape[-2], 0].append(step.module)
-    for (leaf, size, block), modules in kinds.items():
-        bad = [str(ranks) for ranks in RANKS if size % (ranks * max(block, 1))]
-        if not bad:
-            continue
-        evenly = f"{size} rows cannot be divided"
-        if block:
-            evenly = f"{size} columns cannot be divided into whole blocks of {block}"
-        listed = " or ".join(filter(None, (", ".join(bad[:-1]), bad[-1])))
-        where = f"1 module, {modules[0]!r}"
-        if len(modules) > 1:
-            where = f"{len(modules):,} modules, the first {modules[0]!r}"
-        yield f"{leaf}: {evenly} among {listed} ranks of tensor parallelism ({where})"

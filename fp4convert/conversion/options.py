@@ -23,8 +23,10 @@ from fp4convert.numerics.formats import (
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.recipes.engines import ENGINES
 from fp4convert.recipes.options import (
+    DRAFTS,
     HUB,
     MACHINES,
+    MODULES,
     OUTPUT,
     QUALITY,
     TARGET,
@@ -254,6 +256,24 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             KEPT_DTYPES,
             panel=TARGET,
             synonyms={name: word for name, word in WORDS_OF_DTYPES.items() if word in DTYPES[:-1]},
+        ),
+    ] = None
+    draft: Annotated[
+        str | None,
+        Option(
+            "Layers that draft tokens (MTP): the format of the body, or kept. Default: as engines"
+            " want it of the model.",
+            DRAFTS,
+            panel=MODULES,
+        ),
+    ] = None
+    pad_for_tp: Annotated[
+        int | None,
+        Option(
+            "Add zeros so that so many ranks of tensor parallelism get whole blocks.",
+            least=2,
+            panel=MODULES,
+            value="<ranks>",
         ),
     ] = None
     method: Annotated[

@@ -17,7 +17,13 @@ from pathlib import Path
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.artifact_job import index_text
-from fp4convert.conversion.dry_run import BASE_NBYTES, Sized, describe_steps, estimate_seconds
+from fp4convert.conversion.dry_run import (
+    BASE_NBYTES,
+    Sized,
+    describe_left_out,
+    describe_steps,
+    estimate_seconds,
+)
 from fp4convert.conversion.experts import (
     Mixture,
     Routing,
@@ -33,6 +39,7 @@ from fp4convert.execution.job import Job, carry_out
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.workers import CopyWorker
 from fp4convert.numerics.backends import open_backend
+from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.quantize_plan import notes_on
 from fp4convert.planning.steps import (
     Plan,
@@ -44,7 +51,7 @@ from fp4convert.planning.steps import (
 )
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import matches_any
-from fp4convert.recipes.recipe import Target, model_recipe
+from fp4convert.recipes.recipe import PREDICTION, Target, model_recipe
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.safetensors import TensorSpec
@@ -54,7 +61,6 @@ PRUNED = "pruned"
 PRUNING = "expert_pruning.json"  # our record of what stayed
 # How many layers predict further tokens.
 PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-PREDICTION = "prediction"  # the recipes' word for such layers
 RANKS = (2, 4, 8)  # of expert parallelism
 FEW_TOKENS = 100  # routed to an expert: below, its saliency is little more than chance
 _ONE_EXPERT = re.compile(r"experts\\*\.\d")
@@ -109,8 +115,7 @@ def prepare_prune(
         first, family = seen[0].name, checkpoint.config.get("model_type")
         detail = f"{calibration.path} has no expert_saliency of {first}, nor of any other layer"
         unseen = f"fp4convert calibrate cannot observe the experts of {family} models"
-        next_step = "docs/pruning.md lists the models that it can, and what your own file must"
-        next_step = f"{next_step} hold."
+        next_step = "docs/pruning.md lists models that it can, and what your own file must hold."
         raise InputError("calibration-missing", f"{detail}: {unseen}", next_step, first)
     for mixture in seen:
         check_mixture(mixture, rule, routing.experts)
@@ -125,7 +130,8 @@ def prepare_prune(
     }
     warnings = (*notes_on(checkpoint), *_warn(calibration, routing, kept, gone))
     tasks = _make_tasks(checkpoint, changed, gone)
-    plan = Plan(Target(PRUNED), tasks, Ignored((), ()), warnings)
+    left_out = _list_left_out(checkpoint, changed, gone, tasks)
+    plan = Plan(Target(PRUNED), tasks, Ignored((), ()), warnings, left_out=left_out)
     record: dict[str, object] = {
         "method": "reap",
         "experts": {"before": routing.experts, "kept": routing.keep},
@@ -183,6 +189,7 @@ def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> di
         "peak_disk_bytes": pruning_job(source, pruning).output_nbytes,
         "seconds_estimated": estimate_seconds(source, plan, open_backend("cpu"), settings.workers),
         **describe_steps(sized, lambda step: step.outputs[0].name),
+        "left_out": describe_left_out(plan),
         "warnings": list(plan.warnings),
     }
 
@@ -248,6 +255,22 @@ def _make_tasks(
             tasks.append(writing.task(shard, staying))
     refuse_collisions(tasks)
     return tuple(tasks)
+
+
+def _list_left_out(
+    checkpoint: Checkpoint,
+    changed: Mapping[str, Step | None],
+    gone: Collection[str],
+    tasks: Sequence[Task],
+) -> dict[str, str]:
+    """Say of tensors that go why; InputError where one is forgotten."""
+    left_out = dict.fromkeys(gone, "of a layer that predicts further tokens")
+    left_out |= {name: "of an expert that goes" for name, step in changed.items() if step is None}
+    # Of a table, the parts of the experts that stay.
+    parts = {name: step.refs for name, step in changed.items() if step}
+    wanted = (part for ref in checkpoint.tensors for part in parts.get(ref.name, (ref,)))
+    refuse_forgotten(wanted, tasks, left_out, {})
+    return left_out
 
 
 def _drafts(

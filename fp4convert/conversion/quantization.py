@@ -70,9 +70,12 @@ from fp4convert.planning.method_needs import (
 )
 from fp4convert.planning.quantize_plan import Scalars, plan_quantize
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.options import one_of
-from fp4convert.recipes.recipe import Recipe, Target, build_recipe
+from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks, refuse_bad_splits
+from fp4convert.recipes.draft_layers import find_drafts
+from fp4convert.recipes.options import DRAFTS, one_of
+from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipes.rules import FormatRule
+from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source, uncollected
 
 MOST_PASSES = 100  # a larger number is a typing error
@@ -97,6 +100,9 @@ def prepare_quantize(
     # Whoever names an engine does not ask what others do with the result.
     traps = () if options.engine else engine_warnings(plan, source.checkpoint)
     plan = replace(plan, warnings=(*plan.warnings, *traps))
+    if isinstance(source, PaddedSource):
+        refuse_bad_splits(plan, int(options.pad_for_tp or 0))
+        plan = replace(plan, warnings=(*plan.warnings, source.note))
     is_carried = any(step.action == "transcode" for step in plan.steps)
     if is_carried and not source.is_streamed:  # from a Hub each would be a request: the run tells
         for module, q in stored_blocks(plan):
@@ -113,6 +119,26 @@ def goal_record(bits: float | None, calibration: Calibration | None) -> dict[str
     if calibration is None or not calibration.loss_formats:
         return None
     return {"bits": bits, "minimized": calibration.loss_kind}
+
+
+def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
+    """Add the zeros to a source that --pad-for-tp asks for.
+
+    Raises  what pad_for_ranks raises; InputError for options that need its own sizes
+    """
+    if options.pad_for_tp is None:
+        return source
+    given = {
+        "--calibration": options.calibration,
+        "--lora": options.lora,
+        "--global-scale": options.global_scale,
+    }
+    for option, value in given.items():
+        if value:
+            detail = f"{option} is for the source's own sizes, and {OPTION} changes them"
+            raise InputError("pad-option", f"{detail}; expected one of them")
+    block_size = format_named(str(options.format)).block_size
+    return pad_for_ranks(source, options.pad_for_tp, max(block_size, 1))
 
 
 def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linears, Scalars]:
@@ -151,6 +177,9 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
         weights = open_global_scales(given, recipe.format, recipe.target)
     with uncollected():
         linears = find_linears(source, recipe)
+        recipe = replace(recipe, asked_draft=options.draft)
+        if recipe.takes_drafts:
+            recipe = replace(recipe, drafts=find_drafts(linears.of, recipe))
         if adapter:
             linears = merge_adapter(linears, adapter, source.checkpoint)
         cache = plan_cache(source, linears, recipe, calibration) if options.kv_cache else Cache()
@@ -197,6 +226,7 @@ def _recipe_for(
     fmt = format_named(asked_format)
     _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
     _check_word("--via", options.via, VIAS, "unknown-via")
+    _check_word("--draft", options.draft, DRAFTS, "unknown-draft")
     _check_word("--keep-dtype", options.keep_dtype, KEPT_DTYPES, "unknown-dtype")
     bits = int(options.activations or 0)
     asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache, activations=bits)
@@ -315,10 +345,9 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
         result = replace(result, adapter=describe_adapter(plan))
     if settings.share or not any(step.action == "transcode" for step in plan.steps):
         return result
-    return replace(
-        result,
-        carried=describe_carried(taken_over(plan), dialect_of(plan).TRAITS.global_scale_kind),
-    )
+    is_draft = model_recipe(source.checkpoint.config).is_draft
+    kind = dialect_of(plan).TRAITS.global_scale_kind
+    return replace(result, carried=describe_carried(taken_over(plan), kind, is_draft))
 
 
 def describe_adapter(plan: Plan) -> dict[str, object] | None:

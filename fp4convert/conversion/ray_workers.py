@@ -19,7 +19,12 @@ from typing import Any
 
 from fp4convert import errors
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import begin_quantize, prepare_quantize, quantize
+from fp4convert.conversion.quantization import (
+    begin_quantize,
+    padded_as_asked,
+    prepare_quantize,
+    quantize,
+)
 from fp4convert.conversion.work_options import ignore
 from fp4convert.errors import (
     DeviceError,
@@ -56,6 +61,7 @@ def work_on_node(
     """
     try:
         source = open_source(os.fspath(options.source), options.access())
+        source = padded_as_asked(source, options)
         settings = Settings(options.device, options.workers, is_joining=True)
         plan = prepare_quantize(source, options, formats)
         return quantize(source, plan, options.folder, settings)

@@ -28,9 +28,11 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, dtype_named, format_named
 from fp4convert.numerics.matrices import row_panels
-from fp4convert.planning.gguf_template import Framed, place_modules
+from fp4convert.planning.completeness import refuse_forgotten
+from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
 from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
 from fp4convert.planning.steps import Plan
+from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales, read_global_scales
 from fp4convert.recipes.recipe import Target, model_recipe
 from fp4convert.storage.json_text import as_text, unquantized
@@ -60,6 +62,9 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
         idle += [ref.name for module in artifact.modules.values() for ref in module.companions]
         idle += artifact.cache_scales(artifact.spelling)
     plan = plan_dequantize(source.checkpoint, packed, stacks, dtype, idle)
+    if artifact and PADDING in artifact.record:
+        kept = "the zeros that the artifact has for ranks of tensor parallelism stay, in weights"
+        notes = [*notes, f"{kept} and config.json; the model computes the same"]
     return replace(plan, warnings=(*plan.warnings, *notes))
 
 
@@ -136,9 +141,14 @@ def prepare_transcode(
         )
     _check_unit_scales(artifact, donor)
     framed = Framed(donor, artifact.source).checkpoint
-    return _add_losses(
-        artifact, plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
-    )
+    plan = plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
+    plan = _add_losses(artifact, plan)
+    left_out = {**name_replaced(artifact, donor), **plan.left_out}
+    refuse_forgotten(artifact.tensors.values(), plan.tasks, left_out, {})
+    lost = [name for name, reason in left_out.items() if reason == PLACELESS]
+    what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"
+    notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
+    return replace(plan, warnings=(*plan.warnings, *notes), left_out=left_out)
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
@@ -207,10 +217,13 @@ def transcode(
         key: _as_text_or_none(known.get(key)) for key in ("repo", "revision")
     }
     job = artifact_job(source, plan, origin)
-    if job.record and ADAPTER in artifact.record:
-        job = replace(job, record={**job.record, ADAPTER: artifact.record[ADAPTER]})
+    if job.record:
+        told = {key: artifact.record[key] for key in (ADAPTER, PADDING) if key in artifact.record}
+        job = replace(job, record={**job.record, **told})
     carrier = Carrier(artifact, format_named(plan.target.format))
-    carried = describe_carried(carrier.each(), dialect_of(plan).TRAITS.global_scale_kind)
+    is_draft = model_recipe(artifact.source.checkpoint.config).is_draft
+    kind = dialect_of(plan).TRAITS.global_scale_kind
+    carried = describe_carried(carrier.each(), kind, is_draft)
     result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
     return replace(result, carried=carried)
 

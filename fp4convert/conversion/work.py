@@ -11,13 +11,14 @@ from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantization import padded_as_asked, prepare_quantize
 from fp4convert.conversion.sensitivity import removed_if_refused
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
+from fp4convert.planning.tensor_parallel import OPTION
 from fp4convert.progress import Phases
 from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.open import open_with_components
@@ -103,6 +104,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     if not components:
         with stopping(source):
             refuse_no_model(source, os.fspath(options.source))
+            source = padded_as_asked(source, options)
         found = None
         with removed_if_refused(output):
             if goal:
@@ -113,11 +115,12 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
                 refuse_empty(source.name, [plan])
                 verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
-    if options.lora:
+    for option in filter(None, (options.lora and "--lora", options.pad_for_tp and OPTION)):
         source.stop()
-        detail = f"{options.source} is a pipeline of several checkpoints; expected one, for --lora"
+        what = f"{options.source} is a pipeline of several checkpoints"
         step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
-        raise InputError("adapter-option", detail, step)
+        code = "pad-option" if option == OPTION else "adapter-option"
+        raise InputError(code, f"{what}; expected one, for {option}", step)
     if goal:
         source.stop()
         detail = f"{options.source} is a pipeline of several checkpoints"

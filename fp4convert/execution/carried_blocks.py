@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from fp4convert.checkpoint.artifact import Artifact
@@ -131,15 +131,19 @@ def taken_over(plan: Plan) -> Iterator[Carried]:
             yield Carried(linear.module, stored[linear.module], fmt, exponents[key])
 
 
-def describe_carried(modules: Iterable[Carried], kind: Kind | None) -> dict[str, object]:
+def describe_carried(
+    modules: Iterable[Carried], kind: Kind | None, is_draft: Callable[[str], bool]
+) -> dict[str, object]:
     """Count the modules that keep every bit, and name those that do not.
 
     kind     how the dialect stores global scales
+    is_draft tells modules of layers that draft tokens, which are counted by themselves, too
     rounded  their global scale or input scale is stored as its reciprocal, whose reciprocal is
              another float32
     lossy    MXFP4 modules with blocks that NVFP4 cannot say; blocks, kept_blocks count those of all
     """
     rounded, lossy, blocks, kept, count, is_cast = [], [], 0, 0, 0, False
+    drafted = {"modules": 0, "blocks": 0, "kept_blocks": 0}
     for each in modules:
         stored, count = each.stored, count + 1
         if each.format is stored.format:
@@ -153,6 +157,9 @@ def describe_carried(modules: Iterable[Carried], kind: Kind | None) -> dict[str,
         for first, last in row_panels(stored.shape):
             own_kept += recast(stored.rows(first, last), each.exponent).kept_blocks
         blocks, kept = blocks + own, kept + own_kept
+        if is_draft(each.module):
+            for key, value in zip(drafted, (1, own, own_kept), strict=True):
+                drafted[key] += value
         if own != own_kept:
             lossy.append(each.module)
     document: dict[str, object] = {
@@ -162,4 +169,6 @@ def describe_carried(modules: Iterable[Carried], kind: Kind | None) -> dict[str,
     }
     if is_cast:
         document |= {"lossy": lossy, "blocks": blocks, "kept_blocks": kept}
+    if drafted["modules"]:
+        document["draft"] = drafted
     return document

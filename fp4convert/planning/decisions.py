@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.target_forms import check_forms, module_form
+from fp4convert.checkpoint.dialects.target_forms import check_forms, form_of, module_form
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.numerics.formats import MXFP4, NVFP4, Format, format_named
 from fp4convert.planning.steps import Action
+from fp4convert.recipes.draft_layers import find_differing
+from fp4convert.recipes.options import KEEP
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups, scale_groups
 from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven
@@ -31,7 +33,7 @@ class Verdict(NamedTuple):
     A tuple, for there are as many as modules and a frozen dataclass takes longer to make.
     form   that it has in the result; None where that is an ordinary tensor
     group  its scale group; None where it has its scale to itself
-    stays  it keeps its form, which is no ordinary tensor's
+    stays  it would be an ordinary tensor, and stays packed
     """
 
     linear: Linear
@@ -165,6 +167,10 @@ class _Judge:
             change = f", {linear.coding.change}" if linear.coding.change else ""
             return Verdict(linear, "dequantize", f"{reason}; {word} becomes bf16{change}")
         form = linear.coding.form_kept(linear, self.recipe.target)
+        holds = (form_of(self.recipe.target).format, *self.dialect.TRAITS.mixes)
+        is_held = form is not None and form.format in holds
+        if not is_held and (cast := self._cast_draft(linear)):
+            return cast._replace(reason=f"{reason}; {cast.reason}")
         if form is None or (unfit := self.dialect.unfit(linear.module, linear.shape, form)):
             detail = f"{linear.name} is kept, and dialect {self.recipe.target.dialect} cannot hold"
             detail += f" {word}"
@@ -174,6 +180,21 @@ class _Judge:
             )
         action = "transcode" if form.format.is_fp4 else "copy"
         return Verdict(linear, action, f"{reason}; kept as {word}", form, stays=True)
+
+    def _cast_draft(self, linear: Linear) -> Verdict | None:
+        """Cast a draft layer that the dialect cannot hold as it is.
+
+        None where that is not exact, or a person wants it as it is.
+        """
+        recipe, module = self.recipe, linear.module
+        if recipe.asked_draft == KEEP or not recipe.is_draft(module):
+            return None
+        form = self.forms[recipe.target.format]
+        carried = self._carried(linear, form.format)
+        if not carried or self.dialect.unfit(module, linear.shape, form):
+            return None
+        group = self.groups.get(module) if form.format.has_global_scale else None
+        return Verdict(linear, "transcode", carried, form, group, stays=True)
 
     def _carried(self, linear: Linear, fmt: Format) -> str:
         """Say why its blocks are taken over; "" where they are not."""
@@ -255,9 +276,11 @@ def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
     ]
 
 
-def warnings_on_four_bits(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Warn of experts in part, and of modules that are rounded again."""
-    return [*uneven_experts(verdicts), *rounded_again(verdicts)]
+def warnings_on_four_bits(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
+    """Warn of experts in part, draft layers, and what is rounded again."""
+    words = {name: verdict.form.word if verdict.form else "" for name, verdict in verdicts.items()}
+    drafts = [f"{found}; {found.consequence}" for found in find_differing(words, recipe)]
+    return [*uneven_experts(verdicts), *drafts, *rounded_again(verdicts)]
 
 
 def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:

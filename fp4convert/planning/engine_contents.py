@@ -5,25 +5,22 @@ What engines do is data (configs/engines); the rows ask about these contents.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fp4convert.planning.steps import Plan, Step
+from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing
 from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import failures_of, trap_text
-from fp4convert.recipes.recipe import group_members
+from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven, ordinary_matrices
 from fp4convert.storage.source import Checkpoint
-
-_DRAFT = re.compile(r"(^|\.)(mtp|nextn|mtp_layers)\.")  # in names of layers that draft tokens
 
 
 def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
     """Say what of a plan's result decides which engines load it."""
     steps = list(plan.steps)
     made = {(step.form.word, step.form.activations, step.module) for step in steps if step.form}
-    kept = (step.refs[0].name for step in steps if step.action in ("copy", "skip"))
     contents = Contents(
         str(plan.target.dialect),
         frozenset(Part(word, bits, EXPERTS in module) for word, bits, module in made),
@@ -32,7 +29,7 @@ def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
         findings=_uneven_codes(steps, checkpoint),
         modules=frozenset(step.module for step in steps if step.form),
     )
-    return with_model(contents, checkpoint.config, kept)
+    return with_model(contents, checkpoint.config)
 
 
 def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[str]:
@@ -43,22 +40,19 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
             words |= ordinary_matrices(step.outputs)
         else:
             words |= {linear.module: step.form.word for linear in step.linears}
-    members = group_members(checkpoint.config)
-    return frozenset(uneven.code for uneven in find_uneven(words, members))
+    recipe = model_recipe(checkpoint.config)
+    found = {uneven.code for uneven in find_uneven(words, recipe.groups)}
+    return frozenset({*found, *([DRAFT_FORMAT] if find_differing(words, recipe) else [])})
 
 
-def with_model(contents: Contents, config: Mapping[str, object], kept: Iterable[str]) -> Contents:
-    """Add what config.json says, and what of drafting layers stays.
-
-    kept  names of tensors that are not quantized
-    """
+def with_model(contents: Contents, config: Mapping[str, object]) -> Contents:
+    """Add what config.json says."""
     return replace(
         contents,
         model=str(config.get("model_type", "")),
         classes=class_names(config),
         has_code="auto_map" in config,
         is_diffusers="_diffusers_version" in config or "_class_name" in config,
-        keeps_draft=any(EXPERTS in name and _DRAFT.search(name) for name in kept),
     )
 
 

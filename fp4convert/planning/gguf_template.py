@@ -33,6 +33,7 @@ from fp4convert.storage.source import Source
 COMPARED_ROWS = 24  # of every module, and the last
 KEPT_LIMIT = 1e-3  # of the power of what is not quantized; a cast to fp16 or bf16 leaves far less
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
+PLACELESS = "the GGUF file has no place for it"
 NMSE_LIMIT = 0.1  # four-bit weights are about 0.01 from their own, and about 2 from any others
 
 
@@ -224,6 +225,24 @@ def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRe
                 "Give a GGUF file of the same model: --template FILE.gguf.",
                 module,
             )
+
+
+def name_replaced(artifact: Artifact, donor: Source) -> dict[str, str]:
+    """Say what becomes of the artifact's tensors that are not four-bit.
+
+    Returns  by name, which tensor of the donor is kept instead, or that it has none
+    """
+    four_bit = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
+    others = [name for name in artifact.tensors if name not in four_bit]
+    frame, there = donor.checkpoint.shards[0].frame, {ref.name for ref in donor.checkpoint.tensors}
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in others)
+    names = block_names(frame, modules) if isinstance(frame, GgufFrame) else {}
+    found = {}
+    for name in others:
+        module, _, leaf = name.rpartition(".")
+        own = f"{names.get(module)}.{leaf}"
+        found[name] = f"the GGUF file's own {own} is kept" if own in there else PLACELESS
+    return found
 
 
 def _compared_rows(rows: int) -> list[int]:

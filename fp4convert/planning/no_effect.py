@@ -22,6 +22,7 @@ MOST_REASONS = 4  # that a message counts
 UNMATCHED = "matches no module; a module's name is its tensor's without .weight"
 PACKED = "modules that are packed already (FP8, int4, FP4)"
 STACK = "stacks of experts"
+DRAFT_LAYERS = "layers that draft tokens (multi-token prediction)"
 REGEX_SIGNS = re.compile(r"\.\*|\\|\^|\$|\.\+|\|")
 
 
@@ -32,10 +33,12 @@ def find_idle(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> tuple
     """
     stacks = [linear.stack for linear in linears.of.values() if linear.stack]
     has_stacks = bool(stacks or linears.unruled)
-    lacking = {
+    lacking: dict[str, str | bool | None] = {
         "--keep-packed": recipe.keeps_packed and not linears.is_packed and PACKED,
         "--stack-order": recipe.options.stack_order and not has_stacks and STACK,
     }
+    if recipe.asked_draft and not any(map(recipe.is_draft, linears.of)):
+        lacking[f"--draft {recipe.asked_draft}"] = DRAFT_LAYERS
     found = [
         Idle(option, f"is for {what}; the source has none", is_pattern=False)
         for option, what in lacking.items()

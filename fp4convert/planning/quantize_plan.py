@@ -29,6 +29,7 @@ from fp4convert.planning.activation_scales import (
     scales_of,
 )
 from fp4convert.planning.adapter_notes import notes_on_adapter
+from fp4convert.planning.completeness import ENGINE_ONLY, WRITTEN_ANEW, refuse_forgotten
 from fp4convert.planning.decisions import Verdict, decide, uneven_groups, warnings_on_four_bits
 from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kept_dtype import expanded_spec, idle_keep_dtype, is_expanded, narrow
@@ -114,7 +115,11 @@ def plan_quantize(
                 steps.append(narrow(_keep(ref, recipe), recipe))
             steps += scalars.cache.steps.get(ref.name, ())
         tasks.append(writing.task(shard, steps))
-    _refuse_lookalikes(refuse_collisions(tasks), dialect, maker.stems)
+    outputs = refuse_collisions(tasks)
+    _refuse_lookalikes(outputs, dialect, maker.stems)
+    left_out = _list_left_out(linears, outputs)
+    homes = {module: linear.home for module, linear in linears.of.items()}
+    refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
     # What the records say, and what a person should know.
     kept, asked = kept_modules(tasks), _asked_for(verdicts, recipe)
     warnings = (
@@ -122,7 +127,7 @@ def plan_quantize(
         *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
         *_note_stacks(checkpoint, consumed),
         *uneven_groups(verdicts, recipe),
-        *warnings_on_four_bits(verdicts),
+        *warnings_on_four_bits(verdicts, recipe),
         *notes,
         *more,
         *scalars.cache.notes,
@@ -134,7 +139,16 @@ def plan_quantize(
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = sum(matches_any(recipe.exclude, module) for module in verdicts)
-    return Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter)
+    return Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
+
+
+def _list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]:
+    """Say of scales beside packed matrices why they do not travel."""
+    idle = [ref for linear in linears.of.values() for ref in linear.idle]
+    return {
+        ref.name: WRITTEN_ANEW if ref.name in outputs else ENGINE_ONLY
+        for ref in (*idle, *linears.idle)
+    }
 
 
 def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:

@@ -18,6 +18,7 @@ from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import dtype_named
 from fp4convert.planning.kept_dtype import KEPT_DTYPE
+from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.quantize_plan import (
     kept_modules,
     notes_on,
@@ -56,8 +57,9 @@ def plan_dequantize(
             spec = TensorSpec(linear.module + WEIGHT, stored, linear.shape)
             step = Step("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape)
             steps.append(step._replace(module=linear.module, linears=(linear,)))
-    left_out = {ref.name for linear in packed for ref in linear.idle} | set(idle)
-    consumed = left_out | {ref.name for step in steps for ref in step.refs}
+    unneeded = {ref.name for linear in packed for ref in linear.idle} | set(idle)
+    left_out = dict.fromkeys(sorted(unneeded), "ordinary weights need none")
+    consumed = unneeded | {ref.name for step in steps for ref in step.refs}
     consumed |= {linear.home.name for linear in packed}
     placed = [(step.refs[0].file, step) for step in steps]
     tasks = _module_tasks(Writing(checkpoint, target), placed, consumed)
@@ -79,7 +81,11 @@ def plan_dequantize(
         warnings.append(
             f"{len(typed)} tensors are kept in GGUF's own types, the first {typed[0]!r}"
         )
-    return Plan(target, tasks, Ignored((), ()), (*notes_on(checkpoint), *warnings))
+    alone = (linear for linear in packed if linear.module not in stacked)
+    homes = {linear.module: linear.home for linear in alone}
+    refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
+    notes = (*notes_on(checkpoint), *warnings)
+    return Plan(target, tasks, Ignored((), ()), notes, left_out=left_out)
 
 
 def _stack_step(stack: Stacked, stored: str) -> Step:
@@ -136,12 +142,7 @@ def plan_transcode(
     own = {ref.name for step in expanded for ref in step.refs}
     _refuse_other_matrices(checkpoint, modules, own)
     if placed is None:
-        # where the first module of each stored matrix is now
-        placed = {}
-        shapes = {module: packed.shape for module, packed in modules.items()}
-        for stem, shape in dialect.stems(shapes).items():
-            slots = dialect.slots(stem, shape)
-            placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
+        placed = _place_each(modules, dialect)
     _refuse_unfit(placed, modules, dialect, recipe)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
     groups = scale_groups(modules, recipe.groups)
@@ -160,17 +161,32 @@ def plan_transcode(
         steps.append((stored.home.file, step))
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
-    consumed = homes | set(idle) | {ref.name for packed in modules.values() for ref in packed.refs}
+    ours = {ref.name for packed in modules.values() for ref in packed.refs}
+    consumed = homes | set(idle) | ours | own
     steps += [(step.refs[0].file, step) for step in expanded]
-    consumed |= own
     tasks = _module_tasks(
         Writing(checkpoint, target, dialect, form, renamed or {}), steps, consumed
     )
+    left_out = dict.fromkeys(homes - ours, "a four-bit module of the artifact takes its place")
+    left_out |= dict.fromkeys(idle, UNSAID)
+    coded = {module: packed.refs[0] for module, packed in modules.items()}
+    refuse_forgotten(checkpoint.tensors, tasks, left_out, coded)
     kept = kept_modules(tasks)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
     warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
     warnings += _notes_on_expanded(expanded)
-    return Plan(target, tasks, Ignored(tuple(kept), patterns), (*notes_on(checkpoint), *warnings))
+    notes = (*notes_on(checkpoint), *warnings)
+    return Plan(target, tasks, Ignored(tuple(kept), patterns), notes, left_out=left_out)
+
+
+def _place_each(modules: Mapping[str, Packed], dialect: Dialect) -> dict[str, Stored]:
+    """Place each stored matrix where its first module is now."""
+    placed = {}
+    shapes = {module: packed.shape for module, packed in modules.items()}
+    for stem, shape in dialect.stems(shapes).items():
+        slots = dialect.slots(stem, shape)
+        placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
+    return placed
 
 
 def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:

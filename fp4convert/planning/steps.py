@@ -171,6 +171,7 @@ class Plan:
     calibration  path of the file of statistics, whose sha256 the target has
     adapter      that was merged, whose hash the target has
     goal         what formats of modules were chosen for, as our record says it
+    left_out     tensors of the source that are in no output, and why
     """
 
     target: Target
@@ -184,6 +185,7 @@ class Plan:
     excluded: int = 0
     adapter: Adapter | None = None
     goal: Mapping[str, object] | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> Iterator[Step]:

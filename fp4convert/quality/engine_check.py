@@ -40,9 +40,7 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
         names_fused=names_fused(artifact),
         modules=frozenset(modules),
     )
-    stored = {ref.name for packed in modules.values() for ref in packed.refs}
-    kept = (name for name in artifact.tensors if name not in stored)
-    return with_model(contents, artifact.clues.config, kept)
+    return with_model(contents, artifact.clues.config)
 
 
 def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Verdict]:

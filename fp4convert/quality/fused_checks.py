@@ -9,8 +9,9 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form, with_fused
 from fp4convert.checkpoint.modules import form_finder
 from fp4convert.errors import Finding
-from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.recipes.recipe import group_members
+from fp4convert.numerics.formats import FLOAT_TYPES, FP8, MXFP4
+from fp4convert.recipes.draft_layers import find_differing
+from fp4convert.recipes.recipe import group_members, model_recipe
 from fp4convert.recipes.uneven_formats import (
     EXPERTS,
     EXPERTS_IN_PART,
@@ -21,17 +22,27 @@ from fp4convert.recipes.uneven_formats import (
 )
 from fp4convert.storage.safetensors import WEIGHT
 
+# What a matrix is that the record does not tell of, by the dtype of its weight.
+PACKED_WORDS = {"I8": MXFP4.name, "U8": "four-bit", "F8_E4M3": FP8.name}
+
 
 def check_fused(artifact: Artifact) -> Iterator[Finding]:
-    """Check the experts of every layer, and every scale group."""
+    """Check the experts of every layer, every scale group, and draft layers."""
     packed = artifact.packed
     stored = {ref.name for one in packed.values() for ref in one.refs}
-    kept = (
-        ref
-        for name, ref in artifact.tensors.items()
-        if name not in stored and ref.dtype in FLOAT_TYPES
-    )
+    others = [ref for name, ref in artifact.tensors.items() if name not in stored]
+    kept = (ref for ref in others if ref.dtype in FLOAT_TYPES)
     words = {**ordinary_matrices(kept), **{name: one.form.word for name, one in packed.items()}}
+    recipe = model_recipe(artifact.source.checkpoint.config)
+    unread = {
+        ref.name.removesuffix(WEIGHT): PACKED_WORDS[ref.dtype]
+        for ref in others
+        if ref.dtype in PACKED_WORDS and ref.name.endswith(WEIGHT)
+    }
+    for differing in find_differing({**unread, **words}, recipe):
+        detail = f"{differing}; {differing.consequence}"
+        module = differing.modules[0]
+        yield Finding("note" if differing.is_note else "warning", "draft-format", module, detail)
     # One finding for each kind: a model has as many as layers.
     first: dict[tuple[str, ...], list[Uneven]] = {}
     for uneven in find_uneven(words, group_members(artifact.source.checkpoint.config)):

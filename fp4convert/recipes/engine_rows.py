@@ -37,7 +37,6 @@ class Contents:
     model      model_type of config.json
     classes    names of classes in config.json
     has_code   config.json names code of the model's own
-    keeps_draft  experts of layers that draft tokens (MTP) stay as they are
     names_fused  records say of qkv_proj and gate_up_proj what they say of their parts, as ours do
     findings   codes of inspect's; of a plan those on formats alone
     modules    names of all that are quantized
@@ -51,7 +50,6 @@ class Contents:
     is_sharded: bool = False
     has_cache: bool = False
     has_code: bool = False
-    keeps_draft: bool = False
     names_fused: bool = True
     findings: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
@@ -89,7 +87,6 @@ class Condition:
     is_diffusers: bool | None = None
     is_sharded: bool | None = None
     has_cache: bool | None = None
-    keeps_draft: bool | None = None
     names_fused: bool | None = None
 
     def fits(self, contents: Contents) -> bool:
@@ -107,7 +104,6 @@ class Condition:
             "is_diffusers": contents.is_diffusers,
             "is_sharded": contents.is_sharded,
             "has_cache": contents.has_cache,
-            "keeps_draft": contents.keeps_draft,
             "names_fused": contents.names_fused,
         }
         return (

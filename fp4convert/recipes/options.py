@@ -16,6 +16,7 @@ TARGET, QUALITY, MODULES, DEVICE = "Target", "Quality", "Which modules", "Device
 HUB, MACHINES, OUTPUT = "Hub", "Many machines", "Output"
 PANELS = (TARGET, QUALITY, MODULES, DEVICE, HUB, MACHINES, OUTPUT)  # as --help shows them
 STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
+SAME, KEEP = DRAFTS = ("same", "keep")  # layers that draft tokens become what the body does; stay
 
 Reference = str | os.PathLike[str]
 """A folder, a file, or ORG/NAME on the Hub."""

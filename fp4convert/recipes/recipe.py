@@ -10,7 +10,9 @@ from typing import NamedTuple
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
 from fp4convert.recipes.options import (
+    KEEP,
     NOTHING_CHOSEN,
+    SAME,
     STACK_ORDERS,
     STACK_ROWS,
     RecipeOptions,
@@ -37,7 +39,6 @@ from fp4convert.recipes.rules import (
 from fp4convert.recipes.toml_files import (
     ANY_FORMAT,
     DEFAULT,
-    KEEP,
     RecipeFile,
     chosen_files,
     families_of,
@@ -54,6 +55,7 @@ EXPERT_WORDS = ("expert", ".moe.", "_moe.")
 # What stands beside a stack, one for each expert.
 BESIDE_STACKS = ("_scale", "_scales", "_scale_inv", "_bias", ".bias")
 STACK_DIMENSIONS = 3
+PREDICTION = "prediction"  # the kind of rules on layers that draft tokens
 
 
 class ScaleGroup(NamedTuple):
@@ -129,6 +131,10 @@ class Recipe:
     keeps_packed   modules that are packed already and stay are not turned into bf16
     asked          patterns of a person's own file, by their table; one of each set has to match
     experts        the first counts
+    draft          what engines want of layers that draft tokens, a word of DRAFTS; "" where no file
+                   says
+    asked_draft    what a person wants of them
+    drafts         modules of such layers that are treated as those of the body
     """
 
     format: Format
@@ -146,6 +152,9 @@ class Recipe:
     experts: tuple[ExpertsRule, ...] = ()
     keeps_packed: bool = False
     asked: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    draft: str = ""
+    asked_draft: str | None = None
+    drafts: frozenset[str] = frozenset()
 
     @property
     def include(self) -> tuple[str, ...]:
@@ -205,9 +214,20 @@ class Recipe:
     def is_asked_for(self, module: str) -> bool:
         """Tell whether a person or a [[format]] names a module.
 
-        It may then become four-bit though a rule of keep fits it.
+        It may then become four-bit though a rule of keep fits it; so may one of a layer that drafts
+        tokens.
         """
-        return matches_any(self.include, module) or self.override(module) is not None
+        is_named = matches_any(self.include, module) or self.override(module) is not None
+        return is_named or module in self.drafts
+
+    def is_draft(self, module: str) -> bool:
+        """Tell whether it is of a layer that drafts tokens."""
+        return matches_any(self.patterns_of(PREDICTION), module)
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Tell whether such layers become what the layers of the body do."""
+        return (self.asked_draft or self.draft) == SAME
 
     def kind_of(self, module: str) -> str:
         """Return what rules of keep take a module for; "" where none speaks."""
@@ -272,8 +292,15 @@ class Recipe:
         if not matches_any(self.kept_patterns, module):  # of most modules this is all that is asked
             return None
         fitting = (rule for rule in self.keep if matches_any(rule.patterns, module))
+        is_draft = module in self.drafts
         return next(
-            (rule for rule in fitting if not (is_overridden and rule.is_for_accuracy)), None
+            (
+                rule
+                for rule in fitting
+                if not (is_overridden and rule.is_for_accuracy)
+                and not (is_draft and rule.kind == PREDICTION)
+            ),
+            None,
         )
 
     def patterns_to_declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[str, ...]:
@@ -346,6 +373,7 @@ def build_recipe(
         options=options,
         experts=tuple(rule for file in later_first for rule in file.experts),
         asked=_asked_in(file for file in later_first if file.is_users),
+        draft=next((file.draft for file in later_first if file.draft), ""),
     )
 
 

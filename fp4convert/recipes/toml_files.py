@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.formats import FORMATS
-from fp4convert.recipes.options import STACK_ORDERS, STACK_ROWS
+from fp4convert.recipes.options import DRAFTS, KEEP, STACK_ORDERS, STACK_ROWS
 from fp4convert.recipes.rules import (
     NAMED,
     ExpertsRule,
@@ -39,8 +39,8 @@ FAMILIES = Path(__file__).with_name("families.toml")
 DEFAULT = "default"  # the file that every model has
 # x * w (+ b); x * (1 + w); rows of W; rows of W, repeated for heads
 FOLD_KINDS = ("norm", "norm_plus_one", "linear", "heads")
-# Words of [[format]] beside the formats' names: it stays; it becomes what is asked for.
-KEEP, ANY_FORMAT = "keep", "target"
+# Words of [[format]] beside the formats' names: KEEP, it stays; it becomes what is asked for.
+ANY_FORMAT = "target"
 MOST_BASES = 20  # of a file, one upon another
 _MEMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -50,6 +50,7 @@ class RecipeFile:
     """One file, checked.
 
     name      of a file of configs/, without its ending; of a user's, its path
+    draft     what becomes of layers that draft tokens, SAME or KEEP; "" where it says nothing
     is_users  a person's own file
     """
 
@@ -67,6 +68,7 @@ class RecipeFile:
     folds: tuple[FoldRule, ...] = ()
     experts: tuple[ExpertsRule, ...] = ()
     is_users: bool = False
+    draft: str = ""
 
     @property
     def is_mode(self) -> bool:
@@ -163,6 +165,7 @@ def describe(recipe: str) -> dict[str, object]:
         "formats": formats,
         "folds": [rule._asdict() for file in later_first for rule in file.folds],
         "experts": [rule._asdict() for file in later_first for rule in file.experts],
+        "draft": next((file.draft for file in later_first if file.draft), None),
     }
 
 
@@ -216,6 +219,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
         folds=tuple(FoldRule(*row.values()) for row in rows["fold"]),
         experts=tuple(ExpertsRule(*row.values()) for row in rows["experts"]),
         is_users=is_users,
+        draft=known["draft"],
     )
 
 
@@ -330,6 +334,7 @@ _FILE: _Keys = {
     "model_types": (*_TEXTS, ()),
     "class_names": (*_TEXTS, ()),
     "base": (*_BASES, ()),
+    "draft": (*_one_of(*DRAFTS), ""),
     **dict.fromkeys(_ROWS, (*_TABLES, ())),
 }
 

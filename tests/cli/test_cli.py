@@ -296,6 +296,7 @@ def test_a_dry_run_has_exactly_the_promised_keys_and_writes_nothing(source, tmp_
         "seconds_estimated",
         "patterns",
         "tensors",
+        "left_out",
         "warnings",
     ]
     assert list(document["patterns"][0]) == [

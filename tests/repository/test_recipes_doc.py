@@ -39,7 +39,7 @@ def recipe(text: str, tmp_path: Path) -> Recipe:
 
 def test_every_example_is_a_recipe_file(tmp_path):
     examples = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(examples) == 10
+    assert len(examples) == 11
     for text in examples:
         assert parse(text, "mine.toml", is_users=True)
         assert recipe(text, tmp_path)
