@@ -33,9 +33,10 @@ from fp4convert.planning.decisions import Verdict, decide, judge_each
 from fp4convert.planning.global_scales import given_amaxes
 from fp4convert.planning.kept_dtype import kept_nbytes
 from fp4convert.planning.quantize_plan import Scalars
+from fp4convert.recipes.options import KEEP
 from fp4convert.recipes.recipe import Recipe, gather_groups
 from fp4convert.recipes.rules import FormatRule, Patterns
-from fp4convert.recipes.toml_files import ANY_FORMAT, KEEP
+from fp4convert.recipes.toml_files import ANY_FORMAT
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 

@@ -17,8 +17,8 @@ from fp4convert.checkpoint.expert_stacks import Stacked
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import dtype_named
-from fp4convert.planning.kept_dtype import KEPT_DTYPE
 from fp4convert.planning.completeness import refuse_forgotten
+from fp4convert.planning.kept_dtype import KEPT_DTYPE
 from fp4convert.planning.quantize_plan import (
     kept_modules,
     notes_on,
