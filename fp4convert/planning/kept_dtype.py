@@ -1,4 +1,4 @@
-"""Choose the type of matrices that stay: --keep-dtype, and what no engine would know.
+"""Choose the type of matrices that stay; write them in it.
 
 A matrix that is packed and stays becomes bf16, or what --keep-dtype says.  One of float32 becomes
 that, too; for Q8_0, which GGUF files alone hold, also one of 16 bits.  Vectors cost little, and
