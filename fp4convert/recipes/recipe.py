@@ -291,7 +291,7 @@ class Recipe:
         """Find the first rule of keep that fits a module."""
         if not matches_any(self.kept_patterns, module):  # of most modules this is all that is asked
             return None
-        fitting = (rule for rule in self.keep if matches_any(rule.patterns, module))
+        fitting = (rule for rule in self.keep if rule.fits(module))
         is_draft = module in self.drafts
         return next(
             (

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fp4convert.recipes.patterns import matches_any
+
 NAMED = "{parent}.{expert}.{member}"
 
 
@@ -17,6 +19,7 @@ class KeepRule(NamedTuple):
     may_be_absent    engines must know of them even where the checkpoint holds none: a tied head
     is_for_accuracy  engines could read them in fewer bits, and a [[format]] that names them goes
                      before this rule
+    unless           patterns of modules that it does not mean
     """
 
     patterns: tuple[str, ...]
@@ -24,6 +27,11 @@ class KeepRule(NamedTuple):
     kind: str = ""
     may_be_absent: bool = False
     is_for_accuracy: bool = False
+    unless: tuple[str, ...] = ()
+
+    def fits(self, module: str) -> bool:
+        """Tell whether it means that module."""
+        return matches_any(self.patterns, module) and not matches_any(self.unless, module)
 
 
 class OnlyRule(NamedTuple):

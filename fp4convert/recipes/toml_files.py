@@ -299,6 +299,7 @@ _ROWS: dict[str, _Keys] = {
         "kind": (*_one_of("embedding", "router", "tower", "prediction"), ""),
         "may_be_absent": (*_FLAG, False),
         "for_accuracy": (*_FLAG, False),
+        "unless": (*_TEXTS, ()),
     },
     "only": {"modules": (*_TEXTS, None), "reason": (*_TEXT, None)},
     "group": {"members": (*_TEXTS, None), "may_lack": (*_TEXTS, ())},

@@ -128,7 +128,7 @@ def test_the_first_heading_has_the_most_wanted_and_twelve_at_most():
     headings = re.findall(r"^(\w[\w ]*):$", page, re.MULTILINE)
     assert headings == ["Arguments", *PANELS, "Example"]
     first = re.findall(r"^  (-.+?)(?=  |$)", page.partition("Quality:")[0], re.MULTILINE)
-    assert first[:3] == ["--format [nvfp4|mxfp4]", "--for <engine>", "-o, --output <path>"]
+    assert first[:3] == ["--format [nvfp4|mxfp4|fp8|mxfp8]", "--for <engine>", "-o, --output <path>"]
     assert len(first) <= 12
 
 
@@ -178,7 +178,7 @@ def test_words_of_other_tools_are_answered_and_none_misleads(words, told):
 
 def test_an_option_that_is_missing_is_named_with_its_words():
     outcome = run("quantize", "M")
-    assert outcome.err.startswith("error[usage]: Missing option --format [nvfp4|mxfp4]\n")
+    assert outcome.err.startswith("error[usage]: Missing option --format [nvfp4|mxfp4|fp8|mxfp8]\n")
     for words, step in (
         (("dequantize", "M"), "Add -o <path>. See: fp4convert dequantize --help"),
         (("transcode", "M", "-o", "x"), "Add --dialect <name>. See: fp4convert transcode --help"),

@@ -108,6 +108,7 @@ def test_what_a_file_may_say():
     kind = "router"
     may_be_absent = true
     for_accuracy = true
+    unless = ["b.0"]
     [[stack]]
     tensors = ["*.w13"]
     members = ["w1", "w3"]
@@ -119,7 +120,7 @@ def test_what_a_file_may_say():
     """
     file = parse(text, "mine.toml", is_users=True)
     assert (file.about, file.bases, file.is_mode) == ("mine", ("mlp_only",), True)
-    assert file.keep == (KeepRule(("a", "b.*"), "a toy", "router", True, True),)
+    assert file.keep == (KeepRule(("a", "b.*"), "a toy", "router", True, True, ("b.0",)),)
     named = "{parent}.x.{expert}.{member}"
     keys = {"inputs_key": "hidden_size", "experts_key": "moe_num_experts"}
     assert file.stacks == (StackRule(("*.w13",), ("w1", "w3"), True, True, named, **keys),)
