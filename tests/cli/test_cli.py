@@ -128,7 +128,8 @@ def test_the_first_heading_has_the_most_wanted_and_twelve_at_most():
     headings = re.findall(r"^(\w[\w ]*):$", page, re.MULTILINE)
     assert headings == ["Arguments", *PANELS, "Example"]
     first = re.findall(r"^  (-.+?)(?=  |$)", page.partition("Quality:")[0], re.MULTILINE)
-    assert first[:3] == ["--format [nvfp4|mxfp4|fp8|mxfp8]", "--for <engine>", "-o, --output <path>"]
+    formats = "--format [nvfp4|mxfp4|fp8|mxfp8]"
+    assert first[:3] == [formats, "--for <engine>", "-o, --output <path>"]
     assert len(first) <= 12
 
 

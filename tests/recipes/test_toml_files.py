@@ -167,7 +167,7 @@ def test_what_a_file_may_say():
         (f"{STACK}order = 'out_in'\nnamed = '{{expert}}.{{layer}}'", ("named is",)),
         (
             "[[format]]\nmodules = ['a']\nformat = 'int4'",
-            ("format is 'int4'", "'nvfp4' or 'mxfp4' or 'fp8' or 'keep'"),
+            ("format is 'int4'", "'nvfp4' or 'mxfp4' or 'fp8' or 'mxfp8' or 'keep'"),
         ),
         ("model_types = ['llama']", ("model_types", "own files")),
         ("class_names = ['Flux']", ("class_names", "own files")),
