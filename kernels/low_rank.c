@@ -14,12 +14,12 @@
  * zeros; its new part is added.  Sums run over rank = 0, 1, ...; no fma, every operation is rounded to float32.
  *
  * Equal bit for bit to multiply and pull_to_nearest in fp4convert/numerics/low_rank.py.  Pointers are aligned to their types.
- * Bytes moved per element: multiply 4 * (2 + columns / inner) for each of `inner` (from the first cache); the other 12 + 4 / block.
+ * Bytes moved per element: multiply 4 for each of `inner` (from the first caches); the other 12 + 4 / block.
  * Adapters are merged where weights are read: there are no CUDA kernels for these.
  */
 #include "vector.h"
 
-enum { ROWS = 16, SUMMED = 256 }; /* rows side by side; columns of y that stay in the first cache */
+enum { ROWS = 16, WIDE = 32 }; /* rows side by side; columns of y that stay in registers */
 
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 INLINE float fused(float b, float a, float c) { return __builtin_fmaf(b, a, c); }
@@ -34,16 +34,29 @@ INLINE float fused(float b, float a, float c) {
 }
 #endif
 
+/* Sums of `height` rows, a constant, and of WIDE columns stay in registers. */
+INLINE void multiply_tile(const float *restrict b, const float *restrict a, int height, int64_t inner, int64_t columns,
+                          float *restrict y) {
+    float sums[2][WIDE] = {{0}};
+    for (int64_t k = 0; k < inner; k++)
+        for (int i = 0; i < height; i++)
+            for (int j = 0; j < WIDE; j++) sums[i][j] = fused(b[i * inner + k], a[k * columns + j], sums[i][j]);
+    for (int i = 0; i < height; i++) memcpy(y + i * columns, sums[i], sizeof sums[i]);
+}
+
 void NAME(multiply)(const float *restrict b, const float *restrict a, int64_t rows, int64_t inner, int64_t columns,
                     float *restrict y) {
+    int64_t wide = columns / WIDE * WIDE, i;
     memset(y, 0, (size_t)(rows * columns) * sizeof *y);
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t first = 0; first < columns; first += SUMMED) {
-            int64_t last = first + SUMMED < columns ? first + SUMMED : columns;
-            for (int64_t k = 0; k < inner; k++)
-                for (int64_t j = first; j < last; j++)
-                    y[i * columns + j] = fused(b[i * inner + k], a[k * columns + j], y[i * columns + j]);
-        }
+    for (int64_t first = 0; first < wide; first += WIDE) {
+        for (i = 0; i + 2 <= rows; i += 2)
+            multiply_tile(b + i * inner, a + first, 2, inner, columns, y + i * columns + first);
+        if (i < rows) multiply_tile(b + i * inner, a + first, 1, inner, columns, y + i * columns + first);
+    }
+    for (i = 0; i < rows; i++)
+        for (int64_t k = 0; k < inner; k++)
+            for (int64_t j = wide; j < columns; j++)
+                y[i * columns + j] = fused(b[i * inner + k], a[k * columns + j], y[i * columns + j]);
 }
 
 /* Half to even among 0, 0.5, 1, 1.5, 2, 3, 4, 6: adding 1.5 * 2^23 units leaves whole units. */

@@ -25,6 +25,7 @@ from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, 
 from fp4convert.checkpoint.whole_model import refuse_adapter
 from fp4convert.errors import Finding, InputError, Level, shell_line
 from fp4convert.numerics.formats import Format
+from fp4convert.numerics.low_rank import Correction
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNFINISHED
 from fp4convert.storage.gguf_types import BLOCK_TYPES
@@ -138,6 +139,11 @@ class Artifact:
         stored = self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)
         is_part = own is not None and packed.stem != module
         return gather(stored, packed.shape, packed.places) if is_part else stored
+
+    def correction(self, module: str) -> Correction | None:
+        """Return what a dialect stores of a module beside its codes, if any."""
+        packed, table = self.modules[module], self.spelling.TRAITS.correction
+        return table.decode(packed.stem, packed.shape, self._read) if table else None
 
     def input_scale(self, module: str) -> float | None:
         """Return the input scale of a module as a multiplier, not rounded.

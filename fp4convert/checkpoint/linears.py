@@ -21,6 +21,7 @@ from fp4convert.checkpoint.artifact import (
 from fp4convert.checkpoint.dialects.base import Clues
 from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.corrected import biases_stored
 from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import DTYPES as FP8_DTYPES
@@ -55,8 +56,8 @@ class Linears:
     unruled  stacks of expert matrices, whose layout no recipe tells
     idle     scales of a quantized cache of keys and values beside packed layers, whose engine alone
              has a use for them
-    vectors  weights of norms, and biases, that folds divide or an adapter changes, by their names;
-             each as a matrix of one row
+    vectors  weights of norms, and biases, that folds divide, an adapter changes or tiles hold, by
+             their names; each as a matrix of one row
     adapter  that changes some of them
     renamed  what the adapter's names begin with, and the model's instead
     """
@@ -96,14 +97,16 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
     Raises what `linears_of` raises, and InputError for a four-bit artifact that is not sound
     """
     clues = read_clues(source)
-    four_bit = None
     if is_artifact(source, clues):
         artifact = read_artifact(source, source.name)
         artifact.refuse_unsound()
         others = _others(artifact).items()
         fp8 = {module: each for module, each in others if isinstance(each.coding, Fp8)}
         four_bit = {**fp8, **find_fp4(artifact)}
-    linears = linears_of(clues, recipe, four_bit)
+        linears = linears_of(clues, recipe, four_bit)
+        linears = replace(linears, vectors=biases_stored(artifact))
+    else:
+        linears = linears_of(clues, recipe)
     if not source.is_streamed:  # from a Hub each would be a request: the run tells
         for linear in linears.of.values():
             linear.coding.check(linear, source)

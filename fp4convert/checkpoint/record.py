@@ -188,7 +188,7 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
     These are the first keys of our record. Of FP8 and int4, `granularity` is what one scale stands
     for, and `block_size` the rows and columns of a block; other formats have blocks of their own.
     """
-    fmt, kind = form.format, spelling.TRAITS.global_scale_kind
+    fmt, kind, scalars = form.format, spelling.TRAITS.global_scale_kind, spelling.TRAITS.scalars
     cache = {"kv_cache": form.kv_cache} if form.kv_cache else {}
     if not fmt.block_size:
         is_block = isinstance(form.granularity, tuple)
@@ -217,8 +217,11 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
         "scale_padding": padding,
         "nibble_order": spelling.TRAITS.nibble_order if fmt.is_fp4 else None,
         "block_axis": -1,
-        "global_scale": {"dtype": "fp32", "stored_as": kind} if has_global_scale else None,
+        "global_scale": {"dtype": FLOAT_TYPES[scalars.dtype].word, "stored_as": kind}
+        if has_global_scale
+        else None,
         "activations": form.activations,
+        **({"rank": form.rank} if form.rank is not None else {}),
         **cache,
     }
 
@@ -262,7 +265,10 @@ def _form_recorded(record: Mapping[str, object], traits: Traits) -> Form:
             and len(shape) == 2
             and all(type(size) is int and size > 0 for size in shape)
         }
-        form = Form(fmt, activations, str(record.get("scale_layout", "linear")), cache, shapes)
+        layout, rank = str(record.get("scale_layout", "linear")), record.get("rank")
+        form = Form(fmt, activations, layout, cache, shapes)
+        if type(rank) is int and rank > 0:
+            form = replace(form, rank=rank)
     else:
         words = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
         granularity: Granularity  # what one scale stands for

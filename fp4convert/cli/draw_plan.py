@@ -19,6 +19,7 @@ WORDS = {
     "write": "added",
     "fold": "folded",
     "merge": "merged",
+    "reorder": "reordered",
 }  # what becomes of others than four-bit modules
 STYLES = {"copy": "", "write": "", "skip": "yellow", "dequantize": "yellow"}
 INDENT = "  "

@@ -59,7 +59,9 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     """
     spelling = dialect_of(plan)
     groups = plan.groups
-    named = [Group(group.form, with_fused(group.modules)) for group in groups]
+    named = list(groups)
+    if not spelling.TRAITS.correction:  # whose engines look every name up
+        named = [Group(group.form, with_fused(group.modules)) for group in groups]
     kept = Ignored(with_fused(plan.ignored.modules), with_fused(plan.ignored.patterns))
     records = spelling.records(named, kept)
     config = unquantized(source.checkpoint.config)

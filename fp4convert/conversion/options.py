@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fp4convert.checkpoint.dialects.registry import DIALECTS
+from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR, DIALECTS
 from fp4convert.conversion.work_options import DeviceOptions, PartOptions, WorkOptions
 from fp4convert.errors import InputError, shell_line
 from fp4convert.numerics.formats import (
@@ -162,6 +162,8 @@ def chosen_adapter(
 
 def _usual_activations(fmt: str, dialect: str) -> int:
     """Return the bits of activations where nobody says; 16 for unknown words."""
+    if dialect in ALWAYS_FOUR:
+        return 4
     if not (fmt in FORMATS and FORMATS[fmt].is_fp8 and dialect in DIALECTS):
         return 16
     from fp4convert.checkpoint.dialects.target_forms import usual_activations
@@ -214,7 +216,8 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         int | None,
         Option(
             "4 lets engines quantize activations too, for the FP4 tensor cores; 8 is for fp8"
-            " and mxfp8. Default: 16, and for these 8 where the dialect can say it.",
+            " and mxfp8. Default: 16, and for these 8 where the dialect can say it; in"
+            f" dialect {ALWAYS_FOUR[0]} 4.",
             ACTIVATION_BITS,
             panel=TARGET,
         ),
@@ -363,7 +366,8 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         super().__post_init__()
         self.lora = one_adapter(self.lora)
         if self.method is None:
-            self.method = METHODS[1] if self.lora else METHODS[0]
+            is_protected = self.lora and self.dialect not in ALWAYS_FOUR
+            self.method = METHODS[1] if is_protected else METHODS[0]
         if self.engine is None:  # else it decides what is left out: engine_choice.py
             if self.format is None:
                 detail = f"Missing option --format [{'|'.join(FORMATS)}]"

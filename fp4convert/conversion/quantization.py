@@ -18,6 +18,7 @@ from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.checkpoint.record import ADAPTER
@@ -156,6 +157,8 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
         raise InputError("bad-activations", detail, "Leave it out.")
     if options.format in FORMATS:
         _refuse_idle_for(FORMATS[options.format], options)
+    if options.dialect in ALWAYS_FOUR:
+        _refuse_statistics(options)
     file, calibration = options.calibration, None
     method = UNAIDED[0] if adapter and file is None else str(options.method)
     if file is not None or method != METHODS[0] or options.scale_rule == IMPORTANCE:
@@ -289,6 +292,26 @@ def _check_settings(options: QuantizeOptions) -> None:
     if passes is not None and not 0 <= passes <= MOST_PASSES:
         detail = f"--passes {passes} is no number of passes; expected 0 to {MOST_PASSES}"
         raise InputError("bad-passes", detail, f"Leave it out for {PASSES}; 0 is plain GPTQ.")
+
+
+def _refuse_statistics(options: QuantizeOptions) -> None:
+    """Raise InputError for what has no use beside low-rank corrections.
+
+    They are found by the weights alone, and each matrix has a global scale of its own.
+    """
+    given = {
+        f"--method {options.method}": options.method != METHODS[0],
+        f"--scale-rule {IMPORTANCE}": options.scale_rule == IMPORTANCE,
+        "--calibration": options.calibration is not None,
+        "--input-scale": options.input_scale is not None,
+        "--global-scale": options.global_scale is not None,
+        "--via": options.via is not None,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            detail = f"{option} has no use beside the low-rank corrections of dialect"
+            detail = f"{detail} {options.dialect}, which the weights alone tell"
+            raise InputError("idle-option", f"{detail}; expected neither data nor given scales")
 
 
 def _check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:

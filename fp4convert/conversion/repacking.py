@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of, rules_of_gguf
 from fp4convert.checkpoint.linears import find_linears
@@ -61,6 +62,7 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
     if artifact:
         idle += [ref.name for module in artifact.modules.values() for ref in module.companions]
         idle += artifact.cache_scales(artifact.spelling)
+    packed += linears.vectors.values()
     plan = plan_dequantize(source.checkpoint, packed, stacks, dtype, idle)
     if artifact and PADDING in artifact.record:
         kept = "the zeros that the artifact has for ranks of tensor parallelism stay, in weights"
@@ -99,6 +101,7 @@ def prepare_transcode(
     Raises  InputError for what cannot be said without a change, or an artifact with errors
     """
     artifact.refuse_unsound()
+    _refuse_corrections(artifact.dialect, str(options.dialect))
     if artifact.others and not artifact.modules:
         detail = f"{artifact.source.name} holds {describe_groups(artifact.groups)} alone"
         detail = f"{detail}; this version carries four-bit modules and floats"
@@ -167,6 +170,16 @@ def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
                 "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
             )
             raise InputError("dialect-global-scale", detail, next_step, module)
+
+
+def _refuse_corrections(own: str, other: str) -> None:
+    """Raise InputError where codes are, or would be, beside corrections."""
+    for name in (own, other):
+        if dialect_named(name).TRAITS.correction:
+            detail = f"dialect {name} holds low-rank corrections, and codes of what these leave"
+            expected = "expected dialects whose codes are the weights themselves"
+            next_step = f"Dequantize it, and quantize the result with --dialect {other}."
+            raise InputError("not-lossless", f"{detail}; {expected}", next_step)
 
 
 def _add_losses(artifact: Artifact, plan: Plan) -> Plan:

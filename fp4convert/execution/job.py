@@ -49,6 +49,7 @@ RARE: dict[str, Action] = {  # what tensors became beside the usual
     "dequantized": "dequantize",
     "folded": "fold",
     "merged": "merge",
+    "reordered": "reorder",
     "written": "write",
 }
 

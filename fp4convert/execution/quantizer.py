@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 
 from fp4convert.calibration.methods.scaled_weights import reach_of
@@ -26,6 +26,7 @@ from fp4convert.checkpoint.encodings.fp8 import as_stored, block_of, rounded_to_
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.execution.adapter_rounding import low_ranks_of, measure
 from fp4convert.execution.carried_blocks import carry, group_exponent
+from fp4convert.execution.corrected_rounding import round_corrected
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.repacker import find_not_finite, step_members, values_of
 from fp4convert.execution.rounding import Rounding
@@ -87,6 +88,8 @@ class Quantizer:
                     panels = values_of(step.linears[0], self.source, dtype)
                     if not append_parts(step, ((name, data) for data in panels), writer, stop):
                         return
+            elif form.rank is not None:
+                self._write_corrected(steps, form, writer, stop)
             elif form.format.is_fp4:
                 self._write_blocks(steps, form, writer, stop)
             else:
@@ -122,6 +125,28 @@ class Quantizer:
                 encoder = MatrixEncoder(self._dialect, form, self._input_scale(step))
                 parts = encoder.encode(step.module, step.shape, passing)
                 # 4. Append each part to its tensor in the shard.
+                if not append_parts(step, parts, writer, stop):
+                    return
+
+    def _write_corrected(
+        self, steps: list[Step], form: Form, writer: TaskWriter, stop: threading.Event
+    ) -> None:
+        """Write modules as low-rank corrections, and blocks of what these leave."""
+        table = self._dialect.TRAITS.correction
+        if table is None:
+            raise RuntimeError("this dialect has no corrections")
+        for number, step in enumerate(steps):
+            linear, encoder = step.linears[0], MatrixEncoder(self._dialect, form, None)
+            with room_for(self.source, [linear]):
+                weights = linear.coding.weights(linear, self.source)
+                correction, panels = round_corrected(
+                    weights, linear.module, table.rank, self._rounding
+                )
+                passing = self._add_losses(step, ((number, q) for q in panels), writer)
+                parts = chain(
+                    table.encode(step.module, correction),
+                    encoder.encode(step.module, step.shape, passing),
+                )
                 if not append_parts(step, parts, writer, stop):
                     return
 

@@ -20,6 +20,7 @@ from fp4convert.calibration.methods.gptq import (
 )
 from fp4convert.calibration.methods.scaled_weights import moments_under
 from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.execution.adapter_rounding import (
     PANEL_NBYTES,
     directions_in,
@@ -117,8 +118,11 @@ class Rounding:
     def _extra_nbytes(self) -> int:
         """Count the memory of one caller beside the backend's.
 
-        It is that of GPTQ, at the widest linear layer that the file knows.
+        It is that of GPTQ, at the widest linear layer that the file knows, or of panels beside
+        low-rank corrections.
         """
+        if self.target.dialect in ALWAYS_FOUR:
+            return PANEL_NBYTES * READ_ELEMENTS
         if self.target.method != GPTQ:
             return 0
         if self.calibration is None:

@@ -1,4 +1,4 @@
-"""Reference arithmetic of low-rank factors, merged and kept in rounding.
+"""Reference arithmetic of low-rank factors: merged, kept, beside codes.
 
 A weight W with an adapter is W + s B A.  Rounding to W' leaves an error E, and of the adapter's
 inputs, the rows of A, E keeps E P, where P is an orthonormal basis of these rows.  What is left of
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,22 @@ NEGLIGIBLE = 1e-6  # of the longest row of A: what is left of one that others al
 Float64s = NDArray[np.float64]
 Pulls = tuple[Float32s, Float32s]  # directions, and how far errors along them pull each column
 f32 = np.float32
+
+
+class Correction(NamedTuple):
+    """What SVDQuant stores of a matrix beside codes.
+
+    smooth    (columns,) float32: what columns of the codes' values are divided by
+    down, up  (rank, columns) and (rows, rank) float32
+    channels  (rows,) float32: what rows of the codes' values are multiplied with; None for ones
+    Formula   W = channels * codes * scales / smooth + up down (arXiv 2411.05007; Diffusers 0.42,
+              where x / smooth meets the codes, and x itself the factors)
+    """
+
+    smooth: Float32s
+    down: Float32s
+    up: Float32s
+    channels: Float32s | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

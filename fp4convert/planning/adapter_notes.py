@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.recipes.recipe import Target
@@ -33,7 +34,8 @@ def notes_on_adapter(
             f"{calibration.path} was made without the adapter, whose inputs are others: calibrate"
             " with --lora, and less is lost (docs/adapters.md)"
         )
-    if target.method == "rtn":
+    # Beside low-rank corrections there is no other method.
+    if target.method == "rtn" and target.dialect not in ALWAYS_FOUR:
         yield (
             f"--method rtn leaves about {LOST_BY_RTN} less of an adapter than the default does, as"
             " measured (docs/adapters.md)"

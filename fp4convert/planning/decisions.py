@@ -124,7 +124,9 @@ class _Judge:
             )
         if reason := self.dialect.unfit(linear.module, linear.shape, form):
             return self._stays(linear, "skip", reason)
-        group = self.groups.get(linear.module) if fmt.has_global_scale else None
+        # What a correction leaves of a matrix has a scale to itself.
+        is_shared = fmt.has_global_scale and form.rank is None
+        group = self.groups.get(linear.module) if is_shared else None
         own = (
             linear.coding.form_kept(linear, self.recipe.target)
             if fmt.is_fp8 and linear.coding.format is fmt
@@ -139,7 +141,7 @@ class _Judge:
                 group,
                 stays=True,
             )
-        if carried := self._carried(linear, fmt):
+        if form.rank is None and (carried := self._carried(linear, fmt)):
             return Verdict(linear, "transcode", carried, form, group)
         return Verdict(linear, "quantize", _origin(linear), form, group)
 

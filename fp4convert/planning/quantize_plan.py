@@ -16,6 +16,7 @@ from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear, is_fp8
+from fp4convert.checkpoint.encodings.corrected import BIAS_DTYPE, InTiles, biases_in_tiles
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.checkpoint.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.checkpoint.linears import Linears
@@ -58,6 +59,10 @@ from fp4convert.storage.source import Checkpoint
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
+FOUR_BIT_INPUTS = (
+    "engines of this dialect quantize activations to four bits, as with --activations 4, by scales"
+    " that they find themselves"
+)
 NO_CONFIG = (
     "the source has no config.json, or an empty one; the one written holds only the quantization"
     " record"
@@ -100,15 +105,15 @@ def plan_quantize(
     given = scalars.weights
     amaxes, more = given_amaxes(verdicts, given, recipe.target) if given else ({}, [])
     # a step for every tensor, and its place
+    vectors = _vectors_of(linears, verdicts, dialect, checkpoint)
     maker = _StepMaker(verdicts, dialect, inputs, amaxes, recipe)
     home, consumed = linears.by_home(), linears.consumed()
-    writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
-    tasks = []
+    writing, tasks = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target)), []
     for shard in checkpoint.shards:
         steps: list[Step] = []
         for ref in shard.tensors:
-            if ref.name in linears.vectors:
-                steps.append(_change(linears.vectors[ref.name], ref))
+            if ref.name in vectors:
+                steps.append(_change(vectors[ref.name], ref))
             elif ref.name in home:
                 steps += maker.steps_of(ref, home[ref.name])
             elif ref.name not in consumed:
@@ -126,7 +131,7 @@ def plan_quantize(
         *notes_on(checkpoint),
         *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
         *_note_stacks(checkpoint, consumed),
-        *uneven_groups(verdicts, recipe),
+        *([FOUR_BIT_INPUTS] if dialect.TRAITS.correction else uneven_groups(verdicts, recipe)),
         *warnings_on_four_bits(verdicts, recipe),
         *notes,
         *more,
@@ -149,6 +154,18 @@ def _list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]
         ref.name: WRITTEN_ANEW if ref.name in outputs else ENGINE_ONLY
         for ref in (*idle, *linears.idle)
     }
+
+
+def _vectors_of(
+    linears: Linears, verdicts: Mapping[str, Verdict], dialect: Dialect, checkpoint: Checkpoint
+) -> dict[str, Linear]:
+    """Return vectors that change, with the biases of modules in tiles."""
+    vectors, table = dict(linears.vectors), dialect.TRAITS.correction
+    if table:
+        made = [module for module, verdict in verdicts.items() if verdict.is_made]
+        tensors = {ref.name: ref for ref in checkpoint.tensors}
+        vectors.update(biases_in_tiles(made, tensors, table, vectors))
+    return vectors
 
 
 def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
@@ -328,11 +345,14 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
 
 
 def _change(linear: Linear, ref: TensorRef, reason: str = "") -> Step:
-    """Make the step of a tensor that keeps its dtype, and is changed.
+    """Make the step of a tensor whose values or order change.
+
+    It keeps its dtype, unless it is put into tiles.
 
     Raises InputError for a part of a stack that stays, under an adapter
     """
     is_folded, text = bool(linear.coding.foldings), linear.coding.change
+    is_reordered = isinstance(linear.coding, InTiles)
     if is_folded and not reason:
         text = "folded: divided by the factors of the layers that read it"
     elif linear.stack:
@@ -341,10 +361,10 @@ def _change(linear: Linear, ref: TensorRef, reason: str = "") -> Step:
         expected = "expected it to be quantized, for the adapter changes it"
         raise InputError("adapter-stack", f"{detail}; {expected}", step, linear.module)
     return Step(
-        "fold" if is_folded else "merge",
+        "fold" if is_folded else "reorder" if is_reordered else "merge",
         f"{reason}; {text}" if reason else text,
         linear.refs,
-        (spec_of(ref),),
+        (TensorSpec(ref.name, BIAS_DTYPE if is_reordered else ref.dtype, ref.shape),),
         linear.shape if is_folded or len(ref.shape) == MATRIX_DIMENSIONS else (),
         amax_of=_fold_refs(linear),
         linears=(linear,),

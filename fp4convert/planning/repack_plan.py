@@ -11,6 +11,7 @@ from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.corrected import InTiles
 from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
 from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.expert_stacks import Stacked
@@ -42,7 +43,7 @@ def plan_dequantize(
     A stack in which modules stay in floats of another dtype becomes F32, which holds the values of
     all.
 
-    packed   the linear layers that are quantized, in whatever way
+    packed   the linear layers that are quantized, in whatever way, and biases in tiles
     stacks   of experts, that some of them were, and others that stayed
     idle     tensors that mean nothing beside ordinary weights; left out, as what linear layers call
              idle is
@@ -54,7 +55,9 @@ def plan_dequantize(
     stacked = {module for stack in stacks for module in stack.modules}
     for linear in packed:
         if linear.module not in stacked:
-            spec = TensorSpec(linear.module + WEIGHT, stored, linear.shape)
+            is_bias = isinstance(linear.coding, InTiles)
+            name = linear.name if is_bias else linear.module + WEIGHT
+            spec = TensorSpec(name, stored, linear.refs[0].shape if is_bias else linear.shape)
             step = Step("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape)
             steps.append(step._replace(module=linear.module, linears=(linear,)))
     unneeded = {ref.name for linear in packed for ref in linear.idle} | set(idle)

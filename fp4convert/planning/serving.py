@@ -67,11 +67,13 @@ def serve_line(
         cache = f" {engine.cache}" if engine.cache and plan.target.kv_cache else ""
         return engine.serve.format(output=shell_line(folder)) + cache
     lines: list[str] = []
+    code = engine.class_code.get(str(plan.target.dialect), "")
+    is_whole = bool(file) or "{file}" not in code
     if engine.code:
         lines = load_code(engine, config, folder)
-    elif engine.file_code and file and source and (names := class_names(config)):
-        named = {"name": names[0], "file": json.dumps(file), "source": source}
-        lines = engine.file_code.strip().format(**named).splitlines()
+    elif code and is_whole and source and (names := class_names(config)):
+        places = {"file": json.dumps(file), "output": json.dumps(folder), "source": source}
+        lines = code.strip().format(name=names[0], **places).splitlines()
     return f"python -c {shell_line('; '.join(lines))}" if lines else ""
 
 

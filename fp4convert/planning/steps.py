@@ -28,7 +28,16 @@ from fp4convert.storage.safetensors import Header, TensorRef, TensorSpec, total_
 from fp4convert.storage.source import Checkpoint
 
 Action = Literal[
-    "quantize", "dequantize", "transcode", "fold", "merge", "prune", "copy", "skip", "write"
+    "quantize",
+    "dequantize",
+    "transcode",
+    "fold",
+    "merge",
+    "reorder",
+    "prune",
+    "copy",
+    "skip",
+    "write",
 ]
 
 
@@ -39,8 +48,8 @@ class Step(NamedTuple):
 
     action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as
              it is; fold: it keeps its dtype, multiplied or divided by the factors of a fold;
-             merge: it keeps its dtype, and an adapter changes it; prune: parts of it stay;
-             write: a scalar
+             merge: it keeps its dtype, and an adapter changes it; reorder: a bias, put into the
+             order of tiles or out of it; prune: parts of it stay; write: a scalar
     refs     what is read; of a linear layer all that it is decoded from; nothing for a scalar
     specs    what is written, while it has no place; () in a plan
     shape    (rows, columns) of the matrix, longer for a stack; () where it stays

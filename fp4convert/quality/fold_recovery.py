@@ -20,6 +20,7 @@ from fp4convert.calibration.methods.scaled_weights import Folded, quotients, rea
 from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Factors, Linear
+from fp4convert.checkpoint.encodings.corrected import biases_in_tiles
 from fp4convert.checkpoint.linears import Linears, linears_stored, originals_of
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import Finding
@@ -35,14 +36,23 @@ Doubles = NDArray[np.float64]
 
 
 def fold_originals(artifact: Artifact, source: Source) -> Linears:
-    """Find the source's linear layers, under an artifact's adapter and folds.
+    """Find the source's linear layers under what an artifact changed in them.
+
+    That is by an adapter, by folds, or by the order of tiles.
 
     Returns  the vectors that were changed, too
     Raises   InputError where the record tells of folds that the source cannot have
     """
     originals = originals_of(artifact, source)
     if artifact.adapter:  # beside which there are no folds
-        return merge_adapter(originals, artifact.adapter, source.checkpoint)
+        originals = merge_adapter(originals, artifact.adapter, source.checkpoint)
+    if table := artifact.spelling.TRAITS.correction:
+        tensors = {ref.name: ref for ref in source.checkpoint.tensors}
+        vectors = originals.vectors
+        found = dict(biases_in_tiles(artifact.modules, tensors, table, vectors))
+        originals = replace(originals, vectors={**vectors, **found})
+    if artifact.adapter:
+        return originals
     uses = folds_recorded(artifact.record)
     if not uses:
         return originals
@@ -134,17 +144,18 @@ class _FactorFinder:
 def check_vector(artifact: Artifact, linear: Linear, source: Source) -> Finding | None:
     """Check that a norm or bias is the source's under its factors, or changed."""
     kept, ref = artifact.tensors.get(linear.name), linear.refs[0]
-    if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
+    weights = linear.coding.weights(linear, source)
+    if kept is None or (kept.dtype, kept.shape) != (weights.dtype, ref.shape):
         detail = "missing from the artifact, or there with another dtype or shape"
         return Finding("error", "kept-missing", ref.name, detail)
-    expected = as_floats(linear.coding.weights(linear, source).rows(0, 1))[0]
+    expected = as_floats(weights.rows(0, 1))[0]
     own = read_vector(kept, artifact.source)
     with np.errstate(all="ignore"):
         is_same = (own == expected) | (np.abs(own - expected) <= UNSEEN * np.abs(expected))
     if is_same.all():
         return None
     if not linear.coding.foldings:
-        detail = "its values are not the source's with the adapter"
+        detail = f"its values are not the source's, {linear.coding.change}"
         return Finding("error", "kept-differs", ref.name, detail)
     detail = f"{np.count_nonzero(~is_same)} of its values match the source under no factor"
     detail += ", or under another than its readers have"

@@ -8,7 +8,6 @@ those that share a scale with them.  report/catalogue.toml explains each finding
 from __future__ import annotations
 
 import math
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -20,14 +19,13 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.fp8 import decode_scales
 from fp4convert.errors import Finding, Level
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import LARGEST_CODE, block_steps
-from fp4convert.numerics.formats import GLOBAL_RANGE, NVFP4, Format
+from fp4convert.numerics.codec import FLOAT_DTYPES, LARGEST_CODE, block_steps
+from fp4convert.numerics.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Format
 from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
 from fp4convert.recipes.recipe import gather_groups, group_members, scale_groups
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import read_each, stored_float
 
-FLOAT32_NBYTES = 4
 LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
 SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
@@ -57,10 +55,12 @@ def read_input_scales(artifact: Artifact, modules: Collection[str]) -> dict[str,
 
 
 def _read_scalars(artifact: Artifact, modules: list[str], ending: str) -> dict[str, float]:
-    """Read a float32 of each module; 1 where a sound module lacks it.
+    """Read a scalar of each module; 1 where a sound module lacks it.
 
     It has a tensor of that ending, or a place in that of its stack.
     """
+    dtype = artifact.spelling.TRAITS.scalars.dtype
+    nbytes = FLOAT_TYPES[dtype].nbytes
     source, homes = artifact.source, {module: artifact.modules[module] for module in modules}
     wanted = {packed.stem + ending for packed in homes.values()}
     # Tensors that follow one another in a file are read together.
@@ -73,16 +73,17 @@ def _read_scalars(artifact: Artifact, modules: list[str], ending: str) -> dict[s
             runs.append([ref])
 
     def read(run: list[TensorRef]) -> tuple[float, ...]:
-        count = sum(ref.nbytes for ref in run) // FLOAT32_NBYTES
-        buffer = memoryview(bytearray(FLOAT32_NBYTES * count))
-        source.read_into(run[0]._replace(dtype="F32", shape=(count,)), 0, buffer)
-        return struct.unpack(f"<{count}f", buffer)
+        count = sum(ref.nbytes for ref in run) // nbytes
+        buffer = memoryview(bytearray(nbytes * count))
+        source.read_into(run[0]._replace(dtype=dtype, shape=(count,)), 0, buffer)
+        values = np.frombuffer(buffer, FLOAT_DTYPES[dtype]).astype(np.float64)
+        return tuple(float(value) for value in values)
 
     found: dict[str, tuple[float, ...]] = {}
     for run, values in zip(runs, read_each(source, read, runs), strict=True):
-        ends = accumulate(ref.nbytes // FLOAT32_NBYTES for ref in run)
+        ends = accumulate(ref.nbytes // nbytes for ref in run)
         for ref, end in zip(run, ends, strict=True):
-            found[ref.name] = values[end - ref.nbytes // FLOAT32_NBYTES : end]
+            found[ref.name] = values[end - ref.nbytes // nbytes : end]
     scales = {}
     for module, packed in homes.items():
         own = found.get(packed.stem + ending, (1.0,))
@@ -142,7 +143,7 @@ def check_scales(
     for module, scale in stored.items():
         if finding := _judge_global_scale(module, scale, traits.scalars.kind == "divisor"):
             findings.append(finding)
-    for scales in find_shared_scales(artifact, stored):
+    for scales in () if traits.correction else find_shared_scales(artifact, stored):
         if not are_equal(scales):
             detail = f"{', '.join(scales)} have different global scales"
             detail += "; engines that fuse them use only one"

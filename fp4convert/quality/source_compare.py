@@ -117,19 +117,18 @@ def measure(
     weights = pair.theirs.coding.weights(pair.theirs, source)
     coding = pair.ours.coding
     stored = coding.weights(pair.ours, artifact.source)
-    blocks = coding.blocks(pair.ours)
-    counts = np.zeros(0 if blocks is None else CODES, np.int64)
+    module, blocks = pair.ours.module, coding.blocks(pair.ours)
+    coded = artifact.decode(module) if module in artifact.modules else None
+    counts = np.zeros(0 if coded is None else CODES, np.int64)
     signal = noise = max_abs = output = 0.0
     answered = answered_wrongly = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for panel in row_panels(weights.shape, MEASURED_ELEMENTS):
             x = as_doubles(weights.rows(*panel))
-            if blocks is None:
-                rows = stored.rows(*panel)
-            else:
-                q = blocks.rows(*panel)
+            q = coded.rows(*panel) if coded else None
+            if q:
                 counts += count_codes(q.packed)
-                rows = as_matrix(Cpu().values(q))
+            rows = as_matrix(Cpu().values(q)) if q and blocks else stored.rows(*panel)
             y = as_doubles(rows)
             if not coding.is_packed:
                 x = x.astype(FLOAT_DTYPES[rows.dtype]).astype(np.float64)
@@ -147,7 +146,6 @@ def measure(
                 answered_wrongly += output_power(difference, inputs)
     histogram = tuple(map(int, counts))
     sums = Sums(math.prod(weights.shape), signal, noise, output, max_abs, histogram=histogram)
-    module = pair.ours.module
     stem = artifact.modules[module].stem if module in artifact.modules else module
     return Distance(sums, stem, (answered, answered_wrongly) if inputs else None)
 

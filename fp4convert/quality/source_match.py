@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.corrected import Residual
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.codec import (
     FLOAT_DTYPES,
@@ -139,6 +140,8 @@ def _fit_readings(
         begins = [number * (rows - height) // last for number in range(COMPARED_CHUNKS)]
         chunks = [(begin, begin + height) for begin in begins]
     weights = original.coding.weights(original, source)
+    if correction := artifact.correction(module):
+        weights = Residual(weights, correction)
     stored = b"".join(weights.rows(*chunk).data for chunk in chunks)
     x = np.frombuffer(stored, FLOAT_DTYPES[weights.dtype]).astype(np.float64)
     slack = PLACED if artifact.record.get("method") == "gptq" else 1.0

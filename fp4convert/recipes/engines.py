@@ -112,7 +112,8 @@ class Engine:
     tried     how, in a few words
     serve     the command that serves a folder {output}, or a file {file} under the {name}; or ""
     code      lines of Python that load {output} into {auto}; or ""
-    file_code  the same of a {file} and a class {name}, with {source} for its configuration; or ""
+    class_code  the same by dialect, of a class {name} and {output}, or the one {file} in it, with
+              {source} for its configuration
     packages  what to install for the code, by dialect
     cache     what `serve` needs beside for an FP8 cache
     fallback  what it may do with models that it has no class for, as a clause; "" for nothing
@@ -127,7 +128,7 @@ class Engine:
     presets: tuple[Preset, ...]
     serve: str = ""
     code: str = ""
-    file_code: str = ""
+    class_code: Mapping[str, str] = field(default_factory=dict)
     cache: str = ""
     fallback: str = ""
     models: ModelList | None = None

@@ -1,4 +1,4 @@
-"""Golden bytes: the inputs, and what five packages that nobody here wrote make of them.
+"""Golden bytes: the inputs, and what seven packages that nobody here wrote make of them.
 
 Decides which cases exist and which function of each package speaks for it; README.md says which
 version made what.
@@ -17,7 +17,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
@@ -278,6 +279,38 @@ def quark_mxfp4_mse(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "scale", observer.calculate_qparams()[0]
 
 
+def svdq_nvfp4() -> Tensors:
+    """Random codes, scales, vectors and factors, and what its packer makes of each.  Its module is
+    loaded by itself: the package imports Diffusers.
+    """
+    files = distribution("cache-dit").files or []
+    (path,) = (file for file in files if str(file).endswith("svdquant/packing.py"))
+    spec = spec_from_file_location("packing", path.locate())
+    assert spec
+    assert spec.loader
+    spec.loader.exec_module(packing := module_from_spec(spec))
+    packer, (rows, columns, rank) = packing.SVDQWeightPacker(bits=4), (256, 128, 32)
+    chance = seeded(14608)
+    codes = torch.randint(0, 16, (rows, columns), generator=chance, dtype=torch.int32)
+    every = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = every[torch.randint(1, 0x7F, (rows, columns // 16), generator=chance)]
+    down, up, smooth, bias = (
+        torch.randn(shape, generator=chance).bfloat16()
+        for shape in ((rank, columns), (rows, rank), (columns,), (rows,))
+    )
+    given = {"codes": codes.to(torch.uint8), "scales": scales, "down": down, "up": up}
+    vectors = {"smooth": smooth, "bias": bias}
+    return {
+        **{f"given/{name}": value for name, value in (given | vectors).items()},
+        "qweight": packer.pack_weight(codes),
+        "wscales": packer.pack_scale(scales.bfloat16().reshape(rows, 1, -1, 1), 16),
+        "proj_down": packer.pack_lowrank_weight(down, down=True),
+        "proj_up": packer.pack_lowrank_weight(up, down=False),
+        "smooth_factor": packer.pack_scale(smooth.reshape(-1, 1), -1),
+        "bias": packer.pack_scale(bias.reshape(-1, 1), -1),
+    }
+
+
 # file -> the package that makes it, as pip calls it, and the function that runs it on one case
 MAKERS = {
     "modelopt_nvfp4": ("nvidia-modelopt", "0.47.0", modelopt_nvfp4),
@@ -287,14 +320,19 @@ MAKERS = {
     "fouroversix_nvfp4": ("fouroversix", "1.0.5", fouroversix_nvfp4),
     "quark_mxfp4_mse": ("amd-quark", "0.13", quark_mxfp4_mse),
 }
-NAMES = ("inputs", *MAKERS)
-APART = ("fouroversix_nvfp4",)  # made in the environment of make bench-peers
+NAMES = ("inputs", "svdq_nvfp4", *MAKERS)
+APART = ("fouroversix_nvfp4", "svdq_nvfp4")  # in environments of their own
 
 
 def made(name: str) -> tuple[Tensors, dict[str, str]] | str:
     """The tensors of one golden file and its metadata, or what has to be installed first."""
     if name == "inputs":
         return inputs(), {"torch": torch.__version__}
+    if name == "svdq_nvfp4":
+        try:
+            return svdq_nvfp4(), {"cache-dit": version("cache-dit"), "torch": torch.__version__}
+        except PackageNotFoundError:
+            return "cache-dit is not installed; pip install --no-deps cache-dit==1.5.3"
     package, wanted, maker = MAKERS[name]
     try:
         metadata = {package: version(package), "torch": torch.__version__}

@@ -57,7 +57,7 @@ def test_a_sum_close_to_the_middle_of_two_floats_is_rounded_once(levels):
     )
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 7), (40, 16, 300), (2, 600, 16), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(5, 3, 7), (40, 16, 300), (2, 600, 16), (3, 40, 33), (1, 1, 1)])
 def test_every_level_multiplies_alike(shape, levels):
     rows, inner, columns = shape
     b, a = normal(rows, inner, seed=3), normal(inner, columns, seed=4)

@@ -211,7 +211,7 @@ class _Merger:
             raise self._unmatched(told)
         self._check_shape(told, shape, ref.shape)
         coding = Floats(FLOAT_TYPES[ref.dtype].word)
-        return Linear(name, (1, ref.elements), coding, (ref,))
+        return self._linears.vectors.get(name) or Linear(name, (1, ref.elements), coding, (ref,))
 
     def _low_rank(self, module: str, pair: Pair, shape: tuple[int, int]) -> LowRank:
         """Turn a pair as the model stores its matrix."""

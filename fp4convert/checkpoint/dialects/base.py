@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows
-from fp4convert.checkpoint.dialects.tables import Fp8Table, Part, Read, Scalars
+from fp4convert.checkpoint.dialects.tables import CorrectionTable, Fp8Table, Part, Read, Scalars
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FP8, MXFP8, Format, Kind
 from fp4convert.numerics.matrices import Blocks, Quantized
@@ -118,6 +118,8 @@ class Traits:
     fp8                how it stores FP8 matrices beside four-bit ones
     q8_0               matrices that stay can be Q8_0
     floats             patterns of modules whose matrices its engines read as floats alone
+    correction         how it stores low-rank corrections, which every module of it has; its engines
+                       then quantize activations to four bits, and look each module's name up
     """
 
     writes: tuple[Format, ...]
@@ -140,6 +142,7 @@ class Traits:
     fp8: Fp8Table | None = None
     q8_0: bool = False
     floats: tuple[str, ...] = ()
+    correction: CorrectionTable | None = None
 
     @property
     def global_scale_kind(self) -> Kind | None:

@@ -31,6 +31,8 @@ class Form:
     shapes        (rows, columns) of the modules whose tensors cannot tell
     granularity   of FP8, MXFP8 and int4
     stored_scales safetensors' dtype of the scales of these
+    rank          of the low-rank correction beside the codes, which then are of what it leaves;
+                  None where there is none
     """
 
     format: Format
@@ -40,10 +42,16 @@ class Form:
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
     granularity: Granularity | None = None
     stored_scales: str = "F32"
+    rank: int | None = None
 
     @property
     def has_input_scale(self) -> bool:
-        return self.activations == ACTIVATIONS_FP4 and self.format.has_global_scale
+        """Tell whether a static scale of activations stands beside the weights.
+
+        Engines that read corrections scale activations as they come.
+        """
+        is_four_bit = self.activations == ACTIVATIONS_FP4 and self.format.has_global_scale
+        return is_four_bit and self.rank is None
 
     @property
     def word(self) -> str:

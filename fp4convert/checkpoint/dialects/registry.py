@@ -28,15 +28,18 @@ DIALECTS = (  # in the order in which an artifact is asked whether it is one of 
     "deepseek",
     "mlx",
     "comfy",
+    "nunchaku",
     "gguf",
     "plain",
 )
+ALWAYS_FOUR = ("nunchaku",)  # with low-rank corrections; engines quantize activations, too
 METHODS = {  # quant_method in the record of an engine
     "compressed-tensors": "compressed-tensors",
     "modelopt": "modelopt",
     "quark": "quark",
     "gpt-oss": "mxfp4",
     "deepseek": "fp8",
+    "nunchaku": "nunchaku_lite",
 }
 COMFY_MARK = ".comfy_quant"  # ends the tensor that says to ComfyUI what a module is
 SUFFIXES = {  # endings of a quantized module's tensors, which no unquantized checkpoint has
@@ -46,6 +49,7 @@ SUFFIXES = {  # endings of a quantized module's tensors, which no unquantized ch
     "gpt-oss": ("_blocks", "_scales"),
     "mlx": (".scales",),
     "comfy": (COMFY_MARK, ".weight_scale_2"),
+    "nunchaku": (".wscales", ".wtscale"),
     "plain": (".block_scale", ".global_scale"),
     # deepseek: ".scale" ends names of ordinary norms too; gguf: the type of M.weight tells
 }

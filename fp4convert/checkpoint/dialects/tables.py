@@ -11,9 +11,13 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fp4convert.checkpoint.dialects.forms import Form, Granularity, granularity_word
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, INT4, Format, Kind
+from fp4convert.numerics.low_rank import Correction
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized, Span
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
@@ -26,13 +30,14 @@ INT4_PER_ITEM = 8  # codes in an I32
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """The float32 that stand once per matrix.
+    """The scalars that stand once per matrix.
 
     global_scale  ending of the global scale's name; None: there is no place for one, and it is 1
     input_scale   ending of the name of the scale of activations, or None
     shape         of both: () or (1,)
     kind          whether both are multipliers or divisors
     is_apart      they stand in the file for scales alone
+    dtype         of both: F32, or BF16 for multipliers, which hold no float32 but its upper half
     """
 
     global_scale: str | None
@@ -40,11 +45,12 @@ class Scalars:
     shape: tuple[int, ...] = ()
     kind: Kind = "multiplier"
     is_apart: bool = False
+    dtype: str = "F32"
 
     def specs(self, stem: str, form: Form) -> Iterator[TensorSpec]:
         """Yield the tensors of scalars of a matrix of that form."""
         if self.global_scale and form.format.has_global_scale:
-            yield TensorSpec(stem + self.global_scale, "F32", self.shape, self.is_apart)
+            yield TensorSpec(stem + self.global_scale, self.dtype, self.shape, self.is_apart)
         if self.input_scale and form.has_input_scale:
             yield TensorSpec(stem + self.input_scale, "F32", self.shape, self.is_apart)
 
@@ -55,7 +61,8 @@ class Scalars:
         """
         if q.global_scale is not None and self.global_scale:
             is_inverse = q.kind != self.kind
-            yield stem + self.global_scale, encode_scalar(q.global_scale, is_inverse)
+            stored = encode_scalar(q.global_scale, is_inverse)
+            yield stem + self.global_scale, stored if self.dtype == "F32" else _upper_half(stored)
         elif q.global_scale not in (None, 1.0):
             found = f"{stem} has the global scale {q.global_scale:g}, stored as a {q.kind}"
             detail = f"{found}; this dialect has no place for one, expected 1"
@@ -71,7 +78,12 @@ class Scalars:
         """Read the stored global scale, where the format has one."""
         if not form.format.has_global_scale:
             return None
-        return decode_scalar(read(stem + self.global_scale)) if self.global_scale else 1.0
+        if not self.global_scale:
+            return 1.0
+        stored = read(stem + self.global_scale)
+        if self.dtype == "F32":
+            return decode_scalar(stored)
+        return decode_scalar(memoryview(b"\0\0" + bytes(stored[:])))
 
     def input_name(self, module: str) -> str:
         """Return the name of the tensor of the scale of activations."""
@@ -84,6 +96,13 @@ class Scalars:
         if self.kind == "multiplier":
             return stored
         return 1 / stored if stored else math.inf
+
+
+def _upper_half(stored: memoryview) -> memoryview:
+    """Return the bytes of a bf16; its float32 is made so that nothing is lost."""
+    if any(stored[:2]):
+        raise RuntimeError(f"the global scale {decode_scalar(stored)} is no bf16")
+    return stored[2:]
 
 
 def scale_grid(shape: tuple[int, int], granularity: Granularity) -> tuple[int, int]:
@@ -259,6 +278,24 @@ class Table:
 
         matrix, kind = (math.prod(above), columns), self.scalars.kind
         return Fetched(form.format, matrix, global_scale, kind, fetch, fetch_scales)
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionTable:
+    """How low-rank corrections stand beside four-bit codes.
+
+    rank    of those that are made
+    encode  (stem, correction) -> bytes to append to outputs, by name
+    decode  (stem, shape, read) -> the correction
+    bias    ending of the bias, which then lies in the order of the kernels
+    order   values -> where each of the stored ones stands in the ordinary vector
+    """
+
+    rank: int
+    encode: Callable[[str, Correction], Iterator[Part]]
+    decode: Callable[[str, tuple[int, int], Read], Correction]
+    bias: str
+    order: Callable[[int], NDArray[np.intp]]
 
 
 def encode_int4(

@@ -38,6 +38,10 @@ def dialect_to_write(target: Target) -> Dialect:
         usual = usual_activations(form.format, name)
         next_step = f"Choose another --dialect, or --activations {usual}."
         raise ChoiceError("dialect-activations", detail, next_step)
+    if traits.correction and form.activations != ACTIVATIONS_FP4:
+        detail = f"engines of dialect {name} always quantize activations to four bits"
+        next_step = "Leave --activations out; or choose another --dialect."
+        raise ChoiceError("dialect-activations", f"{detail}; expected 4", next_step)
     if target.kv_cache and not (target.kv_cache == "fp8" and traits.cache_scales):
         detail = f"an {target.kv_cache} KV cache was asked for"
         detail = f"{detail}, which dialect {name} cannot record"
@@ -63,7 +67,8 @@ def module_form(target: Target, fmt: str) -> Form:
         return fp8_form(target, (1, MXFP8.block_size), "U8", MXFP8)
     bits = ACTIVATIONS_FP4 if target.activations == ACTIVATIONS_FP4 else 16
     layout = target.scale_layout or traits.layouts[0]
-    return Form(chosen, bits, layout, target.kv_cache)
+    rank = traits.correction.rank if traits.correction else None
+    return Form(chosen, bits, layout, target.kv_cache, rank=rank)
 
 
 def fp8_form(
@@ -87,8 +92,10 @@ def fp8_form(
 def usual_activations(fmt: Format, dialect: str) -> int:
     """Return the bits of activations where nobody says them.
 
-    16; for eight-bit weights 8 where the dialect can say it
+    16; for eight-bit weights 8 where the dialect can say it; 4 beside low-rank corrections
     """
+    if dialect_named(dialect).TRAITS.correction:
+        return ACTIVATIONS_FP4
     asked = Target(fmt.name, dialect, activations=ACTIVATIONS_FP8 if fmt.is_fp8 else 16)
     return form_of(asked).activations
 

@@ -6,6 +6,7 @@ int4     compressed-tensors' packed integers under scales of groups
 fp4      any dialect's four-bit blocks
 gguf_blocks  llama.cpp's own types of blocks: Q8_0, Q4_K and others
 mlx_affine   MLX's integers of 4 or 8 bits, scale * code + bias
+corrected  the same beside a low-rank correction
 """
 
 from __future__ import annotations

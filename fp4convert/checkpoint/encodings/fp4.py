@@ -10,7 +10,8 @@ import numpy as np
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import module_form
-from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
+from fp4convert.checkpoint.encodings.base import Coding, CodingDefaults, Linear
+from fp4convert.checkpoint.encodings.corrected import Corrected
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s, as_matrix
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
@@ -54,7 +55,8 @@ class FourBit(CodingDefaults):
         )
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        return module_form(target, self.format.name)
+        form = module_form(target, self.format.name)
+        return form if form.rank is None else None  # it has no correction
 
     def blocks(self, linear: Linear) -> Blocks:
         return self.artifact.decode(linear.module)
@@ -73,10 +75,14 @@ def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:
         found[module] = Linear(
             module,
             packed.shape,
-            FourBit(artifact, packed.form.format),
+            _coding_of(artifact, packed.form),
             packed.refs,
             idle,
             stack,
             share,
         )
     return found
+
+
+def _coding_of(artifact: Artifact, form: Form) -> Coding:
+    return FourBit(artifact, form.format) if form.rank is None else Corrected(artifact, form.rank)
