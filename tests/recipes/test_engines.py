@@ -29,6 +29,9 @@ def test_every_engine_has_a_file_and_every_file_an_engine():
     assert set(NICKNAMES.values()) <= set(ENGINES)
 
 
+FORMS = {"nvfp4", "mxfp4", "mxfp8", *(f"fp8 {each}" for each in ("tensor", "row", "128x128"))}
+
+
 @pytest.mark.parametrize(("engine", "row"), ROWS, ids=lambda each: getattr(each, "key", ""))
 def test_every_row_is_whole(engine, row):
     assert row.effect in ("loads", "slow", *FAILS)
@@ -37,7 +40,7 @@ def test_every_row_is_whole(engine, row):
     assert row.source
     assert bool(row.instead) == (row.effect != "loads")
     assert set(row.condition.dialects) <= set(DIALECTS)
-    assert set(row.condition.formats) <= {"nvfp4", "mxfp4"}
+    assert set(row.condition.formats) <= FORMS
     assert set(row.condition.findings) <= FINDINGS
     assert row.proof or row.tried != "run"
     assert not row.proof or (ROOT / row.proof).exists()
