@@ -12,6 +12,7 @@ part's layer, and computes from there on.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Lazy, Skeleton
 from fp4convert.calibration.observers import Watch, watching
 from fp4convert.calibration.samples import Batch, Samples, batches_of, inputs_of
+from fp4convert.calibration.side_by_side import kl_of, predictions_of
 from fp4convert.calibration.statistics import KL, OUTPUT
 from fp4convert.calibration.workdir import reading_kept
 from fp4convert.checkpoint.encodings.base import Linear
@@ -204,7 +206,8 @@ class _Runs:
                 self._run_layer(chain, path)
                 self.run.phases.report(path, 0 if path in self._done else 1)
                 self._done.add(path)
-        return [max(loss, 0.0) / over for loss, over in self._sums[1:]]  # rounding makes it -1e-17
+        # rounding makes it -1e-17; outputs that are all zero lose nothing
+        return [max(loss, 0.0) / (over or 1.0) for loss, over in self._sums[1:]]
 
     def _run_layer(self, chain: Chain, path: str) -> None:
         """Run one layer: of runs whose part comes later, only the model's own."""
@@ -231,15 +234,11 @@ class _Runs:
 
     def _end(self, batch: int, place: int, made: Any) -> None:
         """Compare what a run made in the end with what the model itself did."""
-        if self.run.kind == KL:
-            given = made.logits
-            if not self.run.skeleton.model.config.is_encoder_decoder:
-                given = given[:, :-1]
-        else:
-            given = made[0]
-        if not torch.isfinite(given).all():
+        is_kl, skeleton = self.run.kind == KL, self.run.skeleton
+        given = predictions_of(made, self.batches[batch], skeleton)[0] if is_kl else made[0]
+        if torch.isnan(given).any() or (given == math.inf).any():
             detail = "the model computes NaN or Inf for this text; expected finite outputs"
-            raise InputError("evaluate-nan", detail)
+            raise InputError("evaluate-nan", detail, "Choose other text, or mend the weights.")
         given = given.flatten(0, -2)
         if place == SOURCE:
             self._kept = given
@@ -250,7 +249,7 @@ class _Runs:
             ours, theirs = (each[first : first + step].double() for each in (self._kept, given))
             if self.run.kind == KL:
                 p, q = (torch.log_softmax(each, -1) for each in (ours, theirs))
-                sums[0] += float((p.exp() * (p - q)).sum())
+                sums[0] += float(kl_of(p, q).sum())
                 sums[1] += len(ours)
             else:
                 sums[0] += float((theirs - ours).square().sum())

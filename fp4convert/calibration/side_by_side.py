@@ -200,7 +200,6 @@ class _Run:
     """Two models on the same batches.
 
     _kept     the source's logits of the batch that comes to its end
-    _placeholders  tokens in whose places images and sound are put
     _visited  the layers that text came through
     """
 
@@ -215,13 +214,11 @@ class _Run:
     _kept: Any = None
     _rounding: Rounding = field(default_factory=Rounding)
     _visited: list[str] = field(default_factory=list)
-    _placeholders: list[int] = field(default_factory=list)
 
     def measure(self, windows: int) -> Measured:
         """Run everything, a layer of each model at a time."""
         layers = self.models[SOURCE].layers if self.task.is_by_layer else ()
         self._lanes = list(_lanes_of(layers))
-        self._placeholders = placeholders_of(self.models[SOURCE].model)
         self._found = [[] for _ in self._lanes]
         artifact = _artifact_of(self.models[ARTIFACT])
         self._rounding = rounding_of(self.models[ARTIFACT], artifact)
@@ -308,12 +305,7 @@ class _Run:
 
     def _end(self, batch: int, place: int, made: Any) -> None:
         """Compare what a forward made in the end with the source's."""
-        logits, ids = made.logits, torch.from_numpy(self.batches[batch].ids)
-        if not self.models[SOURCE].model.config.is_encoder_decoder:
-            logits, ids = logits[:, :-1], ids[:, 1:]  # each says what the next token is
-        if self.batches[batch].inputs:  # where an image is put in, no token is predicted
-            is_text = ~torch.isin(ids[0], torch.tensor(self._placeholders, dtype=ids.dtype))
-            logits, ids = logits[:, is_text.to(logits.device)], ids[:, is_text]
+        logits, ids = predictions_of(made, self.batches[batch], self.models[SOURCE])
         if place == SOURCE:
             self._kept = logits
             return
@@ -363,6 +355,33 @@ def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:
         yield _Lane(SOURCE, 2 + 2 * number, before.__contains__)
 
 
+def predictions_of(
+    made: Any, batch: Batch, skeleton: Skeleton
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of a forward, and the tokens that they predict.
+
+    Returns  (samples, tokens, vocabulary) and (samples, tokens)
+    """
+    logits, ids = made.logits, torch.from_numpy(batch.ids)
+    if not skeleton.model.config.is_encoder_decoder:
+        logits, ids = logits[:, :-1], ids[:, 1:]  # each says what the next token is
+    if batch.inputs:  # where an image is put in, no token is predicted
+        placeholders = torch.tensor(placeholders_of(skeleton.model), dtype=ids.dtype)
+        is_text = ~torch.isin(ids[0], placeholders)
+        logits, ids = logits[:, is_text.to(logits.device)], ids[:, is_text]
+    return logits, ids
+
+
+def kl_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return the KL of each token of two log probabilities, in nats.
+
+    A token that the model rules out (-inf) adds nothing.
+
+    p, q  (tokens, vocabulary) float64: of the model, and of what is compared with it
+    """
+    return torch.where(p == -math.inf, 0.0, p.exp() * (p - q)).sum(-1)
+
+
 def _compare_logits(
     ours: torch.Tensor, theirs: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -373,6 +392,4 @@ def _compare_logits(
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (ours, theirs))
     losses = [-each.gather(1, tokens[:, None])[:, 0] for each in (p, q)]
     agrees = p.argmax(-1) == q.argmax(-1)
-    # A token that the model rules out (-inf) adds nothing.
-    kl = torch.where(p == -math.inf, 0.0, p.exp() * (p - q)).sum(-1)
-    return kl, agrees, losses[0], losses[1]
+    return kl_of(p, q), agrees, losses[0], losses[1]

@@ -198,7 +198,7 @@ def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
     layers = [
         [
             *(one.linear.module, one.linear.shape, repr(one.linear.coding), one.formats),
-            *(len(one.group), one.amax, one.share),
+            *([member.module for member in one.group], one.amax, one.share),
         ]
         for one in own
     ]

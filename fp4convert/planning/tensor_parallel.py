@@ -100,9 +100,6 @@ class _Sizes:
             raise _unfit(f"config.json has {key} {value!r}; expected a number", tensor)
         return value
 
-    def after(self, key: str) -> int:
-        return self.changed.get(key, int(str(self.config[key])))
-
 
 def pad_for_ranks(source: Source, ranks: int, block_size: int) -> PaddedSource:
     """Add zeros to a source so that every rank gets whole blocks.
@@ -112,7 +109,10 @@ def pad_for_ranks(source: Source, ranks: int, block_size: int) -> PaddedSource:
     """
     checkpoint = source.checkpoint
     family = str(checkpoint.config.get("model_type"))
-    if family not in FAMILIES or any(s.frame.container != "safetensors" for s in checkpoint.shards):
+    if any(shard.frame.container != "safetensors" for shard in checkpoint.shards):
+        detail = f"{source.name} is a GGUF file, which gets no zeros; expected safetensors"
+        raise InputError("pad-family", detail, "Start from the model's safetensors.")
+    if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         detail = f"{source.name} is of the family {family!r}, in which nobody has shown that zeros"
         raise InputError("pad-family", f"{detail} change nothing; expected one of {known}")
@@ -270,18 +270,25 @@ def can_pad(source: Source, ranks: int, block_size: int) -> bool:
 def pad_as_recorded(record: Mapping[str, object], source: Source) -> Source:
     """Add the zeros to a source that our record of an artifact tells of.
 
-    The source itself where it tells of none, or is of a model that never had them.
+    The source itself where it tells of none, or has all sizes that the record names.
+    Raises  InputError for a record that is none, and a source that does not become what it tells
     """
+    config = source.checkpoint.config
     match record.get(PADDING):
         case None:
             return source
-        case {"tensor_parallel": int(ranks), "block_size": int(block_size)} if (
-            ranks > 1 and block_size > 0
-        ):
-            try:
-                return pad_for_ranks(source, ranks, block_size)
-            except InputError:
+        case {
+            "tensor_parallel": int(ranks),
+            "block_size": int(block_size),
+            "config": dict(edits),
+        } if ranks > 1 and block_size > 0:
+            if all([config.get(key)] == edit[1:] for key, edit in edits.items()):
                 return source
+            padded = pad_for_ranks(source, ranks, block_size)
+            if padded.record["config"] == edits:
+                return padded
+            detail = f"{source.name} would become {padded.record['config']} with zeros"
+            raise InputError("record-padding", f"{detail}; expected {edits}, as {RECORD} says")
         case found:
             detail = f"{RECORD}: padding is {str(found)[:200]}"
             expected = "expected tensor_parallel, block_size and config"

@@ -151,6 +151,9 @@ class GgufFolder:
     def _renamed(self, ref: TensorRef, config: Mapping[str, object]) -> Iterator[TensorRef]:
         """Yield the tensors of the model that a stored one holds."""
         if ref.name in LEFT_OUT:  # config.json tells what they are made of
+            if not (config.get("rope_scaling") or config.get("rope_parameters")):
+                detail = f"{ref.name} scales positions, and {CONFIG} has no rope_scaling"
+                raise InputError("gguf-config", f"{detail}; expected one", tensor=ref.name)
             return
         stem, _, part = ref.name.rpartition(".")
         family, block = self._family, _BLOCK.fullmatch(stem)
@@ -176,6 +179,9 @@ class GgufFolder:
                 raise InputError("gguf-config", f"{detail}; expected whole ones", tensor=ref.name)
             self._heads[name] = heads
         elif family.is_shifted and stem.endswith("_norm"):
+            if ref.dtype != "F32":
+                detail = f"{ref.name} is {ref.dtype}; expected F32, as llama.cpp writes norms"
+                raise InputError("gguf-config", detail, tensor=ref.name)
             self._shifted.add(name)
         yield ref._replace(name=name, file=FILE)
 

@@ -285,3 +285,16 @@ def test_a_sample_of_rows_tells_what_the_whole_matrix_loses(tmp_path):
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "four").code == 0
     document = run("verify", tmp_path / "four", "--source", source, "--json").json
     assert found["nvfp4"] == pytest.approx(document["summary"]["nmse"], rel=0.03)
+
+
+def test_losses_under_another_group_are_measured_again(source, tmp_path):
+    """Pairs of the same modules, as many, with other members: the global scales are others."""
+    files = []
+    for first, second in (("qk", "vo"), ("qv", "ko")):
+        recipe = tmp_path / f"{first}.toml"
+        rows = [[f"{letter}_proj" for letter in pair] for pair in (first, second)]
+        recipe.write_text("".join(f"[[group]]\nmembers = {json.dumps(row)}\n" for row in rows))
+        asked = ("--recipe", recipe, "--target-bits", 6, "--force")
+        quantize(source, tmp_path / "out", *asked)
+        files.append({path.name for path in (tmp_path / "out" / MEASURED).glob("*.json")})
+    assert len(files[1] - files[0]) == len(files[0])

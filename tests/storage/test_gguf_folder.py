@@ -23,6 +23,7 @@ CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
 }
 NORM = np.float32([0.5, -0.25, 1.5, 0.0] * 16)
 NORMS = {
@@ -66,6 +67,24 @@ def test_what_is_added_to_norms_is_taken_away(tmp_path: Path) -> None:
         assert bytes(buffer) == NORM[1:3].tobytes()
     assert "tokenizer.json" in source.checkpoint.sidecars
     assert source.checkpoint.config == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "said"),
+    [
+        ("rope_freqs.weight", np.ones(8, np.float32), "no rope_scaling"),
+        ("blk.0.attn_q_norm.weight", np.ones(8, np.float16), "is F16; expected F32"),
+    ],
+)
+def test_what_config_does_not_tell_and_odd_norms_are_refused(
+    tmp_path: Path, name: str, array: np.ndarray, said: str
+) -> None:
+    path, config = write(tmp_path, **{name: array})
+    text = json.dumps({key: value for key, value in CONFIG.items() if key != "rope_scaling"})
+    (config / "config.json").write_text(text)
+    with pytest.raises(InputError, match=said) as caught:
+        open_source(str(path), Access(config=config))
+    assert (caught.value.code, caught.value.tensor) == ("gguf-config", name)
 
 
 def test_a_tensor_that_nobody_knows_is_refused(tmp_path: Path) -> None:
