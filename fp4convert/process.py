@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM as one exception; streams that never fail.
+"""Stop a process by signals; say what it has: streams, processors, memory.
+
+Ctrl-C and SIGTERM are one exception, and streams never fail.
 
 Python raises the exception between two steps of the main thread.  A signal that comes just before
 that thread begins to wait for a lock, or that another thread gets, does not end the wait: whatever
@@ -184,3 +186,41 @@ def _open_text(file: io.FileIO, encoding: str = "utf-8") -> io.TextIOWrapper:
 def processors() -> int:
     """Count the processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_nbytes() -> int:
+    """Count the bytes of memory of this machine."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    import ctypes
+
+    # MEMORYSTATUSEX: its own length, the load in percent, then 8-byte counts, the total first.
+    status = (ctypes.c_uint64 * 8)(64)
+    getattr(ctypes, "windll").kernel32.GlobalMemoryStatusEx(status)  # noqa: B009
+    return status[1]
+
+
+def is_running(process: int) -> bool | None:
+    """Tell whether a process is there; None where nobody can say.
+
+    On Windows a signal of 0 is Ctrl-C to whole groups of processes, and is not sent: there
+    only the time since the last renewal tells.
+    """
+    if not hasattr(os, "getuid"):
+        return None
+    try:
+        os.kill(process, 0)  # asks whether it is there, and does nothing to it
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def peak_nbytes() -> int | None:
+    """Return the most memory that this process took; None if untold."""
+    try:
+        from resource import RUSAGE_SELF, getrusage
+    except ImportError:
+        return None
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -37,14 +37,14 @@ from fp4convert.calibration.model import Skeleton
 from fp4convert.calibration.moments import block_width
 from fp4convert.calibration.statistics import DTYPES
 from fp4convert.errors import Fp4Error, InputError, OutputError, shell_line
-from fp4convert.process import Stopped
+from fp4convert.process import Stopped, memory_nbytes
 from fp4convert.progress import size_text
 from fp4convert.recipes.recipe import group_members, scale_groups
 from fp4convert.storage.disk import hash_file, write_errors_at
 from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, TensorSpec
 from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
 from fp4convert.storage.source import Source
-from fp4convert.storage.system import free_nbytes, memory_nbytes
+from fp4convert.storage.system import free_nbytes
 
 LARGEST_NBYTES = 5 * 10**9  # of tensors in one file
 COPY_NBYTES = 8 << 20

@@ -19,10 +19,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
 
 from fp4convert.errors import Fp4Error, InputError, OutputError
-from fp4convert.process import stop_listening
+from fp4convert.process import peak_nbytes, stop_listening
 from fp4convert.progress import Meter, Phases, duration_text, size_text
 from fp4convert.report.text import MOST_ALIKE, Document, escape, fold_findings, shorten
-from fp4convert.storage.system import peak_nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -18,7 +18,7 @@ from fp4convert.conversion.knapsack import Option, choose
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.parts import Parts, is_plain, pattern_of
 from fp4convert.conversion.quantization import goal_record, plan_with, understand
-from fp4convert.conversion.sensitivity import (
+from fp4convert.conversion.weight_losses import (
     SAMPLE_NBYTES,
     Bench,
     Losses,

@@ -3,7 +3,7 @@
 A *part* is what changes its format as one, because engines want it in one: members of a scale
 group, all experts of a layer, or a linear layer by itself. A part becomes the format that is asked
 for, or FP8 where the dialect holds both (MXFP8 in mlx), or it stays. Its error is the sum over its
-matrices of what each loses (sensitivity.py), experts counting together as one layer: noises of
+matrices of what each loses (weight_losses.py), experts counting together as one layer: noises of
 layers add up, to first order, as shares of what each layer puts out, and of an expert as often as a
 token meets it.
 
@@ -27,7 +27,7 @@ from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.module_names import part_of, split_numbers
 from fp4convert.conversion.knapsack import Option
-from fp4convert.conversion.sensitivity import MOST_EXPERTS, Candidate, Losses
+from fp4convert.conversion.weight_losses import MOST_EXPERTS, Candidate, Losses
 from fp4convert.errors import InputError
 from fp4convert.planning.decisions import Verdict, decide, judge_each
 from fp4convert.planning.global_scales import given_amaxes

@@ -9,7 +9,7 @@
                                     fsynced
   OUT/.fp4convert/ended.json        {"plan": id, "files": {file: sha256}} of everything, written
                                     when the last file was
-  OUT/.fp4convert/measured/         what --target-size measured of each shard: sensitivity.py
+  OUT/.fp4convert/measured/         what --target-size measured of each shard: weight_losses.py
 
 Any number of processes may carry out the same plan at once.  Nothing foreign is ever removed.
 """

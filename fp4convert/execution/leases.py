@@ -26,8 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from fp4convert.process import is_running
 from fp4convert.storage.disk import boot_id, write_errors_at
-from fp4convert.storage.system import AS_BYTES, is_running, open_no_link
+from fp4convert.storage.system import AS_BYTES, open_no_link
 
 LEASE_SECONDS = 60.0  # without a sign of life
 SILENT_SECONDS = 5.0  # of an empty one: its maker fills it at once, or is dead

@@ -36,8 +36,8 @@ from fp4convert.numerics.descent import aligned
 from fp4convert.numerics.formats import DAMPING, IMPORTANCE, Format, global_range
 from fp4convert.numerics.matrices import Quantized, Weights, row_panels
 from fp4convert.planning.method_needs import GPTQ, has_few_tokens
+from fp4convert.process import memory_nbytes
 from fp4convert.recipes.recipe import Target
-from fp4convert.storage.system import memory_nbytes
 
 MEMORY_SHARE = 0.5  # of the machine's, for all workers together
 

@@ -1,6 +1,6 @@
 """Ask the system for what not every system offers alike.
 
-Reads and writes at a place, flags of files, free room, open files, memory, processes.
+Reads and writes at a place, flags of files, free room, open files; process.py has the rest.
 
 Elsewhere these are the system's own calls.  Windows has no pread, preadv and pwrite, so there a
 file's place is moved under a lock; it opens files as text unless it is told not to; and it knows no
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -101,41 +100,3 @@ def most_files() -> int:
     except ImportError:
         return _FEW_FILES
     return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 0)
-
-
-def memory_nbytes() -> int:
-    """Count the bytes of memory of this machine."""
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    import ctypes
-
-    # MEMORYSTATUSEX: its own length, the load in percent, then 8-byte counts, the total first.
-    status = (ctypes.c_uint64 * 8)(64)
-    getattr(ctypes, "windll").kernel32.GlobalMemoryStatusEx(status)  # noqa: B009
-    return status[1]
-
-
-def is_running(process: int) -> bool | None:
-    """Tell whether a process is there; None where nobody can say.
-
-    On Windows a signal of 0 is Ctrl-C to whole groups of processes, and is not sent: there
-    only the time since the last renewal tells.
-    """
-    if not hasattr(os, "getuid"):
-        return None
-    try:
-        os.kill(process, 0)  # asks whether it is there, and does nothing to it
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return True
-
-
-def peak_nbytes() -> int | None:
-    """Return the most memory that this process took; None if untold."""
-    try:
-        from resource import RUSAGE_SELF, getrusage
-    except ImportError:
-        return None
-    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

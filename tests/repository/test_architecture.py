@@ -45,7 +45,7 @@ HOMES = {
     "plotly": ("report.html",),
     "rich": ("cli.",),
     "typer": ("cli.",),
-    "ctypes": ("numerics.backends.", "numerics.cpu_library", "storage.system"),
+    "ctypes": ("numerics.backends.", "numerics.cpu_library", "storage.system", "process"),
 }
 NO_VERBS = frozenset(
     [

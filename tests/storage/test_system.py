@@ -17,6 +17,7 @@ import pytest
 from checkpoints import run
 from tiny_models import make_llama
 
+from fp4convert import process
 from fp4convert.numerics.cpu_library import cpu_library
 from fp4convert.storage import system
 
@@ -75,10 +76,10 @@ def test_a_link_is_not_opened(tmp_path, monkeypatch, gone):
 
 
 def test_nobody_is_asked_by_a_signal_that_windows_takes_for_ctrl_c(monkeypatch):
-    assert system.is_running(os.getpid()) is True
+    assert process.is_running(os.getpid()) is True
     monkeypatch.delattr(os, "getuid")
     monkeypatch.setattr(os, "kill", lambda *given: pytest.fail("a signal was sent"))
-    assert system.is_running(os.getpid()) is None
+    assert process.is_running(os.getpid()) is None
 
 
 def exports_of(dll: bytes) -> set[str]:

@@ -181,7 +181,7 @@ def test_a_run_again_measures_nothing_and_a_changed_source_again(source, tmp_pat
     before = {path.name: path.stat().st_mtime_ns for path in (out / MEASURED).glob("*.json")}
     assert len(before) == 2
     monkeypatch.setattr(
-        "fp4convert.conversion.sensitivity._losses_of", None
+        "fp4convert.conversion.weight_losses._losses_of", None
     )  # whoever measures fails
     assert quantize(source, out, "--target-bits", 6)["digest"] == first["digest"]
     monkeypatch.undo()
@@ -234,7 +234,7 @@ def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(
     """What Ray runs on every node; the API by which it is made."""
     options = QuantizeOptions(source, format="nvfp4", output=tmp_path / "sent", target_bits=6)
     found = fit(open_source(str(source)), options, Goal(bits=6), Phases(), False)
-    monkeypatch.setattr("fp4convert.conversion.sensitivity._losses_of", None)
+    monkeypatch.setattr("fp4convert.conversion.weight_losses._losses_of", None)
     result = work_on_node(options, found.rules)
     monkeypatch.undo()
     assert result.digest == quantize(source, tmp_path / "own", "--target-bits", 6)["digest"]
