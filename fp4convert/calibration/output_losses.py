@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Lazy, Skeleton
 from fp4convert.calibration.observers import Watch, watching
+from fp4convert.calibration.predictions import kl_of, predictions_of
 from fp4convert.calibration.samples import Batch, Samples, batches_of, inputs_of
-from fp4convert.calibration.side_by_side import kl_of, predictions_of
 from fp4convert.calibration.statistics import KL, OUTPUT
 from fp4convert.calibration.workdir import reading_kept
 from fp4convert.checkpoint.encodings.base import Linear

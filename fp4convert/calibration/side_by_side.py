@@ -6,7 +6,6 @@ compared batch by batch, and kept by nobody.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from numpy.typing import NDArray
 from fp4convert.calibration.activations import Rounding, rounding_of
 from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
-from fp4convert.calibration.multimodal import placeholders_of
 from fp4convert.calibration.observers import Watch, watching
+from fp4convert.calibration.predictions import kl_of, predictions_of
 from fp4convert.calibration.run import check_reads_text, copy_texts, find_device
 from fp4convert.calibration.samples import (
     Batch,
@@ -353,33 +352,6 @@ def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:
         before = frozenset(layers[: number + 1])
         yield _Lane(SOURCE, 1 + 2 * number, layer.__eq__)
         yield _Lane(SOURCE, 2 + 2 * number, before.__contains__)
-
-
-def predictions_of(
-    made: Any, batch: Batch, skeleton: Skeleton
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of a forward, and the tokens that they predict.
-
-    Returns  (samples, tokens, vocabulary) and (samples, tokens)
-    """
-    logits, ids = made.logits, torch.from_numpy(batch.ids)
-    if not skeleton.model.config.is_encoder_decoder:
-        logits, ids = logits[:, :-1], ids[:, 1:]  # each says what the next token is
-    if batch.inputs:  # where an image is put in, no token is predicted
-        placeholders = torch.tensor(placeholders_of(skeleton.model), dtype=ids.dtype)
-        is_text = ~torch.isin(ids[0], placeholders)
-        logits, ids = logits[:, is_text.to(logits.device)], ids[:, is_text]
-    return logits, ids
-
-
-def kl_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return the KL of each token of two log probabilities, in nats.
-
-    A token that the model rules out (-inf) adds nothing.
-
-    p, q  (tokens, vocabulary) float64: of the model, and of what is compared with it
-    """
-    return torch.where(p == -math.inf, 0.0, p.exp() * (p - q)).sum(-1)
 
 
 def _compare_logits(

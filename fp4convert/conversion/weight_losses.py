@@ -1,4 +1,4 @@
-"""Measure what weights lose in each format, without a calibration of outputs.
+"""Measure what weights lose in each format, where outputs were not.
 
 The loss is sum |(W - V) x|^2 / sum |W x|^2 over the layer's inputs x: by their second moments where
 there is a calibration, else for inputs of unit variance, where it is the noise-to-signal ratio of
