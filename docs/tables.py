@@ -20,6 +20,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from carried_tables import carried
 from engine_tables import chosen, engines, failures, serve, table
 from judge_tables import judged, whole_engine
 
@@ -308,7 +309,7 @@ def chained() -> Iterator[str]:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
-        *(blocks, formats, codes, scales, dialects, layouts, options, tree),
+        *(blocks, formats, codes, scales, dialects, carried, layouts, options, tree),
         *(errors, findings, engines, serve, chosen, judged, whole_engine, gpu_bars, chained),
     )
 } | {

@@ -24,7 +24,6 @@ from fp4convert.checkpoint.modules import form_finder, read_modules
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
 from fp4convert.checkpoint.whole_model import refuse_adapter
 from fp4convert.errors import Finding, InputError, Level, shell_line
-from fp4convert.numerics.formats import Format
 from fp4convert.numerics.low_rank import Correction
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNFINISHED
@@ -105,19 +104,6 @@ class Artifact:
         """
         every = tuple(group.form for group in self.groups)
         return tuple(form for form in every if form.format.is_fp4) or every
-
-    @property
-    def form(self) -> Form:
-        """Return the form that `forms` share; InputError where they have several."""
-        if len({form.format for form in self.forms}) > 1:
-            detail = f"{self.source.name} holds modules of {describe_groups(self.groups)}"
-            detail = f"{detail}; expected one format"
-            raise InputError("formats-mixed", detail)
-        return max(self.forms, key=lambda form: form.activations)
-
-    @property
-    def format(self) -> Format:
-        return self.form.format
 
     @property
     def scale_layout(self) -> str:

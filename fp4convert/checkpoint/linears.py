@@ -100,7 +100,7 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
     if is_artifact(source, clues):
         artifact = read_artifact(source, source.name)
         artifact.refuse_unsound()
-        others = _others(artifact).items()
+        others = others_of(artifact).items()
         fp8 = {module: each for module, each in others if isinstance(each.coding, Fp8)}
         four_bit = {**fp8, **find_fp4(artifact)}
         linears = linears_of(clues, recipe, four_bit)
@@ -167,10 +167,10 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
     They are quantized in whatever form, or matrices of floats.
     """
     found = find_floats(artifact.tensors, lambda name, shape: None)
-    return {**found, **_others(artifact), **find_affine(artifact.clues), **find_fp4(artifact)}
+    return {**found, **others_of(artifact), **find_affine(artifact.clues), **find_fp4(artifact)}
 
 
-def _others(artifact: Artifact) -> dict[str, Linear]:
+def others_of(artifact: Artifact) -> dict[str, Linear]:
     """Find the modules of FP8, MXFP8 and int4 in an artifact."""
     found = {}
     for module, packed in artifact.others.items():

@@ -155,14 +155,16 @@ def read_modules(
 def _fault(found: TensorRef | None, spec: TensorSpec, form: Form) -> Finding | None:
     """Say what is wrong with a tensor; None where nothing is.
 
-    The scales of FP8 may stand in another shape of as many, as producers write them.
+    The scales of FP8 may stand in another shape of as many, as producers write them, and that of
+    activations as any float.
     """
     expected = f"expected {spec.dtype} {list(spec.shape)}"
     if found is None:
         return Finding("error", "tensor-missing", spec.name, f"{expected}, found nothing")
     sizes, wanted = ([n for n in shape if n > 1] for shape in (found.shape, spec.shape))
     is_fit = found.shape == spec.shape or (sizes == wanted and form.format is FP8)
-    if found.dtype == spec.dtype and is_fit:
+    is_float = spec.name.endswith(".input_scale") and found.dtype in SCALE_DTYPES
+    if is_fit and (found.dtype == spec.dtype or (is_float and form.format is FP8)):
         return None
     detail = f"{expected}, found {found.dtype} {list(found.shape)}"
     return Finding("error", "tensor-shape", spec.name, detail)

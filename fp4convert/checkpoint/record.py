@@ -204,6 +204,7 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
             "block_axis": -1,
             "global_scale": None,
             "activations": form.activations,
+            **({"static_activations": True} if form.is_static else {}),
             **cache,
         }
     has_global_scale, layout = fmt.has_global_scale and kind, LAYOUTS.get(form.scale_layout)
@@ -289,6 +290,7 @@ def _form_recorded(record: Mapping[str, object], traits: Traits) -> Form:
             kv_cache=cache,
             granularity=granularity,
             stored_scales=words.get(str(record.get("scale_dtype")), "F32"),
+            is_static=record.get("static_activations") is True,
         )
     if len(layouts) == 1:
         return replace(form, scale_layout=layouts[0])

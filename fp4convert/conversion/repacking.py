@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
-from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
+from fp4convert.checkpoint.dialects.target_forms import (
+    dialect_to_write,
+    module_form,
+    usual_activations,
+)
+from fp4convert.checkpoint.encodings.fp4 import find_fp4
+from fp4convert.checkpoint.encodings.fp8 import find_fp8
 from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of, rules_of_gguf
-from fp4convert.checkpoint.linears import find_linears
+from fp4convert.checkpoint.linears import find_linears, others_of
 from fp4convert.checkpoint.record import ADAPTER, describe_groups, folds_recorded
 from fp4convert.conversion.artifact_job import (
     ENGINE_RECORDS,
@@ -27,12 +36,24 @@ from fp4convert.execution.job import Job, carry_out
 from fp4convert.execution.repacker import Dequantizer, Transcoder
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, dtype_named, format_named
+from fp4convert.numerics.formats import (
+    FLOAT_TYPES,
+    FP4_FORMATS,
+    Format,
+    dtype_named,
+    format_named,
+)
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
-from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.kept_forms import held_form, unheld
+from fp4convert.planning.repack_plan import (
+    Contents,
+    plan_dequantize,
+    plan_transcode,
+    refuse_other_matrices,
+)
+from fp4convert.planning.steps import Plan, Step
 from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales, read_global_scales
 from fp4convert.recipes.recipe import Target, model_recipe
@@ -102,40 +123,22 @@ def prepare_transcode(
     """
     artifact.refuse_unsound()
     _refuse_corrections(artifact.dialect, str(options.dialect))
-    if artifact.others and not artifact.modules:
-        detail = f"{artifact.source.name} holds {describe_groups(artifact.groups)} alone"
-        detail = f"{detail}; this version carries four-bit modules and floats"
-        step = f"Quantize the original weights again, with --dialect {options.dialect}."
-        raise InputError("fp8-modules", detail, step)
-    made = format_named(options.format or artifact.format.name, FP4_FORMATS)
-    is_same = made is artifact.format
-    if not is_same and artifact.format.has_global_scale:
-        why = "its block scales are not powers of two"
-        detail = f"{artifact.format.name} cannot be carried into {made.name}: {why}"
-        raise InputError("not-lossless", detail)
-    recorded = str(artifact.record.get("scale_rule"))
-    rule = recorded if is_same and recorded in made.scale_rules else None
-    activations = artifact.form.activations if is_same else 16
-    target = Target(
-        made.name, options.dialect, rule, activations, options.scale_layout, artifact.form.kv_cache
-    )
-    method, calibration, kept = (
-        _as_text_or_none(artifact.record.get(key))
-        for key in ("method", "calibration", "keep_dtype")
-    )
-    target = replace(target, method=method, calibration=calibration, keep_dtype=kept)
-    damping, passes = artifact.record.get("damping"), artifact.record.get("passes")
-    if type(damping) is float and type(passes) is int:
-        target = replace(target, damping=damping, passes=passes)
+    made = _cast_to(artifact, options.format)
+    target = _target_of(artifact, options, made)
+    contents = _contents_of(artifact, target, made)
     spelling = dialect_to_write(target)
-    for module in artifact.modules if is_same else ():
-        refuse_odd_scale(module, artifact.decode(module))
-        check_scalars(module, artifact.decode(module), artifact.input_scale(module), spelling)
-        _check_block_scales(artifact, module, spelling)
+    for module, packed in artifact.modules.items():
+        if made in (None, packed.form.format):
+            q = artifact.decode(module)
+            refuse_odd_scale(module, q)
+            check_scalars(module, q, artifact.input_scale(module), spelling)
+            _check_block_scales(artifact, module, spelling)
     if donor is None:
         renamed = artifact.cache_scales(spelling)
-        plan = plan_transcode(artifact.source.checkpoint, artifact.modules, target, renamed=renamed)
-        return _add_losses(artifact, plan)
+        checkpoint = artifact.source.checkpoint
+        return _add_losses(
+            artifact, plan_transcode(checkpoint, contents, target, renamed=renamed), made
+        )
     if spelling.TRAITS.container != "gguf":
         raise InputError(
             "template",
@@ -143,15 +146,101 @@ def prepare_transcode(
             "Leave it out.",
         )
     _check_unit_scales(artifact, donor)
+    refuse_other_matrices(artifact.source.checkpoint, contents)
     framed = Framed(donor, artifact.source).checkpoint
-    plan = plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
-    plan = _add_losses(artifact, plan)
-    left_out = {**name_replaced(artifact, donor), **plan.left_out}
+    placed = place_modules(artifact, contents.others, donor)
+    plan = _add_losses(artifact, plan_transcode(framed, contents, target, placed), made)
+    left_out = {**name_replaced(artifact, contents.others, donor), **plan.left_out}
     refuse_forgotten(artifact.tensors.values(), plan.tasks, left_out, {})
     lost = [name for name, reason in left_out.items() if reason == PLACELESS]
     what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"
     notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
     return replace(plan, warnings=(*plan.warnings, *notes), left_out=left_out)
+
+
+def _cast_to(artifact: Artifact, word: str | None) -> Format | None:
+    """Return the format that four-bit modules are cast to; None for their own.
+
+    Raises  InputError where one of them cannot be, or there are none
+    """
+    if word is None:
+        return None
+    made = format_named(word, FP4_FORMATS)
+    for module, packed in artifact.modules.items():
+        fmt = packed.form.format
+        if fmt is not made and fmt.has_global_scale:
+            why = "its block scales are not powers of two"
+            detail = f"{fmt.name} cannot be carried into {made.name}: {why}"
+            raise InputError("not-lossless", detail, tensor=module)
+    if artifact.others and not artifact.modules:
+        words = describe_groups(artifact.groups)
+        detail = f"{words} cannot be carried into {made.name}: it would be rounded again"
+        step = "Leave --format out; or round it: fp4convert quantize."
+        raise InputError("not-lossless", detail, step)
+    return made
+
+
+def _target_of(artifact: Artifact, options: TranscodeOptions, made: Format | None) -> Target:
+    """Make the target: the first format, and what our record says of how."""
+    forms, record = artifact.forms, artifact.record
+    fmt = made or forms[0].format
+    recorded = str(record.get("scale_rule"))
+    is_same = made is None or made is forms[0].format
+    rule = recorded if is_same and recorded in fmt.scale_rules else None
+    bits = _activations(artifact, fmt, made)
+    if fmt.is_fp8:
+        bits = usual_activations(fmt, options.dialect)
+    target = Target(fmt.name, options.dialect, rule, bits, options.scale_layout, forms[0].kv_cache)
+    method, calibration, kept = (
+        _as_text_or_none(record.get(key)) for key in ("method", "calibration", "keep_dtype")
+    )
+    target = replace(target, method=method, calibration=calibration, keep_dtype=kept)
+    damping, passes = record.get("damping"), record.get("passes")
+    if type(damping) is float and type(passes) is int:
+        target = replace(target, damping=damping, passes=passes)
+    return target
+
+
+def _activations(artifact: Artifact, fmt: Format, made: Format | None) -> int:
+    """Return the most bits of activations of the modules of a format.
+
+    16 where some are cast to it, for these have no input scales.
+    """
+    if made and any(packed.form.format is not made for packed in artifact.modules.values()):
+        return 16
+    return max((form.activations for form in artifact.forms if form.format is fmt), default=16)
+
+
+def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Contents:
+    """Find the form of every quantized module in the target's dialect.
+
+    Raises  ChoiceError for a module that it cannot hold, or not beside the others
+    """
+    traits = dialect_named(str(target.dialect)).TRAITS
+    unrecorded = find_fp8(artifact.clues, artifact.packed)
+    others = {**unrecorded, **others_of(artifact)}
+    becoming = {module: made or one.form.format for module, one in artifact.modules.items()}
+    step = "Choose one of these dialects; or dequantize the artifact, and quantize the result."
+    forms: dict[str, Form] = {}
+    for fmt in (four := {*becoming.values()}):
+        if len(four) > 1 and not four <= set(traits.mixes):
+            odd = next(module for module, own in becoming.items() if own not in traits.mixes)
+            raise unheld(find_fp4(artifact)[odd], target, step, four)
+        bits = _activations(artifact, fmt, made)
+        form = module_form(replace(target, activations=bits), fmt.name)
+        forms |= {module: form for module, own in becoming.items() if own is fmt}
+    if traits.container == "gguf" and four:  # which has no place for them: they become floats
+        return Contents(artifact.modules, others, forms)
+    eight = {packed.form.format for packed in artifact.others.values()}
+    eight |= {one.coding.format for one in unrecorded.values() if one.coding.format}
+    for module, linear in others.items():
+        packed = artifact.others.get(module)
+        bits = packed.form.activations if packed else ACTIVATIONS_FP8
+        own = held_form(linear, replace(target, activations=bits), four | eight)
+        if own is None:
+            raise unheld(linear, target, step, four | eight)
+        forms[module] = own
+    return Contents(artifact.modules, others, forms)
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
@@ -182,7 +271,7 @@ def _refuse_corrections(own: str, other: str) -> None:
             raise InputError("not-lossless", f"{detail}; {expected}", next_step)
 
 
-def _add_losses(artifact: Artifact, plan: Plan) -> Plan:
+def _add_losses(artifact: Artifact, plan: Plan, made: Format | None) -> Plan:
     """Add to the plan how stacks were read, and what a cast loses."""
     stacks = rules_of(artifact, model_recipe(artifact.source.checkpoint.config))
     plan = replace(plan, stacks=stacks, folds=folds_recorded(artifact.record))
@@ -194,16 +283,36 @@ def _add_losses(artifact: Artifact, plan: Plan) -> Plan:
             lost = f"{len(differing)} groups have different global scales, the first {first}"
             lost = f"{lost}: engines that fuse them use only one; for these quantize the weights"
             plan = replace(plan, warnings=(*plan.warnings, lost))
-    if artifact.form.activations == plan.target.activations:
+    plan = replace(plan, warnings=(*plan.warnings, *_other_activations(artifact, plan)))
+    if made is None or not any(
+        packed.form.format is not made and packed.form.activations == ACTIVATIONS_FP4
+        for packed in artifact.modules.values()
+    ):
         return plan
     needed = "four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"
     lost = f"activations become 16-bit: {needed}"
     return replace(plan, warnings=(*plan.warnings, lost))
 
 
+def _other_activations(artifact: Artifact, plan: Plan) -> Iterator[str]:
+    """Tell of modules of eight bits whose activations the dialect says otherwise."""
+    found: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    for step in plan.steps:
+        packed = artifact.others.get(step.module)
+        if packed and step.form and step.form.activations != packed.form.activations:
+            bits = packed.form.activations, step.form.activations
+            found[step.form.word, *bits].append(step.module)
+    for (word, own, other), modules in found.items():
+        where = f"{len(modules)} modules of {word}, the first {modules[0]!r}"
+        yield (
+            f"activations become {other}-bit instead of {own}-bit in engines, for {where}: dialect"
+            f" {plan.target.dialect} says no other of them"
+        )
+
+
 def _check_block_scales(artifact: Artifact, module: str, spelling: Dialect) -> None:
     """Refuse block scales that engines of the dialect would misread."""
-    highest = spelling.TRAITS.highest_scale.get(artifact.format)
+    highest = spelling.TRAITS.highest_scale.get(artifact.modules[module].form.format)
     if highest is None:
         return
     q, sayable = artifact.decode(module), bytes(range(highest + 1))
@@ -233,12 +342,18 @@ def transcode(
     if job.record:
         told = {key: artifact.record[key] for key in (ADAPTER, PADDING) if key in artifact.record}
         job = replace(job, record={**job.record, **told})
-    carrier = Carrier(artifact, format_named(plan.target.format))
+    forms = {name: step.form for step in plan.steps if step.form for name in _modules_in(step)}
+    carrier = Carrier(artifact, forms)
     is_draft = model_recipe(artifact.source.checkpoint.config).is_draft
     kind = dialect_of(plan).TRAITS.global_scale_kind
-    carried = describe_carried(carrier.each(), kind, is_draft)
+    carried = describe_carried(carrier.each(), kind, is_draft, plan)
     result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
     return replace(result, carried=carried)
+
+
+def _modules_in(step: Step) -> set[str]:
+    """Name the modules whose rows a step writes."""
+    return {rows.module for slot in step.slots for rows in slot} or {step.module}
 
 
 def _as_text_or_none(value: object) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.tables import is_reversible
 from fp4convert.errors import NumericError
 from fp4convert.numerics.formats import Format, Kind
@@ -64,24 +65,24 @@ class Carried(NamedTuple):
 
 
 class Carrier:
-    """The modules of an artifact in a format.
+    """The four-bit modules of an artifact, each in its own format or all in one.
 
     Raises  NumericError where a block scale that must be cast is NaN
     """
 
-    def __init__(self, artifact: Artifact, fmt: Format) -> None:
+    def __init__(self, artifact: Artifact, forms: Mapping[str, Form]) -> None:
         self._artifact = artifact
-        self.format = fmt
-        self._exponents: dict[str, int] = {}  # k of the global scale 2^k, for every module
-        if fmt is artifact.format:
-            return
+        self._forms = forms  # of every module in the result
+        self._exponents: dict[str, int] = {}  # k of the global scale 2^k, where they are cast
         groups = scale_groups(artifact.modules, group_members(artifact.source.checkpoint.config))
         members: dict[ScaleGroup | str, list[str]] = defaultdict(list)
-        for module in artifact.modules:
-            members[groups.get(module, module)].append(module)
+        for module, packed in artifact.modules.items():
+            if forms[module].format is not packed.form.format:
+                members[groups.get(module, module)].append(module)
         for modules in members.values():
             stored = {module: artifact.decode(module) for module in modules}
-            self._exponents |= dict.fromkeys(modules, group_exponent(stored, fmt))
+            exponent = group_exponent(stored, forms[modules[0]].format)
+            self._exponents |= dict.fromkeys(modules, exponent)
 
     def blocks(self, module: str) -> Blocks:
         """Return the blocks that a module gets.
@@ -89,7 +90,7 @@ class Carrier:
         Every block that is cast keeps its values where E4M3 can say its scale.
         """
         stored = self._artifact.decode(module)
-        return carry(stored, self.format, self._exponents.get(module, 0))
+        return carry(stored, self._forms[module].format, self._exponents.get(module, 0))
 
     def each(self) -> Iterator[Carried]:
         """Describe every module."""
@@ -97,7 +98,7 @@ class Carrier:
             yield Carried(
                 module,
                 self._artifact.decode(module),
-                self.format,
+                self._forms[module].format,
                 self._exponents.get(module, 0),
                 self._artifact.stored_input_scale(module),
             )
@@ -132,10 +133,15 @@ def taken_over(plan: Plan) -> Iterator[Carried]:
 
 
 def describe_carried(
-    modules: Iterable[Carried], kind: Kind | None, is_draft: Callable[[str], bool]
+    modules: Iterable[Carried],
+    kind: Kind | None,
+    is_draft: Callable[[str], bool],
+    plan: Plan | None = None,
 ) -> dict[str, object]:
     """Count the modules that keep every bit, and name those that do not.
 
+    plan     of transcode, with modules of eight bits beside these; `floats` counts those among
+             them that became ordinary weights
     kind     how the dialect stores global scales
     is_draft tells modules of layers that draft tokens, which are counted by themselves, too
     rounded  their global scale or input scale is stored as its reciprocal, whose reciprocal is
@@ -162,10 +168,14 @@ def describe_carried(
                 drafted[key] += value
         if own != own_kept:
             lossy.append(each.module)
+    beside = [step for step in plan.steps if step.linears] if plan else []
+    floats = sum(len(step.linears) for step in beside if not step.is_made)
+    count += sum(len(step.linears) for step in beside)
     document: dict[str, object] = {
         "modules": count,
-        "bit_for_bit": count - len(rounded) - len(lossy),
+        "bit_for_bit": count - len(rounded) - len(lossy) - floats,
         "rounded": rounded,
+        **({"floats": floats} if floats else {}),
     }
     if is_cast:
         document |= {"lossy": lossy, "blocks": blocks, "kept_blocks": kept}

@@ -19,7 +19,7 @@ from fp4convert.checkpoint.dialects.base import MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights, alternate
-from fp4convert.checkpoint.dialects.tables import encode_int4, encode_scalar
+from fp4convert.checkpoint.dialects.tables import encode_scalar
 from fp4convert.checkpoint.encodings.base import Linear, is_fp8, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
 from fp4convert.checkpoint.encodings.fp8 import as_stored, block_of, rounded_to_fp8
@@ -28,7 +28,12 @@ from fp4convert.execution.adapter_rounding import low_ranks_of, measure
 from fp4convert.execution.carried_blocks import carry, group_exponent
 from fp4convert.execution.corrected_rounding import round_corrected
 from fp4convert.execution.folder import TaskWriter
-from fp4convert.execution.repacker import find_not_finite, step_members, values_of
+from fp4convert.execution.repacker import (
+    find_not_finite,
+    parts_beside,
+    step_members,
+    values_of,
+)
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.execution.workers import append_parts, copy_steps
@@ -237,7 +242,7 @@ class Quantizer:
         self, step: Step, form: Form, writer: TaskWriter, stop: threading.Event
     ) -> None:
         """Write a module of eight bits, or of integers that stay."""
-        linear, table = step.linears[0], self._dialect.TRAITS.fp8
+        linear = step.linears[0]
         # Quantize, or read codes and scales as they are.
         if step.action == "quantize":
             weights = linear.coding.weights(linear, self.source)
@@ -246,22 +251,8 @@ class Quantizer:
         else:
             writer.taken_over.add(step.module)
             panels = linear.coding.kept(linear, self.source, form)
-        # Let the dialect name the parts.
-        if form.format.is_fp8 and table:
-            scalar = self._input_scale(step) or 1.0
-            parts = table.encode(step.module, step.shape, form, panels, scalar)
-        else:
-            parts = encode_int4(step.module, step.shape, panels)
-        # A scale of activations that the source has stays, where the plan has none.
-        own = {}
-        if step.scalar is None:
-            own = {ref.name: ref for ref in linear.idle if ref.dtype == "F32" and ref.elements == 1}
-        read = self.source.read_range
-        stored = (
-            (name, read(own[name], 0, own[name].nbytes) if name in own else part)
-            for name, part in parts
-        )
-        append_parts(step, stored, writer, stop)
+        parts = parts_beside(step, self.source, panels, self._dialect, self._input_scale(step))
+        append_parts(step, parts, writer, stop)
 
     def _input_scale(self, step: Step) -> float | None:
         """Return the scale of activations that the plan has.

@@ -14,11 +14,13 @@ from contextlib import closing
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.dialects.base import MatrixEncoder
+from fp4convert.checkpoint.dialects.base import Dialect, MatrixEncoder
+from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, places_of, take_rows
-from fp4convert.checkpoint.dialects.target_forms import form_of
-from fp4convert.checkpoint.encodings.base import Linear, room_for
+from fp4convert.checkpoint.dialects.tables import Part, encode_int4
+from fp4convert.checkpoint.encodings.base import Linear, input_scale_of, room_for
+from fp4convert.checkpoint.encodings.fp8 import decode_scales
 from fp4convert.errors import NumericError
 from fp4convert.execution.carried_blocks import Carrier
 from fp4convert.execution.folder import TaskWriter
@@ -78,7 +80,7 @@ class Dequantizer:
             yield from self._values(step.linears[0], dtype)
             return
         linears = {linear.module: linear for linear in step.linears}
-        count = len(step.slots) // step.shape[0]
+        count = len(step.slots) // math.prod(step.shape[:-2])
         for first in range(0, len(step.slots), count):
             slots = step.slots[first : first + count]
             # What shares a tensor with others is read more than once: its rows lie among theirs.
@@ -94,41 +96,46 @@ class Dequantizer:
     def _matrix(
         self, step: Step, linears: Mapping[str, Linear], slots: Sequence[Slot]
     ) -> memoryview:
-        """Decode one expert of a stack, whole.
+        """Decode a matrix, or one expert of a stack, whole.
 
         Slot lies below slot, and the rows of a slot's members take turns.
         """
-        dtype, (_, height, columns) = step.outputs[0].dtype, step.shape
+        dtype, (height, columns) = step.outputs[0].dtype, step.shape[-2:]
         matrix = np.empty((height, columns), FLOAT_DTYPES[dtype])
-        for module, (piece,) in places_of(slots).items():
-            rows = Rows(module, piece.start, piece.start + piece.height)
-            values = b"".join(self._values(linears[module], dtype, rows))
-            places = slice(piece.first, piece.first + piece.height * piece.step, piece.step)
-            matrix[places] = np.frombuffer(values, matrix.dtype).reshape(-1, columns)
+        for module, pieces in places_of(slots).items():
+            for piece in pieces:
+                rows = Rows(module, piece.start, piece.start + piece.height)
+                values = b"".join(self._values(linears[module], dtype, rows))
+                places = slice(piece.first, piece.first + piece.height * piece.step, piece.step)
+                matrix[places] = np.frombuffer(values, matrix.dtype).reshape(-1, columns)
         data = matrix.reshape(-1).view(np.uint8).data
         if not step.is_transposed:
             return data
         return Cpu().transpose(Matrix(data, dtype, (height, columns)), range(columns)).data
 
     def _values(self, linear: Linear, dtype: str, rows: Rows | None = None) -> Iterator[memoryview]:
-        """Decode a linear layer, or those rows of a four-bit one, as that dtype."""
+        """Decode a linear layer, or those rows of it, as that dtype."""
         blocks = linear.coding.blocks(linear)
         if blocks is None:
-            yield from values_of(linear, self.source, dtype)
+            yield from values_of(linear, self.source, dtype, rows)
             return
         yield from self._backend.dequantize_panels(
             take_rows(blocks, rows) if rows else blocks, dtype
         )
 
 
-def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview]:
+def values_of(
+    linear: Linear, source: Source, dtype: str, rows: Rows | None = None
+) -> Iterator[memoryview]:
     """Decode a linear layer as bytes of that dtype, panel by panel.
 
+    rows    that are wanted; None: all
     Raises  NumericError beyond the range of F16, BF16 or Q8_0
     """
     weights = linear.coding.weights(linear, source)
-    for first, last in row_panels(weights.shape):
-        panel = weights.rows(first, last)
+    begin, end = (rows.first, rows.last) if rows else (0, weights.shape[0])
+    for first, last in row_panels((end - begin, weights.shape[1])):
+        panel = weights.rows(begin + first, begin + last)
         if panel.dtype == dtype:
             yield panel.data
             continue
@@ -143,8 +150,35 @@ def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview
             yield values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
 
 
+def parts_beside(
+    step: Step,
+    source: Source,
+    panels: Iterator[tuple[memoryview, memoryview]],
+    dialect: Dialect,
+    input_scale: float | None = None,
+) -> Iterator[Part]:
+    """Name the bytes of a module of eight bits, or of integers.
+
+    A scale of activations that the source has stays, where the plan has none; without both it is 1.
+
+    panels  codes and scales as they are stored
+    """
+    form, table = step.form, dialect.TRAITS.fp8
+    if form is None or not form.format.is_fp8 or table is None:
+        return encode_int4(step.module, step.shape, panels)
+    own = input_scale_of(step.linears[0])
+    if input_scale is None and own:
+        (input_scale,) = decode_scales(source.read(own), own.dtype)
+    return table.encode(
+        step.module, step.shape, form, panels, 1.0 if input_scale is None else float(input_scale)
+    )
+
+
 class Transcoder:
-    """Spells four-bit modules in another dialect; copies everything else."""
+    """Spells quantized modules in another dialect; copies everything else.
+
+    What the dialect has no form for becomes floats.
+    """
 
     action: Action = "transcode"
     made = "transcoded"
@@ -157,34 +191,37 @@ class Transcoder:
         self.source = source  # of what is copied; modules are the artifact's
         self._carrier = carrier
         self._dialect = dialect_named(str(target.dialect))
-        self._form = form_of(target)
+        self._dequantizer = Dequantizer(source, Cpu())
         self.threads = processors()
 
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
-            if step.action != "transcode" and not step.linears:
-                copy_steps(self.source, [step], writer, stop)
+            if step.form is None:
+                self._dequantizer([step], writer, stop)
                 continue
-            if step.action != "transcode":
-                name, dtype = step.outputs[0].name, step.outputs[0].dtype
-                values = values_of(step.linears[0], self.source, dtype)
-                if not append_parts(step, ((name, data) for data in values), writer, stop):
-                    return
-                continue
-            # The first slot of each matrix of a stack, or of the one.
-            firsts = step.slots[:: len(step.slots) // math.prod(step.shape[:-2])]
-            scales = [self._artifact.input_scale(slot[0].module) for slot in firsts]
-            encoder = MatrixEncoder(self._dialect, self._form, scales[0], tuple(scales))
-            panels = (
-                q
-                for slot in step.slots
-                for q in alternate(
-                    [take_rows(self._carrier.blocks(rows.module), rows) for rows in slot]
-                )
-            )
-            parts = encoder.encode(step.module, step.shape, panels)
+            form = step.form
+            if form.format.is_fp4:
+                parts = self._blocks(step, form)
+            else:
+                panels = step.linears[0].coding.kept(step.linears[0], self.source, form)
+                parts = parts_beside(step, self.source, panels, self._dialect)
             if not append_parts(step, parts, writer, stop):
                 return
+
+    def _blocks(self, step: Step, form: Form) -> Iterator[Part]:
+        """Name the bytes of a matrix, or a stack, of four-bit blocks."""
+        # The first slot of each matrix of a stack, or of the one.
+        firsts = step.slots[:: len(step.slots) // math.prod(step.shape[:-2])]
+        scales = [self._artifact.input_scale(slot[0].module) for slot in firsts]
+        encoder = MatrixEncoder(self._dialect, form, scales[0], tuple(scales))
+        panels = (
+            q
+            for slot in step.slots
+            for q in alternate(
+                [take_rows(self._carrier.blocks(rows.module), rows) for rows in slot]
+            )
+        )
+        return encoder.encode(step.module, step.shape, panels)
 
 
 def find_not_finite(source: Source, linear: Linear) -> NumericError | None:

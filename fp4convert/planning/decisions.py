@@ -12,8 +12,9 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import check_forms, form_of, module_form
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import Linears
-from fp4convert.errors import ChoiceError, InputError
+from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4, NVFP4, Format, format_named
+from fp4convert.planning.kept_forms import held_form, unheld
 from fp4convert.planning.steps import Action
 from fp4convert.recipes.draft_layers import find_differing
 from fp4convert.recipes.options import KEEP
@@ -127,12 +128,8 @@ class _Judge:
         # What a correction leaves of a matrix has a scale to itself.
         is_shared = fmt.has_global_scale and form.rank is None
         group = self.groups.get(linear.module) if is_shared else None
-        own = (
-            linear.coding.form_kept(linear, self.recipe.target)
-            if fmt.is_fp8 and linear.coding.format is fmt
-            else None
-        )
-        if own and not self.dialect.unfit(linear.module, linear.shape, own):
+        is_same = fmt.is_fp8 and linear.coding.format is fmt
+        if is_same and (own := held_form(linear, self.recipe.target)):
             return Verdict(
                 linear,
                 "copy",
@@ -168,18 +165,13 @@ class _Judge:
         if not self.recipe.keeps_packed or linear.coding.change:
             change = f", {linear.coding.change}" if linear.coding.change else ""
             return Verdict(linear, "dequantize", f"{reason}; {word} becomes bf16{change}")
-        form = linear.coding.form_kept(linear, self.recipe.target)
-        holds = (form_of(self.recipe.target).format, *self.dialect.TRAITS.mixes)
-        is_held = form is not None and form.format in holds
-        if not is_held and (cast := self._cast_draft(linear)):
+        beside = (form_of(self.recipe.target).format,)
+        form = held_form(linear, self.recipe.target, beside)
+        if form is None and (cast := self._cast_draft(linear)):
             return cast._replace(reason=f"{reason}; {cast.reason}")
-        if form is None or (unfit := self.dialect.unfit(linear.module, linear.shape, form)):
-            detail = f"{linear.name} is kept, and dialect {self.recipe.target.dialect} cannot hold"
-            detail += f" {word}"
+        if form is None:
             next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
-            raise ChoiceError(
-                "dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name
-            )
+            raise unheld(linear, self.recipe.target, next_step, beside)
         action = "transcode" if form.format.is_fp4 else "copy"
         return Verdict(linear, action, f"{reason}; kept as {word}", form, stays=True)
 

@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows, places_of
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.errors import InputError
-from fp4convert.numerics.codec import FLOAT_DTYPES, dequantize
+from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.numerics.matrices import Blocks
+from fp4convert.numerics.matrices import Weights
 from fp4convert.planning.repack_plan import Stored
 from fp4convert.storage.gguf import EXPERT_NUMBER, GgufFrame, block_names
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
@@ -92,9 +94,12 @@ class Framed:
         return self._donor if file in self._files else self._artifact
 
 
-def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
+def place_modules(
+    artifact: Artifact, others: Mapping[str, Linear], donor: Source
+) -> dict[str, Stored]:
     """Find the tensor of the donor whose place each module takes.
 
+    others   the modules of eight bits, and of int4
     Returns what is stored there, by stem.
     Raises InputError where the donor is no unquantized GGUF file of the same model
     """
@@ -106,10 +111,11 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
             "Give it: --template FILE.gguf.",
         )
     tensors = {ref.name: ref for ref in donor.checkpoint.tensors}
-    names = block_names(frames[0], artifact.modules)
+    linears = {**find_fp4(artifact), **others}
+    names = block_names(frames[0], linears)
     placed = {}
     experts: dict[str, dict[int, str]] = defaultdict(dict)
-    for module, packed in artifact.modules.items():
+    for module, linear in linears.items():
         stem = names.get(module)
         ref = tensors.get(f"{stem}.weight")
         number = _expert_number(module)
@@ -127,9 +133,9 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
                 "Give a GGUF file of the same model: --template FILE.gguf.",
                 module,
             )
-        if ref.dtype not in FLOAT_TYPES or ref.shape != packed.shape:
+        if ref.dtype not in FLOAT_TYPES or ref.shape != linear.shape:
             detail = (
-                f"{module}: expected floats of {list(packed.shape)} at {ref.name}, found"
+                f"{module}: expected floats of {list(linear.shape)} at {ref.name}, found"
                 f" {ref.dtype} {list(ref.shape)}"
             )
             raise InputError(
@@ -145,12 +151,12 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
                 "Leave one out.",
                 module,
             )
-        placed[stem] = Stored(
-            packed.shape, _find_order(artifact.decode(module), module, donor, ref), ref
-        )
-    for stem, members in experts.items():
+        weights = linear.coding.weights(linear, artifact.source)
+        placed[stem] = Stored(linear.shape, _find_order(weights, module, donor, ref), ref)
+    for stem, numbers in experts.items():
+        members = {number: linears[module] for number, module in numbers.items()}
         placed[stem] = _place_experts(artifact, members, donor, tensors[f"{stem}.weight"])
-    _compare_kept(artifact, donor, tensors)
+    _compare_kept(artifact, linears, donor, tensors)
     return placed
 
 
@@ -161,19 +167,27 @@ def _expert_number(module: str) -> int | None:
 
 
 def _place_experts(
-    artifact: Artifact, members: Mapping[int, str], donor: Source, ref: TensorRef
+    artifact: Artifact, members: Mapping[int, Linear], donor: Source, ref: TensorRef
 ) -> Stored:
     """Find how the donor's stack holds the modules of those experts.
 
-    Raises InputError where it is no stack of floats, of as many and of their shape
+    Raises InputError where it is no stack of floats, of as many and of their shape; or where they
+    have several formats
     """
-    shapes = {artifact.modules[module].shape for module in members.values()}
+    shapes = {linear.shape for linear in members.values()}
     experts, *matrix = ref.shape
     is_whole = sorted(members) == list(range(experts)) and shapes == {tuple(matrix)}
+    words = sorted({linear.coding.word for linear in members.values()})
+    if len(words) > 1:
+        detail = f"experts are {' and '.join(words)}, and {ref.name} has one type for all of them"
+        step = "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
+        raise InputError("template-differs", detail, step, ref.name)
     if ref.dtype not in FLOAT_TYPES or not is_whole:
         found = f"{ref.dtype} {list(ref.shape)} at {ref.name}"
         detail = f"{len(members)} experts of {' and '.join(str(list(each)) for each in shapes)}"
-        detail = f"{detail}, the first {next(iter(members.values()))}, have no place in {found}"
+        detail = (
+            f"{detail}, the first {next(iter(members.values())).module}, have no place in {found}"
+        )
         raise InputError(
             "template-differs",
             f"{detail}; expected floats of their shape, and every expert",
@@ -184,20 +198,26 @@ def _place_experts(
     for number in range(experts):
         start = ref.start + number * (ref.nbytes // experts)
         part = ref._replace(name=f"{ref.name}[{number}]", shape=tuple(matrix), start=start)
-        slots += _find_order(artifact.decode(members[number]), members[number], donor, part)
+        weights = members[number].coding.weights(members[number], artifact.source)
+        slots += _find_order(weights, members[number].module, donor, part)
     return Stored(ref.shape, tuple(slots), ref)
 
 
-def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRef]) -> None:
+def _compare_kept(
+    artifact: Artifact,
+    linears: Mapping[str, Linear],
+    donor: Source,
+    tensors: Mapping[str, TensorRef],
+) -> None:
     """Raise InputError where a matrix that stays is another in the donor.
 
     The donor's own is kept, of embeddings and others.
     """
-    four_bit = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
+    packed = {ref.name for linear in linears.values() for ref in linear.refs}
     kept = [
         ref
         for ref in artifact.tensors.values()
-        if ref.name not in four_bit and len(ref.shape) == MATRIX_DIMENSIONS
+        if ref.name not in packed and len(ref.shape) == MATRIX_DIMENSIONS
     ]
     modules = {
         ref.name.removesuffix(WEIGHT): ref
@@ -227,18 +247,21 @@ def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRe
             )
 
 
-def name_replaced(artifact: Artifact, donor: Source) -> dict[str, str]:
-    """Say what becomes of the artifact's tensors that are not four-bit.
+def name_replaced(
+    artifact: Artifact, others: Mapping[str, Linear], donor: Source
+) -> dict[str, str]:
+    """Say what becomes of the artifact's tensors that are not quantized.
 
     Returns  by name, which tensor of the donor is kept instead, or that it has none
     """
-    four_bit = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
-    others = [name for name in artifact.tensors if name not in four_bit]
+    taken = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
+    taken |= {ref.name for linear in others.values() for ref in linear.refs}
+    kept = [name for name in artifact.tensors if name not in taken]
     frame, there = donor.checkpoint.shards[0].frame, {ref.name for ref in donor.checkpoint.tensors}
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in others)
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in kept)
     names = block_names(frame, modules) if isinstance(frame, GgufFrame) else {}
     found = {}
-    for name in others:
+    for name in kept:
         module, _, leaf = name.rpartition(".")
         own = f"{names.get(module)}.{leaf}"
         found[name] = f"the GGUF file's own {own} is kept" if own in there else PLACELESS
@@ -258,14 +281,14 @@ def _floats(source: Source, ref: TensorRef, rows: list[int]) -> NDArray[np.float
     return np.frombuffer(data, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
 
 
-def _find_order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[Slot, ...]:
+def _find_order(weights: Weights, module: str, donor: Source, ref: TensorRef) -> tuple[Slot, ...]:
     """Find the order in which the donor holds a module's rows.
 
     Raises InputError where it is none of those known.
     """
     least = np.inf
-    for slots in _known_orders(module, blocks.shape[0], donor):
-        error = _nmse(blocks, places_of(slots)[module], donor, ref)
+    for slots in _known_orders(module, weights.shape[0], donor):
+        error = _nmse(weights, places_of(slots)[module], donor, ref)
         if error < NMSE_LIMIT:
             return slots
         least = min(least, error)
@@ -300,15 +323,17 @@ def _known_orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot,
             )
 
 
-def _nmse(blocks: Blocks, pieces: tuple[StridedRows, ...], donor: Source, ref: TensorRef) -> float:
+def _nmse(
+    weights: Weights, pieces: tuple[StridedRows, ...], donor: Source, ref: TensorRef
+) -> float:
     """Measure the error of rows as a share of their power in the donor."""
-    rows, columns = blocks.shape
+    rows, columns = weights.shape
     stored = np.frombuffer(donor.read(ref), FLOAT_DTYPES[ref.dtype]).reshape(rows, columns)
     signal = noise = 0.0
     for row in _compared_rows(rows):
         piece = next(piece for piece in pieces if piece.start <= row < piece.start + piece.height)
         x = stored[piece.first + (row - piece.start) * piece.step].astype(np.float64)
-        difference = x - dequantize(blocks.rows(row, row + 1)).ravel()
+        difference = x - as_floats(weights.rows(row, row + 1)).ravel()
         signal += float(x @ x)
         noise += float(difference @ difference)
     return noise / signal if signal else float(noise > 0)

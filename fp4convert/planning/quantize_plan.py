@@ -15,7 +15,7 @@ from fp4convert.checkpoint.adapters.peft import ALONE
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
-from fp4convert.checkpoint.encodings.base import Linear, is_fp8
+from fp4convert.checkpoint.encodings.base import Linear, input_scale_of, is_fp8
 from fp4convert.checkpoint.encodings.corrected import BIAS_DTYPE, InTiles, biases_in_tiles
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.checkpoint.expert_stacks import are_stacked, ending_of, rules_of
@@ -122,7 +122,7 @@ def plan_quantize(
         tasks.append(writing.task(shard, steps))
     outputs = refuse_collisions(tasks)
     _refuse_lookalikes(outputs, dialect, maker.stems)
-    left_out = _list_left_out(linears, outputs)
+    left_out = list_left_out(linears, outputs)
     homes = {module: linear.home for module, linear in linears.of.items()}
     refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
     # What the records say, and what a person should know.
@@ -136,7 +136,7 @@ def plan_quantize(
         *notes,
         *more,
         *scalars.cache.notes,
-        *_note_left_behind(linears, scalars.cache),
+        *_note_left_behind(linears, tasks, scalars.cache),
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
@@ -147,7 +147,7 @@ def plan_quantize(
     return Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
 
 
-def _list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]:
+def list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]:
     """Say of scales beside packed matrices why they do not travel."""
     idle = [ref for linear in linears.of.values() for ref in linear.idle]
     return {
@@ -307,10 +307,7 @@ def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) 
         is_eight = table is not None and table.has_input_scale(form)
         if form.has_input_scale or is_eight:
             groups = scale_groups(verdicts, recipe.groups) if groups is None else groups
-            own = f"{module}{table.input_scale}" if is_eight and table else ""
-            has_own = any(
-                ref.name == own and ref.dtype == "F32" and ref.elements == 1 for ref in linear.idle
-            )
+            has_own = is_eight and input_scale_of(linear) is not None
             found.append(Fed(module, linear.shape, form, groups.get(module), has_own))
     return found
 
@@ -489,12 +486,17 @@ def _note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[
         )
 
 
-def _note_left_behind(linears: Linears, cache: Cache) -> Iterator[str]:
+def _note_left_behind(linears: Linears, tasks: Iterable[Task], cache: Cache) -> Iterator[str]:
     """Name scales that only the engine of a packed source has a use for."""
+    stays = [
+        step for task in tasks for step in task.steps if step.is_made and step.action == "copy"
+    ]
+    kept = {ref.name for step in stays for ref in step.outputs}
     idle = [
         ref.name
         for linear in linears.of.values()
         for ref in linear.idle
+        if ref.name not in kept
         if "input" in ref.name or "activation" in ref.name
     ]
     caches = [ref.name for ref in linears.idle if ref.name not in cache.own]

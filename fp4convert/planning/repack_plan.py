@@ -6,22 +6,25 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed
+from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, whole
+from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.encodings.corrected import InTiles
 from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
 from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.expert_stacks import Stacked
+from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import dtype_named
+from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.kept_dtype import KEPT_DTYPE
 from fp4convert.planning.quantize_plan import (
     kept_modules,
+    list_left_out,
     notes_on,
     refuse_other_container,
 )
@@ -121,75 +124,161 @@ class Stored(NamedTuple):
     home: TensorRef
 
 
+class Contents(NamedTuple):
+    """What an artifact holds, and what it becomes in another dialect.
+
+    modules  the sound four-bit modules, as `artifact` found them
+    others   those of eight bits, and of int4
+    forms    of the modules in the result; one that has none becomes floats
+    """
+
+    modules: Mapping[str, Packed]
+    others: Mapping[str, Linear]
+    forms: Mapping[str, Form]
+
+
 def plan_transcode(
     checkpoint: Checkpoint,
-    modules: dict[str, Packed],
+    contents: Contents,
     target: Target,
-    placed: dict[str, Stored] | None = None,
+    placed: Mapping[str, Stored] | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Plan the four-bit modules of an artifact in another dialect.
+    """Plan the quantized modules of an artifact in another dialect.
 
     Every other tensor stays as it is.
     checkpoint  the artifact's own, or the one whose other tensors are kept
-    modules     the sound quantized modules, as `artifact` found them
     placed      what is stored in that other checkpoint, by stem
     renamed     new names of tensors that are kept
     Raises      InputError for what the dialect cannot hold, or where an output would take the name
                 of another tensor
     """
-    dialect, form = dialect_to_write(target), form_of(target)
+    dialect, renamed = dialect_to_write(target), renamed or {}
     refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(target, checkpoint.config)
     expanded = [_expand(linear) for linear in _expandable(checkpoint)]
-    own = {ref.name for step in expanded for ref in step.refs}
-    _refuse_other_matrices(checkpoint, modules, own)
+    refuse_other_matrices(checkpoint, contents)
     if placed is None:
-        placed = _place_each(modules, dialect)
-    _refuse_unfit(placed, modules, dialect, recipe)
+        placed = _places(contents, dialect)
+    _refuse_unfit(placed, contents, dialect, recipe)
+    steps = _steps_of(placed, contents, dialect, scale_groups(contents.modules, recipe.groups))
+    # What is left out: what stands for modules and their scales, under other names now.
+    has_inputs = any(form.has_input_scale for form in contents.forms.values())
+    idle = idle_scales(contents.modules, renamed, has_inputs)
+    unread, unit = _scales_beside([step for _, step in steps], renamed)
+    steps += [(step.refs[0].file, step) for step in expanded]
+    consumed = {stored.home.name for stored in placed.values()} | {*idle, *unread}
+    consumed |= {ref.name for _, step in steps for ref in step.refs}
+    consumed |= {ref.name for one in contents.others.values() for ref in one.idle} - renamed.keys()
+    writing = Writing(checkpoint, target, dialect, form_of(target), renamed)
+    tasks = _module_tasks(writing, steps, consumed)
+    left_out = _list_left_out(contents, placed, tasks) | dict.fromkeys(idle, UNSAID)
+    coded = {module: packed.refs[0] for module, packed in contents.modules.items()}
+    coded |= {module: linear.refs[0] for module, linear in contents.others.items()}
+    refuse_forgotten(checkpoint.tensors, tasks, left_out, coded)
+    kept = kept_modules(tasks)
+    made = [module for module in (*contents.modules, *placed) if module not in kept]
+    patterns = recipe.patterns_to_declare(kept, made)
+    warnings = [
+        *([f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []),
+        *_notes_beside(unread, unit, str(target.dialect)),
+        *_notes_on_expanded([step for _, step in steps if step.form is None]),
+    ]
+    notes = (*notes_on(checkpoint), *warnings)
+    return Plan(target, tasks, Ignored(tuple(kept), patterns), notes, left_out=left_out)
+
+
+def _list_left_out(
+    contents: Contents, placed: Mapping[str, Stored], tasks: Iterable[Task]
+) -> dict[str, str]:
+    """Say of what modules replace, and of scales beside them, why they do not travel."""
+    ours = {ref.name for packed in contents.modules.values() for ref in packed.refs}
+    ours |= {ref.name for linear in contents.others.values() for ref in linear.refs}
+    homes = {stored.home.name for stored in placed.values()} - ours
+    beside = list_left_out(
+        Linears(contents.others), {ref.name for task in tasks for ref in task.outputs}
+    )
+    return dict.fromkeys(homes, "a quantized module of the artifact takes its place") | beside
+
+
+def _places(contents: Contents, dialect: Dialect) -> dict[str, Stored]:
+    """Find the places of all modules where the first of each stem is now."""
+    placed = {}
+    shapes = {module: packed.shape for module, packed in contents.modules.items()}
+    for stem, shape in dialect.stems(shapes).items():
+        slots = dialect.slots(stem, shape)
+        placed[stem] = Stored(shape, slots, contents.modules[slots[0][0].module].refs[0])
+    for module, linear in contents.others.items():
+        placed[module] = Stored(linear.shape, whole(module, linear.shape), linear.refs[0])
+    return placed
+
+
+def _steps_of(
+    placed: Mapping[str, Stored],
+    contents: Contents,
+    dialect: Dialect,
+    groups: Mapping[str, ScaleGroup],
+) -> list[tuple[str, Step]]:
+    """Make the step of every place, beside the file that it is in."""
+    modules, others, forms = contents
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
-    groups = scale_groups(modules, recipe.groups)
     for module, packed in modules.items():
         shared[groups.get(module, module)] += packed.refs
     steps = []
     for stem, stored in placed.items():
         members = list(dict.fromkeys(rows.module for slot in stored.slots for rows in slot))
-        refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
-        group = tuple(
-            dict.fromkeys(ref for member in members for ref in shared[groups.get(member, member)])
-        )
-        specs = dialect.outputs(stem, stored.shape, form)
-        step = Step("transcode", "four-bit", refs, specs, stored.shape, stored.slots)
-        step = step._replace(module=stem, amax_of=group, form=form)
+        form = forms.get(members[0])
+        if members[0] in others:
+            linears = tuple([others[member] for member in members])
+            refs = tuple([ref for linear in linears for ref in linear.refs])
+            word = linears[0].coding.word
+            if form is None:
+                specs: tuple[TensorSpec, ...] = (
+                    TensorSpec(stem + WEIGHT, stored.home.dtype, stored.shape),
+                )
+                reason = f"{word} becomes {FLOAT_TYPES[stored.home.dtype].word}"
+                step = Step("dequantize", reason, refs, specs, stored.shape, stored.slots)
+            else:
+                specs = dialect.outputs(stem, stored.shape, form)
+                step = Step("transcode", f"{word}: the same codes and scales", refs, specs)
+                step = step._replace(shape=stored.shape, form=form)
+            step = step._replace(module=stem, linears=linears)
+        else:
+            refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
+            group = (shared[groups.get(member, member)] for member in members)
+            specs = dialect.outputs(stem, stored.shape, forms[members[0]])
+            step = Step("transcode", "four-bit", refs, specs, stored.shape, stored.slots)
+            read = tuple(dict.fromkeys(ref for own in group for ref in own))
+            step = step._replace(module=stem, amax_of=read, form=form)
         steps.append((stored.home.file, step))
-    homes = {stored.home.name for stored in placed.values()}
-    idle = idle_scales(modules, renamed or {}, form.has_input_scale)
-    ours = {ref.name for packed in modules.values() for ref in packed.refs}
-    consumed = homes | set(idle) | ours | own
-    steps += [(step.refs[0].file, step) for step in expanded]
-    tasks = _module_tasks(
-        Writing(checkpoint, target, dialect, form, renamed or {}), steps, consumed
-    )
-    left_out = dict.fromkeys(homes - ours, "a four-bit module of the artifact takes its place")
-    left_out |= dict.fromkeys(idle, UNSAID)
-    coded = {module: packed.refs[0] for module, packed in modules.items()}
-    refuse_forgotten(checkpoint.tensors, tasks, left_out, coded)
-    kept = kept_modules(tasks)
-    patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
-    warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
-    warnings += _notes_on_expanded(expanded)
-    notes = (*notes_on(checkpoint), *warnings)
-    return Plan(target, tasks, Ignored(tuple(kept), patterns), notes, left_out=left_out)
+    return steps
 
 
-def _place_each(modules: Mapping[str, Packed], dialect: Dialect) -> dict[str, Stored]:
-    """Place each stored matrix where its first module is now."""
-    placed = {}
-    shapes = {module: packed.shape for module, packed in modules.items()}
-    for stem, shape in dialect.stems(shapes).items():
-        slots = dialect.slots(stem, shape)
-        placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
-    return placed
+def _scales_beside(steps: Sequence[Step], renamed: Collection[str]) -> tuple[list[str], list[str]]:
+    """List scales of activations that the dialect has no name for, and modules that lack one.
+
+    Of modules of eight bits
+    """
+    unread, unit = [], []
+    for step in steps:
+        names = {spec.name for spec in step.specs}
+        own = [ref for linear in step.linears for ref in linear.idle if ref.name not in renamed]
+        unread += [ref.name for ref in own if ref.name not in names and ref.elements == 1]
+        wanted = any(name.endswith(".input_scale") for name in names)
+        if step.form and wanted and step.form.format.is_fp8 and not input_scale_of(step.linears[0]):
+            unit.append(step.module)
+    return unread, unit
+
+
+def _notes_beside(unread: Sequence[str], unit: Sequence[str], dialect: str) -> Iterable[str]:
+    if unread:
+        why = f"dialect {dialect} has no name for them, and its engines measure activations anew"
+        yield f"{len(unread)} scales of activations are left out, the first {unread[0]!r}: {why}"
+    if unit:
+        yield (
+            f"{len(unit)} FP8 modules have no scale of activations, the first {unit[0]!r}; dialect"
+            f" {dialect} wants one, and they get 1.0: engines clip inputs beyond 448"
+        )
 
 
 def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
@@ -214,55 +303,57 @@ def _expand(linear: Linear) -> Step:
     return Step("dequantize", reason, linear.refs, (spec,), linear.shape, linears=(linear,))
 
 
-def _notes_on_expanded(steps: Sequence[Step]) -> list[str]:
-    if not steps:
-        return []
-    first = steps[0].linears[0]
-    what = f"{len(steps)} matrices become {KEPT_DTYPE}, the first {first.name!r}"
-    return [f"{what}: the dialect has no {first.coding.word}"]
+def _notes_on_expanded(steps: Sequence[Step]) -> Iterable[str]:
+    """Say which matrices become floats, once for each kind."""
+    found: dict[tuple[str, str], list[Linear]] = defaultdict(list)
+    for step in steps:
+        dtype = FLOAT_TYPES[step.specs[0].dtype].word
+        for linear in step.linears:
+            found[linear.coding.word, dtype].append(linear)
+    for (word, dtype), linears in found.items():
+        what = f"{len(linears)} matrices become {dtype}, the first {linears[0].name!r}"
+        yield f"{what}: the dialect has no {word}"
 
 
-def _refuse_other_matrices(
-    checkpoint: Checkpoint, modules: dict[str, Packed], expanded: Collection[str]
-) -> None:
+def refuse_other_matrices(checkpoint: Checkpoint, contents: Contents) -> None:
     """Raise InputError for matrices quantized in another way.
 
     The result's records would not tell of them.
     """
-    ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
-    others = [
-        ref for ref in checkpoint.tensors if ref.name not in ours and ref.name not in expanded
+    known = {
+        ref.name
+        for packed in contents.modules.values()
+        for ref in (*packed.refs, *packed.companions)
+    }
+    linears = (*contents.others.values(), *_expandable(checkpoint))
+    known |= {ref.name for linear in linears for ref in (*linear.refs, *linear.idle)}
+    found = [
+        ref.name
+        for ref in checkpoint.tensors
+        if ref.name not in known
+        and (
+            is_quantized_tensor(ref) or (ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT))
+        )
     ]
-    next_step = "Start from the original weights."
-    matrices = [
-        ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT)
-    ]
-    if matrices:
+    if found:
         detail = (
-            f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries"
-            " four-bit ones and floats"
+            f"{len(found)} tensors are quantized in a way that cannot be carried, the first"
+            f" {found[0]!r}; expected NVFP4, MXFP4, FP8, MXFP8, int4 and floats"
         )
-        raise InputError("fp8-modules", detail, next_step, matrices[0])
-    if found := [ref.name for ref in others if is_quantized_tensor(ref)]:
-        detail = f"{len(found)} tensors are quantized in another way, the first {found[0]!r}"
-        raise InputError(
-            "mixed-modules",
-            f"{detail}; this version carries four-bit matrices of one format",
-            next_step,
-            found[0],
-        )
+        raise InputError("mixed-modules", detail, "Start from the original weights.", found[0])
 
 
 def _refuse_unfit(
-    placed: dict[str, Stored], modules: Iterable[str], dialect: Dialect, recipe: Recipe
+    placed: Mapping[str, Stored], contents: Contents, dialect: Dialect, recipe: Recipe
 ) -> None:
-    """Raise InputError for what the dialect has no place for."""
+    """Raise InputError for four-bit modules that have no place."""
     for stem, stored in placed.items():
+        form = contents.forms.get(stored.slots[0][0].module)
         rows, columns = stored.shape[-2:]
-        if reason := dialect.unfit(stem, (rows, columns), form_of(recipe.target)):
+        if form and (reason := dialect.unfit(stem, (rows, columns), form)):
             detail = f"{stem} has {reason}; dialect {recipe.target.dialect} has no place for it"
             raise InputError("dialect-shape", detail, tensor=stem)
-    for module in modules:
+    for module in contents.modules:
         if not dialect.TRAITS.holds_embeddings and recipe.kind_of(module) == "embedding":
             detail = (
                 f"{module} is a four-bit embedding, which no engine of dialect"

@@ -177,7 +177,7 @@ def test_mxfp4_beside_nvfp4(tmp_path):
         **dict.fromkeys((Q, OUT), "mxfp4"),
     }
     refused = run("transcode", folder, "-o", tmp_path / "b", "--dialect", "modelopt", "--json")
-    assert (refused.code, refused.json["error"]["code"]) == (2, "formats-mixed")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "dialect-mixed")
 
 
 def test_int4_beside_mxfp4(tmp_path):

@@ -136,15 +136,6 @@ def test_refusals(tmp_path: Path, options: tuple[object, ...], code: str, told: 
     assert not (tmp_path / "out").exists()
 
 
-def test_transcode_refuses_eight_bits_before_it_writes(source: Path, tmp_path: Path) -> None:
-    made = quantize(source, tmp_path / "made", "mxfp8", "mlx")
-    outcome = run(
-        "transcode", made, "-o", tmp_path / "out", "--dialect", "compressed-tensors", "--json"
-    )
-    assert (outcome.code, outcome.json["error"]["code"]) == (2, "fp8-modules")
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_folder_is_named_after_the_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

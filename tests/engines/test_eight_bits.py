@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import read_folder
 from compressed_tensors_export import export_compressed
-from modelopt_export import FP4, export_modelopt, with_exceptions
+from modelopt_export import FP4, MXFP8, export_modelopt, with_exceptions
 from tiny_models import (
     differing,
     fp4convert,
@@ -33,7 +33,6 @@ pytestmark = [
 
 CT, MO = "compressed-tensors", "modelopt"
 MODULES = 14
-MXFP8 = {"num_bits": (4, 3), "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}}
 
 
 @pytest.fixture(scope="module")

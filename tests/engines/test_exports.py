@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from compressed_tensors_export import Schemes, export_compressed
-from modelopt_export import FP4, FP8, Quantizers, export_modelopt, with_exceptions
+from modelopt_export import FP4, FP8, MXFP8, Quantizers, export_modelopt, with_exceptions
 from tiny_models import differing, fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 from torch_formulas import quark_weights
 
@@ -32,6 +32,10 @@ MODELOPT: dict[str, Quantizers] = {
         **{f"*self_attn*{which}_quantizer": FP8 for which in ("weight", "input")},
     },
     "w4a4-beside-w4a16": {"*weight_quantizer": FP4, "*mlp*input_quantizer": FP4},
+    "beside-mxfp8": {
+        **{f"*mlp*{which}_quantizer": FP4 for which in ("weight", "input")},
+        **{f"*self_attn*{which}_quantizer": MXFP8 for which in ("weight", "input")},
+    },
 }
 MLP, ATTENTION = "re:.*mlp.*", "re:.*self_attn.*_proj"
 COMPRESSED: dict[str, Schemes] = {
@@ -44,8 +48,8 @@ COMPRESSED: dict[str, Schemes] = {
     "beside-fp8": (("NVFP4", MLP), ("FP8", ATTENTION)),
     "beside-int8": (("NVFP4", MLP), ("W8A8", ATTENTION)),
 }
-REFUSED = {"beside-fp8": "fp8-modules", "beside-int8": "mixed-modules"}
-SOUND = [name for name in COMPRESSED if name not in REFUSED]
+MIXED = ("beside-fp8", "beside-int8")
+SOUND = [name for name in COMPRESSED if name not in MIXED]
 Exports = dict[str, Path]
 
 
@@ -126,12 +130,14 @@ def test_inspect_knows_modelopts_exports(modelopt: Exports) -> None:
     assert {name: _facts(export) for name, export in modelopt.items()} == {
         "cache": ("modelopt", "nvfp4", 4, MODULES),
         "beside-fp8": ("modelopt", "mixed", None, MODULES),
+        "beside-mxfp8": ("modelopt", "mixed", None, MODULES),
         "w4a4-beside-w4a16": ("modelopt", "nvfp4", None, MODULES),
         "mxfp4": ("modelopt", "mxfp4", 16, MODULES),
     }
     assert {name: _findings(export) for name, export in modelopt.items()} == {
         "cache": [],
         "beside-fp8": [],
+        "beside-mxfp8": [],
         "w4a4-beside-w4a16": [("note", "scales-idle")],
         "mxfp4": [("warning", "record-refused")],
     }
@@ -139,7 +145,7 @@ def test_inspect_knows_modelopts_exports(modelopt: Exports) -> None:
         name: read_json(export / "hf_quant_config.json")["quantization"]["quant_algo"]
         for name, export in modelopt.items()
     }
-    mixed = dict.fromkeys(("beside-fp8", "w4a4-beside-w4a16"), "MIXED_PRECISION")
+    mixed = dict.fromkeys(("beside-fp8", "beside-mxfp8", "w4a4-beside-w4a16"), "MIXED_PRECISION")
     assert algorithms == {"cache": "NVFP4", "mxfp4": "mxfp4", **mixed}
 
 
@@ -161,16 +167,16 @@ def test_modelopts_exports_dequantize_as_the_formula_says(
 def test_matrices_of_eight_bits_beside_four(
     modelopt: Exports, compressed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """No other dialect says what they are; integers of eight bits are not read at all; FP8 is
-    restored as torch computes it.
+    """quark has no FP8 beside NVFP4; integers of eight bits are not read at all; FP8 is restored as
+    torch computes it.
     """
     exports = [
-        ("fp8-modules", modelopt["beside-fp8"]),
-        *((code, compressed[name][0]) for name, code in REFUSED.items()),
+        ("dialect-mixed", modelopt["beside-fp8"]),
+        ("dialect-mixed", compressed["beside-fp8"][0]),
+        ("mixed-modules", compressed["beside-int8"][0]),
     ]
     for code, export in exports:
-        for dialect in ("modelopt", "quark"):
-            _refused(code, "transcode", export, "-o", tmp_path / "other", "--dialect", dialect)
+        _refused(code, "transcode", export, "-o", tmp_path / "other", "--dialect", "quark")
     _refused(
         "already-quantized", "dequantize", compressed["beside-int8"][0], "-o", tmp_path / "restored"
     )
@@ -187,6 +193,70 @@ def test_matrices_of_eight_bits_beside_four(
         for name in eight:
             expected = stored[name].float() * stored[f"{name}_scale"].float()
             assert restored[name].equal(expected), name
+
+
+def _loaded(folder: Path) -> dict[str, Any]:
+    """The weights as transformers has them, decompressed in float32, nothing missing or left."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    model.hf_quantizer.compressor.decompress_model(model)
+    return {
+        name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")
+    }
+
+
+@pytest.mark.parametrize("name", ["beside-fp8", "beside-mxfp8"])
+def test_modelopts_mixed_export_is_loaded_by_transformers(
+    modelopt: Exports, tmp_path: Path, name: str
+) -> None:
+    """Carried to compressed-tensors: what its own decompressor makes of FP8 and MXFP8 is what the
+    formula makes of ModelOpt's bytes; and back again, every byte but of scales that --json names.
+    """
+    import torch
+
+    export = modelopt[name]
+    differ, rounded = _there_and_back(export, tmp_path, ("compressed-tensors", "modelopt"))
+    assert {tensor.rpartition(".")[0] for tensor in differ} <= set(rounded)
+    assert all(tensor.endswith(("weight_scale_2", "input_scale")) for tensor in differ)
+    stored, weights = read_tensors(export), _loaded(tmp_path / "there")
+    eight = [each for each in weights if ".self_attn." in each]
+    assert (len(weights), len(eight)) == (MODULES, MODULES - IN_MLP)
+    for each in eight:
+        scales = stored[f"{each}_scale"]
+        if name == "beside-mxfp8":
+            scales = scales.view(torch.float8_e8m0fnu).float().repeat_interleave(32, 1)
+        assert weights[each].equal(stored[each].float() * scales.float()), each
+    record = read_json(tmp_path / "there" / "config.json")["quantization_config"]
+    by_format = {group["format"]: group for group in record["config_groups"].values()}
+    inputs = by_format["float-quantized" if name == "beside-fp8" else "mxfp8-quantized"]
+    assert inputs["input_activations"]["dynamic"] is (name == "beside-mxfp8")
+    scales = [each for each in read_tensors(tmp_path / "there") if each.endswith("j.input_scale")]
+    assert len(scales) == (len(eight) if name == "beside-fp8" else 0)
+
+
+def test_compressed_tensors_mixed_export_there_and_back(
+    compressed: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its FP8 has static scales of activations, too; in BF16, which become F32."""
+    export = compressed["beside-fp8"][0]
+    differ, rounded = _there_and_back(export, tmp_path, ("modelopt", "compressed-tensors"))
+    inputs = [tensor for tensor in differ if tensor.endswith(".input_scale")]  # F32, not BF16
+    assert {tensor.rpartition(".")[0] for tensor in differ if tensor not in inputs} <= set(rounded)
+    before, after = read_tensors(export), read_tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert len(inputs) == MODULES - IN_MLP
+    left, right = ([each[tensor].float().item() for tensor in inputs] for each in (before, after))
+    assert left == right
+    weights = _loaded(tmp_path / "back")
+    attention = [name for name in weights if ".self_attn." in name]
+    assert attention
+    for name in attention:
+        assert weights[name].equal(before[name].float() * before[f"{name}_scale"].float()), name
 
 
 def test_fp8_cache_travels_to_compressed_tensors_and_back(
@@ -320,7 +390,7 @@ def test_inspect_knows_compressed_tensors_exports(compressed: dict[str, Any], na
     )
     assert _findings(export) == ([("note", "scales-idle")] if name == "w4a4-beside-w4a16" else [])
     record = read_json(export / "config.json")["quantization_config"]
-    assert record["format"] == ("mixed-precision" if name in REFUSED else f"{fmt}-pack-quantized")
+    assert record["format"] == ("mixed-precision" if name in MIXED else f"{fmt}-pack-quantized")
 
 
 @pytest.mark.parametrize("name", SOUND)

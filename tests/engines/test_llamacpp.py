@@ -138,6 +138,39 @@ def test_engine_agrees_with_the_dequantized_model(
     assert near < far / 2
 
 
+MIXED = """
+about = "NVFP4 beside FP8 and MXFP8"
+base = "default"
+[[format]]
+modules = ["*.q_proj", "*.k_proj", "*.v_proj"]
+format = "fp8"
+[[format]]
+modules = ["*.o_proj"]
+format = "mxfp8"
+"""
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3moe"])
+def test_engine_runs_what_mixed_artifacts_become(tmp_path: Path, kind: str) -> None:
+    """FP8 and MXFP8 are bf16 there, the experts NVFP4: llama.cpp answers as the values do."""
+    checkpoint = MAKERS[kind](tmp_path / "checkpoint")
+    template = write_gguf(checkpoint, kind, tmp_path / "tiny.gguf")
+    (tmp_path / "mixed.toml").write_text(MIXED)
+    made, out = tmp_path / "made", tmp_path / "out"
+    options = ("--recipe", tmp_path / "mixed.toml", "--dialect", "modelopt", "-o", made, "-q")
+    fp4convert("quantize", checkpoint, "--format", "nvfp4", *options)
+    frame = ("--dialect", "gguf", "--template", template)
+    fp4convert("transcode", made, "-o", out, *frame, "-q")
+    weights = weights_of(out / "tiny.gguf", checkpoint, kind)
+    fp4convert("dequantize", made, "-o", tmp_path / "restored", "--dtype", "bf16", "-q")
+    restored = read_tensors(tmp_path / "restored")
+    attention = {name: tensor for name, tensor in weights.items() if "_proj" in name}
+    attention = {name: tensor for name, tensor in attention.items() if ".self_attn." in name}
+    assert differing(attention, {name: restored[name].float() for name in attention}) == []
+    found = run_llamacpp(out / "tiny.gguf")
+    assert distance(found, expected_by_transformers(checkpoint, weights)) < 0.02
+
+
 @every_way
 @every_format
 @every_kind

@@ -12,7 +12,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from checkpoints import LAYER, Outcome, run, write_llama
+from checkpoints import LAYER, Outcome, read_folder, run, values_of, write_llama
 from gguf.quants import dequantize
 from gguf_donors import HEADS, Arrays, model, write_donor
 
@@ -91,6 +91,52 @@ def test_rows_find_their_order(
         abs(np.corrcoef(permuted(found, 4).ravel(), arrays["blk.0.attn_q.weight"].ravel())[0, 1])
         < 0.5
     )
+
+
+RECIPE = """
+about = "NVFP4 beside FP8 and MXFP8"
+base = "default"
+[[format]]
+modules = ["*.q_proj", "*.k_proj", "*.v_proj"]
+format = "fp8"
+[[format]]
+modules = ["*.o_proj"]
+format = "mxfp8"
+"""
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
+def test_eight_bits_become_the_frames_floats(
+    artifacts: dict[str, Path], tmp_path: Path, dialect: str
+) -> None:
+    """In its order of rows, bit for bit what dequantize writes; counted, and told."""
+    (tmp_path / "mixed.toml").write_text(RECIPE)
+    options = ("--format", "nvfp4", "--recipe", tmp_path / "mixed.toml", "--dialect", dialect)
+    made = tmp_path / "made"
+    assert run("quantize", artifacts["source"], *options, "-o", made, "-q").code == 0
+    donor = write_donor(tmp_path / "donor.gguf", llamas(model()), "F32")
+    outcome = transcode(made, donor, tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    told = outcome.json["carried"]
+    assert (told["modules"], told["bit_for_bit"], told["floats"]) == (MODULES, 3, 4)
+    assert outcome.json["tensors"]["transcoded"] == 3
+    assert outcome.json["tensors"]["dequantized"] == 4
+    texts = " ".join(outcome.json["warnings"])
+    assert "3 matrices become fp32" in texts
+    assert "1 matrices become fp32" in texts
+    stored = {each.name: each for each in gguf.GGUFReader(tmp_path / "out" / "donor.gguf").tensors}
+    assert run("dequantize", made, "-o", tmp_path / "r", "--dtype", "fp32", "-q").code == 0
+    values = read_folder(tmp_path / "r")
+    for name, own, heads in (
+        ("attn_q", "q_proj", 4),
+        ("attn_k", "k_proj", 2),
+        ("attn_v", "v_proj", 0),
+        ("attn_output", "o_proj", 0),
+    ):
+        expected = values_of(values[f"{LAYER}.self_attn.{own}.weight"])
+        expected = permuted(expected, heads) if heads else expected
+        assert stored[f"blk.0.{name}.weight"].tensor_type.name == "F32"
+        assert np.array_equal(stored[f"blk.0.{name}.weight"].data, expected), name
 
 
 def without(arrays: Arrays, *names: str) -> Arrays:

@@ -14,6 +14,7 @@ from checkpoints import Tensor, pack_shard
 from fp4convert.checkpoint.dialects.base import Ignored, MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form, group_modules
 from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.checkpoint.dialects.tables import encode_int4
 from fp4convert.checkpoint.record import Contents, make_record
 from fp4convert.numerics.matrices import Quantized
 from fp4convert.recipes.recipe import Target
@@ -24,11 +25,12 @@ NOWHERE: dict[str, object] = {"repo": None, "revision": None}
 
 
 class Eight(NamedTuple):
-    """FP8 codes and scales as they are stored."""
+    """Codes of FP8 or int4 and scales as they are stored, with the scale of activations."""
 
     shape: tuple[int, int]
     codes: bytes
     scales: bytes
+    input_scale: float = 1.0
 
 
 Matrices = Mapping[str, tuple[Form, Quantized | Eight]]
@@ -41,11 +43,12 @@ def spell(target: Target, matrices: Matrices) -> dict[str, Tensor]:
     for module, (form, q) in matrices.items():
         stored: dict[str, bytes] = {}
         if isinstance(q, Eight):
-            assert form.format.is_fp8
-            assert dialect.TRAITS.fp8 is not None
-            parts = dialect.TRAITS.fp8.encode(
-                module, q.shape, form, [(memoryview(q.codes), memoryview(q.scales))]
-            )
+            panels = [(memoryview(q.codes), memoryview(q.scales))]
+            if form.format.is_fp8:
+                assert dialect.TRAITS.fp8 is not None
+                parts = dialect.TRAITS.fp8.encode(module, q.shape, form, panels, q.input_scale)
+            else:
+                parts = encode_int4(module, q.shape, panels)
         else:
             parts = MatrixEncoder(dialect, form, 1.0).encode(module, q.shape, iter([q]))
         for name, part in parts:

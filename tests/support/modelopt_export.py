@@ -10,6 +10,7 @@ from typing import Any
 Quantizers = dict[str, Any]
 FP4 = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
 FP8 = {"num_bits": (4, 3), "axis": None}
+MXFP8 = {"num_bits": (4, 3), "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}}
 
 
 def with_exceptions(quantizers: Quantizers) -> Quantizers:

@@ -11,6 +11,8 @@ FP8 and MXFP8, alone or beside these:
   M.weight        F8_E4M3 [rows, columns]
   M.weight_scale  fp8: F32 [rows, 1], a multiplier; also read: [1] of the whole, one to a block;
                   mxfp8: U8 [rows, columns / 32], E8M0
+  M.input_scale   fp8 of the whole, where the record says that activations have a static scale:
+                  F32 [1], a multiplier
 
 Traps (each loads and computes garbage, or does not load): the scalar shape [] for the global scale;
 F8_E8M0 as the dtype of MXFP4 scales; a missing quantization_status or strategy; an unknown key
@@ -74,7 +76,7 @@ TRAITS = Traits(
     cache_scales=("k_scale", "v_scale"),
     mixes=(NVFP4, MXFP4, FP8, MXFP8, INT4),
     labels=(".weight_shape",),
-    fp8=Fp8Table("row", _scale_shape),
+    fp8=Fp8Table("row", _scale_shape, ".input_scale", is_open=True),
 )
 TABLE = Table(
     (TRAITS.packed, "U8"),
@@ -186,6 +188,8 @@ def _scheme(form: Form, targets: list[str]) -> Json:
     match form.granularity:
         case "tensor":
             weights["strategy"] = "tensor"
+            if form.is_static:
+                inputs |= {"dynamic": False, "strategy": "tensor"}
         case (1, int(columns)):
             weights |= {"strategy": "group", "group_size": columns}
             if fmt is MXFP8:
@@ -316,8 +320,14 @@ def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
         return None
     activations = ACTIVATIONS_FP8 if bits == ACTIVATIONS_FP8 else 16
     stored = "U8" if beside is MXFP8 else "F32"
+    is_static = beside is FP8 and granularity == "tensor" and inputs.get("strategy") == "tensor"
     return Form(
-        beside, activations, kv_cache=kv_cache, granularity=granularity, stored_scales=stored
+        beside,
+        activations,
+        kv_cache=kv_cache,
+        granularity=granularity,
+        stored_scales=stored,
+        is_static=is_static and activations == ACTIVATIONS_FP8 and not inputs.get("dynamic"),
     )
 
 

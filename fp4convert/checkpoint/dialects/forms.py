@@ -33,6 +33,7 @@ class Form:
     stored_scales safetensors' dtype of the scales of these
     rank          of the low-rank correction beside the codes, which then are of what it leaves;
                   None where there is none
+    is_static     of FP8, where the dialect leaves it open: a scale of activations stands beside it
     """
 
     format: Format
@@ -43,6 +44,7 @@ class Form:
     granularity: Granularity | None = None
     stored_scales: str = "F32"
     rank: int | None = None
+    is_static: bool = False
 
     @property
     def has_input_scale(self) -> bool:

@@ -66,7 +66,11 @@ TRAITS = Traits(
     suffixes=SUFFIXES["mlx"],
     mixes=(NVFP4, MXFP4, MXFP8),
     fp8=Fp8Table(
-        _MXFP8_BLOCK, _scale_shape, None, {_MXFP8_BLOCK: 16}, codes=("U32", 4), scales=".scales"
+        _MXFP8_BLOCK,
+        _scale_shape,
+        activations={_MXFP8_BLOCK: 16},
+        codes=("U32", 4),
+        scales=".scales",
     ),
 )
 SCALE_DTYPES = {NVFP4: "U8", MXFP4: "U8"}

@@ -86,7 +86,7 @@ TRAITS = Traits(
     companions=(".input_scale", ".k_scale", ".v_scale"),
     cache_scales=("k_proj.k_scale", "v_proj.v_scale"),
     mixes=(NVFP4, FP8, MXFP8),
-    fp8=Fp8Table("tensor", _scale_shape, ".input_scale", _FP8_ACTIVATIONS),
+    fp8=Fp8Table("tensor", _scale_shape, ".input_scale", activations=_FP8_ACTIVATIONS),
 )
 SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 TABLE = Table((".weight", "U8"), ".weight_scale", SCALE_DTYPES, TRAITS.scalars, fp8=TRAITS.fp8)

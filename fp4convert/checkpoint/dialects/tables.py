@@ -127,6 +127,7 @@ class Fp8Table:
     scale_shape  of the scales' tensor, by granularity; None for one that the dialect cannot say
     input_scale  ending of the static scale of activations, which engines want with one scale for a
                  matrix; None: there is none
+    is_open      engines do without it, too: Form.is_static tells
     activations  bits to which engines quantize activations, by granularity, where they do not leave
                  the choice
     codes        dtype of M.weight, and how many codes are in one item of it
@@ -138,6 +139,7 @@ class Fp8Table:
     made: Granularity
     scale_shape: Callable[[tuple[int, int], Granularity], tuple[int, ...] | None]
     input_scale: str | None = None
+    is_open: bool = False
     activations: Mapping[Granularity, int] = field(default_factory=dict)
     codes: tuple[str, int] = ("F8_E4M3", 1)
     scales: str = ".weight_scale"
@@ -146,7 +148,9 @@ class Fp8Table:
 
     def has_input_scale(self, form: Form) -> bool:
         """Tell whether a static scale of activations stands beside such a matrix."""
-        return self.input_scale is not None and form.format is FP8 and form.granularity == "tensor"
+        is_one = form.format is FP8 and form.granularity == "tensor"
+        is_wanted = form.is_static or not self.is_open
+        return self.input_scale is not None and is_one and is_wanted
 
     def unfit(self, shape: tuple[int, int], form: Form) -> str | None:
         """Do what Dialect.unfit says."""
@@ -166,7 +170,7 @@ class Fp8Table:
             TensorSpec(stem + self.scales, form.stored_scales, grid),
         ]
         if self.input_scale and self.has_input_scale(form):
-            specs.append(TensorSpec(stem + self.input_scale, "F32", ()))
+            specs.append(TensorSpec(stem + self.input_scale, "F32", grid))
         if self.mark:
             ending, data = self.mark(form)
             specs.append(TensorSpec(stem + ending, "U8", (len(data),)))

@@ -72,20 +72,28 @@ def module_form(target: Target, fmt: str) -> Form:
 
 
 def fp8_form(
-    target: Target, granularity: Granularity, stored_scales: str = "F32", fmt: Format = FP8
+    target: Target,
+    granularity: Granularity,
+    stored_scales: str = "F32",
+    fmt: Format = FP8,
+    is_static: bool = False,
 ) -> Form:
-    """Return the form of a matrix that becomes FP8 or MXFP8, or stays it."""
+    """Return the form of a matrix that becomes FP8 or MXFP8, or stays it.
+
+    is_static  a scale of activations stands beside it
+    """
     traits = dialect_named(str(target.dialect)).TRAITS
     wanted = 16 if target.activations == 16 else ACTIVATIONS_FP8
     bits = traits.fp8.activations.get(granularity, wanted) if traits.fp8 else wanted
-    layout = target.scale_layout or traits.layouts[0]
+    is_open = traits.fp8 is not None and traits.fp8.is_open and granularity == "tensor"
     return Form(
         fmt,
         bits,
-        layout,
+        target.scale_layout or traits.layouts[0],
         target.kv_cache,
         granularity=granularity,
         stored_scales=stored_scales,
+        is_static=is_static and is_open and bits == ACTIVATIONS_FP8,
     )
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.numerics.codec import Float32s
-from fp4convert.numerics.formats import Format
+from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.numerics.matrices import Blocks, Weights
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef, total_nbytes
@@ -192,6 +192,14 @@ class Linear:
 def is_fp8(linear: Linear) -> bool:
     """Tell whether its codes are E4M3 already."""
     return linear.coding.format is not None and linear.coding.format.is_fp8
+
+
+def input_scale_of(linear: Linear) -> TensorRef | None:
+    """Return the static scale of its activations that stands beside it."""
+    for ref in linear.idle:
+        if ref.name.endswith(".input_scale") and ref.dtype in FLOAT_TYPES and ref.elements == 1:
+            return ref
+    return None
 
 
 def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
-from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
+from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear, input_scale_of
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
@@ -92,7 +92,7 @@ class Fp8(CodingDefaults):
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         codes, *scales = linear.refs
-        if codes.dtype != "F8_E4M3" or not scales:
+        if codes.dtype == "F8_E5M2" or not scales:  # words of several codes are E4M3
             return None
         if self.format is MXFP8:
             return fp8_form(target, self.block, "U8", MXFP8)
@@ -100,7 +100,8 @@ class Fp8(CodingDefaults):
         if len(scales[0].shape) < 2:  # a matrix of one block has a scale for each of its dimensions
             words[linear.shape] = "tensor"
         stored = scales[0].dtype if scales[0].dtype in FLOAT_DTYPES else "F32"
-        return fp8_form(target, words.get(self.block, self.block), stored)
+        granularity = words.get(self.block, self.block)
+        return fp8_form(target, granularity, stored, is_static=input_scale_of(linear) is not None)
 
     def kept(
         self, linear: Linear, source: Source, form: Form
