@@ -176,14 +176,14 @@ def test_experts_that_are_quantized_in_part_are_told(tmp_path):
             {f"{DOWN}.weight": ("F8_E5M2", (16, 32), b"\x3c" * 512)},
             LLAMA,
             CT,
-            f"{DOWN}.weight is fp8, which dialect {CT} cannot hold beside nvfp4; held as it is by no",
+            f"{DOWN}.weight is fp8, which dialect {CT} cannot hold beside nvfp4; held",
         ),
         (
             fp8(),
             FP8,
             "modelopt",
-            f"{DOWN}.weight is fp8 8x16, which dialect modelopt cannot hold beside nvfp4; held as it"
-            " is by compressed-tensors",
+            f"{DOWN}.weight is fp8 8x16, which dialect modelopt cannot hold beside nvfp4; held"
+            " as it is by compressed-tensors",
         ),
     ],
 )
