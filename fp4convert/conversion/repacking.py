@@ -295,7 +295,7 @@ def _add_losses(artifact: Artifact, plan: Plan, made: Format | None) -> Plan:
 
 
 def _other_activations(artifact: Artifact, plan: Plan) -> Iterator[str]:
-    """Tell of modules of eight bits whose activations the dialect says otherwise."""
+    """Tell where a dialect gives modules other bits of activations."""
     found: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     for step in plan.steps:
         packed = artifact.others.get(step.module)

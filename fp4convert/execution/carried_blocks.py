@@ -65,7 +65,7 @@ class Carried(NamedTuple):
 
 
 class Carrier:
-    """The four-bit modules of an artifact, each in its own format or all in one.
+    """The four-bit modules of an artifact, each in the format it becomes.
 
     Raises  NumericError where a block scale that must be cast is NaN
     """

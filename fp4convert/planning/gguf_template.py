@@ -145,12 +145,8 @@ def place_modules(
                 module,
             )
         if stem in placed:
-            raise InputError(
-                "template-name",
-                f"{module}: another module takes the place of {stem} too",
-                "Leave one out.",
-                module,
-            )
+            detail = f"{module}: another module takes the place of {stem} too"
+            raise InputError("template-name", detail, "Leave one out.", module)
         weights = linear.coding.weights(linear, artifact.source)
         placed[stem] = Stored(linear.shape, _find_order(weights, module, donor, ref), ref)
     for stem, numbers in experts.items():

@@ -1,4 +1,4 @@
-"""Find the form in which a quantized module stays, and the dialects that hold it.
+"""Find the form in which a quantized module stays, and who holds it.
 
 quantize --keep-packed and transcode ask the same: under which names and shapes does a dialect hold
 codes and scales that nothing rounds again?

@@ -191,7 +191,7 @@ def plan_transcode(
 def _list_left_out(
     contents: Contents, placed: Mapping[str, Stored], tasks: Iterable[Task]
 ) -> dict[str, str]:
-    """Say of what modules replace, and of scales beside them, why they do not travel."""
+    """Say why tensors are replaced, or scales left out."""
     ours = {ref.name for packed in contents.modules.values() for ref in packed.refs}
     ours |= {ref.name for linear in contents.others.values() for ref in linear.refs}
     homes = {stored.home.name for stored in placed.values()} - ours
@@ -255,9 +255,9 @@ def _steps_of(
 
 
 def _scales_beside(steps: Sequence[Step], renamed: Collection[str]) -> tuple[list[str], list[str]]:
-    """List scales of activations that the dialect has no name for, and modules that lack one.
+    """List scales of activations without a place, and modules without one.
 
-    Of modules of eight bits
+    All of modules of eight bits.
     """
     unread, unit = [], []
     for step in steps:
