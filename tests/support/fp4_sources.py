@@ -86,7 +86,10 @@ def make_deepseek_v4(folder: Path) -> Source:
     return Source(
         folder,
         "mxfp4",
-        {name: (tensors[f"{name}.weight"], tensors[f"{name}.scale"]) for name in experts},
+        {
+            name: (tensors[f"{name}.weight"], tensors[f"{name}.scale"])
+            for name in [*experts, *draft]
+        },
         judged,
     )
 
