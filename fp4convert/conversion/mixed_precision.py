@@ -210,7 +210,7 @@ class _Fitting:
         """Raise InputError for a goal that is out of reach."""
         goal, weights = self.goal, self.parts.weights
         parts = self.parts.sized({})
-        least = [min(options, key=lambda option: option.nbytes) for options in parts]
+        least = self._smallest(parts)
         low = sum(option.nbytes for option in least)
         high = sum(max(option.nbytes for option in options) for options in parts)
         if goal.bits is not None:
@@ -222,20 +222,49 @@ class _Fitting:
     def best(self, losses: Losses, words: tuple[str, ...]) -> Fit:
         """Choose the formats; the size is that of the files that will be written."""
         goal, parts = self.goal, self.parts.sized(losses)
-        smallest = [min(options, key=lambda option: option.nbytes) for options in parts]
+        smallest = self._smallest(parts)
         if goal.bits is not None:
             most = math.floor(goal.bits * self.parts.weights / 8)
-            chosen = self._with_asked_format(parts, choose(parts, most) or smallest)
-            return self._fit(chosen, words)
+            return self._fit(self._choose(parts, most), words)
         wanted = goal.nbytes or 0
         beside = self.artifact_nbytes(smallest) - sum(option.nbytes for option in smallest)
         for _ in range(MOST_TRIES):
-            chosen = self._with_asked_format(parts, choose(parts, wanted - beside) or smallest)
-            found = self._fit(chosen, words)
+            found = self._fit(self._choose(parts, wanted - beside), words)
             if found.nbytes <= wanted:
                 return found
             beside += found.nbytes - wanted
         return self._fit(smallest, words)
+
+    def _smallest(self, parts: Sequence[Sequence[Option]]) -> list[Option]:
+        """Return the choice of least bytes, with something in the format asked for."""
+        return [min(options, key=lambda option: option.nbytes) for options in self._forced(parts)]
+
+    def _choose(self, parts: Sequence[Sequence[Option]], most: int) -> list[Option]:
+        """Choose with something in the format asked for, within so many bytes.
+
+        Returns  the smallest choice where nothing fits
+        """
+        for tried in (parts, self._forced(parts)):
+            if found := choose(tried, most):
+                found = self._with_asked_format(parts, found)
+                if sum(option.nbytes for option in found) <= most:
+                    return found
+        return self._smallest(parts)
+
+    def _forced(self, parts: Sequence[Sequence[Option]]) -> list[Sequence[Option]]:
+        """Leave the part that it costs least bytes no format but that asked for."""
+        name = self.parts.recipe.format.name
+        dearer = {
+            at: own.nbytes - min(option.nbytes for option in options)
+            for at, options in enumerate(parts)
+            for own in options
+            if own.word == name
+        }
+        first = min(dearer, key=lambda at: dearer[at])
+        return [
+            options if at != first else [own for own in options if own.word == name]
+            for at, options in enumerate(parts)
+        ]
 
     def _with_asked_format(
         self, parts: Sequence[Sequence[Option]], chosen: list[Option]

@@ -240,11 +240,12 @@ def _recipe_for(
     # Engines that read no global scale for this model take it as 1.
     shards = source.checkpoint.shards
     reads_any = traits.global_scale_kind and all(s.frame.reads_global_scales for s in shards)
+    has_scales = any(each.has_global_scale for each in (fmt, *traits.mixes))
     is_weighed = options.method == GPTQ and calibration is not None
     target = replace(
         asked,
         scale_rule=options.scale_rule or (IMPORTANCE if is_weighed else None),
-        has_unit_scale=fmt.has_global_scale and not reads_any,
+        has_unit_scale=has_scales and not reads_any,
         via=options.via,
         method=options.method,
         calibration=calibration.sha256 if calibration else None,

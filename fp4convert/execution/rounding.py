@@ -77,7 +77,8 @@ class Rounding:
                 moments_under(calibration.moments(module), weights)
                 for module, weights in zip(modules, members, strict=True)
             ]
-        amax = global_range(rule) if self.target.has_unit_scale else given.amax
+        is_unit = self.target.has_unit_scale and fmt.has_global_scale
+        amax = global_range(rule) if is_unit else given.amax
         given = replace(given, amax=amax, importance=importance)
         is_exact = are_exact(members, fmt)
         if is_exact:

@@ -5,6 +5,7 @@ refused.
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -451,6 +452,23 @@ def test_no_other_choice_of_that_size_costs_the_outputs_less(source, tmp_path, b
     assert (target["unit"], target["bits_per_weight"] <= bits) == ("kl", True)
     (line,) = (line for line in document["warnings"] if "outputs lose" in line)
     assert "KL of predictions, measured on 4,096 tokens by c.safetensors" in line
+
+
+@pytest.mark.parametrize("asked", ["--target-bits", "--target-size"])
+def test_the_smallest_choice_has_something_in_the_format_asked_for(source, tmp_path, asked):
+    """With MXFP4 beside, which is smaller: no goal is met by leaving NVFP4 out, or missed."""
+    file = tmp_path / "c.safetensors"
+    sensed(source, file, 7, ("nvfp4", "mxfp4", "fp8"))
+    options = ("--calibration", file, "-o", tmp_path / "out")
+    error = refused(source, "--format", "nvfp4", asked, 0.000001, *options)
+    assert error["code"] == "target-range"
+    least = re.search(r"expected from ([\d.]+)", error["message"])[1]
+    target = planned(source, tmp_path / "out", asked, least, "--calibration", file)["target"]
+    assert target["modules"].keys() == {"nvfp4", "mxfp4"}
+    reached = (
+        target["bits_per_weight"] if asked == "--target-bits" else target["output_bytes"] / 1e9
+    )
+    assert reached <= float(least)
 
 
 def test_other_dialects_have_fewer_formats_for_what_outputs_lose(source, tmp_path):

@@ -62,7 +62,7 @@ class Smoother:
         self._are_inputs_told = are_inputs_told
         self._format = format_named(target.format)
         self._rule = target.rule_for(self._format)
-        self._has_unit_scale = target.has_unit_scale
+        self._has_unit_scale = target.has_unit_scale and self._format.has_global_scale
         self._found: dict[str, Factors] = {}
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
