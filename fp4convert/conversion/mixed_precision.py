@@ -236,7 +236,7 @@ class _Fitting:
         return self._fit(smallest, words)
 
     def _smallest(self, parts: Sequence[Sequence[Option]]) -> list[Option]:
-        """Return the choice of least bytes, with something in the format asked for."""
+        """Return the choice of least bytes that has the format asked for."""
         return [min(options, key=lambda option: option.nbytes) for options in self._forced(parts)]
 
     def _choose(self, parts: Sequence[Sequence[Option]], most: int) -> list[Option]:
@@ -252,7 +252,7 @@ class _Fitting:
         return self._smallest(parts)
 
     def _forced(self, parts: Sequence[Sequence[Option]]) -> list[Sequence[Option]]:
-        """Leave the part that it costs least bytes no format but that asked for."""
+        """Give one part, the cheapest, no format but that asked for."""
         name = self.parts.recipe.format.name
         dearer = {
             at: own.nbytes - min(option.nbytes for option in options)

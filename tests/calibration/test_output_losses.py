@@ -103,7 +103,7 @@ class Death(BaseException):
 def test_a_killed_run_goes_on_after_the_parts_that_were_measured(
     tmp_path: Path, words: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounds of five runs: 12 parts in 3 formats are 8 rounds; the fourth is killed."""
+    """Rounds of five runs: 12 parts in 4 formats are 10 rounds; the fourth is killed."""
     source, clean = make_model(tmp_path / "m", "Llama"), tmp_path / "clean.safetensors"
     assert calibrate(source, clean, "--text", words, "--sensitivity").code == 0
     monkeypatch.setattr(output_losses, "HIDDEN_NBYTES", 5 * 3 * 4 * 64 * LENGTH * SAMPLES)
@@ -122,7 +122,7 @@ def test_a_killed_run_goes_on_after_the_parts_that_were_measured(
     assert not output.exists()
     again = calibrate(source, output, "--text", words, "--sensitivity")
     assert again.code == 0, again.err
-    assert began == [5, 5, 5, 5, 5, 5, 5, 5, 1]
+    assert began == [*[5] * 10, 3]
     before, after = (load_file(file) for file in (clean, output))
     assert before.keys() == after.keys()
     for name, value in before.items():
@@ -135,7 +135,7 @@ def test_of_long_text_some_is_taken_and_a_person_is_told(
     monkeypatch.setattr(output_losses, "MOST_TOKENS", 2 * LENGTH)
     source, file = make_model(tmp_path / "m", "Llama"), tmp_path / "c.safetensors"
     made = calibrate(source, file, "--text", words, "--sensitivity")
-    assert f"12 parts in 3 formats, a run of {2 * LENGTH} tokens for each" in made.err
+    assert f"12 parts in 4 formats, a run of {2 * LENGTH} tokens for each" in made.err
     assert open_calibration(file).loss_tokens == 2 * LENGTH
     plain = tmp_path / "plain.safetensors"
     assert calibrate(source, plain, "--text", words).code == 0
