@@ -523,3 +523,17 @@ def test_parts_that_were_not_measured_become_what_is_asked_for(source, tmp_path)
     assert record["calibration"] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert run("inspect", tmp_path / "out", "--full").code == 0
     assert [made[module] for module in made].count("keep") > 4
+
+
+def test_nvfp4_beside_mxfp4_in_mlx_has_scales_of_one(source, tmp_path):
+    """mlx has no place for another: the same bytes as where all is NVFP4 there."""
+    recipe = tmp_path / "down.toml"
+    recipe.write_text('[[format]]\nmodules = ["*.down_proj"]\nformat = "nvfp4"\n')
+    mixed, whole = tmp_path / "mixed", tmp_path / "whole"
+    for fmt, out, options in (("mxfp4", mixed, ("--recipe", recipe)), ("nvfp4", whole, ())):
+        words = ("quantize", source, "--format", fmt, "--dialect", "mlx", *options, "-o", out)
+        assert run(*words, "-q").code == 0
+    found, expected = read_folder(mixed), read_folder(whole)
+    names = [name for name in found if ".down_proj." in name]
+    assert names
+    assert all(found[name] == expected[name] for name in names)
