@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from compressed_tensors_export import Schemes, export_compressed
 from modelopt_export import FP4, FP8, MXFP8, Quantizers, export_modelopt, with_exceptions
@@ -250,8 +251,9 @@ def test_compressed_tensors_mixed_export_there_and_back(
     before, after = read_tensors(export), read_tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     assert len(inputs) == MODULES - IN_MLP
+    # Nothing was calibrated: they are whatever was in memory, also NaN.
     left, right = ([each[tensor].float().item() for tensor in inputs] for each in (before, after))
-    assert left == right
+    np.testing.assert_array_equal(left, right)
     weights = _loaded(tmp_path / "back")
     attention = [name for name in weights if ".self_attn." in name]
     assert attention
