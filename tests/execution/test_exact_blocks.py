@@ -150,6 +150,30 @@ def test_one_layer_of_them_among_others(tmp_path):
     assert found["exact"] == found["blocks"]
 
 
+class FakeQuantize(torch.nn.Module):
+    def __init__(self, amax):
+        super().__init__()
+        self.amax = amax
+
+    def forward(self, weight):
+        rounded = by_modelopt(weight.detach(), self.amax)
+        return weight + (rounded - weight).detach() if self.training else rounded
+
+
+def amaxes_of(linears):
+    """The largest weight of each scale group, by the name of every member."""
+    fused = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+    keys = {
+        name: ".".join((*name.split(".")[:-1], fused.get(name.split(".")[-1], name.split(".")[-1])))
+        for name in linears
+    }
+    amaxes = {}
+    for name, module in linears.items():
+        own = module.weight.detach().abs().amax()
+        amaxes[keys[name]] = torch.maximum(own, amaxes.get(keys[name], own))
+    return {name: amaxes[keys[name]] for name in linears}
+
+
 def train_with_fake_quantization(folder, stored):
     """A small Llama whose weights pass ModelOpt's NVFP4 in every forward pass, straight through
     backward; its masters are float32, its amaxes are those of the beginning. Saved as they are
@@ -173,27 +197,9 @@ def train_with_fake_quantization(folder, stored):
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and name != "lm_head"
     }
-    fused = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-    keys = {
-        name: ".".join((*name.split(".")[:-1], fused.get(name.split(".")[-1], name.split(".")[-1])))
-        for name in linears
-    }
-    amaxes = {}
+    amaxes = amaxes_of(linears)
     for name, module in linears.items():
-        own = module.weight.detach().abs().amax()
-        amaxes[keys[name]] = torch.maximum(own, amaxes.get(keys[name], own))
-
-    class FakeQuantize(torch.nn.Module):
-        def __init__(self, amax):
-            super().__init__()
-            self.amax = amax
-
-        def forward(self, weight):
-            rounded = by_modelopt(weight.detach(), self.amax)
-            return weight + (rounded - weight).detach() if self.training else rounded
-
-    for name, module in linears.items():
-        quantizer = FakeQuantize(amaxes[keys[name]])
+        quantizer = FakeQuantize(amaxes[name])
         torch.nn.utils.parametrize.register_parametrization(module, "weight", quantizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     text = torch.tensor(list(b"the rain in spain stays mainly in the plain " * 40)) % 64
