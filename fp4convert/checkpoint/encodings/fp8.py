@@ -33,6 +33,7 @@ from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
 from fp4convert.numerics.formats import FP8, MXFP8, Format
 from fp4convert.numerics.fp8_int import Grid, encode_e8m0, through_fp8
+from fp4convert.numerics.fp8_rounding import Block
 from fp4convert.numerics.matrices import (
     FetchedWeights,
     Matrix,
@@ -65,7 +66,6 @@ VIA_BLOCK = (128, 128)
 VIA_COLUMNS = (
     2048  # rounded together: what is held meanwhile does not grow with the width of a matrix
 )
-Block = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
