@@ -8,14 +8,14 @@
  * Bytes equal dequantize in fp4convert/numerics/codec.py; where a value is NaN it is NaN, with bits of the device's own.
  * Bytes moved per bf16 element: NVFP4 0.5625 + 2, MXFP4 0.53125 + 2.
  *
- * A thread owns four groups of 8 elements, THREADS apart: a warp reads 128 bytes of codes in a row and
- * writes all that becomes of them in a row too, 16 bytes a lane at a time.
+ * A thread owns groups of elements, THREADS apart, each of which becomes 16 bytes: a warp reads what it wants in a row, and
+ * writes 512 bytes in a row.
  */
 #include "device.h"
 
-enum { GROUP = 8, GROUPS = UNIT * UNITS / GROUP, LAUNCH_GROUPS = THREADS * GROUPS };
-
+/* GROUP elements of 16 bytes. */
 template <u32 NARROW2(float, float)> struct ToHalf {
+    enum { GROUP = 8 };
     static MEMBER void store(void *y, i64 group, const float *v) {
         Words4 out;
 #pragma unroll
@@ -24,22 +24,22 @@ template <u32 NARROW2(float, float)> struct ToHalf {
     }
 };
 struct ToFp32 {
+    enum { GROUP = 4 };
     static MEMBER void store(void *y, i64 group, const float *v) {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            ((Words4 *)y)[group * 2 + i] = {fp4_bits(v[4 * i]), fp4_bits(v[4 * i + 1]), fp4_bits(v[4 * i + 2]), fp4_bits(v[4 * i + 3])};
+        ((Words4 *)y)[group] = {fp4_bits(v[0]), fp4_bits(v[1]), fp4_bits(v[2]), fp4_bits(v[3])};
     }
 };
 
 template <class To, class Steps> DEVICE void dequantize(const u8 *packed, const u8 *block_scales, i64 n, Steps step_of, void *y) {
-    const int per_block = Steps::BLOCK_SIZE / GROUP;
-    i64 start = (i64)blockIdx.x * LAUNCH_GROUPS, left = n / GROUP - start;
-    int groups = left < LAUNCH_GROUPS ? (int)left : LAUNCH_GROUPS;
+    const int GROUP = To::GROUP, GROUPS = UNIT * UNITS / GROUP, launched = THREADS * GROUPS, per_block = Steps::BLOCK_SIZE / GROUP;
+    i64 start = (i64)blockIdx.x * launched, left = n / GROUP - start;
+    int groups = left < launched ? (int)left : launched;
     u32 codes[GROUPS], stored[GROUPS];
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
         int group = min((int)threadIdx.x + i * THREADS, groups - 1);
-        codes[i] = ((const u32 *)packed)[start + group];
+        /* whole words: ptxas 12.9 crashes on codes of which it knows that the upper half is zero */
+        codes[i] = ((const u32 *)packed)[(start + group) * GROUP / 8] >> group * GROUP % 8 * 4;
         stored[i] = block_scales[start / per_block + group / per_block];
     }
 #pragma unroll
@@ -47,7 +47,7 @@ template <class To, class Steps> DEVICE void dequantize(const u8 *packed, const 
         int group = (int)threadIdx.x + i * THREADS;
         if (group >= groups) continue;
         float step = step_of(stored[i]), v[GROUP];
-        u32 pairs[GROUP / 2];
+        u32 pairs[4];
         widen8(codes[i], pairs);
 #pragma unroll
         for (int k = 0; k < GROUP; k++) v[k] = __fmul_rn(widen_fp16((u16)(pairs[k / 2] >> k % 2 * 16)), step);

@@ -2,8 +2,8 @@
 # The first minutes on a machine with an NVIDIA GPU: nothing is downloaded, nothing stops at a failure,
 # and everything is in $OUT as soon as it is known. A part a call; nothing new begins after LIMIT seconds of it.
 #
-#   first_run.sh first      the machine, doctor, bytes in brief, the benchmark, four sanitizers, the profiler
-#   first_run.sh bytes      1 GB and more a kernel, 2^31 + 8192 elements, on all cores
+#   first_run.sh first      the machine, doctor, bytes in brief, the benchmark, the profiler
+#   first_run.sh bytes      1 GB and more a kernel, 2^31 + 8192 elements, four sanitizers, on all cores
 #   first_run.sh whole      whole conversions from /dev/shm, CPU beside GPU, every digest
 #   first_run.sh variants   prepared forms of the kernels beside the shipped ones
 #   first_run.sh page       judges every bar by what is in $OUT; needs no GPU
@@ -82,14 +82,10 @@ first)
         run doctor 30 python3 -P -m fp4convert doctor --json
     } | tee "$OUT/machine.txt"
     cd /tmp || exit
-    run brief 60 "${tests[@]}" "${on_gpu[@]}" -k "inf_and_nan or code_pair or awkward or products or 32_bits" > "$OUT/brief.txt"
+    run brief 60 "${tests[@]}" "${on_gpu[@]}" -k "inf_and_nan or code_pair or awkward or 32_bits" > "$OUT/brief.txt"
     tail -n 20 "$OUT/brief.txt"
     run benchmark 170 "${bench[@]}" gpu --seconds 140 --output "$OUT/gpu.md" > "$OUT/gpu.log"
     tail -n 40 "$OUT/gpu.log"
-    for tool in memcheck racecheck initcheck synccheck; do
-        run "$tool" 25 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "${touched[@]}" small
-    done > "$OUT/sanitizer.txt"
-    grep -E "^--|^==|SUMMARY" "$OUT/sanitizer.txt"
     profile profiler-mse 25 mse > "$OUT/ncu-mse.csv"
     profile profiler 40 elements > "$OUT/ncu.csv"
     profile profiler-others 40 products reports packed >> "$OUT/ncu.csv"
@@ -98,10 +94,19 @@ bytes)
     {
         build
         cd /tmp || exit
+        for tool in memcheck racecheck initcheck synccheck; do
+            run "$tool" 480 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
+                "${touched[@]}" small > "$OUT/$tool.txt" &
+        done
+        # a thread each: sixteen processes of sixteen threads would wait for one another
+        export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
         run bytes 480 "${tests[@]}" -n $((cores > 3 ? cores - 2 : 1)) --timeout 400 --durations 15 \
             --junitxml "$OUT/bytes.xml" "${on_gpu[@]}"
+        wait
     } > "$OUT/bytes.txt"
     tail -n 40 "$OUT/bytes.txt"
+    cat "$OUT"/{memcheck,racecheck,initcheck,synccheck}.txt > "$OUT/sanitizer.txt"
+    grep -E "^--|^==|SUMMARY|^touch" "$OUT/sanitizer.txt"
     ;;
 whole)
     {
