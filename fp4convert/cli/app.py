@@ -41,7 +41,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        from fp4convert.numerics.cpu_library import cpu_library, instruction_set
+        from fp4convert.cpu_library import cpu_library, instruction_set
 
         try:
             kernels = instruction_set(cpu_library())

@@ -104,6 +104,7 @@ class Command(Generic[Options]):
     def _run(self, words: dict[str, Any]) -> None:
         """Do the command, show its document, and last the warnings in it."""
         from fp4convert.cli.screen import Screen
+        from fp4convert.storage.local import check_reads
 
         screen = Screen(*(words.pop(each.name) for each in (JSON, QUIET, VERBOSE)))
         screen.begin()
@@ -117,6 +118,7 @@ class Command(Generic[Options]):
                 shown = do(self.options(**words))
         else:
             shown = do(self.options(**words))
+        check_reads()
         screen.show(shown.document, shown.draw)
         screen.warn(shown.document.get("warnings", ()))
         screen.end()

@@ -64,7 +64,7 @@ class Screen:
             raise InputError("usage", detail, "Leave one of them out.")
         from importlib.metadata import version
 
-        from fp4convert.numerics.cpu_library import cpu_library, instruction_set
+        from fp4convert.cpu_library import cpu_library, instruction_set
         from fp4convert.process import processors
 
         python = ".".join(map(str, sys.version_info[:3]))

@@ -14,7 +14,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from fp4convert.errors import OutputError
+from fp4convert.errors import Fp4Error, OutputError, SourceError
 from fp4convert.storage.system import AS_BYTES
 
 HASH_NBYTES = 512 << 10  # read and hashed at once: what stays in a core's own cache
@@ -49,14 +49,23 @@ def write_errors_at(path: Path, needed_nbytes: int | None = None) -> Iterator[No
         raise write_error(path, error, needed_nbytes) from error
 
 
-def write_error(path: Path, error: OSError, needed_nbytes: int | None = None) -> OutputError:
-    """Return the OutputError for what the system refused."""
+def write_error(path: Path, error: OSError, needed_nbytes: int | None = None) -> Fp4Error:
+    """Return the error for what the system refused."""
+    if error.errno == errno.EFAULT:
+        return lost_pages()  # what was to be written lies in a mapped file
     need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
     message = f"{path}: cannot be written{need}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         next_step = "Make room and run the same command again: what is finished is kept."
         return OutputError("disk-full", message, next_step)
     return OutputError("cannot-write", message)
+
+
+def lost_pages() -> SourceError:
+    """Return the error for a mapped file that is shorter, or cannot be read."""
+    detail = "a file of the source could not be read: it became shorter, or its disk fails"
+    next_step = "Run the command again once nothing writes to it."
+    return SourceError("source-changed", f"{detail}; expected one that stays as it is", next_step)
 
 
 def nbytes_there(path: Path) -> int | None:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
+from fp4convert.cpu_library import outlive_bus_errors
 from fp4convert.errors import InputError, SourceError, shell_line
 from fp4convert.storage.checkpoint_files import (
     CONFIG,
@@ -31,7 +32,7 @@ from fp4convert.storage.checkpoint_files import (
     sort_others,
     sort_pipeline,
 )
-from fp4convert.storage.disk import Mark
+from fp4convert.storage.disk import Mark, lost_pages
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
 from fp4convert.storage.source import CACHED, Checkpoint, name_of, read_whole
@@ -41,6 +42,12 @@ HOLDING = "Give the folder that holds the weights."
 SCALAR_NBYTES = 8
 MOST_OPEN = 256  # shards
 AGAIN = "Run the command again once nothing writes to it."
+
+
+def check_reads() -> None:
+    """Raise SourceError where a page of a mapped file could not be read."""
+    if outlive_bus_errors()():
+        raise lost_pages()
 
 
 class LocalSource:
@@ -70,6 +77,7 @@ class LocalSource:
         with self._lock:
             mapped = self._maps.pop(ref.file, None)
             if mapped is None:
+                outlive_bus_errors()
                 with self.open_file(ref.file) as stream:
                     mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
                 shards = self.checkpoint.shards
@@ -134,6 +142,7 @@ class LocalSource:
         return _regular(self._folder, file).stat().st_size
 
     def check_unchanged(self, shard: str) -> None:
+        check_reads()
         path = self._folder / shard
         if not path.exists() or _stamp(path) != self.checkpoint.stamps[shard]:
             detail = f"{shard} changed while it was read; expected one that does not change"

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +176,55 @@ def test_a_source_that_shrinks_is_told(source):
     with pytest.raises(SourceError) as told:
         opened.read(ref)
     assert (told.value.code, told.value.exit_code) == ("source-changed", 3)
+
+
+def test_a_source_that_shrinks_while_it_is_mapped_is_told(source):
+    """In a process of its own: what was read so is worth nothing in the whole of it."""
+    code = f"""
+import os, sys
+from fp4convert.errors import Fp4Error
+from fp4convert.storage.open import open_source
+opened = open_source({str(source)!r})
+ref = next(opened.checkpoint.tensors)
+mapped = opened.read(ref)
+before = bytes(mapped[:16])
+os.truncate(os.path.join({str(source)!r}, ref.file), 0)
+assert bytes(mapped[:16]) == bytes(16) != before
+try:
+    opened.check_unchanged(ref.file)
+except Fp4Error as error:
+    print(error.code, error.exit_code, error.message)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("source-changed 3 a file of the source could not be read")
+
+
+@pytest.mark.parametrize("command", [("quantize", "--format", "nvfp4"), ("analyze",)])
+def test_a_source_that_shrinks_during_a_command_ends_it(source, tmp_path, command):
+    """Never by SIGBUS; nothing is left that looks whole."""
+    code = f"""
+import os, sys
+from fp4convert.storage.local import LocalSource
+read = LocalSource.read
+def shrink(self, ref):
+    mapped = read(self, ref)
+    if ref.nbytes > 4096:
+        os.truncate(os.path.join({str(source)!r}, ref.file), 0)
+    return mapped
+LocalSource.read = shrink
+from fp4convert.__main__ import main
+main()
+"""
+    output = tmp_path / "out"
+    words = [command[0], str(source), *command[1:], "--json"]
+    words += ["-o", str(output)] if command[0] == "quantize" else []
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert json.loads(done.stdout)["error"]["code"] == "source-changed"
+    assert not list(output.glob("*.safetensors"))
 
 
 def test_a_source_written_during_a_run_ends_it(source, tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ from adversarial import (
     DTYPES,
 )
 
+from fp4convert.cpu_library import cpu_library
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.cpu_library import cpu_library
 from fp4convert.numerics.formats import FP4_FORMATS
 from fp4convert.numerics.matrices import Matrix
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.cpu_library import cpu_library, instruction_set
 from fp4convert.numerics.backends.base import OWN, Given
 from fp4convert.numerics.codec import (
     FLOAT_DTYPES,
@@ -24,7 +25,6 @@ from fp4convert.numerics.codec import (
     not_finite,
     weigh,
 )
-from fp4convert.numerics.cpu_library import cpu_library, instruction_set
 from fp4convert.numerics.descent import panel_rows, room_nbytes
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8

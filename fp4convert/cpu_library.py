@@ -1,8 +1,9 @@
-"""Load the CPU library, and name the copy of its kernels in use."""
+"""Load the CPU library, name its kernels' copy, count failed reads."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
@@ -26,3 +27,15 @@ def cpu_library() -> ctypes.CDLL:
 def instruction_set(library: ctypes.CDLL) -> str:
     """Name the copy of the kernels that fits this processor."""
     return LEVELS[library.fp4_level(0)]
+
+
+@cache
+def outlive_bus_errors() -> Callable[[], int]:
+    """Let pages of mapped files that are gone be zeros, not the end.
+
+    Returns  what counts them; what was read since the first is worth nothing
+    """
+    library = cpu_library()
+    library.outlive_bus_errors()
+    library.bus_errors.restype = ctypes.c_int64
+    return library.bus_errors
