@@ -58,6 +58,10 @@ checkpoints with each family's true names; the tests make every plan again.
 - Counts are of the tiny checkpoints (mostly two layers). The plan of your model:
   `fp4convert quantize ./Model --format nvfp4 --dry-run`. All recipes: `fp4convert recipes`.
 """
+NEWEST = """Plans of these model types, of transformers 5.23's classes under the published names,
+were read one by one: routers, norms, embeddings, gates, convolutions and towers stay, fused layers
+share a scale, stacks are read. Those with a section above are also converted by the tests. The
+recipe is that of the type itself; a model inside it, as Qwen3.5 in MiniCPM-V, brings its own."""
 LANGUAGE = ("vllm", "sglang", "tensorrt-llm", "transformers", "mlx")
 DIFFUSION = ("comfyui", "diffusers")
 NO_CLASS = ("kimi_k2",)  # transformers has none of that name
@@ -71,6 +75,24 @@ PUBLISHED = {
     "Qwen3-Coder-480B-A35B": ("qwen3_moe", QWEN3_CODER_480B.tensors),
     "DeepSeek-V3, in bf16": ("deepseek_v3", deepseek_v3),
 }
+# Model types of text of the last year whose plans, of transformers 5.23's classes, were read.
+READ = (
+    *("apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bamba", "beam", "bitnet", "blt"),
+    *("cohere2_moe", "cwm", "deepseek_v32", "doge", "dots1", "dots3_note", "embedding_gemma2"),
+    *("ernie4_5", "ernie4_5_vl_moe", "exaone4", "exaone4_5", "exaone_moe", "falcon_h1"),
+    *("flex_olmo", "flint", "gemma4_unified", "glm4", "glm46v", "glm4v", "glm_ocr", "glmga"),
+    *("granite_docling", "granite_swa", "granitemoe_swa", "hrm_text", "hy_v3", "hy_v4"),
+    *("hyperclovax", "hyperclovax_vision_v2", "inkling2", "inkling_mm_model", "internlm3"),
+    *("iquestcoder", "jais2", "jamba", "kimi_k25", "kimi_linear", "kolibri1", "laguna", "lfm3"),
+    *("lfm3_vl", "mellum", "mimo_v2_flash", "minicpm3", "minicpm_ocr", "minicpmv4_6"),
+    *("minicpmv4_7", "minimax_m3_vl", "ministral", "ministral3", "mistral3", "mistral4"),
+    *("mistral_large4", "moss_transcribe_diarize", "muse_glimmer", "muse_glimmer_assistant"),
+    *("muse_spark", "nanochat", "nemotron_h", "nemotron_h_omni", "olmo3", "olmo_hybrid"),
+    *("paddleocr_vl", "phi4_multimodal", "qianfan_ocr", "qwen3_asr", "recurrent_gemma"),
+    *("seed_oss", "smollm3", "solar_open", "step3p7", "t5gemma", "t5gemma2", "unlimited_ocr"),
+    *("vaultgemma", "vibevoice", "vibevoice_asr", "voxtral", "voxtral_realtime", "youtu"),
+    *("zamba2", "zaya"),
+)
 SHOWN = tuple(family for family in FAMILIES if "-" not in family.name)  # others are variants
 
 
@@ -171,9 +193,23 @@ def _sizes(name: str) -> Iterator[str]:
         yield from (*table(heads, rows), "")
 
 
+def newest() -> str:
+    """List the model types of the last year by the recipe that they have."""
+    index = tomllib.loads(INDEX.read_text(encoding="utf-8"))
+    by_recipe: dict[str, list[str]] = {}
+    for kind in READ:
+        by_recipe.setdefault(index.get(kind, "default"), []).append(f"`{kind}`")
+    rows = [
+        (f"`{recipe}`", known_file(recipe).about, ", ".join(kinds))
+        for recipe, kinds in sorted(by_recipe.items())
+    ]
+    lines = ["## The newest text families", "", NEWEST, ""]
+    return "\n".join([*lines, *table(("recipe", "which is", "model types"), rows), ""])
+
+
 def main(arguments: list[str]) -> int:
     """Make the section of every family again."""
-    text = "\n".join([HEAD, *[section(family) for family in SHOWN]])
+    text = "\n".join([HEAD, *[section(family) for family in SHOWN], newest()])
     return write_stale({PAGE: text}, arguments)
 
 

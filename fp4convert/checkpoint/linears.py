@@ -38,6 +38,7 @@ from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
+HIDDEN_SIZES = ("hidden_size", "moe_hidden_size")  # of config.json; experts may read fewer columns
 CACHE_SCALES = (
     ".k_scale",
     ".v_scale",
@@ -124,7 +125,7 @@ def linears_of(
     """
     refs = clues.tensors.values()
     dtypes = {ref.dtype for ref in refs}
-    found = [config.get("hidden_size") for config in configs_in(clues.config)]
+    found = [config.get(key) for config in configs_in(clues.config) for key in HIDDEN_SIZES]
     hidden_sizes = {size for size in found if isinstance(size, int)}
     of = find_floats(clues.tensors, recipe.stack_rule, hidden_sizes)
     if PACKED_DTYPE in dtypes:

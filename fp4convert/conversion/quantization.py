@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from fp4convert.calibration.methods.awq_smooth import Smoother
 from fp4convert.calibration.methods.folds import uses_of
@@ -38,7 +39,7 @@ from fp4convert.conversion.options import (
     QuantizeOptions,
     chosen_adapter,
 )
-from fp4convert.errors import InputError, did_you_mean
+from fp4convert.errors import ChoiceError, InputError, did_you_mean
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import begin, carry_out
@@ -72,8 +73,8 @@ from fp4convert.planning.method_needs import (
 from fp4convert.planning.quantize_plan import Scalars, plan_quantize
 from fp4convert.planning.steps import Plan
 from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks, refuse_bad_splits
-from fp4convert.recipes.draft_layers import find_drafts
-from fp4convert.recipes.options import DRAFTS, one_of
+from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
+from fp4convert.recipes.options import DRAFTS, KEEP, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.padded import PaddedSource
@@ -180,6 +181,8 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
         weights = open_global_scales(given, recipe.format, recipe.target)
     with uncollected():
         linears = find_linears(source, recipe)
+        if options.draft == KEEP and is_draft_head(linears.of):
+            _refuse_kept_head(source.name, recipe)
         recipe = replace(recipe, asked_draft=options.draft)
         if recipe.takes_drafts:
             recipe = replace(recipe, drafts=find_drafts(linears.of, recipe))
@@ -187,6 +190,16 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
             linears = merge_adapter(linears, adapter, source.checkpoint)
         cache = plan_cache(source, linears, recipe, calibration) if options.kv_cache else Cache()
         return recipe, linears, Scalars(inputs, calibration, cache, weights)
+
+
+def _refuse_kept_head(name: str, recipe: Recipe) -> NoReturn:
+    """Refuse to keep all that there is."""
+    detail = (
+        f"{name}: nothing becomes {recipe.format.name}: --draft {KEEP}, and all of it drafts tokens"
+        f" for another model ({JOINT!r} beside its layers); expected at least one linear layer"
+    )
+    next_step = f"Leave --draft {KEEP} out, or serve the head as it is: engines load both."
+    raise ChoiceError("no-linears", detail, next_step)
 
 
 def _adapter_for(options: QuantizeOptions) -> Adapter | None:

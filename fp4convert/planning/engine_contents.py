@@ -9,12 +9,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fp4convert.planning.steps import Plan, Step
-from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing
+from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing, is_draft_head
 from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import failures_of, trap_text
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven, ordinary_matrices
 from fp4convert.storage.source import Checkpoint
+
+HEAD = "a draft head"
+# Speculators' own form, and the class that vLLM makes of it: configs/speculators/algos.py there.
+SPECULATORS = {"speculators_model_type": "eagle3"}
+EAGLE3 = "Eagle3LlamaForCausalLM"
 
 
 def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
@@ -29,7 +34,7 @@ def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
         findings=_uneven_codes(steps, checkpoint),
         modules=frozenset(step.module for step in steps if step.form),
     )
-    return with_model(contents, checkpoint.config)
+    return with_model(contents, checkpoint)
 
 
 def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[str]:
@@ -45,12 +50,15 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
     return frozenset({*found, *([DRAFT_FORMAT] if find_differing(words, recipe) else [])})
 
 
-def with_model(contents: Contents, config: Mapping[str, object]) -> Contents:
-    """Add what config.json says."""
+def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
+    """Add what config.json says, which may be that of a plain Llama."""
+    config = checkpoint.config
+    is_head = is_draft_head(ref.name for ref in checkpoint.tensors)
+    is_speculators = SPECULATORS.items() <= config.items()
     return replace(
         contents,
-        model=str(config.get("model_type", "")),
-        classes=class_names(config),
+        model=HEAD if is_head else str(config.get("model_type", "")),
+        classes=(EAGLE3,) if is_speculators else class_names(config),
         has_code="auto_map" in config,
         is_diffusers="_diffusers_version" in config or "_class_name" in config,
     )

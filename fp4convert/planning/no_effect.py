@@ -13,6 +13,7 @@ from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import ChoiceError, InputError, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.steps import Idle, Plan, Step, module_of
+from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import compiled, matches
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.storage.safetensors import WEIGHT
@@ -37,7 +38,8 @@ def find_idle(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> tuple
         "--keep-packed": recipe.keeps_packed and not linears.is_packed and PACKED,
         "--stack-order": recipe.options.stack_order and not has_stacks and STACK,
     }
-    if recipe.asked_draft and not any(map(recipe.is_draft, linears.of)):
+    has_drafts = any(map(recipe.is_draft, linears.of)) or is_draft_head(linears.of)
+    if recipe.asked_draft and not has_drafts:
         lacking[f"--draft {recipe.asked_draft}"] = DRAFT_LAYERS
     found = [
         Idle(option, f"is for {what}; the source has none", is_pattern=False)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from fp4convert.errors import shell_line
 from fp4convert.planning.engine_contents import class_names, plan_contents
 from fp4convert.planning.steps import Plan
+from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engines import Engine, known_engines
 from fp4convert.storage.source import Checkpoint
@@ -17,6 +18,8 @@ CHAT = "ForCausalLM"  # ends the class names of models that engines serve
 PICTURES = "ForConditionalGeneration"  # ends those of models that answer pictures with text
 # Stands where no line of an engine serves a model; a comment to a shell.
 NO_LINE = "# no line serves {names}, which answers no text: see how {engine} serves such models"
+# The same, of what drafts tokens for another model.
+DRAFT_LINE = "# serve its model with {engine}, and name {folder} as the speculative one beside it"
 HOW = {  # a row is known
     "run": "run by {proof}",
     "loaded": "its own loader took such artifacts; no model was run",
@@ -59,6 +62,8 @@ def serve_line(
     if "{file}" in engine.serve:
         name = shell_line(os.path.basename(folder))
         return engine.serve.format(file=shell_line(file), name=name) if file else ""
+    if engine.serve and is_draft_head(ref.name for ref in checkpoint.tensors):
+        return DRAFT_LINE.format(engine=engine.name, folder=shell_line(folder))
     if engine.serve:
         is_text = any(name.endswith(CHAT) for name in class_names(config))
         if not is_text and "text_config" not in config:

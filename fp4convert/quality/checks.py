@@ -27,6 +27,7 @@ from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.missing_parts import find_missing
 from fp4convert.quality.scale_checks import check_scales
+from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
@@ -39,6 +40,10 @@ ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20
 # Of a repository on the Hub: a download of seconds, whatever its size.
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96
 SPREAD = 8  # modules apart are those whose layout is judged one after the other
+DRAFT_HEAD = (
+    "it drafts tokens for another model, and no engine serves it alone: name it as the speculative"
+    " model beside that one"
+)
 HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
 CLASS_WORDS = ("Linear", "Expert", "MoE", "Moe", "MLP", "Conv", "Embedding", "Attention", "Layer")
 # Last names of modules that are linear layers in every model.
@@ -194,6 +199,8 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
         stored = {ref.name for packed in artifact.packed.values() for ref in packed.refs}
         kept = (name.rpartition(".")[0] for name in artifact.tensors if name not in stored)
         modules = {*artifact.packed, *kept}
+        if is_draft_head(modules):
+            yield Finding("note", "draft-head", None, DRAFT_HEAD)
         yield from find_missing(modules, artifact.source.checkpoint.config, recipe)
         shapes = {
             name.removesuffix(WEIGHT): ref.shape

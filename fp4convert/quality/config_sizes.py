@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from fp4convert.errors import Finding
+from fp4convert.recipes.draft_layers import JOINT, is_draft_head
 from fp4convert.recipes.uneven_formats import EXPERTS
 
 DECODERS = frozenset(
@@ -28,6 +29,7 @@ WHOLE = frozenset(  # what every config.json of such a model names
         *("num_attention_heads", "vocab_size"),
     }
 )
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj"})
 DIGITS = 9
 _PLACE = re.compile(
     r"(?:model\.)?(?:layers\.(?P<layer>[0-9]{1,9})\.)?(?:self_attn|mlp|)\.?(?P<rest>.*)"
@@ -40,6 +42,7 @@ class _Numbers(NamedTuple):
 
     hidden: tuple[str, int] | None
     vocabulary: tuple[str, int] | None
+    heads: tuple[str, int] | None  # rows of the head: a draft head may know fewer words
     mlp: tuple[str, int] | None
     expert: tuple[str, int] | None
     queries: tuple[str, int] | None
@@ -56,6 +59,7 @@ def find_odd_sizes(
     if config.get("model_type") not in DECODERS or not config.keys() >= WHOLE:
         return
     numbers, told, layers = _read(config), set[str](), _int(config, "num_hidden_layers")
+    doubled = _read_twice(shapes, numbers.hidden)
     for module, shape in shapes.items():
         found = _PLACE.fullmatch(module)
         if not found or len(shape) != 2:
@@ -68,9 +72,10 @@ def find_odd_sizes(
         is_expert = EXPERTS in f".{found['rest']}"
         if "shared" in found["rest"]:
             continue
-        for axis, size, expected in zip(
-            ("rows", "columns"), shape, _expected(name, is_expert, numbers), strict=True
-        ):
+        rows, columns = _expected(name, is_expert, numbers)
+        if name in ATTENTION and not layer:
+            columns = doubled or columns
+        for axis, size, expected in zip(("rows", "columns"), shape, (rows, columns), strict=True):
             if expected and size != expected[1] and (kind := f"{name} {axis}") not in told:
                 told.add(kind)
                 words = f"by config.json it has {expected[1]} ({expected[0]})"
@@ -78,12 +83,27 @@ def find_odd_sizes(
                 yield Finding("error", "config-size", module, detail)
 
 
+def _read_twice(
+    shapes: Mapping[str, tuple[int, ...]], hidden: tuple[str, int] | None
+) -> tuple[str, int] | None:
+    """Return the width that the first attention of an EAGLE-3 head reads.
+
+    None in any other model. It reads an embedding beside what `fc` makes of the model's states;
+    EAGLE-1 reads what `fc` makes of both (vLLM's models/llama_eagle3.py and llama_eagle.py).
+    """
+    if hidden is None or JOINT not in shapes or not is_draft_head(shapes):
+        return None
+    both = (f"2 x {hidden[0]}", 2 * hidden[1])
+    return None if shapes[JOINT][-1] == both[1] else both
+
+
 def _expected(name: str, is_expert: bool, numbers: _Numbers) -> Sizes:
     """Return rows and columns of a matrix by the last part of its name."""
     hidden, inner = numbers.hidden, numbers.expert if is_expert else numbers.mlp
     known: dict[str, Sizes] = {
         "embed_tokens": (numbers.vocabulary, hidden),
-        "lm_head": (numbers.vocabulary, hidden),
+        "lm_head": (numbers.heads, hidden),
+        JOINT: (hidden, None),
         "q_proj": (numbers.queries, hidden),
         "k_proj": (numbers.keys, hidden),
         "v_proj": (numbers.keys, hidden),
@@ -104,6 +124,7 @@ def _read(config: Mapping[str, object]) -> _Numbers:
     return _Numbers(
         _named(config, "hidden_size"),
         _named(config, "vocab_size"),
+        _named(config, "draft_vocab_size") or _named(config, "vocab_size"),
         mlp,
         _named(config, "moe_intermediate_size") or mlp,
         (f"num_attention_heads {heads} {by_head}", heads * head) if heads and head else None,

@@ -40,7 +40,7 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
         names_fused=names_fused(artifact),
         modules=frozenset(modules),
     )
-    return with_model(contents, artifact.clues.config)
+    return with_model(contents, artifact.source.checkpoint)
 
 
 def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Verdict]:

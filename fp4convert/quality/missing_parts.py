@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 
 from fp4convert.errors import Finding
+from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
@@ -97,12 +98,14 @@ def _missing_experts(
 
 
 def _missing_head(
-    modules: Iterable[str], config: Mapping[str, object]
+    modules: Collection[str], config: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
     ties = [one[TIED] for one in configs_in(config) if TIED in one]
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
     if not ties or any(ties) or not (isinstance(name, str) and name.endswith(GENERATING)):
+        return
+    if is_draft_head(modules):  # engines lend it that of its model
         return
     if not any(HEADS.intersection(module.rsplit(".", 2)[-2:]) for module in modules):
         yield "lm_head", f"lm_head is missing; {name} has one that is not tied to the embedding"

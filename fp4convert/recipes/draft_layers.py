@@ -2,7 +2,8 @@
 
 A model may end in layers that draft further tokens (multi-token prediction): engines run them
 beside the body, and answer a draft that is right with several tokens at once.  Weights that an
-engine reads wrong there cost no error and no quality, only speed.
+engine reads wrong there cost no error and no quality, only speed.  A draft head (EAGLE, DFlash) is
+a checkpoint of its own, and all of it drafts.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.)")
 
 
 DRAFT_FORMAT = "draft-format"  # the code of the finding
+JOINT = "fc"  # joins what a draft head reads of its model: an embedding, hidden states of layers
+HEAD_LAYERS = frozenset({"layers", "midlayer"})  # of heads, which have no prefix before them
 
 
 class DraftFormat(NamedTuple):
     """Modules of draft layers whose format engines do not expect.
 
-    modules  all of them
+    modules  all of them; JOINT alone of a draft head
     word     their format; "" for ordinary weights
-    body     that of the modules of the body with the same names
+    body     that of the modules of the body with the same names; "" where there is no body
     is_told  a recipe says what engines want, and names its source
     """
 
@@ -38,6 +41,8 @@ class DraftFormat(NamedTuple):
 
     def __str__(self) -> str:
         """Tell what was found."""
+        if not self.body:
+            return f"{self.modules[0]!r}, which joins the inputs of a draft head, is {self.word}"
         count = len(self.modules)
         what = "1 module" if count == 1 else f"{count:,} modules"
         own, body = (word or "not quantized" for word in (self.word, self.body))
@@ -54,6 +59,8 @@ class DraftFormat(NamedTuple):
     @property
     def consequence(self) -> str:
         """Tell what engines do with such layers."""
+        if not self.body:
+            return "SGLang and older vLLM build it as an ordinary linear layer, and do not load it"
         if self.is_note:
             return "engines that take ordinary weights there for granted accept few drafts"
         if self.is_told:
@@ -62,6 +69,15 @@ class DraftFormat(NamedTuple):
             "engines that read one format of both do not load them, or accept few drafts without"
             " an error"
         )
+
+
+def is_draft_head(names: Iterable[str]) -> bool:
+    """Tell whether a whole checkpoint drafts tokens for another model.
+
+    names  of its tensors, or of modules; config.json is often that of a plain Llama
+    """
+    firsts = {name.partition(".")[0] for name in names}
+    return JOINT in firsts and not firsts.isdisjoint(HEAD_LAYERS)
 
 
 def find_drafts(modules: Collection[str], recipe: Recipe) -> frozenset[str]:
@@ -83,6 +99,8 @@ def find_differing(words: Mapping[str, str], recipe: Recipe) -> list[DraftFormat
     engines take the body's for granted; the body's where they take ordinary weights for granted.
     words    module -> the word of its format, "" for ordinary weights
     """
+    if words.get(JOINT) and is_draft_head(words):
+        return [DraftFormat((JOINT,), words[JOINT], "", False)]
     drafts = find_drafts(words, recipe)
     if not drafts:
         return []

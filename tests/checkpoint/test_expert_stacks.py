@@ -129,6 +129,16 @@ def test_a_stack_comes_back_from_deepseek(order: str, tmp_path: Path) -> None:
     assert read_folder(there_and_back(source, *options)) == stacks(shapes)
 
 
+def test_experts_that_read_narrower_states_are_read(tmp_path: Path) -> None:
+    """Muse Spark: transformers 5.23's MuseSparkExperts are moe_hidden_size wide."""
+    parent = "model.language_model.layers.0.mlp.experts"
+    shapes = {f"{parent}.gate_up_proj": (COUNT, 128, 32), f"{parent}.down_proj": (COUNT, 32, 64)}
+    text = {"hidden_size": 128, "moe_hidden_size": 32, "model_type": "muse_spark_text"}
+    config = {"model_type": "muse_spark", "text_config": text}
+    source = write_single(tmp_path / "m", stacks(shapes), config)
+    assert read_folder(there_and_back(source)) == stacks(shapes)
+
+
 def test_experts_below_each_other_come_back_so(tmp_path: Path) -> None:
     """DBRX: matrices of two dimensions, w2 of them transposed."""
     shapes = {

@@ -336,6 +336,43 @@ seamless_m4t
   - text_encoder.layers.0.ffn.fc1
   - text_decoder.layers.0.ffn.fc1
   keep speech_encoder.encoder.layers.0.ffn1.intermediate_dense
+hy_v3
+  - model.layers.3.mlp.shared_mlp.up_proj
+  keep model.layers.3.mlp.router.gate
+  keep model.layers.8.mlp.experts.0.up_proj
+dots3_note
+  - model.layers.3.self_attn.q_b_proj
+  keep model.layers.3.self_attn.g_proj
+  keep model.layers.3.self_attn.indexer.wk
+  keep model.layers.8.self_attn.q_b_proj
+beam
+  keep model.layers.0.self_attn.gate_proj
+hrm_text
+  keep model.H_module.layers.0.attn.gqkv_proj
+  - model.H_module.layers.0.attn.o_proj
+inkling2
+  keep model.llm.layers.0.attn.gate_attn
+  keep model.llm.layers.0.attn.attn_sink_proj
+  - model.llm.layers.0.attn.wq_du
+muse_spark
+  keep model.language_model.layers.0.mlp.pre_expert_proj
+  - model.language_model.layers.0.mlp.experts.0.up_proj
+muse_glimmer_assistant
+  keep encoder.fc
+  - layers.0.mlp.up_proj
+gemma4_assistant
+  keep pre_projection
+  keep post_projection
+  - model.layers.0.mlp.up_proj
+embedding_gemma2
+  keep language_model.ple.per_layer_model_projection
+voxtral_realtime
+  keep language_model.model.layers.0.ada_rms_norm.linear1
+  - language_model.model.layers.0.mlp.up_proj
+vibevoice
+  keep model.diffusion_head.layers.0.ffn.up_proj
+starcoder2
+  - model.layers.0.mlp.c_fc
 t5
   - encoder.block.0.layer.0.SelfAttention.q
 bart
@@ -391,8 +428,10 @@ def test_what_shares_a_scale_in_a_family(model, module, members):
             for model in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
             for leaf in ("q_proj", "k_proj", "v_proj")
         ),
-        *((model, "gate_proj") for model in ("muse_glimmer", "afmoe")),
-        ("step3p5", "g_proj"),
+        *((model, "gate_proj") for model in ("muse_glimmer", "afmoe", "beam")),
+        *((model, "g_proj") for model in ("step3p5", "laguna", "dots3_note")),
+        ("hy_v4", "linear_gate"),
+        ("axk2", "q_b_proj"),
     ],
 )
 def test_the_gate_of_attention_is_taken_by_no_mode(model, module, tmp_path):

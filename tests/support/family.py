@@ -28,6 +28,7 @@ from fp4convert.numerics.matrices import Quantized
 Tensors = dict[str, Any]
 SHARDS = 3
 PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
+DTYPES = {"d2t": "int64", "t2d": "bool"}  # of draft heads: from their words to the model's, back
 SIDECARS = {
     "chat_template.jinja": "{% for message in messages %}<|{{ message.role }}|>{{ "
     "message.content }}{% endfor %}\n",
@@ -152,7 +153,7 @@ def build(family: Family, folder: Path) -> Path:
         for file in folder.glob("*.safetensors"):
             file.unlink()
     for name, shape in (family.extra or {}).items():
-        tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+        tensors[name] = torch.ones(shape, dtype=getattr(torch, DTYPES.get(name, "bfloat16")))
     for name, tensor in tensors.items():
         _season(name, tensor)
     _write_config(family, folder)
