@@ -5,7 +5,7 @@
     python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where
     a ratio has lost too much
     python benchmarks/bench.py PAGE [OPTION ...]    write a page of its own: hub, gpu, variants,
-    bars, host or fidelity
+    bars, host, mixed or fidelity
 
 Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A
 part is a module with
@@ -55,6 +55,7 @@ PAGES = {
     "variants": "gpu.variants",
     "bars": "gpu.bars",
     "host": "gpu.host_costs",
+    "mixed": "cpu.mixed",
     "fidelity": "quality.fidelity",
 }
 RESULTS = results("cpu", "json")

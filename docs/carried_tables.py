@@ -33,7 +33,7 @@ def carried() -> Iterator[str]:
         for dialect in DIALECTS:
             traits = dialect_named(dialect).TRAITS
             is_mixed = {fmt, FP8} <= {*traits.mixes} or {fmt, MXFP8} <= {*traits.mixes}
-            floats = "yes, others become floats" if traits.container == "gguf" else "alone"
+            floats = "yes, others become floats or Q8_0" if traits.container == "gguf" else "alone"
             cells.append(("yes" if is_mixed else floats) if fmt in traits.writes else "")
         rows.append((name.upper(), *cells))
     for name, (coding, shape, dtype) in EIGHTS.items():
@@ -49,7 +49,7 @@ def carried() -> Iterator[str]:
 
 def _cell(linear: Linear, dialect: str) -> str:
     if dialect_named(dialect).TRAITS.container == "gguf":
-        return "as floats"
+        return "as floats or Q8_0"
     target = Target(NVFP4.name, dialect)
     if held_form(linear, target, (NVFP4,)):
         return "yes"

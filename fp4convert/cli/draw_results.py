@@ -85,10 +85,10 @@ def _draw_carried(screen: Screen, carried: Document) -> None:
     ):
         if names := carried.get(key):
             screen.line(f"  {len(names)} are not ({what}), the first {names[0]}", "yellow")
-    if floats := carried.get("floats"):
-        screen.line(
-            f"  {floats} become ordinary weights, for the dialect has no form for them", "yellow"
-        )
+    for key, what in (("floats", "ordinary weights"), ("q8_0", "Q8_0")):
+        if count := carried.get(key):
+            why = "for the dialect has no form for them"
+            screen.line(f"  {count} become {what}, {why}", "yellow")
     if "blocks" in carried:
         blocks = f"{carried['kept_blocks']:,} of {carried['blocks']:,} blocks"
         screen.line(f"  {blocks} keep every value")

@@ -32,6 +32,7 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
 from fp4convert.numerics.formats import GLOBAL_RANGE
 from fp4convert.planning.engine_contents import engine_warnings
+from fp4convert.planning.no_effect import refuse_idle
 from fp4convert.planning.serving import serve_lines, verdict_text
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
@@ -139,6 +140,7 @@ def transcode(options: TranscodeOptions) -> Result:
     artifact = open_artifact(os.fspath(options.artifact), options.access(output))
     donor = open_source(os.fspath(options.template)) if options.template else None
     plan = repacking.prepare_transcode(artifact, options, donor)
+    refuse_idle([plan.idle])
     checkpoint = artifact.source.checkpoint
     warnings = [*plan.warnings, *engine_warnings(plan, checkpoint)]
     _warn(options, warnings, settings)

@@ -6,17 +6,20 @@ The records are those that engines read, the index of the shards, and our own.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.record import Contents, make_record
-from fp4convert.errors import InputError
+from fp4convert.conversion.options import DTYPES, KEPT_DTYPES
+from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.job import Job
 from fp4convert.numerics.matrices import Blocks
 from fp4convert.planning.steps import Plan
 from fp4convert.planning.tensor_parallel import PADDING
+from fp4convert.recipes.options import one_of
 from fp4convert.storage.checkpoint_files import RECORD, REPORT, index_file
 from fp4convert.storage.json_text import as_text, unquantized
 from fp4convert.storage.padded import PaddedSource
@@ -35,6 +38,21 @@ def refuse_odd_scale(module: str, q: Blocks) -> None:
     if q.global_scale is not None and not 0 < q.global_scale < math.inf:
         detail = f"{module}: its global scale is {q.global_scale}; expected a positive number"
         raise InputError("global-scale", detail, "See: fp4convert inspect.", module)
+
+
+def check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:
+    """Raise InputError for a word that an option does not have."""
+    if word is not None and word not in known:
+        detail = f"{option} {word!r} is not known; expected {one_of(known)}"
+        raise InputError(code, detail + did_you_mean(word, known), "Leave it out.")
+
+
+def check_keep_dtype(word: str | None, dialect: str | None) -> None:
+    """Raise InputError for a type that matrices cannot stay in there."""
+    check_word("--keep-dtype", word, KEPT_DTYPES, "unknown-dtype")
+    if word not in (None, *DTYPES) and not dialect_named(str(dialect)).TRAITS.q8_0:
+        detail = f"--keep-dtype {word} is for --dialect gguf, not {dialect}"
+        raise InputError("unknown-dtype", detail, f"Choose {one_of(DTYPES[:-1])}.")
 
 
 def check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: Dialect) -> None:

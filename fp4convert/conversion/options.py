@@ -88,6 +88,17 @@ Dialect = Annotated[
         value="<name>",
     ),
 ]
+KeptDtype = Annotated[
+    str | None,
+    Option(
+        "Write kept fp32 matrices, and packed ones that become floats, as this; vectors and routers"
+        " stay as they are. q8_0 is for --dialect gguf, and kept matrices of 16 bits become it,"
+        " too.",
+        KEPT_DTYPES,
+        panel=TARGET,
+        synonyms={name: word for name, word in WORDS_OF_DTYPES.items() if word in DTYPES[:-1]},
+    ),
+]
 EngineName = Annotated[
     str | None,
     Option(
@@ -251,16 +262,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         bool,
         Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET),
     ] = False
-    keep_dtype: Annotated[
-        str | None,
-        Option(
-            "Write kept fp32 matrices as this; vectors and routers stay as they are. q8_0 is for"
-            " --dialect gguf, and kept matrices of 16 bits become it, too.",
-            KEPT_DTYPES,
-            panel=TARGET,
-            synonyms={name: word for name, word in WORDS_OF_DTYPES.items() if word in DTYPES[:-1]},
-        ),
-    ] = None
+    keep_dtype: KeptDtype = None
     draft: Annotated[
         str | None,
         Option(
@@ -478,6 +480,7 @@ class TranscodeOptions(WorkOptions):
             panel=TARGET,
         ),
     ] = None
+    keep_dtype: KeptDtype = None
 
 
 @dataclass(eq=False, repr=False)

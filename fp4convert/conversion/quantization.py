@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +24,9 @@ from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.conversion.artifact_job import (
     artifact_job,
+    check_keep_dtype,
     check_scalars,
+    check_word,
     dialect_of,
     refuse_odd_scale,
 )
@@ -33,13 +34,11 @@ from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.options import (
     ACTIVATION_BITS,
     CACHES,
-    DTYPES,
-    KEPT_DTYPES,
     VIAS,
     QuantizeOptions,
     chosen_adapter,
 )
-from fp4convert.errors import ChoiceError, InputError, did_you_mean
+from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import begin, carry_out
@@ -240,16 +239,13 @@ def _recipe_for(
             "fp4convert makes floats of four and of eight bits, under scales of blocks.",
         )
     fmt = format_named(asked_format)
-    _check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
-    _check_word("--via", options.via, VIAS, "unknown-via")
-    _check_word("--draft", options.draft, DRAFTS, "unknown-draft")
-    _check_word("--keep-dtype", options.keep_dtype, KEPT_DTYPES, "unknown-dtype")
+    check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")
+    check_word("--via", options.via, VIAS, "unknown-via")
+    check_word("--draft", options.draft, DRAFTS, "unknown-draft")
     bits = int(options.activations or 0)
     asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache, activations=bits)
     traits = dialect_to_write(asked).TRAITS
-    if options.keep_dtype not in (None, *DTYPES) and not traits.q8_0:
-        detail = f"--keep-dtype {options.keep_dtype} is for --dialect gguf, not {options.dialect}"
-        raise InputError("unknown-dtype", detail, f"Choose {one_of(DTYPES[:-1])}.")
+    check_keep_dtype(options.keep_dtype, options.dialect)
     # Engines that read no global scale for this model take it as 1.
     shards = source.checkpoint.shards
     reads_any = traits.global_scale_kind and all(s.frame.reads_global_scales for s in shards)
@@ -326,13 +322,6 @@ def _refuse_statistics(options: QuantizeOptions) -> None:
             detail = f"{option} has no use beside the low-rank corrections of dialect"
             detail = f"{detail} {options.dialect}, which the weights alone tell"
             raise InputError("idle-option", f"{detail}; expected neither data nor given scales")
-
-
-def _check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:
-    """Raise InputError for a word that an option does not have."""
-    if word is not None and word not in known:
-        detail = f"{option} {word!r} is not known; expected {one_of(known)}"
-        raise InputError(code, detail + did_you_mean(word, known), "Leave it out.")
 
 
 def plan_with(

@@ -24,6 +24,7 @@ from fp4convert.checkpoint.record import ADAPTER, describe_groups, folds_recorde
 from fp4convert.conversion.artifact_job import (
     ENGINE_RECORDS,
     artifact_job,
+    check_keep_dtype,
     check_scalars,
     dialect_of,
     index_text,
@@ -123,9 +124,10 @@ def prepare_transcode(
     """
     artifact.refuse_unsound()
     _refuse_corrections(artifact.dialect, str(options.dialect))
+    check_keep_dtype(options.keep_dtype, options.dialect)
     made = _cast_to(artifact, options.format)
     target = _target_of(artifact, options, made)
-    contents = _contents_of(artifact, target, made)
+    contents = _contents_of(artifact, target, made)._replace(keep_dtype=options.keep_dtype)
     spelling = dialect_to_write(target)
     for module, packed in artifact.modules.items():
         if made in (None, packed.form.format):
@@ -194,6 +196,7 @@ def _target_of(artifact: Artifact, options: TranscodeOptions, made: Format | Non
     method, calibration, kept = (
         _as_text_or_none(record.get(key)) for key in ("method", "calibration", "keep_dtype")
     )
+    kept = options.keep_dtype or kept
     target = replace(target, method=method, calibration=calibration, keep_dtype=kept)
     damping, passes = record.get("damping"), record.get("passes")
     if type(damping) is float and type(passes) is int:

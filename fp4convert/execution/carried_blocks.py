@@ -15,6 +15,7 @@ from fp4convert.numerics.matrices import Blocks, Fetched, row_panels
 from fp4convert.numerics.mxfp4_as_nvfp4 import NOTHING, global_exponent, largest_exponent, recast
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.recipe import ScaleGroup, group_members, scale_groups
+from fp4convert.storage.gguf_types import Q8_0
 
 
 def carry(stored: Blocks, fmt: Format, exponent: int) -> Blocks:
@@ -141,7 +142,7 @@ def describe_carried(
     """Count the modules that keep every bit, and name those that do not.
 
     plan     of transcode, with modules of eight bits beside these; `floats` counts those among
-             them that became ordinary weights
+             them that became ordinary weights, `q8_0` those that became GGUF's blocks
     kind     how the dialect stores global scales
     is_draft tells modules of layers that draft tokens, which are counted by themselves, too
     rounded  their global scale or input scale is stored as its reciprocal, whose reciprocal is
@@ -168,14 +169,19 @@ def describe_carried(
                 drafted[key] += value
         if own != own_kept:
             lossy.append(each.module)
-    beside = [step for step in plan.steps if step.linears] if plan else []
-    floats = sum(len(step.linears) for step in beside if not step.is_made)
+    # a matrix that stays, in the type of --keep-dtype, is no module
+    beside = [step for step in plan.steps if step.linears and step.action != "copy"] if plan else []
+    became: dict[str, int] = defaultdict(int)
+    for step in beside:
+        if not step.is_made:
+            key = Q8_0.lower() if step.outputs[0].dtype == Q8_0 else "floats"
+            became[key] += len(step.linears)
     count += sum(len(step.linears) for step in beside)
     document: dict[str, object] = {
         "modules": count,
-        "bit_for_bit": count - len(rounded) - len(lossy) - floats,
+        "bit_for_bit": count - len(rounded) - len(lossy) - sum(became.values()),
         "rounded": rounded,
-        **({"floats": floats} if floats else {}),
+        **became,
     }
     if is_cast:
         document |= {"lossy": lossy, "blocks": blocks, "kept_blocks": kept}

@@ -52,15 +52,16 @@ class Dequantizer:
     action: Action = "dequantize"
     made = "dequantized"
 
-    def __init__(self, source: Source, backend: Backend) -> None:
+    def __init__(self, source: Source, backend: Backend, next_step: str | None = None) -> None:
         self.source = source
         self._backend = backend
+        self._next_step = next_step  # for values beyond the dtype; None: what the codec says
         self.device = backend.name
         self.threads = backend.threads
 
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
-            if step.action != "dequantize":
+            if not step.linears:
                 copy_steps(self.source, [step], writer, stop)
                 continue
             name = step.outputs[0].name
@@ -69,8 +70,8 @@ class Dequantizer:
                     if not append_parts(step, ((name, data) for data in panels), writer, stop):
                         return
             except NumericError as error:
-                message = f"{name}: {error.message}"
-                named = NumericError(error.code, message, error.next_step, name)
+                message, step_on = f"{name}: {error.message}", self._next_step or error.next_step
+                named = NumericError(error.code, message, step_on, name)
                 raise UnsoundShardError([named]) from None
 
     def _panels(self, step: Step) -> Generator[memoryview]:
@@ -100,18 +101,20 @@ class Dequantizer:
 
         Slot lies below slot, and the rows of a slot's members take turns.
         """
-        dtype, (height, columns) = step.outputs[0].dtype, step.shape[-2:]
-        matrix = np.empty((height, columns), FLOAT_DTYPES[dtype])
+        output, (height, columns) = step.outputs[0], step.shape[-2:]
+        width = output.nbytes // math.prod(step.shape[:-1])  # of a row: Q8_0 has whole blocks
+        matrix = np.empty((height, width), np.uint8)
         for module, pieces in places_of(slots).items():
             for piece in pieces:
                 rows = Rows(module, piece.start, piece.start + piece.height)
-                values = b"".join(self._values(linears[module], dtype, rows))
+                values = b"".join(self._values(linears[module], output.dtype, rows))
                 places = slice(piece.first, piece.first + piece.height * piece.step, piece.step)
-                matrix[places] = np.frombuffer(values, matrix.dtype).reshape(-1, columns)
-        data = matrix.reshape(-1).view(np.uint8).data
+                matrix[places] = np.frombuffer(values, np.uint8).reshape(-1, width)
+        data = matrix.reshape(-1).data
         if not step.is_transposed:
             return data
-        return Cpu().transpose(Matrix(data, dtype, (height, columns)), range(columns)).data
+        stored = Matrix(data, output.dtype, (height, columns))
+        return Cpu().transpose(stored, range(columns)).data
 
     def _values(self, linear: Linear, dtype: str, rows: Rows | None = None) -> Iterator[memoryview]:
         """Decode a linear layer, or those rows of it, as that dtype."""
@@ -191,7 +194,7 @@ class Transcoder:
         self.source = source  # of what is copied; modules are the artifact's
         self._carrier = carrier
         self._dialect = dialect_named(str(target.dialect))
-        self._dequantizer = Dequantizer(source, Cpu())
+        self._dequantizer = Dequantizer(source, Cpu(), "Choose another --keep-dtype.")
         self.threads = processors()
 
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:

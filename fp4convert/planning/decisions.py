@@ -14,6 +14,7 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4, NVFP4, Format, format_named
+from fp4convert.planning.kept_dtype import expanded_spec, word_of
 from fp4convert.planning.kept_forms import held_form, unheld
 from fp4convert.planning.steps import Action
 from fp4convert.recipes.draft_layers import find_differing, is_draft_head
@@ -169,7 +170,9 @@ class _Judge:
             return Verdict(linear, action, reason)
         if not self.recipe.keeps_packed or linear.coding.change:
             change = f", {linear.coding.change}" if linear.coding.change else ""
-            return Verdict(linear, "dequantize", f"{reason}; {word} becomes bf16{change}")
+            spec = expanded_spec(linear.module + WEIGHT, linear.shape, self.recipe)
+            became = f"{word} becomes {word_of(spec.dtype)}{change}"
+            return Verdict(linear, "dequantize", f"{reason}; {became}")
         beside = (form_of(self.recipe.target).format,)
         form = held_form(linear, self.recipe.target, beside)
         if form is None and (cast := self._cast_draft(linear)):

@@ -2,7 +2,8 @@
 
 A matrix that is packed and stays becomes bf16, or what --keep-dtype says.  One of float32 becomes
 that, too; for Q8_0, which GGUF files alone hold, also one of 16 bits.  Vectors cost little, and
-routers decide by small differences: both stay as they are.
+routers decide by small differences: both stay as they are.  What llama.cpp reads as floats alone,
+or has no whole blocks, never becomes Q8_0.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from fp4convert.checkpoint.encodings.floats import FLOATS, MATRIX_DIMENSIONS
 from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
 from fp4convert.planning.steps import Idle, Step, Task, module_of, spec_of
 from fp4convert.recipes.patterns import matches_any
-from fp4convert.recipes.recipe import Recipe, Target
+from fp4convert.recipes.recipe import Recipe
 from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
-from fp4convert.storage.safetensors import TensorRef, TensorSpec, nbytes_of
+from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec, nbytes_of
 
 KEPT_DTYPE = "bf16"  # of what was packed and stays
 
@@ -28,14 +29,25 @@ def is_expanded(linear: Linear) -> bool:
     return linear.coding.is_packed and not linear.coding.is_at_home
 
 
-def expanded_spec(name: str, shape: tuple[int, ...], target: Target) -> TensorSpec:
+def word_of(dtype: str) -> str:
+    """Return what a person calls the type of a matrix that stays."""
+    return FLOAT_TYPES[dtype].word if dtype in FLOAT_TYPES else dtype.lower()
+
+
+def expanded_spec(name: str, shape: tuple[int, ...], recipe: Recipe) -> TensorSpec:
     """Return the tensor of a packed matrix that stays, and is expanded."""
-    word = target.keep_dtype or KEPT_DTYPE
+    word = recipe.target.keep_dtype or KEPT_DTYPE
     if word != Q8_0.lower():
         return TensorSpec(name, dtype_named(word), shape)
-    if shape[-1] % BLOCK_TYPES[Q8_0].block_size:
+    floats = dialect_to_write(recipe.target).TRAITS.floats
+    is_exact = _is_router(name, recipe) or matches_any(floats, module_of(name))
+    if is_exact or shape[-1] % BLOCK_TYPES[Q8_0].block_size:
         return TensorSpec(name, dtype_named(KEPT_DTYPE), shape)
     return TensorSpec(name, Q8_0, shape_in_bytes(Q8_0, shape))
+
+
+def _is_router(name: str, recipe: Recipe) -> bool:
+    return recipe.kind_of(module_of(name)) == "router"
 
 
 def kept_spec(ref: TensorRef, recipe: Recipe) -> TensorSpec:
@@ -45,20 +57,16 @@ def kept_spec(ref: TensorRef, recipe: Recipe) -> TensorSpec:
     if target.keep_dtype is None or not is_matrix:
         return same
     is_q8_0 = target.keep_dtype == Q8_0.lower()
-    made = expanded_spec(ref.name, ref.shape, target)
-    is_wider = ref.dtype in (FLOAT_TYPES if is_q8_0 else ("F32",))
-    if not is_wider or (is_q8_0 and made.dtype != Q8_0):  # no whole blocks
+    if ref.dtype not in (FLOAT_TYPES if is_q8_0 else ("F32",)) or _is_router(ref.name, recipe):
         return same
-    module = module_of(ref.name)
-    floats = dialect_to_write(target).TRAITS.floats if is_q8_0 else ()
-    is_exact = recipe.kind_of(module) == "router" or matches_any(floats, module)
-    return same if is_exact else made
+    made = expanded_spec(ref.name, ref.shape, recipe)
+    return same if is_q8_0 and made.dtype != Q8_0 else made
 
 
 def kept_nbytes(linear: Linear, recipe: Recipe) -> int:
     """Count the bytes of a linear layer that stays."""
     if is_expanded(linear):
-        spec = expanded_spec(linear.module, linear.shape, recipe.target)
+        spec = expanded_spec(linear.module + WEIGHT, linear.shape, recipe)
         return nbytes_of(spec.dtype, spec.shape)
     spec = kept_spec(linear.home, recipe)
     if linear.coding.is_packed or spec.dtype == linear.home.dtype:

@@ -238,7 +238,7 @@ class _StepMaker:
             elif not verdict.is_made:
                 spec = TensorSpec(linear.module + WEIGHT, ref.dtype, linear.shape)
                 if linear.coding.is_packed:
-                    spec = expanded_spec(spec.name, linear.shape, self._recipe.target)
+                    spec = expanded_spec(spec.name, linear.shape, self._recipe)
                 yield Step(
                     verdict.action,
                     verdict.reason,

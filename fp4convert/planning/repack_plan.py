@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, whole
@@ -19,9 +20,9 @@ from fp4convert.checkpoint.expert_stacks import Stacked
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
+from fp4convert.numerics.formats import dtype_named
 from fp4convert.planning.completeness import refuse_forgotten
-from fp4convert.planning.kept_dtype import KEPT_DTYPE
+from fp4convert.planning.kept_dtype import expanded_spec, idle_keep_dtype, narrow, word_of
 from fp4convert.planning.quantize_plan import (
     kept_modules,
     list_left_out,
@@ -127,14 +128,16 @@ class Stored(NamedTuple):
 class Contents(NamedTuple):
     """What an artifact holds, and what it becomes in another dialect.
 
-    modules  the sound four-bit modules, as `artifact` found them
-    others   those of eight bits, and of int4
-    forms    of the modules in the result; one that has none becomes floats
+    modules     the sound four-bit modules, as `artifact` found them
+    others      those of eight bits, and of int4
+    forms       of the modules in the result; one that has none becomes floats
+    keep_dtype  that was asked for; the target's may be what the artifact was made with
     """
 
     modules: Mapping[str, Packed]
     others: Mapping[str, Linear]
     forms: Mapping[str, Form]
+    keep_dtype: str | None = None
 
 
 def plan_transcode(
@@ -146,7 +149,7 @@ def plan_transcode(
 ) -> Plan:
     """Plan the quantized modules of an artifact in another dialect.
 
-    Every other tensor stays as it is.
+    Every other tensor stays as it is, or becomes the contents' `keep_dtype`.
     checkpoint  the artifact's own, or the one whose other tensors are kept
     placed      what is stored in that other checkpoint, by stem
     renamed     new names of tensors that are kept
@@ -155,13 +158,13 @@ def plan_transcode(
     """
     dialect, renamed = dialect_to_write(target), renamed or {}
     refuse_other_container(checkpoint, dialect, str(target.dialect))
-    recipe = build_recipe(target, checkpoint.config)
-    expanded = [_expand(linear) for linear in _expandable(checkpoint)]
+    recipe = build_recipe(replace(target, keep_dtype=contents.keep_dtype), checkpoint.config)
+    expanded = [_expand(linear, recipe) for linear in _expandable(checkpoint)]
     refuse_other_matrices(checkpoint, contents)
     if placed is None:
         placed = _places(contents, dialect)
     _refuse_unfit(placed, contents, dialect, recipe)
-    steps = _steps_of(placed, contents, dialect, scale_groups(contents.modules, recipe.groups))
+    steps = _steps_of(placed, contents, dialect, recipe)
     # What is left out: what stands for modules and their scales, under other names now.
     has_inputs = any(form.has_input_scale for form in contents.forms.values())
     idle = idle_scales(contents.modules, renamed, has_inputs)
@@ -171,7 +174,7 @@ def plan_transcode(
     consumed |= {ref.name for _, step in steps for ref in step.refs}
     consumed |= {ref.name for one in contents.others.values() for ref in one.idle} - renamed.keys()
     writing = Writing(checkpoint, target, dialect, form_of(target), renamed)
-    tasks = _module_tasks(writing, steps, consumed)
+    tasks = _module_tasks(writing, steps, consumed, recipe)
     left_out = _list_left_out(contents, placed, tasks) | dict.fromkeys(idle, UNSAID)
     coded = {module: packed.refs[0] for module, packed in contents.modules.items()}
     coded |= {module: linear.refs[0] for module, linear in contents.others.items()}
@@ -184,8 +187,9 @@ def plan_transcode(
         *_notes_beside(unread, unit, str(target.dialect)),
         *_notes_on_expanded([step for _, step in steps if step.form is None]),
     ]
-    notes = (*notes_on(checkpoint), *warnings)
-    return Plan(target, tasks, Ignored(tuple(kept), patterns), notes, left_out=left_out)
+    notes, ignored = (*notes_on(checkpoint), *warnings), Ignored(tuple(kept), patterns)
+    idle_options = tuple(idle_keep_dtype(recipe, tasks))
+    return Plan(target, tasks, ignored, notes, idle=idle_options, left_out=left_out)
 
 
 def _list_left_out(
@@ -217,10 +221,11 @@ def _steps_of(
     placed: Mapping[str, Stored],
     contents: Contents,
     dialect: Dialect,
-    groups: Mapping[str, ScaleGroup],
+    recipe: Recipe,
 ) -> list[tuple[str, Step]]:
     """Make the step of every place, beside the file that it is in."""
-    modules, others, forms = contents
+    modules, others, forms, _ = contents
+    groups = scale_groups(modules, recipe.groups)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
     for module, packed in modules.items():
         shared[groups.get(module, module)] += packed.refs
@@ -233,10 +238,11 @@ def _steps_of(
             refs = tuple([ref for linear in linears for ref in linear.refs])
             word = linears[0].coding.word
             if form is None:
-                specs: tuple[TensorSpec, ...] = (
-                    TensorSpec(stem + WEIGHT, stored.home.dtype, stored.shape),
-                )
-                reason = f"{word} becomes {FLOAT_TYPES[stored.home.dtype].word}"
+                spec = TensorSpec(stem + WEIGHT, stored.home.dtype, stored.shape)
+                if recipe.target.keep_dtype:
+                    spec = expanded_spec(spec.name, stored.shape, recipe)
+                specs: tuple[TensorSpec, ...] = (spec,)
+                reason = f"{word} becomes {word_of(spec.dtype)}"
                 step = Step("dequantize", reason, refs, specs, stored.shape, stored.slots)
             else:
                 specs = dialect.outputs(stem, stored.shape, form)
@@ -296,10 +302,10 @@ def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
     return (blocks | find_affine(Clues(checkpoint.config, {}, apart))).values()
 
 
-def _expand(linear: Linear) -> Step:
-    """Make the step of a matrix that becomes bf16."""
-    spec = TensorSpec(linear.module + WEIGHT, dtype_named(KEPT_DTYPE), linear.shape)
-    reason = f"{linear.coding.word} becomes {KEPT_DTYPE}"
+def _expand(linear: Linear, recipe: Recipe) -> Step:
+    """Make the step of a matrix that becomes floats."""
+    spec = expanded_spec(linear.module + WEIGHT, linear.shape, recipe)
+    reason = f"{linear.coding.word} becomes {word_of(spec.dtype)}"
     return Step("dequantize", reason, linear.refs, (spec,), linear.shape, linears=(linear,))
 
 
@@ -307,7 +313,7 @@ def _notes_on_expanded(steps: Sequence[Step]) -> Iterable[str]:
     """Say which matrices become floats, once for each kind."""
     found: dict[tuple[str, str], list[Linear]] = defaultdict(list)
     for step in steps:
-        dtype = FLOAT_TYPES[step.specs[0].dtype].word
+        dtype = word_of(step.specs[0].dtype)
         for linear in step.linears:
             found[linear.coding.word, dtype].append(linear)
     for (word, dtype), linears in found.items():
@@ -363,9 +369,15 @@ def _refuse_unfit(
 
 
 def _module_tasks(
-    writing: Writing, placed: Iterable[tuple[str, Step]], consumed: set[str]
+    writing: Writing,
+    placed: Iterable[tuple[str, Step]],
+    consumed: set[str],
+    recipe: Recipe | None = None,
 ) -> tuple[Task, ...]:
-    """Lay out steps, each in its shard; copy tensors not consumed."""
+    """Lay out steps, each in its shard; copy tensors not consumed.
+
+    recipe  whose dtype matrices that stay get; None: their own
+    """
     at: dict[str, list[Step]] = defaultdict(list)
     for file, step in placed:
         at[file].append(step)
@@ -379,7 +391,8 @@ def _module_tasks(
                     # a scale of a cache: transformers loads no other shape than the dialect's
                     shape = writing.dialect.TRAITS.scalars.shape
                 spec = TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, shape)
-                copies.append(Step("copy", "not quantized", (ref,), (spec,)))
+                copy = Step("copy", "not quantized", (ref,), (spec,))
+                copies.append(narrow(copy, recipe) if recipe else copy)
         # a shard of which nothing is left is none
         if copies or at[shard.file] or not shard.tensors:
             tasks.append(writing.task(shard, [*copies, *at[shard.file]]))

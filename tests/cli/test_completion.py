@@ -42,7 +42,7 @@ def completed(*words: str, script: str = "source <(fp4convert --show-completion)
         (("tr",), {"transcode"}),
         (("quantize", "--sc"), {"--scale-rule"}),
         (("quantize", "--format", ""), set(FORMATS)),
-        (("quantize", "x", "--format", "m"), {"mxfp4"}),
+        (("quantize", "x", "--format", "m"), {"mxfp4", "mxfp8"}),
         (("quantize", "--dialect", ""), set(DIALECTS)),
         (("transcode", "--dialect", "g"), {"gpt-oss", "gguf"}),
         (("transcode", "--scale-layout", ""), {*LAYOUTS, "interleaved", "appended"}),

@@ -15,6 +15,8 @@ from checkpoints import run
 from gguf.quants import dequantize, quantize
 from gguf_donors import Arrays, model, write_donor
 
+from fp4convert.storage.gguf_types import encode_q8_0
+
 MODULES = 7
 WIDE = 256  # columns of a block of Q4_K and its kin
 EMBEDDING, HEAD, NORM = "token_embd.weight", "output.weight", "blk.0.attn_norm.weight"
@@ -108,6 +110,24 @@ def test_q8_0_turns_back_into_floats(donors: dict[str, Path], tmp_path: Path) ->
     assert {each.tensor_type.name for each in after.values()} == {"F32"}
     for name in (EMBEDDING, HEAD, "blk.0.attn_q.weight"):
         assert np.array_equal(values(after[name]), values(before[name]))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the package's, where scales are subnormal
+def test_q8_0_is_the_packages_byte_for_byte() -> None:
+    """Halves and their neighbours, zeros of both signs, every magnitude down to the subnormal."""
+    random = np.random.default_rng(2)
+    scales = 2.0 ** random.integers(-20, 10, (4096, 1))
+    halves = (random.integers(-254, 255, (4096, 32)) / 2).astype(np.float32)
+    halves[:, 0] = 127  # so that a code is worth a power of two
+    below, above = (np.nextafter(halves, halves * np.float32(way)) for way in (0, 2))
+    below[:, 0] = above[:, 0] = 127
+    found = [(each * scales).astype(np.float32) for each in (halves, below, above)]
+    found += [np.zeros((1, 32), np.float32), -np.zeros((1, 32), np.float32)]
+    normal = random.standard_normal((512, 32))
+    found += [(normal * 10.0**power).astype(np.float32) for power in range(-45, 6)]
+    for x in found:
+        expected = quantize(x, gguf.GGMLQuantizationType.Q8_0)
+        assert bytes(encode_q8_0(x.reshape(-1))) == expected.tobytes()
 
 
 @pytest.mark.parametrize("bad", [np.nan, 1e8])

@@ -4,10 +4,12 @@ artifact.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llamacpp_models import (
@@ -25,7 +27,7 @@ from llamacpp_models import (
     write_gguf,
 )
 from tiny_models import differing, fp4convert, fp4convert_json, is_quantized, read_tensors
-from torch_formulas import decoded, e4m3, mxfp4_weight, unpacked
+from torch_formulas import decoded, e4m3, e8m0, mxfp4_weight, unpacked
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -167,6 +169,50 @@ def test_engine_runs_what_mixed_artifacts_become(tmp_path: Path, kind: str) -> N
     attention = {name: tensor for name, tensor in weights.items() if "_proj" in name}
     attention = {name: tensor for name, tensor in attention.items() if ".self_attn." in name}
     assert differing(attention, {name: restored[name].float() for name in attention}) == []
+    found = run_llamacpp(out / "tiny.gguf")
+    assert distance(found, expected_by_transformers(checkpoint, weights)) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3moe"])
+def test_engine_runs_mixed_artifacts_as_q8_0(tmp_path: Path, kind: str) -> None:
+    """FP8, of experts too, and MXFP8 are the Q8_0 that llama.cpp's package makes of their float32
+    values, in llama.cpp's order of rows; llama.cpp answers as these do.
+    """
+    import gguf
+    import torch
+    from gguf.quants import quantize
+
+    checkpoint = MAKERS[kind](tmp_path / "checkpoint")
+    template = write_gguf(checkpoint, kind, tmp_path / "tiny.gguf")
+    down = '[[format]]\nmodules = ["*.down_proj"]\nformat = "fp8"\n'
+    (tmp_path / "mixed.toml").write_text(MIXED + down)
+    made, out = tmp_path / "made", tmp_path / "out"
+    options = ("--recipe", tmp_path / "mixed.toml", "--dialect", "modelopt", "-o", made, "-q")
+    fp4convert("quantize", checkpoint, "--format", "nvfp4", *options)
+    words = ("--dialect", "gguf", "--template", template, "--keep-dtype", "q8_0")
+    told = fp4convert_json("transcode", made, "-o", out, *words)["carried"]
+    artifact, ours = read_tensors(made), read_gguf(out / "tiny.gguf")
+    rows: dict[str, list[Any]] = defaultdict(list)  # by llama.cpp's name, experts in their order
+    for name in filter(is_quantized, read_tensors(checkpoint)):
+        module, stored = name.removesuffix(".weight"), artifact[name]
+        if f"{module}.weight_scale_2" not in artifact:
+            scale = artifact[f"{module}.weight_scale"]
+            spread = e8m0(scale).repeat_interleave(32, 1) if scale.ndim == 2 else scale.float()
+            rows[gguf_name(name)].append(permuted(name, stored.float() * spread, kind))
+    assert told["q8_0"] == sum(map(len, rows.values()))
+    assert "floats" not in told
+    for name, parts in rows.items():
+        assert ours[name].tensor_type.name == "Q8_0"
+        values = torch.stack(parts).numpy() if "_exps" in name else parts[0].numpy()
+        expected = quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        assert ours[name].data.tobytes() == expected.tobytes(), name
+    types = {name: tensor.tensor_type.name for name, tensor in ours.items()}
+    assert {name for name, each in types.items() if each == "Q8_0"} == {
+        *rows,
+        "token_embd.weight",
+        "output.weight",
+    }
+    weights = weights_of(out / "tiny.gguf", checkpoint, kind)
     found = run_llamacpp(out / "tiny.gguf")
     assert distance(found, expected_by_transformers(checkpoint, weights)) < 0.02
 

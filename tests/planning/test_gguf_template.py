@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import LAYER, Outcome, read_folder, run, values_of, write_llama
 from gguf.quants import dequantize
-from gguf_donors import HEADS, Arrays, model, write_donor
+from gguf_donors import Arrays, llamas, model, permuted, write_donor
 
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize, quantize
@@ -22,20 +22,6 @@ from fp4convert.execution.settings import Settings
 from fp4convert.storage.open import open_source
 
 MODULES = 7
-
-
-def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
-    """As convert_hf_to_gguf.py does it: the two halves of every head take turns."""
-    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
-
-
-def llamas(arrays: Arrays) -> Arrays:
-    """With q and k in the order of llama.cpp's Llama."""
-    return {
-        name: permuted(array, HEADS[name]) if name in HEADS else array
-        for name, array in arrays.items()
-    }
 
 
 @pytest.fixture(scope="module")

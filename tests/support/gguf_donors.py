@@ -68,3 +68,17 @@ def write_donor(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    """As convert_hf_to_gguf.py does it: the two halves of every head take turns."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def llamas(arrays: Arrays) -> Arrays:
+    """With q and k in the order of llama.cpp's Llama."""
+    return {
+        name: permuted(array, HEADS[name]) if name in HEADS else array
+        for name, array in arrays.items()
+    }
