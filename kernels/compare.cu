@@ -2,11 +2,12 @@
  *
  *   compare_nvfp4_D(x, rows, columns, packed, block_scales, stored_global, is_divisor, sums)    columns % 16 == 0
  *   compare_mxfp4_D(x, rows, columns, packed, block_scales, sums)                               columns % 32 == 0
+ *   compare_values_D(x, rows, columns, y, sums)                                                 y: float32, what became of x
  *   count_codes(packed, nbytes, counts)                                                         nbytes % 8 == 0; counts: int64[16]
  *
  * D is bf16, fp16 or fp32: the type of x, finite.  sums: double[rows][5]; compare.c says what they are, and in which order added.
  * Launch: 256 threads; compare grid = ceil(rows / 8), count_codes grid = ceil(nbytes / 65536), so that few atomics meet.
- * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125; count_codes 0.5.
+ * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125, values 2 + 4; count_codes 0.5.
  *
  * A warp owns a row, or up to 16 that are short.  It takes 16 groups of 256 elements at a time: two threads a group, eight of its 16
  * lanes each, which lie beside each other and are read at once.  What groups add to their row goes through shared memory, and from
@@ -16,7 +17,6 @@
 
 enum { GROUP_LANES = 16, LANES_HERE = 8, SLOTS = WARP * LANES_HERE / GROUP_LANES, SQUARES = 3, QUARTERS = 4 };
 enum { ROWS_HERE = THREADS / WARP, CODES = 16, COUNT_NBYTES = 1 << 16 };
-typedef unsigned long long u64;
 #ifndef COMPARE_UNROLL
 #define COMPARE_UNROLL 2 /* 1, 2 or 4: units of 16 elements that a thread has on their way; the bytes are the same */
 #endif
@@ -24,47 +24,82 @@ typedef unsigned long long u64;
 /* Sums of squares of a group, each as its four: of x, of x - y, of y. */
 struct Slot { double sums[SQUARES][QUARTERS]; };
 
-DEVICE void widened(const u32 *w, float *v, Fp32) {
-#pragma unroll
-    for (int i = 0; i < LANES_HERE; i++) v[i] = fp4_float(w[i]);
-}
-template <class T> DEVICE void widened(const u32 *w, float *v, T) {
-#pragma unroll
-    for (int i = 0; i < LANES_HERE / 2; i++) v[2 * i] = T::low(w[i]), v[2 * i + 1] = T::high(w[i]);
-}
-
-/* Eight of a group's 16 lanes: elements start + 0..7, start + 16 + 0..7, ... below start + n. */
-template <class T, class Steps> struct Lanes {
-    const void *x;
+/* What became of x: one value; or those of a thread's lanes in the units after a start, whose step is returned. */
+template <class Steps> struct FromCodes {
     const u8 *packed, *block_scales;
     Steps step_of;
+    static MEMBER bool is_aligned(i64) { return true; } /* blocks are whole */
+    struct Cursor { const u32 *codes; const u8 *stored; };
+    MEMBER Cursor begin(i64 start) const { return {(const u32 *)packed + start / LANES_HERE, block_scales + start / Steps::BLOCK_SIZE}; }
+    MEMBER float next(Cursor &cursor, u32 unit, float *y) const {
+        u32 halves[LANES_HERE / 2];
+        float step = step_of(cursor.stored[unit * UNIT / Steps::BLOCK_SIZE]);
+        widen8(*cursor.codes, halves);
+        cursor.codes += UNIT / LANES_HERE;
+#pragma unroll
+        for (int k = 0; k < LANES_HERE; k++) y[k] = __fmul_rn(widen_fp16((u16)(halves[k / 2] >> k % 2 * 16)), step);
+        return step;
+    }
+    MEMBER float one(i64 at) const {
+        return __fmul_rn(e2m1_decode(packed[at / 2] >> at % 2 * 4 & 15u), step_of(block_scales[at / Steps::BLOCK_SIZE]));
+    }
+};
+struct FromValues {
+    const float *values;
+    static MEMBER bool is_aligned(i64 start) { return start % LANES_HERE == 0; }
+    typedef const Words4 *Cursor;
+    MEMBER Cursor begin(i64 start) const { return (const Words4 *)(values + start); }
+    static MEMBER float next(Cursor &cursor, u32, float *y) {
+#pragma unroll
+        for (int i = 0; i < LANES_HERE / 4; i++) {
+            Words4 four = cursor[i];
+#pragma unroll
+            for (int k = 0; k < 4; k++) y[4 * i + k] = fp4_float(four.w[k]);
+        }
+        cursor += UNIT / 4;
+        return fp4_float(FP4_INF_BITS); /* no step is known: none is small, and nothing clipped */
+    }
+    MEMBER float one(i64 at) const { return values[at]; }
+};
+
+/* Eight of a group's 16 lanes: elements start + 0..7, start + 16 + 0..7, ... below start + n. */
+template <class T, class Made> struct Lanes {
+    const void *x;
+    Made made;
     u32 max_abs, clipped; /* the first as bits, of which those of NaN are the largest */
 
     /* In float32: sums of two lanes each. Returns whether no step is too small. */
     MEMBER bool add(i64 start, u32 n, float (*pairs)[QUARTERS]) {
         float lanes[SQUARES][LANES_HERE] = {}, largest = 0.0f, least_step = SMALLEST_STEP; /* NaN gets lost here: no sum holds it */
         const Words4 *from = (const Words4 *)x + start / LANES_HERE * (T::WORDS / 8);
-        const u32 *codes = (const u32 *)packed + start / LANES_HERE;
-        const u8 *stored = block_scales + start / Steps::BLOCK_SIZE;
+        const bool is_aligned = Made::is_aligned(start);
+        typename Made::Cursor cursor = made.begin(start);
 #pragma unroll COMPARE_UNROLL
-        for (u32 unit = 0; unit < n / UNIT; unit++, from += T::WORDS / 4, codes += UNIT / LANES_HERE) {
-            u32 w[T::WORDS / 2], halves[LANES_HERE / 2];
-            float v[LANES_HERE], step = step_of(stored[unit * UNIT / Steps::BLOCK_SIZE]), limit = fabsf(__fmul_rn(6.0f, step));
+        for (u32 unit = 0; unit < n / UNIT; unit++, from += T::WORDS / 4) {
+            u32 w[T::WORDS / 2];
+            float v[LANES_HERE], y[LANES_HERE], step;
+            if (is_aligned) {
 #pragma unroll
-            for (int i = 0; i < T::WORDS / 8; i++) {
-                Words4 four = from[i];
+                for (int i = 0; i < T::WORDS / 8; i++) {
+                    Words4 four = from[i];
 #pragma unroll
-                for (int k = 0; k < 4; k++) w[4 * i + k] = four.w[k];
+                    for (int k = 0; k < 4; k++) w[4 * i + k] = four.w[k];
+                }
+                widened(w, v, T());
+                step = made.next(cursor, unit, y);
+            } else {
+#pragma unroll
+                for (int k = 0; k < LANES_HERE; k++) v[k] = T::one(x, start + unit * UNIT + k), y[k] = made.one(start + unit * UNIT + k);
+                step = fp4_float(FP4_INF_BITS);
             }
-            widened(w, v, T());
-            widen8(*codes, halves);
+            float limit = fabsf(__fmul_rn(6.0f, step));
             least_step = fminf(least_step, step);
 #pragma unroll
             for (int k = 0; k < LANES_HERE; k++) {
-                float y = __fmul_rn(widen_fp16((u16)(halves[k / 2] >> k % 2 * 16)), step), difference = __fadd_rn(v[k], -y);
+                float difference = __fadd_rn(v[k], -y[k]);
                 lanes[0][k] = __fadd_rn(lanes[0][k], __fmul_rn(v[k], v[k]));
                 lanes[1][k] = __fadd_rn(lanes[1][k], __fmul_rn(difference, difference));
-                lanes[2][k] = __fadd_rn(lanes[2][k], __fmul_rn(y, y));
+                lanes[2][k] = __fadd_rn(lanes[2][k], __fmul_rn(y[k], y[k]));
                 largest = fmaxf(largest, fabsf(difference));
                 clipped += fabsf(v[k]) > limit;
             }
@@ -84,10 +119,9 @@ template <class T, class Steps> struct Lanes {
 #pragma unroll 1
             for (u32 i = 2 * k; i < n; i += GROUP_LANES)
 #pragma unroll
-                for (int j = 0; j < 2; j++) {
+                for (u32 j = 0; j < 2 && i + j < n; j++) {
                     i64 at = start + i + j;
-                    float value = T::one(x, at), step = step_of(block_scales[at / Steps::BLOCK_SIZE]);
-                    float y = __fmul_rn(e2m1_decode(packed[at / 2] >> j * 4 & 15u), step), difference = value - y;
+                    float value = T::one(x, at), y = made.one(at), difference = value - y;
                     two[j][0] += (double)value * value;
                     two[j][1] += (double)difference * difference;
                     two[j][2] += (double)y * y;
@@ -120,7 +154,7 @@ DEVICE bool fold(const float (*pairs)[QUARTERS], bool is_second, Slot *slot) {
     return is_held;
 }
 
-template <class T, class Steps> DEVICE void compare(Lanes<T, Steps> lanes, i64 rows, i64 columns, double *sums) {
+template <class T, class Made> DEVICE void compare(Lanes<T, Made> lanes, i64 rows, i64 columns, double *sums) {
     __shared__ Slot all_slots[ROWS_HERE][SLOTS];
     Slot *slots = all_slots[threadIdx.x / WARP];
     const u32 lane = threadIdx.x % WARP, slot = lane / 2, groups = (u32)((columns + SUM_GROUP - 1) / SUM_GROUP);
@@ -136,8 +170,9 @@ template <class T, class Steps> DEVICE void compare(Lanes<T, Steps> lanes, i64 r
         u32 n = row < rows && at < columns ? (u32)min(columns - at, (i64)SUM_GROUP) : 0;
         float pairs[SQUARES][QUARTERS];
         bool is_coarse = lanes.add(start, n, pairs), is_held = fold(pairs, lane % 2, slots + slot);
-        bool is_exact = n && !(is_coarse && is_held);
-        if (__any_sync(ALL_LANES, is_exact)) lanes.add_exactly(start, n, is_exact, slots + slot);
+        bool is_exact = n && (n % GROUP_LANES || !(is_coarse && is_held));
+        u32 others = lane % 2 * LANES_HERE; /* lanes of the thread before, which has the first elements */
+        if (__any_sync(ALL_LANES, is_exact)) lanes.add_exactly(start, n > others ? n - others : 0, is_exact, slots + slot);
         __syncwarp();
         for (u32 r = 0; r < rows_here; r++) {
             const double *group = own + (r << shift) * (SQUARES * QUARTERS);
@@ -211,11 +246,14 @@ KERNEL(4) count_codes(const u8 *packed, i64 nbytes, u64 *counts) {
     KERNEL(3) compare_nvfp4_##dtype(const void *x, i64 rows, i64 columns, const u8 *packed, const u8 *block_scales,             \
                                     const float *stored_global, i64 is_divisor, double *sums) {                                 \
         NvFp4Steps steps = {*stored_global, is_divisor != 0};                                                                   \
-        compare(Lanes<T, NvFp4Steps>{x, packed, block_scales, steps, 0, 0}, rows, columns, sums);                            \
+        compare(Lanes<T, FromCodes<NvFp4Steps>>{x, {packed, block_scales, steps}, 0, 0}, rows, columns, sums);                  \
     }                                                                                                                           \
     KERNEL(3) compare_mxfp4_##dtype(const void *x, i64 rows, i64 columns, const u8 *packed, const u8 *block_scales,             \
                                     double *sums) {                                                                             \
-        compare(Lanes<T, MxFp4Steps>{x, packed, block_scales, MxFp4Steps(), 0, 0}, rows, columns, sums);                     \
+        compare(Lanes<T, FromCodes<MxFp4Steps>>{x, {packed, block_scales, MxFp4Steps()}, 0, 0}, rows, columns, sums);           \
+    }                                                                                                                           \
+    KERNEL(3) compare_values_##dtype(const void *x, i64 rows, i64 columns, const float *y, double *sums) {                      \
+        compare(Lanes<T, FromValues>{x, {y}, 0, 0}, rows, columns, sums);                                                       \
     }
 ENTRIES(bf16, Bf16)
 ENTRIES(fp16, Fp16)

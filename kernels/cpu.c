@@ -26,7 +26,8 @@
     E(compare_mxfp4_##d, (const t *x, int64_t rows, int64_t columns, const uint8_t *p, const uint8_t *s, double *sums), \
       (x, rows, columns, p, s, sums))
 #define COUNT_CODES(E) E(count_codes, (const uint8_t *p, int64_t nbytes, int64_t *counts), (p, nbytes, counts))
-/* From here on, entry points that CUDA has no kernels for, but for decode_fp8, decode_int4, decode_int8, transpose_2, transpose_4. */
+/* From here on, entry points that CUDA has no kernels for, but for decode_fp8, decode_int4, decode_int8, transpose_2, transpose_4,
+ * grid_amax, quantize_fp8 and compare_values; fp8_costs are two kernels there. */
 #define TO_FP8(E, d, t)                                                                                                 \
     E(grid_amax_##d, (const t *x, const void *grid, uint32_t *amax_bits), (x, grid, amax_bits))                         \
     E(quantize_fp8_##d, (const t *x, const float *s, const void *grid, uint8_t *c), (x, s, grid, c))                    \

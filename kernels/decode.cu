@@ -6,7 +6,7 @@
  *   transpose_2(x, rows, width, first, step, count, y)    of 2 bytes an element; row k of y is column first + k * step of x
  *   transpose_4(x, rows, width, first, step, count, y)    of 4 bytes
  *
- * codes, packed: bytes; scales, zero_points, y: float32; grid: five int64, as in fp8_int.c, of which columns and blocks are below 2^31.
+ * codes, packed: bytes; scales, zero_points, y: float32; grid: five int64, grid.cuh says what.
  * x is rows x width, y count x rows, row-major.  Pointers are 16-byte aligned; rows of integers begin at whole 32-bit items.
  * Launch: 256 threads; decode grid = ceil(rows * columns / 8192), transpose grid = (ceil(rows / T), ceil(count / T)), T = 256 / N.
  * Any shape: a unit of 16 elements that lies in several rows or blocks, or is cut, goes by single elements; so does a square of
@@ -14,10 +14,7 @@
  * Bytes equal fp4convert/numerics/fp8_int.py; where a value is NaN it is NaN, with bits of the device's own.
  * Bytes moved per element: FP8 1 + 4, int4 0.5 + 4, int8 1 + 4, transpose N * step + N.
  */
-#include "device.h"
-
-typedef unsigned long long u64;
-struct Grid { i64 rows, columns, block_rows, block_columns, first_row; };
+#include "grid.cuh"
 
 DEVICE void store4(float *y, const float *v) {
     *(Words4 *)y = {fp4_bits(v[0]), fp4_bits(v[1]), fp4_bits(v[2]), fp4_bits(v[3])};
@@ -67,41 +64,30 @@ template <int BITS> struct Integers {
     static MEMBER float value(u32 code, Step step) { return __fmul_rn(__fadd_rn((float)(int)code, -step.origin), step.scale); }
 };
 
-template <class Codes> DEVICE void decode(Codes codes, const float *scales, const Grid *grid, float *y) {
-    const i64 n = grid->rows * grid->columns, start = (i64)blockIdx.x * (LAUNCH_UNITS * UNIT), first_row = grid->first_row;
-    const u32 columns = (u32)grid->columns, width = (u32)grid->block_columns, height = (u32)grid->block_rows;
-    const u32 across = (columns - 1) / width + 1;
-    const i64 row_here = start / columns; /* the row, and the column, of this block of threads' first element */
-    const u32 column_here = (u32)(start - row_here * columns);
-#pragma unroll 1
-    for (int i = 0; i < UNITS; i++) {
-        const u32 within = (threadIdx.x + i * THREADS) * UNIT;
-        const i64 at = start + within;
-        if (at >= n) return;
-        const u32 below = (column_here + within) / columns;
-        i64 row = row_here + below;
-        u32 column = column_here + within - below * columns, block = column / width;
-        const u32 block_left = width - (column - block * width), left = min(block_left, columns - column);
-        if (left >= UNIT && codes.is_whole(column)) {
-            typename Codes::Step step = codes.step(scales, (i64)((u64)(first_row + row) / height) * across + block);
-            u32 w[Codes::WORDS];
-            codes.load(row, column, at, w);
+template <class Codes> struct Decoding {
+    Codes codes;
+    const float *scales;
+    float *y;
+    MEMBER bool is_whole(u32 column) const { return codes.is_whole(column); }
+    MEMBER void unit(Place place) const {
+        typename Codes::Step step = codes.step(scales, place.block);
+        u32 w[Codes::WORDS];
+        codes.load(place.row, place.column, place.at, w);
 #pragma unroll
-            for (int k = 0; k < UNIT; k += 4) {
-                float v[4];
+        for (int k = 0; k < UNIT; k += 4) {
+            float v[4];
 #pragma unroll
-                for (int j = 0; j < 4; j++) v[j] = Codes::value(Codes::pick(w, k + j), step);
-                store4(y + at + k, v);
-            }
-        } else {
-#pragma unroll 1
-            for (int k = 0; k < UNIT && at + k < n; k++) {
-                i64 own = (i64)((u64)(first_row + row) / height) * across + column / width;
-                y[at + k] = Codes::value(codes.one(row, column, at + k), codes.step(scales, own));
-                if (++column == columns) column = 0, row++;
-            }
+            for (int j = 0; j < 4; j++) v[j] = Codes::value(Codes::pick(w, k + j), step);
+            store4(y + place.at + k, v);
         }
     }
+    MEMBER void one(Place place) const {
+        y[place.at] = Codes::value(codes.one(place.row, place.column, place.at), codes.step(scales, place.block));
+    }
+};
+
+template <class Codes> DEVICE void decode(Codes codes, const float *scales, const Grid *grid, float *y) {
+    each_unit(grid, Decoding<Codes>{codes, scales, y});
 }
 
 KERNEL(4) decode_fp8(const u8 *codes, const float *scales, const Grid *grid, float *y) { decode(Fp8{codes}, scales, grid, y); }

@@ -13,6 +13,7 @@
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef long long i64;
 struct alignas(8) Words2 { u32 w[2]; };
 struct alignas(16) Words4 { u32 w[4]; };
@@ -108,7 +109,8 @@ DEVICE void widen8(u32 codes, u32 *pairs) {
  *   MAX_STEP      float32 bits of the largest power of two by which no x but zero underflows to zero
  *   one           one element as float32
  *   largest       float32 bits of the largest magnitude in a unit; above infinity's where there is a NaN
- *   magnitudes    |x| of the eight elements in w[0..WORDS / 2)
+ *   widened       x of the eight elements in w[0..WORDS / 2)
+ *   magnitudes    |x| of those
  *   values        x of those, -0.0 as 0.0
  *   signs         bit 4k+3 is set iff element k of those is below zero
  */
@@ -165,6 +167,15 @@ template <class T> DEVICE float smallest(const u32 *w, T) {
 #pragma unroll
     for (int i = 1; i < T::WORDS; i++) m = min2_fp16(m, T::magnitude2(w[i]));
     return fminf(T::low(m), T::high(m));
+}
+
+DEVICE void widened(const u32 *w, float *v, Fp32) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = fp4_float(w[i]);
+}
+template <class T> DEVICE void widened(const u32 *w, float *v, T) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[2 * i] = T::low(w[i]), v[2 * i + 1] = T::high(w[i]);
 }
 
 DEVICE void magnitudes(const u32 *w, float *v, Fp32) {

@@ -23,12 +23,13 @@ from fp4convert.numerics.formats import (
     FP4_FORMATS,
     IMPORTANCE,
     NVFP4,
+    ROW_SUMS,
     Format,
     kernel_of,
     rule_number,
 )
-from fp4convert.numerics.fp8_int import Grid
-from fp4convert.numerics.matrices import Matrix, Quantized
+from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
+from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
 from gpu.device import LADDER, Device, M, Rung, Values
 from harness.measure import SUPPORT
 
@@ -40,6 +41,8 @@ GEMV_SHAPE = (1049, 3136)  # tails everywhere, four turns of a warp
 MATRICES = 5  # of a batch
 NAIVE_RULES = {"nvfp4": ("amax",), "mxfp4": ("floor", "even", "ceil")}
 DECODED_SHAPE = (997, 1056)  # tails of units, and of int8 and int4 scale blocks
+FP8_SHAPE = (160, 1056)
+FP8_BLOCKS = ((1, 32), (128, 128), (160, 1056))
 SCALE_BLOCKS = {"decode_fp8": (128, 128), "decode_int4": (1, 32), "decode_int8": (1, 1 << 20)}
 
 
@@ -308,6 +311,44 @@ def compare_decoders(device: Device, name: str) -> None:
         compare(device, Rung(device.kernels, name), check)
 
 
+def compare_to_fp8(device: Device, dtype: str, block: tuple[int, int]) -> None:
+    """Amaxes, codes, costs and sums of rows, from values of every kind."""
+    word, cpu = FLOAT_TYPES[dtype].word, Cpu()
+    for make in adversarial.PLAIN.values():
+        weights = InMemory(adversarial.matrix(make(dtype, *FP8_SHAPE), dtype))
+        amaxes = cpu.block_amaxes(weights, block)
+        scales = fp8_scales_of(amaxes)
+        (costs,) = cpu.block_costs(weights, block, [scales])
+        whole = next(iter(cpu.fp8_panels(weights, block, scales)))
+        values = cpu.decode_fp8(whole.codes, FP8_SHAPE, Grid(scales, block))
+        x, y = device.upload(weights.matrix.data), device.upload(values)
+        own, layout = (device.upload(part) for part in native_grid(Grid(scales, block), FP8_SHAPE))
+        down, across = scales.shape
+        row_costs = device.poisoned(8 * FP8_SHAPE[0] * across)
+        zeros, n, rows = np.zeros(scales.size), FP8_SHAPE[0] * FP8_SHAPE[1], FP8_SHAPE[0]
+        calls = {  # name -> launched for, arguments, what is written there, what is expected
+            f"grid_amax_{word}": (n, (x, layout), zeros.astype(np.float32), amaxes.tobytes()),
+            f"quantize_fp8_{word}": (n, (x, own, layout), bytes(n), bytes(whole.codes)),
+            f"row_costs_{word}": (rows * across, (x, own, layout), None, b""),
+            "add_costs": (down * across, (row_costs, layout), zeros, costs.tobytes()),
+            f"compare_values_{word}": (
+                rows,
+                (x, *FP8_SHAPE, y),
+                bytes(8 * ROW_SUMS * rows),
+                bytes(whole.compared.rows),
+            ),
+        }
+
+        def check(rung: Rung, calls: dict[str, Any] = calls, row_costs: Any = row_costs) -> None:
+            count, arguments, before, expected = calls[rung.name]
+            found = row_costs if before is None else device.upload(before)
+            rung.launch(count, *arguments, found)  # costs of rows are looked at when added
+            assert before is None or found.get().tobytes() == expected, f"{rung.name}, {block}"
+
+        for name in calls:
+            compare(device, Rung(device.kernels, name), check)
+
+
 def compare_transposes(device: Device, name: str) -> None:
     """All columns, and every second from either of the first; whole squares and edges."""
     nbytes, dtype = int(name[-1]), {"2": "BF16", "4": "F32"}[name[-1]]
@@ -344,12 +385,15 @@ def compare_all(device: Device) -> str:
     compare_batch(device)
     for name in SCALE_BLOCKS:
         compare_decoders(device, name)
+    for dtype, block in itertools.product(FLOAT_TYPES, FP8_BLOCKS):
+        compare_to_fp8(device, dtype, block)
     for name in ("transpose_2", "transpose_4"):
         compare_transposes(device, name)
     different = [f"- {text}" for text in device.verdicts.values() if text.startswith("DIFFERS")]
     about = (
-        "Quantizers, dequantizers, decoders of packed weights, amax and sums of reports against "
-        "the CPU backend, products against float64; a million elements or more each."
+        "Quantizers (FP8, too), dequantizers, decoders of packed weights, amax and sums of reports "
+        "against the CPU backend, products against float64; FP8 of 170,000 elements, others of a "
+        "million or more."
     )
     found = "\n".join(different) or f"All {len(device.verdicts)} kernels agree."
     return f"{about}\n\n{found}\n"

@@ -39,11 +39,11 @@ class Choice(NamedTuple):
 
 
 def rounded_by(plan: Plan) -> list[Linear]:
-    """List what a plan rounds to four bits: the rest is no work for a GPU."""
+    """List what a plan rounds: the rest is no work for a GPU."""
     return [
         linear
         for step in plan.steps
-        if step.action == "quantize" and step.form and step.form.format.is_fp4
+        if step.action == "quantize" and step.form
         for linear in step.linears
     ]
 
@@ -51,13 +51,10 @@ def rounded_by(plan: Plan) -> list[Linear]:
 def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Choice:
     """Choose what computes under --device auto; any other device stays.
 
-    rounded  what becomes four-bit
+    rounded  what gets codes
     """
     if device == "cpu":
         return Choice(device)
-    if format_named(target.format).is_fp8:
-        left = f"{target.format} is rounded by the CPU"
-        return Choice("cpu") if device == "auto" else Choice(device, f"device {device}: {left}")
     if device != "auto":
         left = _left_to_cpu(target, rounded)
         return Choice(device, f"device {device}: {left}" if left else "")

@@ -15,7 +15,7 @@ from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.fp8 import block_of
 from fp4convert.numerics.backends.base import Backend, Given
 from fp4convert.numerics.formats import IMPORTANCE, format_named
-from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
+from fp4convert.numerics.fp8_rounding import find_scales
 from fp4convert.numerics.matrices import PANEL_ELEMENTS, Matrix, RowReader
 from fp4convert.process import processors
 from fp4convert.recipes.recipe import Target
@@ -80,10 +80,11 @@ def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads:
         while not done or time.perf_counter() < ended:
             rows = max(1, count // columns)
             weights = _Sample((rows, columns), sample.data)
-            if fmt.is_fp8:  # by the CPU, whatever the backend is
+            if fmt.is_fp8:
                 block = block_of(form_of(target), weights.shape)
-                panels = round_to_fp8(weights, find_scales(weights, block, fmt, rule), block)
-                done += sum(part.codes.size for part in panels)
+                with backend.fp8_passes(weights) as passes:
+                    scales = find_scales(weights, block, fmt, rule, passes)
+                    done += sum(p.codes.nbytes for p in passes.fp8_panels(weights, block, scales))
                 count = min(2 * count, LARGEST)
                 continue
             for _ in backend.quantize_group([weights], [weights], fmt, rule, given):

@@ -42,7 +42,8 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_floats
 from fp4convert.numerics.error_sums import SOURCE, Account, Sums
 from fp4convert.numerics.formats import GLOBAL_RANGE, Format, global_range
-from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
+from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.fp8_rounding import find_scales
 from fp4convert.numerics.matrices import Compared, Quantized, Weights
 from fp4convert.planning.steps import Action, Step
 from fp4convert.recipes.recipe import Target
@@ -243,16 +244,21 @@ class Quantizer:
     ) -> None:
         """Write a module of eight bits, or of integers that stay."""
         linear = step.linears[0]
+
+        def append(panels: Iterator[tuple[memoryview, memoryview]]) -> None:
+            parts = parts_beside(step, self.source, panels, self._dialect, self._input_scale(step))
+            append_parts(step, parts, writer, stop)
+
         # Quantize, or read codes and scales as they are.
         if step.action == "quantize":
             weights = linear.coding.weights(linear, self.source)
-            rule = self._target.rule_for(form.format)
-            panels = quantized_fp8(weights, form, rule, partial(self._add_loss, step, writer))
+            note = partial(self._add_loss, step, writer)
+            rule, backend = self._target.rule_for(form.format), self._rounding.backend
+            with closing(quantized_fp8(weights, form, rule, backend, note)) as panels:
+                append(panels)
         else:
             writer.taken_over.add(step.module)
-            panels = linear.coding.kept(linear, self.source, form)
-        parts = parts_beside(step, self.source, panels, self._dialect, self._input_scale(step))
-        append_parts(step, parts, writer, stop)
+            append(linear.coding.kept(linear, self.source, form))
 
     def _input_scale(self, step: Step) -> float | None:
         """Return the scale of activations that the plan has.
@@ -271,8 +277,12 @@ class Quantizer:
 
 
 def quantized_fp8(
-    weights: Weights, form: Form, rule: str, note: Callable[[Compared, int], None]
-) -> Iterator[tuple[memoryview, memoryview]]:
+    weights: Weights,
+    form: Form,
+    rule: str,
+    backend: Backend,
+    note: Callable[[Compared, int], None],
+) -> Generator[tuple[memoryview, memoryview]]:
     """Quantize to FP8 or MXFP8: codes panel by panel, then all scales.
 
     note     is told what so many elements have lost
@@ -280,11 +290,14 @@ def quantized_fp8(
     Formula  as fp8_rounding.py has it
     """
     block, changes = block_of(form, weights.shape), low_ranks_of(weights)
-    scales = find_scales(weights, block, form.format, rule)
-    for first, x, codes, values in round_to_fp8(weights, scales, block):
-        compared = Cpu().compare_values(x, values)
-        if changes:
-            compared = compared._replace(adapter=measure(changes, first, as_floats(x), values))
-        note(compared, x.shape[0] * x.shape[1])
-        yield codes.reshape(-1).data, memoryview(b"")
+    with backend.fp8_passes(weights) as passes:
+        scales = find_scales(weights, block, form.format, rule, passes)
+        for first, shape, codes, lost in passes.fp8_panels(weights, block, scales):
+            adapter = lost.adapter
+            if changes:
+                x = as_floats(weights.rows(first, first + shape[0]))
+                values = Cpu().decode_fp8(codes, shape, Grid(scales, block, first))
+                adapter = measure(changes, first, x, values)
+            note(lost._replace(adapter=adapter), shape[0] * shape[1])
+            yield codes, memoryview(b"")
     yield memoryview(b""), as_stored(scales, form)

@@ -43,6 +43,11 @@ class Grid:
     first_row: int = 0
 
 
+def grid_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Count the blocks of a matrix, down and across."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
 def each_scale(grid: Grid, shape: tuple[int, int]) -> Float32s:
     """Return the scale of every element of `shape`.
 

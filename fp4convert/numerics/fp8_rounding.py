@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp4convert.numerics.backends.base import Fp8Passes
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Bytes, Float32s, not_finite
 from fp4convert.numerics.formats import FP8, MXFP8_STORED_MAX, Format, check_rule
@@ -46,29 +47,24 @@ class Fp8Rows(NamedTuple):
     values: Float32s
 
 
-def find_scales(weights: Weights, block: Block, fmt: Format, rule: str) -> Float32s:
+def find_scales(
+    weights: Weights, block: Block, fmt: Format, rule: str, passes: Fp8Passes | None = None
+) -> Float32s:
     """Choose the scale of every block: (block rows, block columns) float32.
 
     rule    one of fmt.scale_rules
+    passes  of what computes; None: the CPU
     Raises  NumericError where there is Inf or NaN
     """
     check_rule(fmt, rule)
-    panels, cpu = list(row_panels(weights.shape)), Cpu()
-    height, width = (-(-size // step) for size, step in zip(weights.shape, block, strict=True))
-    amax = np.zeros((height, width), f32)
-    for first, last in panels:
-        cpu.grid_amax(weights.rows(first, last), Grid(amax, block, first))
+    passes = passes or Cpu()
+    amax = passes.block_amaxes(weights, block)
     if not np.isfinite(amax).all():
         raise not_finite()
     candidates = _candidates(amax, fmt, rule)
     if len(candidates) == 1:
         return candidates[0]
-    costs = np.zeros((len(candidates), height, width))
-    for first, last in panels:
-        x = weights.rows(first, last)
-        for scales, own in zip(candidates, costs, strict=True):
-            cpu.fp8_costs(x, Grid(scales, block, first), own)
-    best = costs.argmin(axis=0)  # the first of equal ones
+    best = passes.block_costs(weights, block, candidates).argmin(axis=0)  # the first of equal ones
     found: Float32s = np.take_along_axis(np.stack(candidates), best[None], 0)[0]
     return found
 

@@ -204,6 +204,18 @@ class Quantized(Canonical[memoryview]):
         return self.rows(first, last).block_scales
 
 
+class Fp8Panel(NamedTuple):
+    """Rows as E4M3 codes, and what they have lost.
+
+    first  of the rows in their matrix
+    """
+
+    first: int
+    shape: tuple[int, int]
+    codes: memoryview
+    compared: Compared
+
+
 class Span(Protocol):
     """Bytes somewhere, fetched by slices without a step; a memoryview is one."""
 

@@ -125,6 +125,15 @@ def test_no_timing_chooses_the_bytes_of_gptq(cores, monkeypatch, without_cupy):
     assert choose_device("cuda", replace(target, method="gptq"), rounded) == Choice("cuda")
 
 
+def test_fp8_is_chosen_as_four_bits_are(cores, sound, without_cupy):
+    """A GPU rounds FP8 and MXFP8, too: nothing of them is left to the CPU."""
+    for fmt in ("fp8", "mxfp8"):
+        target, rounded = work_of(70e9)
+        target = replace(target, format=fmt)
+        assert choose_device("cuda", target, rounded) == Choice("cuda")
+        assert choose_device("auto", target, rounded).device == "cuda:0"
+
+
 def test_a_gpu_that_loses_costs_no_cupy(cores, without_cupy):
     cores(16)
     assert choose_device("auto", *work_of(70e9, "amax")).device == "cpu"

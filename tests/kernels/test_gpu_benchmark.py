@@ -88,7 +88,8 @@ def test_every_entry_point_is_touched(gpu, capsys):
     }
     expected |= {f"amax_{word}" for word in words} | {"count_codes"}
     expected |= {f"gemv_{fmt}_{x}" for fmt in ("nvfp4", "mxfp4") for x in ("bf16", "fp16", "nvfp4")}
-    expected |= set(touch.DECODERS)
+    expected |= set(touch.DECODERS) | {"add_costs"}
+    expected |= {f"{kind}_{word}" for kind in touch.FP8 for word in words}
     assert expected <= gpu.launched
     gpu.check_margins()
 

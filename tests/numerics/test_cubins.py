@@ -35,6 +35,7 @@ STANDS_FOR = {
 BLOCKS = {  # to a multiprocessor
     **{"quantize_fp32": 4, "amax_fp32": 4, "quantize": 5, "amax": 5, "dequantize": 4, "gemv": 2},
     **{"compare": 3, "count": 4, "search": 3, "weigh": 2, "decode": 4, "transpose": 3},
+    **{"fp8": 3},  # of compare_values, and 4 of all others
 }
 REGISTERS, THREADS = (
     65536,
@@ -111,7 +112,9 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        return self.name.partition("_")[0]
+        """The beginning of its name; what deals with FP8 is of one kind."""
+        is_fp8 = self.source == "fp8.cu" or self.name.startswith("compare_values")
+        return "fp8" if is_fp8 else self.name.partition("_")[0]
 
     @property
     def dtype(self) -> str:
@@ -193,7 +196,8 @@ def promised(source: str) -> set[str]:
         ("search.cu", 12),
         ("dequantize.cu", 6),
         ("gemv.cu", 6),
-        ("compare.cu", 7),
+        ("compare.cu", 10),
+        ("fp8.cu", 10),
         ("decode.cu", 5),
     ],
 )
@@ -305,6 +309,18 @@ def test_what_is_decoded_is_written_by_wide_stores(built):
         nbytes = squares * 16 // int(kernel.name[-1]) if squares else UNIT * 4
         assert kernel.wide_nbytes("STG") in (nbytes, 2 * nbytes), kernel.name
         assert kernel.wide_nbytes("LDG") or kernel.name == "decode_int4", kernel.name
+
+
+def test_fp8_is_read_and_written_by_wide_instructions(built):
+    """But for what lies in several blocks; costs are a double to 8 threads."""
+    for kernel in built.of("fp8"):
+        if kernel.name.startswith(("grid_amax", "quantize_fp8")):
+            assert kernel.wide_nbytes("LDG") == UNIT * NBYTES[kernel.dtype], kernel.name
+        if kernel.name.startswith("quantize_fp8"):
+            assert kernel.wide_nbytes("STG") == UNIT, kernel.name
+        if kernel.name.startswith("compare_values"):
+            assert kernel.wide_nbytes("LDG") >= UNIT // 2 * (4 + NBYTES[kernel.dtype]), kernel.name
+            assert kernel.registers <= 80
 
 
 def test_no_kernel_takes_more_instructions_than_it_did(built):

@@ -12,6 +12,7 @@ from adversarial import Float32s, generator
 
 from fp4convert.errors import InputError, NumericError
 from fp4convert.numerics import fp8_rounding
+from fp4convert.numerics.backends import cpu
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.formats import FP8, MXFP8, Format
 from fp4convert.numerics.fp8_rounding import Block, find_scales, round_to_fp8
@@ -122,11 +123,12 @@ def test_panels_make_no_difference(block: Block, monkeypatch: pytest.MonkeyPatch
     fmt = MXFP8 if block == (1, 32) else FP8
     expected = [scales_of(x, block, fmt, rule) for rule in fmt.scale_rules]
     whole = list(round_to_fp8(InMemory(as_matrix(x)), expected[-1], block))
-    monkeypatch.setattr(
-        fp8_rounding,
-        "row_panels",
-        lambda shape: ((first, min(first + 13, shape[0])) for first in range(0, shape[0], 13)),
-    )
+    for module in (fp8_rounding, cpu):
+        monkeypatch.setattr(
+            module,
+            "row_panels",
+            lambda shape: ((first, min(first + 13, shape[0])) for first in range(0, shape[0], 13)),
+        )
     for rule, scales in zip(fmt.scale_rules, expected, strict=True):
         assert (scales_of(x, block, fmt, rule) == scales).all()
     parts = list(round_to_fp8(InMemory(as_matrix(x)), expected[-1], block))

@@ -36,7 +36,7 @@ from fp4convert.numerics.backends.cuda_stream import Lane
 from fp4convert.numerics.backends.gpus import survey
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import CODES, FP4_FORMATS, MXFP4, NVFP4
-from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
 from fp4convert.numerics.matrices import InMemory, Quantized, StoredRows
 
 pytestmark = pytest.mark.gpu
@@ -170,6 +170,36 @@ def test_packed_rows(lane, name):
             expected = Cpu().decode_integers(flat, shape, grid, bits, origin)
         found = np.frombuffer(lane.decode(stored, expected.nbytes), np.float32).reshape(shape)
         same(found, expected)
+
+
+@pytest.mark.parametrize("block", [(1, 32), (1, COLUMNS), (128, 128), (1 << 20, COLUMNS)])
+@EVERY_DTYPE
+def test_fp8(gpu, dtype, block):
+    """Half a GB of every dtype: amaxes, costs, codes and what rows lost, in blocks of each kind."""
+    for number, values in zip(range(8), chunks(dtype), strict=False):
+        weights, cpu = InMemory(matrix(values, dtype)), Cpu()
+        own = min(block[0], len(values)), block[1]
+        with gpu.fp8_passes(weights) as passes:
+            amaxes = passes.block_amaxes(weights, own)
+            assert amaxes.tobytes() == cpu.block_amaxes(weights, own).tobytes(), number
+            scales = fp8_scales_of(amaxes)
+            if number % 4 < 2:  # the CPU takes seconds for them
+                costs = [p.block_costs(weights, own, [scales]).tobytes() for p in (passes, cpu)]
+                assert costs[0] == costs[1], number
+            found, expected = (
+                [
+                    b"".join(parts)
+                    for parts in zip(
+                        *(
+                            (bytes(p.codes), bytes(p.compared.rows))
+                            for p in each.fp8_panels(weights, own, scales)
+                        ),
+                        strict=True,
+                    )
+                ]
+                for each in (passes, cpu)
+            )
+        assert found == expected, number
 
 
 @pytest.mark.parametrize("nbytes", [2, 4])
@@ -321,7 +351,15 @@ def test_every_code_pair_in_a_product(gpu):
 
 @pytest.mark.parametrize(
     ("fmt", "dialect"),
-    [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")],
+    [
+        ("nvfp4", "compressed-tensors"),
+        ("mxfp4", "compressed-tensors"),
+        ("nvfp4", "modelopt"),
+        ("fp8", "compressed-tensors"),
+        ("fp8", "modelopt"),
+        ("fp8", "deepseek"),
+        ("mxfp8", "compressed-tensors"),
+    ],
 )
 def test_the_same_artifact_as_on_the_cpu(gpu, fmt, dialect, tmp_path):
     """Matrices of several panels, scale groups across shards."""

@@ -25,7 +25,13 @@ COMPILE = cubins.compile_cubin
 WORDS = [kind.word for kind in FLOAT_TYPES.values()]
 ENTRIES = {
     *("count_codes", "decode_fp8", "decode_int4", "decode_int8", "transpose_2", "transpose_4"),
-    *(f"amax_{word}" for word in WORDS),
+    "add_costs",
+    *(
+        f"{kind}_{word}"
+        for kind, word in product(
+            ("amax", "grid_amax", "quantize_fp8", "row_costs", "compare_values"), WORDS
+        )
+    ),
     *(
         f"{kind}_{fmt}_{word}"
         for kind, fmt, word in product(
@@ -93,8 +99,36 @@ BROKEN = {
         "decode_int4",
     ),
     "the scale of another row": pytest.param(
-        *("decode.cu", "(i64)((u64)(first_row + row) / height) * across + block)", "block)"),
+        *("grid.cuh", "(i64)((u64)(first_row + row) / height) * across + block}", "block}"),
         "decode_fp8",
+        marks=EVERYWHERE,
+    ),
+    "a block's amax that is another's": pytest.param(
+        *("fp8.cu", "if (m > amax_bits[block]) atomicMax", "if (m > *amax_bits) atomicMax"),
+        "grid_amax_bf16",
+        marks=EVERYWHERE,
+    ),
+    "FP8 by a reciprocal": pytest.param(
+        *("fp8.cu", "e4m3_encode_signed(v[i] / step)", "e4m3_encode_signed(v[i] * (1 / step))"),
+        "quantize_fp8_bf16",
+        marks=EVERYWHERE,
+    ),
+    "costs in another order": pytest.param(
+        *("fp8.cu", "half = COST_LANES / 2; half; half /= 2", "half = 1; half < 8; half *= 2"),
+        "row_costs_bf16",
+    ),
+    "rows of costs from the last on": pytest.param(
+        *(
+            "fp8.cu",
+            "row_costs[row * across + block]",
+            "row_costs[(end + begin - 1 - row) * across + block]",
+        ),
+        "row_costs_bf16",
+        marks=EVERYWHERE,
+    ),
+    "a tail's values left out": pytest.param(
+        *("compare.cu", "(n % GROUP_LANES || !(is_coarse && is_held))", "!(is_coarse && is_held)"),
+        "compare_values_bf16",
         marks=EVERYWHERE,
     ),
     "every second column, the wrong one": pytest.param(
@@ -134,7 +168,8 @@ def break_kernels(machine: Machine, tmp_path: Path, file: str, before: str, afte
     text = (kernels / file).read_text()
     assert text.count(before) == 1
     (kernels / file).write_text(text.replace(before, after))
-    stems = [Path(file).stem] if file.endswith(".cu") else ["quantize", "search", "dequantize"]
+    included = ["decode"] if file == "grid.cuh" else ["quantize", "search", "dequantize"]
+    stems = [Path(file).stem] if file.endswith(".cu") else included
     for stem in stems:
         machine.libraries[stem] = compile_for_host(kernels / f"{stem}.cu", tmp_path)
 

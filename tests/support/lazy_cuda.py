@@ -235,6 +235,13 @@ class Memory:
         stream.machine.copied.append(("down", nbytes))
         stream.start(lambda: ctypes.memmove(address, self.ptr, nbytes))
 
+    def __add__(self, start: int) -> Memory:
+        """Its end, from there on, which keeps it."""
+        later = object.__new__(Memory)
+        later.device, later.nbytes = self.device, self.nbytes - start
+        later.bytes, later.ptr, later.mem = self.bytes, self.ptr + start, self.mem
+        return later
+
     def memset_async(self, value: int, nbytes: int, stream: Stream) -> None:
         assert nbytes <= self.nbytes
         stream.start(lambda: ctypes.memset(self.ptr, value, nbytes))

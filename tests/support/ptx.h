@@ -59,6 +59,7 @@ EXTREMES(u64, uint64_t, B64)
 /* By zero the result is unspecified. */
 OPERATION(div_u32, B32, (must(b, "a division by zero"), a / b))
 OPERATION(div_u64, B64, (must(b, "a division by zero"), a / b))
+OPERATION(div_s64, B64, (must(b, "a division by zero"), (int64_t)a / (int64_t)b))
 OPERATION(rem_u32, B32, a % b)
 OPERATION(rem_s64, B64, (int64_t)a % (int64_t)b)
 static inline B32 mad_lo_s32(B32 a, B32 b, B32 c) { return a * b + c; }
@@ -69,6 +70,7 @@ static inline B32 not_b32(B32 a) { return ~a; }
 static inline B64 not_b64(B64 a) { return ~a; }
 static inline PRED not_pred(PRED a) { return !a; }
 static inline B32 neg_s32(B32 a) { return 0u - a; }
+static inline B64 neg_s64(B64 a) { return 0u - a; }
 static inline B32 popc_b32(B32 a) { return __builtin_popcount(a); }
 static inline B32 clz_b32(B32 a) { return a ? __builtin_clz(a) : 32; }
 static inline B32 abs_s32(B32 a) { return a >> 31 ? 0u - a : a; }
@@ -140,6 +142,7 @@ OPERATION(sub_rn_f32, B32, of(f32(a) - f32(b)))
 OPERATION(mul_rn_f32, B32, of(f32(a) * f32(b)))
 OPERATION(div_rn_f32, B32, of(f32(a) / f32(b)))
 OPERATION(add_rn_f64, B64, of(f64(a) + f64(b)))
+OPERATION(sub_rn_f64, B64, of(f64(a) - f64(b)))
 OPERATION(mul_rn_f64, B64, of(f64(a) * f64(b)))
 static inline B32 fma_rn_f32(B32 a, B32 b, B32 c) { return of(std::fma(f32(a), f32(b), f32(c))); }
 static inline B32 rcp_rn_f32(B32 a) { return of(1.0f / f32(a)); }

@@ -23,6 +23,7 @@ from gpu.device import Case, Device, Rung
 
 KINDS = ("quantize", "search", "weigh", "dequantize", "compare")  # by format and dtype
 DECODERS = ("decode_fp8", "decode_int4", "decode_int8", "transpose_2", "transpose_4")
+FP8 = ("grid_amax", "quantize_fp8", "row_costs", "compare_values")  # by dtype, and add_costs
 SECONDS = 600
 SIZES = {  # dtypes; elements, and of the searches alone; shapes of products, reports, packed
     "small": (

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from fp4convert.numerics.codec import Float32s
 from fp4convert.numerics.formats import Format
-from fp4convert.numerics.matrices import Blocks, Quantized, Weights
+from fp4convert.numerics.fp8_int import Float64s
+from fp4convert.numerics.matrices import Blocks, Fp8Panel, Quantized, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,26 @@ class Given:
 
 
 OWN = Given()
+
+
+class Fp8Passes(Protocol):
+    """Passes over matrices that become E4M3; they equal fp8_int.py.
+
+    block  rows and columns that share a scale; those at the edges may be cut
+    """
+
+    def block_amaxes(self, weights: Weights, block: tuple[int, int]) -> Float32s:
+        """Find the largest magnitude of every block, also Inf or NaN."""
+
+    def block_costs(
+        self, weights: Weights, block: tuple[int, int], candidates: Sequence[Float32s]
+    ) -> Float64s:
+        """Sum the squared errors of blocks: a table for each of the scales."""
+
+    def fp8_panels(
+        self, weights: Weights, block: tuple[int, int], scales: Float32s
+    ) -> Iterator[Fp8Panel]:
+        """Round finite rows in order; a panel is valid until the next."""
 
 
 class Backend(Protocol):
@@ -72,6 +94,9 @@ class Backend(Protocol):
         Yields    panels that are valid until the next is asked for
         Raises    NumericError where a value is beyond the range of F16 or BF16
         """
+
+    def fp8_passes(self, weights: Weights) -> AbstractContextManager[Fp8Passes]:
+        """Lend what rounds this matrix; it may be kept there meanwhile."""
 
     def held_nbytes(self, threads: int, widest: int) -> int:
         """Count the host memory that it holds for so many callers.

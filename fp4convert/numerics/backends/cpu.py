@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -27,12 +28,13 @@ from fp4convert.numerics.codec import (
 )
 from fp4convert.numerics.descent import panel_rows, room_nbytes
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
-from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8
+from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8, grid_shape
 from fp4convert.numerics.low_rank import Pulls
 from fp4convert.numerics.matrices import (
     PANEL_ELEMENTS,
     Blocks,
     Compared,
+    Fp8Panel,
     Matrix,
     Quantized,
     Weights,
@@ -107,6 +109,34 @@ class Cpu:
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         for first, last in row_panels(q.shape):
             yield self.dequantize(q.rows(first, last), dtype)
+
+    def fp8_passes(self, weights: Weights) -> AbstractContextManager[Cpu]:
+        return nullcontext(self)
+
+    def block_amaxes(self, weights: Weights, block: tuple[int, int]) -> Float32s:
+        found = np.zeros(grid_shape(weights.shape, block), np.float32)
+        for first, last in row_panels(weights.shape):
+            self.grid_amax(weights.rows(first, last), Grid(found, block, first))
+        return found
+
+    def block_costs(
+        self, weights: Weights, block: tuple[int, int], candidates: Sequence[Float32s]
+    ) -> Doubles:
+        costs = np.zeros((len(candidates), *grid_shape(weights.shape, block)))
+        for first, last in row_panels(weights.shape):
+            x = weights.rows(first, last)
+            for scales, own in zip(candidates, costs, strict=True):
+                self.fp8_costs(x, Grid(scales, block, first), own)
+        return costs
+
+    def fp8_panels(
+        self, weights: Weights, block: tuple[int, int], scales: Float32s
+    ) -> Iterator[Fp8Panel]:
+        for first, last in row_panels(weights.shape):
+            x, grid = weights.rows(first, last), Grid(scales, block, first)
+            codes = self.quantize_fp8(x, grid).reshape(-1).data
+            values = self.decode_fp8(codes, x.shape, grid)
+            yield Fp8Panel(first, x.shape, codes, self.compare_values(x, values))
 
     def amax(self, x: Matrix) -> float:
         """Find the largest magnitude, exact; Inf or NaN where there is one."""

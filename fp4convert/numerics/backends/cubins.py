@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fp4convert.errors import DeviceError, InputError, OutputError
 
-HEADERS = ("fp4.h", "device.h", "codes.cuh", "screening.cuh")
+HEADERS = ("fp4.h", "device.h", "codes.cuh", "grid.cuh", "screening.cuh")
 ELF_HEADER_NBYTES = 64
 OLDEST = (8, 0)  # the first with packed bf16 arithmetic
 WITH_CVT = frozenset(

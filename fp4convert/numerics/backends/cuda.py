@@ -10,12 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fp4convert.numerics.backends.base import OWN, Given
+from fp4convert.numerics.backends.cuda_fp8 import Fp8Lane
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
-from fp4convert.numerics.backends.cuda_stream import (
-    LANES,
-    Lane,
-    held_nbytes,
-)
+from fp4convert.numerics.backends.cuda_stream import LANES, held_nbytes
 from fp4convert.numerics.backends.gpus import Gpu
 from fp4convert.numerics.codec import Float32s, global_scale_of
 from fp4convert.numerics.formats import Format
@@ -32,7 +29,7 @@ class Cuda:
         self.name = ",".join(f"cuda:{gpu.number}" for gpu in gpus)
         lanes = min(LANES, max(LEAST_LANES, processors() // len(gpus)))  # of each
         self.threads = lanes * len(gpus)
-        self._lanes: queue.SimpleQueue[tuple[Kernels, Lane | None]] = queue.SimpleQueue()
+        self._lanes: queue.SimpleQueue[tuple[Kernels, Fp8Lane | None]] = queue.SimpleQueue()
         kernels = [Kernels(gpu) for gpu in gpus]
         for _ in range(lanes):
             for one in kernels:
@@ -61,6 +58,12 @@ class Cuda:
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         with self._take() as lane:
             yield from lane.dequantize(q, dtype)
+
+    @contextmanager
+    def fp8_passes(self, weights: Weights) -> Iterator[Fp8Lane]:
+        with self._take() as lane:
+            lane.reserve([weights])
+            yield lane
 
     def amax(self, x: Matrix) -> float:
         """Find the largest magnitude, exact; Inf or NaN where there is one."""
@@ -99,7 +102,7 @@ class Cuda:
         return memoryview(b"".join(bytes(panel) for panel in self.dequantize_panels(q, dtype)))
 
     @contextmanager
-    def _take(self) -> Iterator[Lane]:
+    def _take(self) -> Iterator[Fp8Lane]:
         """Lend a lane to this caller alone; make it when it is first taken.
 
         Whatever CUDA refuses meanwhile is a DeviceError.
@@ -107,7 +110,7 @@ class Cuda:
         kernels, lane = self._lanes.get()
         try:
             with as_device_error(kernels):
-                lane = lane or Lane(kernels)
+                lane = lane or Fp8Lane(kernels)
                 try:
                     with lane.device:
                         yield lane

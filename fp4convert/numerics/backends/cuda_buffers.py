@@ -45,14 +45,14 @@ class Buffer:
         (place or self.device).copy_from_host_async(self.pinned.ptr, nbytes, stream)
         self.copied.record(stream)
 
-    def download(self, nbytes: int, stream: Any, after: Any) -> None:
-        """Start a copy of the first bytes from the device, behind `after`.
+    def download(self, nbytes: int, stream: Any, after: Any, place: Any = None) -> None:
+        """Start a copy of the first bytes from the device, or a place there.
 
         after  a stream: what it has to do comes first
         """
         self.used.record(after)
         stream.wait_event(self.used)
-        self.device.copy_to_host_async(self.pinned.ptr, nbytes, stream)
+        (place or self.device).copy_to_host_async(self.pinned.ptr, nbytes, stream)
         self.copied.record(stream)
 
 

@@ -92,6 +92,7 @@ class Lane:
                 Buffer(cupy) for _ in range(7)
             )
         self._decoded: Any = None  # device memory for one panel that does not stay
+        self._tables: list[Any] = []  # of blocks, and what else a matrix takes
         self._buffers = buffers
         self._arrivals, self._results = cycle(buffers[:2]), cycle(buffers[2:])
 
@@ -108,13 +109,14 @@ class Lane:
             self._hold_decoded(elements * largest)
 
     def finish(self) -> None:
-        """Wait for whatever is under way, and forget the panels that stayed."""
+        """Wait for whatever is under way, and forget what stayed."""
         try:
             with self.device:
                 for stream in (self._up, self._work, self._down):
                     stream.synchronize()
         finally:
             self._resident.clear()
+            self._tables.clear()
 
     def _hold_scalars(self) -> None:
         for buffer in (self._amax_buffer, self._scale_buffer):
@@ -197,7 +199,7 @@ class Lane:
             return take
 
         parts = ((k, *panel) for k, one in enumerate(members) for panel in _panels(one.shape))
-        yield from _one_behind(start(*part) for part in parts)
+        yield from one_behind(start(*part) for part in parts)
 
     def _check_amax(self) -> float:
         """Wait for the amax; NumericError where it is measured and no number."""
@@ -251,7 +253,7 @@ class Lane:
 
             return take
 
-        return _one_behind(
+        return one_behind(
             start(q.rows(first, last)) for first, last in row_panels(q.shape, GPU_PANEL_ELEMENTS)
         )
 
@@ -376,12 +378,17 @@ def held_nbytes(widest: int) -> int:
 
 def _panels(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Cut a matrix into panels; of narrow rows, each with its sums, into less."""
-    height = GPU_PANEL_ELEMENTS * min(shape[1], NARROW) // NARROW // shape[1]
+    return even_panels(shape, max(shape[1], NARROW))
+
+
+def even_panels(shape: tuple[int, int], room: int) -> Iterator[tuple[int, int]]:
+    """Cut a matrix into panels; `room` is what a row takes of a panel's elements."""
+    height = GPU_PANEL_ELEMENTS // room
     height -= height % EVEN_ROWS if height > EVEN_ROWS else 0
     return row_panels(shape, height * shape[1])
 
 
-def _one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:
+def one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:
     """Yield what each gives, asked for after the next was started."""
     previous: Callable[[], T] | None = None
     for take in started:

@@ -28,6 +28,9 @@ class Entry(NamedTuple):
 ENTRIES = {  # by the beginning of a name; the heads of the files say the same
     **dict.fromkeys(("amax", "quantize"), Entry("quantize.cu", 8192)),
     **dict.fromkeys(("search", "weigh"), Entry("search.cu", 8192)),
+    **dict.fromkeys(("grid", "quantize_fp8"), Entry("fp8.cu", 8192)),
+    "row": Entry("fp8.cu", 32),
+    "add": Entry("fp8.cu", 256),
     "dequantize": Entry("dequantize.cu", 8192),
     "gemv": Entry("gemv.cu", 32, 2),
     "compare": Entry("compare.cu", 8),
@@ -41,7 +44,8 @@ SOURCES = tuple(dict.fromkeys(entry.file for entry in ENTRIES.values()))
 
 def entry_of(name: str) -> Entry:
     """Find the entry of a kernel by its name."""
-    return ENTRIES.get(name) or ENTRIES[name.partition("_")[0]]
+    beginnings = (name, name.rpartition("_")[0], name.partition("_")[0])
+    return next(ENTRIES[own] for own in beginnings if own in ENTRIES)
 
 
 def grid_of(name: str, first: int, second: int = 1, matrices: int = 1) -> tuple[int, int, int]:
@@ -125,6 +129,29 @@ def compare_call(x: Values, q: Codes, sums: Any) -> Call:
     """Write the sums of every row."""
     name = f"compare_{q.format.name}_{x.word}"
     return name, (x.address, *x.shape, q.packed, q.block_scales, *q.scale, sums)
+
+
+def grid_amax_call(x: Values, grid: Any, amaxes: Any) -> Call:
+    """Raise the float32 of every block to its largest magnitude.
+
+    grid  of five int64, as kernels/grid.cuh has them
+    """
+    return f"grid_amax_{x.word}", (x.address, grid, amaxes)
+
+
+def quantize_fp8_call(x: Values, scales: Any, grid: Any, codes: Any) -> Call:
+    """Write E4M3 codes."""
+    return f"quantize_fp8_{x.word}", (x.address, scales, grid, codes)
+
+
+def row_costs_call(x: Values, scales: Any, grid: Any, costs: Any) -> Call:
+    """Write the cost of each block's rows; launched for as many."""
+    return f"row_costs_{x.word}", (x.address, scales, grid, costs)
+
+
+def compare_values_call(x: Values, y: Any, sums: Any) -> Call:
+    """Write the sums of every row, of which y are the values afterwards."""
+    return f"compare_values_{x.word}", (x.address, *x.shape, y, sums)
 
 
 def count_call(packed: Any, nbytes: int, counts: Any) -> Call:

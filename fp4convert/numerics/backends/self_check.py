@@ -15,15 +15,16 @@ from dataclasses import replace
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.errors import DeviceError, InputError, shell_line
 from fp4convert.numerics.backends import cubins
-from fp4convert.numerics.backends.base import expected_device
+from fp4convert.numerics.backends.base import Fp8Passes, expected_device
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
+from fp4convert.numerics.backends.cuda_fp8 import Fp8Lane
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
 from fp4convert.numerics.backends.cuda_stream import Lane
 from fp4convert.numerics.backends.entry_points import ENTRIES, SOURCES
@@ -32,6 +33,7 @@ from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, decode_e4m3
 from fp4convert.numerics.formats import (
     CODES,
     E2M1_MAX,
+    E4M3_MAX,
     E8M0_STORED_MAX,
     FLOAT_TYPES,
     FP4_FORMATS,
@@ -44,7 +46,7 @@ from fp4convert.numerics.formats import (
     Kind,
     kernel_of,
 )
-from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
 from fp4convert.numerics.matrices import InMemory, Matrix, Quantized, StoredRows
 
 # That commands launch: none multiplies.
@@ -184,7 +186,7 @@ def find_difference(gpu: Gpu) -> str:
     """
     kernels = Kernels(gpu)
     with as_device_error(kernels):
-        lane = Lane(kernels)
+        lane = Fp8Lane(kernels)
         try:
             with lane.device:
                 return next(filter(None, map(_describe_difference, _outputs(lane))), "")
@@ -207,7 +209,7 @@ def _describe_difference(output: Output) -> str:
     )
 
 
-def _outputs(lane: Lane) -> Iterator[Output]:
+def _outputs(lane: Fp8Lane) -> Iterator[Output]:
     for dtype in FLOAT_TYPES:
         yield from _amaxes(lane, dtype)
         for fmt in FP4_FORMATS.values():
@@ -218,6 +220,8 @@ def _outputs(lane: Lane) -> Iterator[Output]:
             yield from _dequantized(lane, dtype, fmt)
     yield from _decoded(lane)
     yield from _transposed(lane)
+    for dtype in FLOAT_TYPES:
+        yield from _to_fp8(lane, dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -261,6 +265,29 @@ def _quantized(
     rows = f"compare_{fmt.name}_{word}, rule {rule}"
     yield Output(rows, "sums of row", 8 * ROW_SUMS, sums, bytes(lost.rows))
     yield Output("count_codes", "code", 8, counts.tobytes(), bytes(lost.counts))
+
+
+def _to_fp8(lane: Fp8Lane, dtype: str) -> Iterator[Output]:
+    """Round to E4M3 under scales of blocks, rows and the whole."""
+    word, both = FLOAT_TYPES[dtype].word, cast(tuple[Fp8Passes, Fp8Passes], (lane, Cpu()))
+    values = np.concatenate([_around_e4m3(dtype), adversarial_values(dtype, MXFP4, 0.0)])
+    odd = np.resize(values[-160:], (150, COLUMNS + 9))  # rows that begin anywhere
+    blocks = [(1, 32), (128, 128), (1, COLUMNS), values.shape]
+    for x, block in (*((values, block) for block in blocks), (odd, (60, 100))):
+        weights = InMemory(_matrix(x, dtype))
+        found, expected = (own.block_amaxes(weights, block) for own in both)
+        yield Output(f"grid_amax_{word}", "amax of block", 4, found.tobytes(), expected.tobytes())
+        scales = fp8_scales_of(expected)
+        candidates = [scales, scales * np.float32(1.5)]
+        costs = (own.block_costs(weights, block, candidates) for own in both)
+        yield Output(f"row_costs_{word}", "cost of block", 8, *(own.tobytes() for own in costs))
+        codes, sums = [b"", b""], [b"", b""]
+        for number, own in enumerate(both):
+            for panel in own.fp8_panels(weights, block, scales):
+                codes[number] += bytes(panel.codes)
+                sums[number] += bytes(panel.compared.rows)
+        yield Output(f"quantize_fp8_{word}", "code", 1, *codes)
+        yield Output(f"compare_values_{word}", "sums of row", 8 * ROW_SUMS, *sums)
 
 
 def _dequantized(lane: Lane, dtype: str, fmt: Format) -> Iterator[Output]:
@@ -376,6 +403,19 @@ def _around_midpoints(
     ulps = rng.integers(-REACH, REACH + 1, shape)
     ulps[:, 0] = 0
     return _nudged(magnitudes, ulps, rng.random(shape) < 0.5, dtype)
+
+
+def _around_e4m3(dtype: str) -> NDArray[np.generic]:
+    """Put values beside midpoints of E4M3, under powers of two that rows of 32 have as scales."""
+    rng = np.random.default_rng(6)
+    grid = decode_e4m3(np.arange(127, dtype=np.uint8)).astype(np.float64)
+    shape = (200 * COLUMNS // 32, 32)
+    steps = np.exp2(rng.integers(-140, 119, (shape[0], 1)).astype(np.float64))
+    magnitudes = rng.choice((grid[1:] + grid[:-1]) / 2, shape) * steps
+    magnitudes[:, :1] = E4M3_MAX * steps
+    ulps = rng.integers(-REACH, REACH + 1, shape)
+    ulps[:, 0] = 0
+    return _nudged(magnitudes, ulps, rng.random(shape) < 0.5, dtype).reshape(-1, COLUMNS)
 
 
 def _around_tops(
