@@ -347,7 +347,7 @@ COMPARE_BUDGETS = {
     "sm_80": {"nvfp4": 19.0, "mxfp4": 17.9},
     "sm_90": {"nvfp4": 19.0, "mxfp4": 17.8},
     "sm_100a": {"nvfp4": 18.5, "mxfp4": 15.5},
-    "sm_120a": {"nvfp4": 18.8, "mxfp4": 15.8},
+    "sm_120a": {"nvfp4": 18.8, "mxfp4": 15.9},
 }
 
 
@@ -439,16 +439,22 @@ def flushing(kernel: Kernel) -> Counter[str]:
     others.
 
     Those give IEEE's quotients (-prec-div): they look for NaN and infinity, or turn a sign, where
-    nothing is subnormal.  NVFP4
-    alone divides, for block scales (quantize and the searches) or by a stored divisor (dequantize,
+    nothing is subnormal.  FP8 divides
+    by its scales; of FP4 NVFP4 alone divides,
+    for block scales (quantize and the searches) or by a stored divisor (dequantize,
     compare); fp32 has its steps
     inverted too, in the code of every unit, and gemv its divisor.  weigh takes a remainder of
     64-bit integers, in whose short
     way a quotient from 1 to 2^32 becomes an integer.
     """
     parts = [REMAINDER] if kernel.kind == "weigh" else []
-    if kernel.kind == "decode":  # quotients of integers alone, as many as the loop is unrolled for
+    if kernel.kind in (
+        "decode",
+        "fp8",
+    ):  # quotients of integers alone, as many as the loop is unrolled for
         parts += [REMAINDER] * kernel.opcodes["F2I.FTZ.U32.TRUNC.NTZ"]
+    if kernel.name.startswith(("quantize_fp8", "row_costs")):
+        parts += [DIVISION]
     if kernel.name.startswith("gemv_nvfp4"):
         parts += [RECIPROCAL, INVERSION]
     elif "_nvfp4_" in kernel.name and kernel.kind != "gemv":
