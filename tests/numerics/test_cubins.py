@@ -35,6 +35,7 @@ STANDS_FOR = {
 BLOCKS = {  # to a multiprocessor
     **{"quantize_fp32": 4, "amax_fp32": 4, "quantize": 5, "amax": 5, "dequantize": 4, "gemv": 2},
     **{"compare": 3, "count": 4, "search": 3, "weigh": 2, "decode": 4, "transpose": 3},
+    "descend": 2,
 }
 REGISTERS, THREADS = (
     65536,
@@ -195,6 +196,7 @@ def promised(source: str) -> set[str]:
         ("gemv.cu", 6),
         ("compare.cu", 7),
         ("decode.cu", 5),
+        ("descend.cu", 2),
     ],
 )
 def test_entry_points_are_those_of_the_head_comment(built, source, count):
@@ -214,11 +216,11 @@ def test_entry_points_are_those_of_the_cpu_library(built):
     )
     expected = {f"{stem}_{dtype}" for stem, dtype in product(stems, dtypes)}
     assert len(expected) == 33
-    expected |= set(re.findall(r"E\((count_codes),", text))
+    expected |= set(re.findall(r"E\((count_codes|descend_\w+),", text))
     assert {
         kernel.name
         for kernel in built.of(
-            "amax", "quantize", "search", "weigh", "dequantize", "compare", "count"
+            "amax", "quantize", "search", "weigh", "dequantize", "compare", "count", "descend"
         )
     } == expected
 
@@ -433,7 +435,9 @@ def flushing(kernel: Kernel) -> Counter[str]:
     parts = [REMAINDER] if kernel.kind == "weigh" else []
     if kernel.kind == "decode":  # quotients of integers alone, as many as the loop is unrolled for
         parts += [REMAINDER] * kernel.opcodes["F2I.FTZ.U32.TRUNC.NTZ"]
-    if kernel.name.startswith("gemv_nvfp4"):
+    if kernel.kind == "descend":  # quotients of columns, 1 / H_jj, and places in a ring
+        parts += [DIVISION, RECIPROCAL, INVERSION, REMAINDER, REMAINDER]
+    elif kernel.name.startswith("gemv_nvfp4"):
         parts += [RECIPROCAL, INVERSION]
     elif "_nvfp4_" in kernel.name and kernel.kind != "gemv":
         units = UNITS_IN_CODE.get(kernel.kind, 0) if kernel.dtype == "fp32" else 0
