@@ -25,6 +25,7 @@ COMPILE = cubins.compile_cubin
 WORDS = [kind.word for kind in FLOAT_TYPES.values()]
 ENTRIES = {
     *("count_codes", "decode_fp8", "decode_int4", "decode_int8", "transpose_2", "transpose_4"),
+    *("descend_nvfp4", "descend_mxfp4"),
     *(f"amax_{word}" for word in WORDS),
     *(
         f"{kind}_{fmt}_{word}"
@@ -101,6 +102,13 @@ BROKEN = {
         *("decode.cu", "keep = odd ? 0x7632u", "keep = !odd ? 0x7632u"),
         "transpose_2",
         marks=EVERYWHERE,
+    ),
+    "a block scale that is not kept": pytest.param(
+        *("descend.cu", "if (lane == 0) room.scales[first / BLOCK] = (u8)best,", "if (lane == 0)"),
+        "descend_nvfp4",
+    ),
+    "a cost in float32": pytest.param(
+        *("descend.cu", "double term = (", "float term = ("), "descend_mxfp4", marks=EVERYWHERE
     ),
     "sums in another order": pytest.param(
         *(
