@@ -1,5 +1,5 @@
 /* The CPU library's entry points: each picks the copy of its kernel made for this processor.
- * The other .c files say what names and arguments mean; kernels for other devices carry those of amax.c, quantize.c and dequantize.c.
+ * The other .c files say what names and arguments mean; kernels for other devices carry those of amax.c, quantize.c, dequantize.c and descend.c.
  */
 #include <stdint.h>
 
@@ -26,6 +26,11 @@
     E(compare_mxfp4_##d, (const t *x, int64_t rows, int64_t columns, const uint8_t *p, const uint8_t *s, double *sums), \
       (x, rows, columns, p, s, sums))
 #define COUNT_CODES(E) E(count_codes, (const uint8_t *p, int64_t nbytes, int64_t *counts), (p, nbytes, counts))
+#define DESCENTS(E)                                                                                                     \
+    E(descend_nvfp4, (const float *x, const float *h, const int64_t *z, const float *g, const uint8_t *p, const uint8_t *s,  \
+                      uint8_t *fp, uint8_t *fs, uint8_t *room), (x, h, z, g, p, s, fp, fs, room))                       \
+    E(descend_mxfp4, (const float *x, const float *h, const int64_t *z, const uint8_t *p, const uint8_t *s, uint8_t *fp,     \
+                      uint8_t *fs, uint8_t *room), (x, h, z, p, s, fp, fs, room))
 /* From here on, entry points that CUDA has no kernels for, but for decode_fp8, decode_int4, decode_int8, transpose_2, transpose_4,
  * grid_amax, quantize_fp8 and compare_values; fp8_costs are two kernels there. */
 #define TO_FP8(E, d, t)                                                                                                 \
@@ -51,11 +56,6 @@
       (b, a, rows, inner, columns, y))                                                                                  \
     E(pull_to_nearest, (const float *x, const float *s, const float *d, const float *p, const int64_t *sizes, float *y, \
                         float *pulled), (x, s, d, p, sizes, y, pulled))
-#define DESCENTS(E)                                                                                                     \
-    E(descend_nvfp4, (const float *x, const float *h, const int64_t *z, const float *g, const uint8_t *p, const uint8_t *s,  \
-                      uint8_t *fp, uint8_t *fs, uint8_t *room), (x, h, z, g, p, s, fp, fs, room))                       \
-    E(descend_mxfp4, (const float *x, const float *h, const int64_t *z, const uint8_t *p, const uint8_t *s, uint8_t *fp,     \
-                      uint8_t *fs, uint8_t *room), (x, h, z, p, s, fp, fs, room))
 #define ENTRIES(E)                                                                                                      \
     FOR_DTYPE(E, bf16, uint16_t) FOR_DTYPE(E, fp16, uint16_t) FOR_DTYPE(E, fp32, float)                                 \
     TO_FP8(E, bf16, uint16_t) TO_FP8(E, fp16, uint16_t) TO_FP8(E, fp32, float)                                          \

@@ -14,12 +14,9 @@
  * The columns of a block scale are a strip of H, turned, that all rows of a panel share.  The pull of what came in is one dense
  * product with each strip, in float32.  What changes later is little, so that rows keep lists of it; products with these are in double.
  * Bytes moved: of H 4 a pass and panel; of an element 13 a pass, and 4 * width / SIDE once.
- * There are no CUDA kernels for these: beside a GPU they run on the CPU, too.
  */
 #include "vector.h"
 
-/* Scales tried on either side, and what they can be; codec.py and descent.py have the same. */
-enum { NVFP4_NEIGHBOURS = 3, MXFP4_NEIGHBOURS = 1, SMALLEST_CODE = 1 };
 enum { HALF = SIDE / 2, SUMS_AT_ONCE = SIDE == 16 ? 16 : 8 }; /* sums that registers hold beside the rest */
 
 typedef VECTOR(double, 4 * SIDE) f64h; /* of HALF lanes */

@@ -148,6 +148,9 @@ enum { LARGEST_CODE = 126, CODES_PER_BINADE = 8, ALL_CODES_BELOW = 16, LOWEST_EX
 #define TINY_WEIGHTED 0x1p-34f
 #define LEAST_GLOBAL_SCALE 0x1p-60f
 
+/* Scales that descend.c and descend.cu try on either side, and the lowest of NVFP4; descent.py has the same. */
+enum { NVFP4_NEIGHBOURS = 3, MXFP4_NEIGHBOURS = 1, SMALLEST_CODE = 1 };
+
 /* What values lose, in compare.c and compare.cu; fp4convert/numerics/error_sums.py says why.
  *
  *   SUM_GROUP          elements of a row whose squares are added in float32

@@ -17,6 +17,7 @@ import numpy as np
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.descent import gpu_room_nbytes
 from fp4convert.numerics.formats import (
     CODES,
     FLOAT_TYPES,
@@ -43,6 +44,7 @@ NAIVE_RULES = {"nvfp4": ("amax",), "mxfp4": ("floor", "even", "ceil")}
 DECODED_SHAPE = (997, 1056)  # tails of units, and of int8 and int4 scale blocks
 FP8_SHAPE = (160, 1056)
 FP8_BLOCKS = ((1, 32), (128, 128), (160, 1056))
+DESCENT_SHAPE = (517, 1088)
 SCALE_BLOCKS = {"decode_fp8": (128, 128), "decode_int4": (1, 32), "decode_int8": (1, 1 << 20)}
 
 
@@ -372,6 +374,45 @@ def compare_transposes(device: Device, name: str) -> None:
             compare(device, Rung(device.kernels, name), check)
 
 
+def descended(fmt: Format, shape: tuple[int, int], width: int) -> tuple[Values, Quantized, Values]:
+    """Weights, their codes, and blocks of H, as descents take them."""
+    rng, count = np.random.default_rng(6), -(-shape[1] // width)
+    x = rng.standard_normal(shape, np.float32) * np.float32(0.02)
+    inputs = rng.standard_normal((count, width, -(-width // 16)), np.float32)
+    h = inputs @ inputs.swapaxes(1, 2) + np.eye(width, dtype=np.float32)
+    matrix = adversarial.matrix(x, "F32")
+    q = Cpu().quantize(matrix, fmt, fmt.default_rule, Cpu().amax(matrix))
+    return x, q, (h + h.swapaxes(1, 2)) / np.float32(2)
+
+
+def compare_descents(device: Device, fmt: Format) -> None:
+    """Blocks of H, of which the last reaches beyond the columns, and the whole."""
+    rows, columns = DESCENT_SHAPE
+    for width, passes in itertools.product((columns, columns // 2 + 32), (1, 3)):
+        x, q, h = descended(fmt, DESCENT_SHAPE, width)
+        expected = Cpu().descend(x, q, h, passes)
+        sizes = np.array([rows, columns, width, passes, rows])
+        stored = [np.float32(q.global_scale)] if fmt.has_global_scale else []
+        parts = [device.upload(part) for part in (x, h, sizes, *stored, q.packed, q.block_scales)]
+
+        def check(
+            rung: Rung,
+            parts: Any = parts,
+            expected: Quantized = expected,
+            width: int = width,
+        ) -> None:
+            room = device.poisoned(gpu_room_nbytes(rows, width))
+            found = [
+                device.poisoned(part.nbytes) for part in (expected.packed, expected.block_scales)
+            ]
+            rung.launch(rows, *parts, *found, room)
+            packed, block_scales = (part.get().tobytes() for part in found)
+            assert block_scales == bytes(expected.block_scales), f"{rung.name}: block scales"
+            assert packed == bytes(expected.packed), f"{rung.name}: codes"
+
+        compare(device, Rung(device.kernels, f"descend_{fmt.name}"), check)
+
+
 def compare_all(device: Device) -> str:
     for dtype, fmt in itertools.product(FLOAT_TYPES, FP4_FORMATS.values()):
         for rule in fmt.scale_rules:
@@ -389,11 +430,13 @@ def compare_all(device: Device) -> str:
         compare_to_fp8(device, dtype, block)
     for name in ("transpose_2", "transpose_4"):
         compare_transposes(device, name)
+    for fmt in FP4_FORMATS.values():
+        compare_descents(device, fmt)
     different = [f"- {text}" for text in device.verdicts.values() if text.startswith("DIFFERS")]
     about = (
         "Quantizers (FP8, too), dequantizers, decoders of packed weights, amax and sums of reports "
-        "against the CPU backend, products against float64; FP8 of 170,000 elements, others of a "
-        "million or more."
+        "against the CPU backend, products against float64; FP8 of 170,000 elements, descents of "
+        "half a million, others of a million or more."
     )
     found = "\n".join(different) or f"All {len(device.verdicts)} kernels agree."
     return f"{about}\n\n{found}\n"

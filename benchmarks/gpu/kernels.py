@@ -33,7 +33,7 @@ from fp4convert.numerics.formats import (
     ROW_SUMS,
     rule_number,
 )
-from gpu import beside_quantizers, packed, products
+from gpu import beside_quantizers, descents, packed, products
 from gpu.bars import MEASURED, SHARES
 from gpu.compare import compare_all
 from gpu.device import (
@@ -292,6 +292,7 @@ def main(arguments: list[str]) -> int:
         },
         "64M elements, bf16": partial(elementwise, dtype="BF16", n=64 * M),
         "Packed weights, 64M elements": partial(packed.decoders, shape=packed.SHAPE),
+        f"Descents, {descents.SHAPE[0]} x {descents.SHAPE[1]}": descents.descents,
         "16M elements, bf16, again and again in one buffer (in the L2 cache)": partial(
             elementwise, dtype="BF16", n=16 * M, is_cached=True
         ),

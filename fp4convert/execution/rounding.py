@@ -178,7 +178,7 @@ class Rounding:
                     codes = round_columns(values, steps, known[holder])
                     rounded = replace(q, packed=pack(codes).reshape(-1).data)
                     if self.target.passes:
-                        rounded = Cpu().descend(values, rounded, h, self.target.passes)
+                        rounded = self.backend.descend(values, rounded, h, self.target.passes)
                     yield number, replace(rounded, compared=Cpu().compare(panel, rounded))
 
 

@@ -47,6 +47,7 @@ SIDE = 16  # rows that a kernel takes at once, or fewer
 ELEMENT_NBYTES = 54  # of the kernel's room: laid_out in kernels/descend.c
 ROW_NBYTES = 24
 COLUMN_NBYTES = 128
+GPU_ROWS, GPU_ELEMENT_NBYTES = 16, 34  # of whose multiples, and each element, is a GPU's room
 
 
 def panel_rows(width: int) -> int:
@@ -58,6 +59,21 @@ def room_nbytes(width: int) -> int:
     """Return the memory that the kernel works in."""
     rows = panel_rows(width)
     return rows * (width * ELEMENT_NBYTES + ROW_NBYTES) + width * COLUMN_NBYTES
+
+
+def gpu_room_nbytes(rows: int, width: int) -> int:
+    """Return the memory that the kernel of a GPU works in."""
+    return -(-rows // GPU_ROWS) * GPU_ROWS * width * GPU_ELEMENT_NBYTES
+
+
+def check_shapes(x: Float32s, q: Quantized, h: Float32s) -> None:
+    """Raise ValueError for what a kernel could not take."""
+    columns, width, block = x.shape[1], h.shape[1], q.format.block_size
+    if h.shape != (-(-columns // width), width, width) or width % block:
+        expected = f"blocks of n columns that cover {columns}, n a multiple of {block}"
+        raise ValueError(f"h of shape {h.shape}; expected {expected}")
+    if q.shape != x.shape or q.kind != "multiplier":
+        raise ValueError(f"codes of {q.shape} by a {q.kind}; expected {x.shape}, multiplier")
 
 
 def aligned(h: Float32s, columns: int, fmt: Format) -> Float32s:

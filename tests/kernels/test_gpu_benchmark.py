@@ -88,7 +88,7 @@ def test_every_entry_point_is_touched(gpu, capsys):
     }
     expected |= {f"amax_{word}" for word in words} | {"count_codes"}
     expected |= {f"gemv_{fmt}_{x}" for fmt in ("nvfp4", "mxfp4") for x in ("bf16", "fp16", "nvfp4")}
-    expected |= set(touch.DECODERS) | {"add_costs"}
+    expected |= set(touch.DECODERS) | {"add_costs", "descend_nvfp4", "descend_mxfp4"}
     expected |= {f"{kind}_{word}" for kind in touch.FP8 for word in words}
     assert expected <= gpu.launched
     gpu.check_margins()
@@ -169,7 +169,7 @@ def test_without_the_shipped_form_or_time_nothing_is_said_of_others(gpu, monkeyp
 @pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
 def test_part_mse_launches_the_searches_alone(gpu, monkeypatch, capsys):
     """Other rules have kernels of the same names: each is launched once."""
-    monkeypatch.setitem(touch.SIZES, "small", (("BF16",), (), (64,), (), (), ()))
+    monkeypatch.setitem(touch.SIZES, "small", (("BF16",), (), (64,), (), (), (), ()))
     found = []
     monkeypatch.setattr(Rung, "launch", lambda own, *arguments: found.append(own.name))
     touch.main("small", "mse")

@@ -26,13 +26,14 @@ from adversarial import (
     rounded,
 )
 from checkpoints import LAYER, bf16, llama_shards, run, write_checkpoint, write_llama, write_single
+from made_up_inputs import calibrate
 
 from fp4convert.errors import DeviceError, NumericError
-from fp4convert.numerics import codec
+from fp4convert.numerics import codec, descent
 from fp4convert.numerics.backends import cuda, cuda_buffers, cuda_stream, open_backend
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FP4_FORMATS, NVFP4
+from fp4convert.numerics.formats import FP4_FORMATS, NVFP4, Format
 from fp4convert.numerics.matrices import Matrix, Quantized, RowReader
 
 EVERY_RULE = pytest.mark.parametrize(
@@ -355,7 +356,74 @@ def test_a_value_beyond_fp16_is_refused(machine):
 
 
 # --------------------------------------------------------------------------------------------------
+# descents
+
+
+def to_descend(
+    fmt: Format, rows: int, columns: int, width: int
+) -> tuple[Values, Quantized, Values]:
+    """Weights, their codes, and blocks of H."""
+    x = generator(90, rows).standard_normal((rows, columns), np.float32)
+    inputs = generator(91, width).standard_normal((columns // width, width, 2 * width), np.float32)
+    h = inputs @ inputs.swapaxes(1, 2)
+    return x, codec.quantize(x, fmt, "mse"), (h + h.swapaxes(1, 2)) / np.float32(2)
+
+
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
+@pytest.mark.parametrize("width", [32, 96])
+def test_a_descent_goes_by_panels_under_an_h_that_is_uploaded_once(machine, fmt, width):
+    x, q, h = to_descend(fmt, 37, 96, width)
+    expected = descent.descend(x, q, h, 2)
+    for room_nbytes, panels in ((1 << 20, 1), (0, 3)):
+        machine.free_nbytes = room_nbytes * cuda_stream.LANES * 2
+        machine.launches.clear(), machine.copied.clear()
+        found = open_backend("cuda").descend(x, q, h, 2)
+        assert_same_bytes(found, expected, x, f"{panels} panels")
+        assert (found.shape, found.global_scale) == (q.shape, q.global_scale)
+        assert machine.launches == [(0, f"descend_{fmt.name}")] * panels
+        assert machine.copied.count(("up", h.nbytes)) == 1
+        assert not machine.unfinished()
+
+
+def test_a_descent_without_device_memory_is_refused(machine):
+    x, q, h = to_descend(NVFP4, 5, 64, 64)
+    backend = open_backend("cuda")
+    machine.refuse_allocation = lambda number: True
+    for _ in range(2):  # the GPU is free again
+        with pytest.raises(DeviceError, match="bytes of memory left") as caught:
+            backend.descend(x, q, h, 1)
+    assert caught.value.code == "device-memory"
+    machine.refuse_allocation = lambda number: False
+    assert_same_bytes(backend.descend(x, q, h, 1), descent.descend(x, q, h, 1), x, "after")
+    with pytest.raises(ValueError, match="expected blocks of n columns that cover 64"):
+        backend.descend(x, q, h[:, :32], 1)
+
+
+# --------------------------------------------------------------------------------------------------
 # whole commands
+
+
+@pytest.mark.timeout(240)
+def test_gptq_goes_over_its_codes_on_the_gpu(machine, tmp_path, monkeypatch):
+    """Where the one lane is held by the caller that waits for a descent; torch stays on the CPU
+    here, so that the bytes are the CPU's.
+    """
+    monkeypatch.setattr("fp4convert.execution.rounding.torch_device", lambda name: "cpu")
+    monkeypatch.setattr(cuda, "LEAST_LANES", 1)
+    monkeypatch.setattr(cuda, "processors", lambda: 1)
+    source = write_llama(tmp_path / "source")
+    file = calibrate(tmp_path / "full.safetensors", source, "full")
+    options = ("--calibration", file, "--method", "gptq", "--json")
+    made = {
+        device: run(
+            *("quantize", source, "--format", "nvfp4", "--device", device),
+            *(*options, "-o", tmp_path / device),
+        ).json
+        for device in ("cpu", "cuda")
+    }
+    assert made["cuda"]["digest"] == made["cpu"]["digest"]
+    descents = [number for number, name in machine.launches if name == "descend_nvfp4"]
+    assert len(descents) >= 7
 
 
 @pytest.mark.sweep(3)

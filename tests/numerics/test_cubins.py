@@ -36,6 +36,7 @@ BLOCKS = {  # to a multiprocessor
     **{"quantize_fp32": 4, "amax_fp32": 4, "quantize": 5, "amax": 5, "dequantize": 4, "gemv": 2},
     **{"compare": 3, "count": 4, "search": 3, "weigh": 2, "decode": 4, "transpose": 3},
     **{"fp8": 3},  # of compare_values, and 4 of all others
+    "descend": 2,
 }
 REGISTERS, THREADS = (
     65536,
@@ -199,6 +200,7 @@ def promised(source: str) -> set[str]:
         ("compare.cu", 10),
         ("fp8.cu", 10),
         ("decode.cu", 5),
+        ("descend.cu", 2),
     ],
 )
 def test_entry_points_are_those_of_the_head_comment(built, source, count):
@@ -218,11 +220,11 @@ def test_entry_points_are_those_of_the_cpu_library(built):
     )
     expected = {f"{stem}_{dtype}" for stem, dtype in product(stems, dtypes)}
     assert len(expected) == 33
-    expected |= set(re.findall(r"E\((count_codes),", text))
+    expected |= set(re.findall(r"E\((count_codes|descend_\w+),", text))
     assert {
         kernel.name
         for kernel in built.of(
-            "amax", "quantize", "search", "weigh", "dequantize", "compare", "count"
+            "amax", "quantize", "search", "weigh", "dequantize", "compare", "count", "descend"
         )
     } == expected
 
@@ -455,7 +457,9 @@ def flushing(kernel: Kernel) -> Counter[str]:
         parts += [REMAINDER] * kernel.opcodes["F2I.FTZ.U32.TRUNC.NTZ"]
     if kernel.name.startswith(("quantize_fp8", "row_costs")):
         parts += [DIVISION]
-    if kernel.name.startswith("gemv_nvfp4"):
+    elif kernel.kind == "descend":  # quotients of columns, 1 / H_jj, and places in a ring
+        parts += [DIVISION, RECIPROCAL, INVERSION, REMAINDER, REMAINDER]
+    elif kernel.name.startswith("gemv_nvfp4"):
         parts += [RECIPROCAL, INVERSION]
     elif "_nvfp4_" in kernel.name and kernel.kind != "gemv":
         units = UNITS_IN_CODE.get(kernel.kind, 0) if kernel.dtype == "fp32" else 0

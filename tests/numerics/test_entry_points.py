@@ -26,6 +26,7 @@ TOLD = {  # in the head of a file, a kernel, and what it says of its grid
         "gemv.cu",
         r"grid.x = ceil\(rows / 32\), grid.y = ceil\(vectors / 2\), grid.z = matrices",
     ),
+    "descend_nvfp4": ("descend.cu", r"grid = ceil\(rows / 16\), MXFP4 ceil\(rows / 8\)"),
     "transpose_2": ("decode.cu", r"ceil\(rows / T\), ceil\(count / T\)\), T = 256 / N"),
 }
 
@@ -46,10 +47,13 @@ TOLD = {  # in the head of a file, a kernel, and what it says of its grid
         ("gemv_mxfp4_fp16", (65, 3, 4), (3, 2, 4)),
         ("transpose_2", (129, 128), (2, 1, 1)),
         ("transpose_4", (64, 65), (1, 2, 1)),
+        ("descend_nvfp4", (17,), (2, 1, 1)),
+        ("descend_mxfp4", (17,), (3, 1, 1)),
     ],
 )
 def test_grids_are_those_of_the_heads(name, counts, grid):
-    file, text = TOLD["transpose_2" if name == "transpose_4" else name]
+    same = {"transpose_4": "transpose_2", "descend_mxfp4": "descend_nvfp4"}
+    file, text = TOLD[same.get(name, name)]
     assert re.search(text, (KERNELS / file).read_text())
     assert grid_of(name, *counts) == grid
 

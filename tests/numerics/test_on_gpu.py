@@ -45,6 +45,7 @@ CHUNKS = 9  # 1.2 GB of every dtype
 ODD_NBYTES = 16 << 20  # of chunks of random bits, of which the CPU's searches take 30 times as long
 COLUMNS = 4096
 LAYERS = 4  # of whole conversions
+DESCENT_SHAPE = (1025, 2048)
 PRODUCTS = ((33, 64, 1), (1000, 2112, 3), (4096, 4096, 8))  # rows, columns, vectors
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -214,6 +215,27 @@ def test_transposed_stacks(lane, nbytes):
         numbers = (rows, width, first, step, len(range(first, width, step)))
         stored = StoredRows(f"transpose_{nbytes}", (table, *numbers))
         assert bytes(lane.decode(stored, len(expected))) == expected
+
+
+@pytest.mark.parametrize("width", [128, DESCENT_SHAPE[1]])
+@pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
+def test_descents(gpu, fmt, width):
+    """Under blocks of H and the whole, an odd number of rows; some rows are of any size, and some
+    of zeros.
+    """
+    x = generator(8, width).standard_normal(DESCENT_SHAPE, np.float32)
+    x[::9] *= np.exp2(generator(9).integers(-30, 30, (len(x[::9]), 1))).astype(np.float32)
+    x[::31] = 0
+    shape = (DESCENT_SHAPE[1] // width, width, 2 * width)
+    inputs = generator(10, width).standard_normal(shape, np.float32)
+    h = inputs @ inputs.swapaxes(1, 2)
+    h = (h + h.swapaxes(1, 2)) / np.float32(2)
+    for rule in (fmt.scale_rules[0], fmt.default_rule):
+        q = Cpu().quantize(matrix(x, "F32"), fmt, rule, 5.0)
+        for passes in (1, 3):
+            expected = Cpu().descend(x, q, h, passes)
+            assert bytes(expected.packed) != bytes(q.packed)
+            assert_same_bytes(gpu.descend(x, q, h, passes), expected, x, f"{rule}, {passes} passes")
 
 
 @EVERY_DTYPE

@@ -32,6 +32,8 @@ ENTRIES = {
             ("amax", "grid_amax", "quantize_fp8", "row_costs", "compare_values"), WORDS
         )
     ),
+    "descend_nvfp4",
+    "descend_mxfp4",
     *(
         f"{kind}_{fmt}_{word}"
         for kind, fmt, word in product(
@@ -135,6 +137,13 @@ BROKEN = {
         *("decode.cu", "keep = odd ? 0x7632u", "keep = !odd ? 0x7632u"),
         "transpose_2",
         marks=EVERYWHERE,
+    ),
+    "a block scale that is not kept": pytest.param(
+        *("descend.cu", "if (lane == 0) room.scales[first / BLOCK] = (u8)best,", "if (lane == 0)"),
+        "descend_nvfp4",
+    ),
+    "a cost in float32": pytest.param(
+        *("descend.cu", "double term = (", "float term = ("), "descend_mxfp4", marks=EVERYWHERE
     ),
     "sums in another order": pytest.param(
         *(

@@ -61,6 +61,7 @@ OPERATION(div_u32, B32, (must(b, "a division by zero"), a / b))
 OPERATION(div_u64, B64, (must(b, "a division by zero"), a / b))
 OPERATION(div_s64, B64, (must(b, "a division by zero"), (int64_t)a / (int64_t)b))
 OPERATION(rem_u32, B32, a % b)
+OPERATION(rem_s32, B32, (int32_t)a % (int32_t)b)
 OPERATION(rem_s64, B64, (int64_t)a % (int64_t)b)
 static inline B32 mad_lo_s32(B32 a, B32 b, B32 c) { return a * b + c; }
 static inline B32 mul_wide_u16(B16 a, B16 b) { return (B32)a * b; }
@@ -80,6 +81,7 @@ static inline B32 shl_b32(B32 a, B32 by) { return by > 31 ? 0 : a << by; }
 static inline B64 shl_b64(B64 a, B32 by) { return by > 63 ? 0 : a << by; }
 static inline B32 shr_u32(B32 a, B32 by) { return by > 31 ? 0 : a >> by; }
 static inline B64 shr_u64(B64 a, B32 by) { return by > 63 ? 0 : a >> by; }
+static inline B16 shl_b16(B16 a, B32 by) { return by > 15 ? 0 : a << by; }
 static inline B16 shr_u16(B16 a, B32 by) { return by > 15 ? 0 : a >> by; }
 static inline B32 shr_s32(B32 a, B32 by) { return (B32)((int32_t)a >> (by > 31 ? 31 : by)); }
 static inline B64 shr_s64(B64 a, B32 by) { return (B64)((int64_t)a >> (by > 63 ? 63 : by)); }
@@ -177,6 +179,7 @@ ORDERED(lt, <)
 ORDERED(le, <=)
 ORDERED(gt, >)
 ORDERED(ge, >=)
+static inline PRED setp_lt_f64(B64 a, B64 b) { return f64(a) < f64(b); }
 static inline PRED setp_neu_f32(B32 a, B32 b) { return !(f32(a) == f32(b)); }
 
 /* ------------------------------------------------------------------------------------------------------ small floats */
@@ -269,6 +272,7 @@ static inline B16 widen_e2m1(B8 code) { return narrow_fp16(code & 8 ? -E2M1[code
 static inline B32 cvt_rn_f16x2_e2m1x2(B8 codes) { return pack<B32>(widen_e2m1(codes & 15), widen_e2m1(codes >> 4)); }
 
 static inline B64 cvt_f64_f32(B32 a) { return of((double)f32(a)); }
+static inline B32 cvt_rn_f32_f64(B64 a) { return of((float)f64(a)); }
 static inline B64 cvt_rn_f64_u32(B32 a) { return of((double)a); }
 static inline B32 cvt_rn_f32_s32(B32 a) { return of((float)(int32_t)a); }
 static inline B32 cvt_rn_f32_u32(B32 a) { return of((float)a); }
@@ -295,6 +299,8 @@ LOADED(global_f32, B32)
 LOADED(global_u64, B64)
 LOADED(global_f64, B64)
 LOADED(shared_f64, B64) /* static: nothing in it goes from warp to warp, which run one after the other */
+static inline void ld_global_v2_u64(B64 address, B64 &a, B64 &b) { B64 *from = at<B64>(address, 2); a = from[0], b = from[1]; }
+static inline void st_global_v2_u64(B64 address, B64 a, B64 b) { B64 *to = at<B64>(address, 2); to[0] = a, to[1] = b; }
 #define VECTORS(type)                                                                                                          \
     static inline void ld_global_v2_##type(B64 address, B32 &a, B32 &b) { B32 *from = at<B32>(address, 2); a = from[0], b = from[1]; } \
     static inline void ld_global_v4_##type(B64 address, B32 &a, B32 &b, B32 &c, B32 &d) {                                      \
@@ -325,9 +331,22 @@ static inline B32 shfl_sync_bfly_b32(int place, B32 value, B32 mask, B32 clamp, 
     must(clamp == 31 && lanes == ~0u && mask < 32, "an exchange of fewer than 32 lanes");
     return (B32)simt::meet(value, place)[simt::current ^ (int)mask];
 }
+/* The lane of its segment: bits 8 to 12 of the clamp are those of the number that lanes keep. */
+static inline B32 shfl_sync_idx_b32(int place, B32 value, B32 lane, B32 clamp, B32 lanes) {
+    must((clamp & 31) == 31 && lanes == ~0u, "an exchange of fewer than 32 lanes");
+    B32 kept = clamp >> 8 & 31;
+    return (B32)simt::meet(value, place)[(simt::current & kept) | (lane & ~kept & 31)];
+}
 static inline void bar_warp_sync(int place, B32 lanes) {
     must(lanes == ~0u, "a meeting of fewer than 32 lanes");
     simt::meet(0, place);
+}
+static inline B32 vote_sync_ballot_b32(int place, PRED claim, B32 lanes) {
+    must(lanes == ~0u, "a vote of fewer than 32 lanes");
+    unsigned long long *claims = simt::meet(claim, place);
+    B32 found = 0;
+    for (int i = 0; i < simt::LANES; i++) found |= (B32)claims[i] << i;
+    return found;
 }
 static inline PRED vote_sync_any_pred(int place, PRED claim, B32 lanes) {
     must(lanes == ~0u, "a vote of fewer than 32 lanes");

@@ -80,10 +80,21 @@ static inline int __any_sync(unsigned, bool claim) {
     for (int i = 0; i < simt::LANES; i++) found |= slot[i];
     return found != 0;
 }
-template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) {
+static inline unsigned __ballot_sync(unsigned, bool claim) {
+    unsigned long long *slot = simt::meet(claim);
+    unsigned found = 0;
+    for (int i = 0; i < simt::LANES; i++) found |= (unsigned)slot[i] << i;
+    return found;
+}
+template <class T> static inline T from_lane(T value, int lane) {
     unsigned long long bits = 0;
     static_assert(sizeof value <= sizeof bits, "of 32 or of 64 bits");
     std::memcpy(&bits, &value, sizeof value);
-    std::memcpy(&value, &simt::meet(bits)[simt::current ^ mask], sizeof value);
+    std::memcpy(&value, &simt::meet(bits)[lane], sizeof value);
     return value;
+}
+template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) { return from_lane(value, simt::current ^ mask); }
+/* From a lane of as many that begin at a multiple of that. */
+template <class T> static inline T __shfl_sync(unsigned, T value, int lane, int count) {
+    return from_lane(value, simt::current / count * count + lane);
 }

@@ -69,7 +69,16 @@ class Builds:
 
 def shrink(patched: pytest.MonkeyPatch) -> None:
     """Make the benchmark one of few and small inputs."""
-    from gpu import beside_quantizers, compare, device, kernels, packed, products, variants
+    from gpu import (
+        beside_quantizers,
+        compare,
+        descents,
+        device,
+        kernels,
+        packed,
+        products,
+        variants,
+    )
 
     small = {
         device: {
@@ -85,8 +94,9 @@ def shrink(patched: pytest.MonkeyPatch) -> None:
         },
         compare: {
             **{"M": 1 << 12, "DEQUANTIZED_SHAPE": (64, 64), "GEMV_SHAPE": (45, 128)},
-            "DECODED_SHAPE": (29, 160),
+            **{"DECODED_SHAPE": (29, 160), "DESCENT_SHAPE": (9, 128)},
         },
+        descents: {"SHAPE": (17, 64)},
         beside_quantizers: {"SHAPE": (16, 64)},
     }
     for module, values in small.items():
@@ -136,5 +146,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = {i.originalname: i for i in items if hasattr(i.module, "CHUNKS")}.values()
     for module in {item.module for item in items}:
         module.CHUNK_NBYTES, module.CHUNKS, module.LAYERS = 1 << 16, 2, 1
+        module.DESCENT_SHAPE = (17, 256)
         module.PRODUCTS, amaxes = module.PRODUCTS[:1], module.group_amaxes
         module.group_amaxes = lambda dtype, amaxes=amaxes: list(amaxes(dtype))[:1]

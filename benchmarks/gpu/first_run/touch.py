@@ -17,15 +17,16 @@ import numpy as np
 
 from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, FP4_FORMATS, ROW_SUMS
+from gpu import descents, kernels, packed, products
 from gpu import device as device_module
-from gpu import kernels, packed, products
 from gpu.device import Case, Device, Rung
 
 KINDS = ("quantize", "search", "weigh", "dequantize", "compare")  # by format and dtype
 DECODERS = ("decode_fp8", "decode_int4", "decode_int8", "transpose_2", "transpose_4")
 FP8 = ("grid_amax", "quantize_fp8", "row_costs", "compare_values")  # by dtype, and add_costs
 SECONDS = 600
-SIZES = {  # dtypes; elements, and of the searches alone; shapes of products, reports, packed
+# Dtypes; elements, and of the searches alone; shapes of products, reports, packed and descents.
+SIZES = {
     "small": (
         tuple(FLOAT_TYPES),
         (32, 3 * 8192 + 32),
@@ -33,6 +34,7 @@ SIZES = {  # dtypes; elements, and of the searches alone; shapes of products, re
         ((40, 64), (33, 1088)),
         ((1, 32), (37, 544)),
         ((1, 128), (130, 96), (37, 544)),
+        ((1, 32), (35, 96)),
     ),
     "large": (
         ("BF16",),
@@ -41,6 +43,7 @@ SIZES = {  # dtypes; elements, and of the searches alone; shapes of products, re
         products.SHAPES,
         (packed.SHAPE,),
         (packed.SHAPE,),
+        (descents.SHAPE,),
     ),
 }
 
@@ -65,6 +68,7 @@ def main(size: str, *parts: str) -> None:
         "products": lambda shape: [products.Products(device, *shape)._cases()],
         "reports": lambda shape: _compare(device, dtypes, *shape),
         "packed": lambda shape: [packed.Decoders(device, shape)._cases()],
+        "descents": lambda shape: [descents.Descents(device, shape).cases()],
     }
     for part, own in zip(works, shapes, strict=True):
         for shape in own if part in parts or not parts else ():

@@ -98,6 +98,13 @@ class Backend(Protocol):
     def fp8_passes(self, weights: Weights) -> AbstractContextManager[Fp8Passes]:
         """Lend what rounds this matrix; it may be kept there meanwhile."""
 
+    def descend(self, x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
+        """Find codes and block scales that cost less under H.
+
+        Equals descent.descend, which says what x, q and h are.
+        Raises  DeviceError where a GPU has no memory for H and a few rows
+        """
+
     def held_nbytes(self, threads: int, widest: int) -> int:
         """Count the host memory that it holds for so many callers.
 

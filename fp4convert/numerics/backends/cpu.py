@@ -26,7 +26,7 @@ from fp4convert.numerics.codec import (
     not_finite,
     weigh,
 )
-from fp4convert.numerics.descent import panel_rows, room_nbytes
+from fp4convert.numerics.descent import check_shapes, panel_rows, room_nbytes
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8, grid_shape
 from fp4convert.numerics.low_rank import Pulls
@@ -363,12 +363,8 @@ class Cpu:
     def descend(self, x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
         """Find codes and scales that cost less; equals descent.descend."""
         rows, columns = x.shape
-        width, block = h.shape[1], q.format.block_size
-        if h.shape != (-(-columns // width), width, width) or width % block:
-            expected = f"blocks of n columns that cover {columns}, n a multiple of {block}"
-            raise ValueError(f"h of shape {h.shape}; expected {expected}")
-        if q.shape != x.shape or q.kind != "multiplier":
-            raise ValueError(f"codes of {q.shape} by a {q.kind}; expected {x.shape}, multiplier")
+        width = h.shape[1]
+        check_shapes(x, q, h)
         room = np.empty(room_nbytes(width) + 64, np.uint8)
         room = room[-room.ctypes.data % 64 :]
         packed, block_scales = _parts_of(q)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fp4convert.numerics.backends.base import OWN, Given
+from fp4convert.numerics.backends.cuda_descent import descend
 from fp4convert.numerics.backends.cuda_fp8 import Fp8Lane
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
 from fp4convert.numerics.backends.cuda_stream import LANES, held_nbytes
@@ -31,6 +32,11 @@ class Cuda:
         self.threads = lanes * len(gpus)
         self._lanes: queue.SimpleQueue[tuple[Kernels, Fp8Lane | None]] = queue.SimpleQueue()
         kernels = [Kernels(gpu) for gpu in gpus]
+        # One descent to a GPU, which it fills; whoever waits here may hold a lane, and never waits
+        # for one.
+        self._idle: queue.SimpleQueue[Kernels] = queue.SimpleQueue()
+        for one in kernels:
+            self._idle.put(one)
         for _ in range(lanes):
             for one in kernels:
                 self._lanes.put((one, None))
@@ -100,6 +106,18 @@ class Cuda:
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
         """Read the values as bytes of `dtype`; NumericError beyond its range."""
         return memoryview(b"".join(bytes(panel) for panel in self.dequantize_panels(q, dtype)))
+
+    def descend(self, x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
+        """Find codes and scales that cost less; equals descent.descend.
+
+        Raises DeviceError where H and a few rows do not fit into the GPU
+        """
+        kernels = self._idle.get()
+        try:
+            with as_device_error(kernels):
+                return descend(kernels, x, q, h, passes)
+        finally:
+            self._idle.put(kernels)
 
     @contextmanager
     def _take(self) -> Iterator[Fp8Lane]:

@@ -38,6 +38,8 @@ ENTRIES = {  # by the beginning of a name; the heads of the files say the same
     "decode": Entry("decode.cu", 8192),
     "transpose_2": Entry("decode.cu", 128, 128),
     "transpose_4": Entry("decode.cu", 64, 64),
+    "descend_nvfp4": Entry("descend.cu", 16),
+    "descend_mxfp4": Entry("descend.cu", 8),
 }
 SOURCES = tuple(dict.fromkeys(entry.file for entry in ENTRIES.values()))
 
@@ -157,6 +159,16 @@ def compare_values_call(x: Values, y: Any, sums: Any) -> Call:
 def count_call(packed: Any, nbytes: int, counts: Any) -> Call:
     """Add to int64 counts of codes; launched for 2 * nbytes elements."""
     return "count_codes", (packed, nbytes, counts)
+
+
+def descend_call(given: tuple[Any, Any, Any], q: Codes, found: Codes, room: Any) -> Call:
+    """Write codes and block scales that cost less; launched for rows.
+
+    given  x, H and sizes, as kernels/descend.c names them
+    q      what came in, whose kind is multiplier
+    """
+    parts = (q.packed, q.block_scales, found.packed, found.block_scales)
+    return f"descend_{q.format.name}", (*given, *q.scale[:1], *parts, room)
 
 
 def gemv_call(q: Codes, shape: tuple[int, int], x: Vectors, y: Any) -> Call:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -24,6 +24,7 @@ from fp4convert.errors import DeviceError, InputError, shell_line
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.base import Fp8Passes, expected_device
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
+from fp4convert.numerics.backends.cuda_descent import descend
 from fp4convert.numerics.backends.cuda_fp8 import Fp8Lane
 from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
 from fp4convert.numerics.backends.cuda_stream import Lane
@@ -53,6 +54,7 @@ from fp4convert.numerics.matrices import InMemory, Matrix, Quantized, StoredRows
 CHECKED = tuple(name for name in SOURCES if name != ENTRIES["gemv"].file)
 DRIVER = Path("/proc/driver/nvidia/version")  # its build; absent under WSL
 COLUMNS = 544  # whole blocks, and a tail of everything that takes more
+DESCENT_SHAPE = (21, 96)
 MIDPOINTS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # of E2M1's neighbours
 TURNS = np.array([1.5, 1.75, 2.0])  # mantissas at which rules floor, even and ceil go up
 # Amaxes of the group: every midpoint a tie; none; beyond it many values saturate.
@@ -189,7 +191,8 @@ def find_difference(gpu: Gpu) -> str:
         lane = Fp8Lane(kernels)
         try:
             with lane.device:
-                return next(filter(None, map(_describe_difference, _outputs(lane))), "")
+                outputs = chain(_outputs(lane), _descents(kernels))
+                return next(filter(None, map(_describe_difference, outputs)), "")
         finally:
             lane.finish()
 
@@ -355,6 +358,25 @@ def _transposed(lane: Lane) -> Iterator[Output]:
             stored = StoredRows(f"transpose_{nbytes}", (table, *numbers))
             found = bytes(lane.decode(stored, expected.data.nbytes))
             yield Output(stored.kernel, "element", nbytes, found, bytes(expected.data))
+
+
+def _descents(kernels: Kernels) -> Iterator[Output]:
+    """Go over the codes of rows of any size, under blocks of H and the whole."""
+    rng, (rows, columns) = np.random.default_rng(6), DESCENT_SHAPE
+    x = rng.normal(size=DESCENT_SHAPE) * np.exp2(rng.integers(-9, 9, (rows, 1)))
+    x[1::5] *= np.exp2(rng.integers(-130, 110, x[1::5].shape))
+    values = x.astype(np.float32)
+    values[2::7, ::2] = 0
+    for fmt, width in product(FP4_FORMATS.values(), (columns // 3, columns)):
+        inputs = rng.normal(size=(columns // width, width, 2 * width)).astype(np.float32)
+        h = inputs @ inputs.swapaxes(1, 2)
+        h = ((h + h.swapaxes(1, 2)) / 2).astype(np.float32)
+        q = Cpu().quantize(_matrix(values, "F32"), fmt, "mse", 9.0)
+        expected, found = Cpu().descend(values, q, h, 2), descend(kernels, values, q, h, 2)
+        kernel, parts = f"descend_{fmt.name}", (found.block_scales, expected.block_scales)
+        yield Output(kernel, "scale of block", 1, *map(bytes, parts))
+        parts = found.packed, expected.packed
+        yield Output(kernel, "codes of block", fmt.block_size // 2, *map(bytes, parts))
 
 
 def _importance(columns: int) -> Float32s:
