@@ -41,6 +41,8 @@ from fp4convert.storage.source import Source
 CACHE_SCALES = (
     ".k_scale",
     ".v_scale",
+    ".k_global_scale",
+    ".v_global_scale",
     ".q_scale",
     ".prob_output_scale",
     ".k_zero_point",
