@@ -143,13 +143,13 @@ def about(condition: Condition) -> str:
     words += [f"experts beside in {word}" for word in condition.beside_experts]
     words += [f"finding `{code}`" for code in condition.findings]
     words += [f"`{glob}` quantized" for glob in condition.modules]
+    words += [" or ".join(f"{cache.upper()} cache" for cache in condition.caches)]
     for name, yes, no in (
         ("has_experts", "experts", "no experts"),
         ("has_others", "other layers than experts", "experts alone"),
         ("is_mixed", "several formats", "one format"),
         ("is_diffusers", "Diffusers", ""),
         ("is_sharded", "several files", "one file"),
-        ("has_cache", "FP8 cache", "no FP8 cache"),
         ("names_fused", "", "`qkv_proj` or `gate_up_proj` not named as their parts are"),
     ):
         value = getattr(condition, name)

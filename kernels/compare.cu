@@ -111,7 +111,7 @@ template <class T, class Made> struct Lanes {
             for (int k = 0; k < QUARTERS; k++) pairs[s][k] = __fadd_rn(lanes[s][2 * k], lanes[s][2 * k + 1]);
         return least_step >= SMALLEST_STEP;
     }
-    /* In double: the four sums, with the lanes of the thread beside; to `slot` where it is wanted. */
+    /* In double: the four sums, with the lanes of the thread beside, which finds the same ones; to `slot` where it is wanted. */
     MEMBER void add_exactly(i64 start, u32 n, bool is_wanted, Slot *slot) {
 #pragma unroll 1
         for (u32 k = 0; k < QUARTERS; k++) {
@@ -172,7 +172,10 @@ template <class T, class Made> DEVICE void compare(Lanes<T, Made> lanes, i64 row
         bool is_coarse = lanes.add(start, n, pairs), is_held = fold(pairs, lane % 2, slots + slot);
         bool is_exact = n && (n % GROUP_LANES || !(is_coarse && is_held));
         u32 others = lane % 2 * LANES_HERE; /* lanes of the thread before, which has the first elements */
-        if (__any_sync(ALL_LANES, is_exact)) lanes.add_exactly(start, n > others ? n - others : 0, is_exact, slots + slot);
+        if (__any_sync(ALL_LANES, is_exact)) {
+            __syncwarp(); /* what fold has written is there, and is written over */
+            lanes.add_exactly(start, n > others ? n - others : 0, is_exact && lane % 2 == 0, slots + slot);
+        }
         __syncwarp();
         for (u32 r = 0; r < rows_here; r++) {
             const double *group = own + (r << shift) * (SQUARES * QUARTERS);

@@ -17,6 +17,7 @@ from fp4convert.calibration.experts import FIRST_PARAMETERS
 from fp4convert.calibration.model import Seat, Skeleton, read_tensor
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
+from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E2M1_MAX, E4M3_MAX, MXFP4, NVFP4
 
 EVEN = 0x200000  # added to the bits of a float32: from a mantissa of 1.75 on it is the next power
@@ -32,12 +33,14 @@ class Rounding:
 
     linears  path of a linear layer -> how its input is
     experts  (path of a stack, is it its first matrix, expert) -> how that input is
-    cache    path of an attention -> scales of its keys and values, in FP8; None: they are not
+    cache    path of an attention -> scales of its keys and values; None: they are not rounded
+    kind     what the cache holds: "fp8", or "nvfp4" in blocks of 16 along a head
     """
 
     linears: Mapping[str, Round] = field(default_factory=dict)
     experts: Mapping[tuple[str, bool, int], Round] = field(default_factory=dict)
     cache: Mapping[str, tuple[float, float]] | None = None
+    kind: str | None = None
 
     def expert(self, path: str, is_first: bool, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Round what a matrix of an expert is given."""
@@ -47,11 +50,22 @@ class Rounding:
     def keys_and_values(
         self, path: str, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round what an attention would keep."""
+        """Round what an attention would keep.
+
+        Raises  InputError for NVFP4 where its heads are no whole blocks
+        """
         if self.cache is None:
             return key, value
-        scales = self.cache.get(path, (CACHE_SCALE, CACHE_SCALE))
-        return round_fp8(key, scales[0]), round_fp8(value, scales[1])
+        for_keys, for_values = self.cache.get(path, (CACHE_SCALE, CACHE_SCALE))
+        if self.kind != NVFP4.name:
+            return round_fp8(key, for_keys), round_fp8(value, for_values)
+        for width in (key.shape[-1], value.shape[-1]):
+            if width % NVFP4.block_size:
+                detail = f"{path}: the record asks for an NVFP4 KV cache, and heads have {width}"
+                expected = f"expected a multiple of {NVFP4.block_size}"
+                next_step = "Quantize the source again with --kv-cache fp8."
+                raise InputError("cache-heads", f"{detail}; {expected}", next_step, path)
+        return round_nvfp4(key, for_keys), round_nvfp4(value, for_values)
 
 
 def rounding_of(skeleton: Skeleton, artifact: Artifact | None) -> Rounding:
@@ -80,14 +94,18 @@ def rounding_of(skeleton: Skeleton, artifact: Artifact | None) -> Rounding:
         {path: each for (path, _, expert), each in made.items() if expert is None},
         {(path, one, n): each for (path, one, n), each in made.items() if n is not None},
         _cache_scales(artifact, skeleton.seats),
+        artifact.forms[0].kv_cache,
     )
 
 
 def _cache_scales(
     artifact: Artifact, seats: Mapping[str, Seat]
 ) -> dict[str, tuple[float, float]] | None:
-    """Read the scales of a cache in FP8, by the path of the attention."""
-    if not any(form.kv_cache for form in artifact.forms):
+    """Read the scales of a cache, by the path of the attention.
+
+    None where there is none, or one of a kind that is not computed with.
+    """
+    if artifact.forms[0].kv_cache not in artifact.spelling.TRAITS.cache_scales:
         return None
     homes = {  # what the checkpoint calls an attention -> what the model does
         module.rpartition(".")[0]: seat.path.rpartition(".")[0]
@@ -95,14 +113,12 @@ def _cache_scales(
         if seat.expert is None
     }
     found: dict[str, tuple[float, float]] = {}
-    for place, ending in enumerate(artifact.spelling.TRAITS.cache_scales):
-        for name, ref in artifact.tensors.items():
-            home = homes.get(name.removesuffix(f".{ending}"))
-            if name.endswith(f".{ending}") and home is not None:
-                stored = float(read_tensor(ref, artifact.source).float().max())
-                both = list(found.get(home, (CACHE_SCALE, CACHE_SCALE)))
-                both[place] = stored
-                found[home] = (both[0], both[1])
+    for name, (attention, place) in artifact.cache_scales.items():
+        if (home := homes.get(attention)) is not None:
+            stored = float(read_tensor(artifact.tensors[name], artifact.source).float().max())
+            both = list(found.get(home, (CACHE_SCALE, CACHE_SCALE)))
+            both[place] = stored
+            found[home] = (both[0], both[1])
     return found
 
 

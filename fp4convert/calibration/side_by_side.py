@@ -221,6 +221,8 @@ class _Run:
         self._found = [[] for _ in self._lanes]
         artifact = _artifact_of(self.models[ARTIFACT])
         self._rounding = rounding_of(self.models[ARTIFACT], artifact)
+        if self._rounding.kind and self._rounding.cache is None:
+            self.task.tell(f"a KV cache in {self._rounding.kind} is not computed with")
         if eight_bit := _eight_bit_inputs(artifact):
             words = f"{len(eight_bit)} linear layers have 8-bit activations in engines, and 16-bit"
             self.task.tell(f"{words} ones here; the first is {eight_bit[0]}")
@@ -243,7 +245,7 @@ class _Run:
             (losses[0], losses[1]),
             tuple(by_layer),
             ACTIVATIONS_FP4 if rounding.linears or rounding.experts else 16,
-            None if rounding.cache is None else "fp8",
+            None if rounding.cache is None else rounding.kind,
         )
 
     def _run_layers(self) -> None:

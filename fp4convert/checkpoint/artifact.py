@@ -161,19 +161,18 @@ class Artifact:
         recorded = self.record.get("scale_layout")
         return str(recorded) if recorded is not None else None
 
-    def cache_scales(self, spelling: Dialect) -> dict[str, str]:
-        """Name the scales of an FP8 cache of keys and values in another dialect.
+    @property
+    def cache_scales(self) -> dict[str, tuple[str, int]]:
+        """Find the scales of its cache of keys and values, if it has one.
 
-        Returns  the other names by their own
+        Returns  attention, and 0 for keys or 1 for values, by the name of the tensor
         """
-        if not self.forms[0].kv_cache:
-            return {}
-        pairs = zip(self.spelling.TRAITS.cache_scales, spelling.TRAITS.cache_scales, strict=False)
+        stored = self.spelling.TRAITS.scales_of_cache(self.forms[0].kv_cache)
         return {
-            name: name.removesuffix(own) + other
-            for own, other in pairs
+            name: (name.removesuffix(f".{ending}"), place)
+            for place, ending in enumerate(stored.endings if stored else ())
             for name in self.tensors
-            if name.endswith(f".{own}")
+            if name.endswith(f".{ending}")
         }
 
     def refuse_unsound(self) -> None:

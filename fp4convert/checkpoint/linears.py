@@ -42,6 +42,8 @@ HIDDEN_SIZES = ("hidden_size", "moe_hidden_size")  # of config.json; experts may
 CACHE_SCALES = (
     ".k_scale",
     ".v_scale",
+    ".k_global_scale",
+    ".v_global_scale",
     ".q_scale",
     ".prob_output_scale",
     ".k_zero_point",

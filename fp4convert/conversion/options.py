@@ -45,7 +45,8 @@ DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
 KEPT_DTYPES = (*DTYPES[:-1], "q8_0")
 WORDS_OF_DTYPES = {kind.config_name: kind.word for kind in FLOAT_TYPES.values()}
 ACTIVATION_BITS = ("16", "8", "4")
-VIAS = CACHES = ("fp8",)
+VIAS = ("fp8",)
+CACHES = ("fp8", "nvfp4")  # what a cache of keys and values may hold
 FILE_ENDINGS = (".gguf", ".safetensors")
 
 
@@ -236,7 +237,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     kv_cache: Annotated[
         str | None,
         Option(
-            "Write scales and records for an FP8 KV cache.",
+            "Write scales and records for an FP8 or NVFP4 KV cache; NVFP4 needs --calibration.",
             CACHES,
             panel=TARGET,
             synonyms={"fp8_e4m3": CACHES[0], "e4m3": CACHES[0]},

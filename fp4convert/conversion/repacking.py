@@ -48,6 +48,7 @@ from fp4convert.numerics.matrices import row_panels
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
 from fp4convert.planning.kept_forms import held_form, unheld
+from fp4convert.planning.kv_cache_scales import carry_cache
 from fp4convert.planning.repack_plan import (
     Contents,
     plan_dequantize,
@@ -83,7 +84,7 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
     idle = [ref.name for ref in linears.idle]
     if artifact:
         idle += [ref.name for module in artifact.modules.values() for ref in module.companions]
-        idle += artifact.cache_scales(artifact.spelling)
+        idle += artifact.cache_scales
     packed += linears.vectors.values()
     plan = plan_dequantize(source.checkpoint, packed, stacks, dtype, idle)
     if artifact and PADDING in artifact.record:
@@ -136,11 +137,9 @@ def prepare_transcode(
             check_scalars(module, q, artifact.input_scale(module), spelling)
             _check_block_scales(artifact, module, spelling)
     if donor is None:
-        renamed = artifact.cache_scales(spelling)
-        checkpoint = artifact.source.checkpoint
-        return _add_losses(
-            artifact, plan_transcode(checkpoint, contents, target, renamed=renamed), made
-        )
+        caches, notes = carry_cache(artifact, spelling)
+        plan = plan_transcode(artifact.source.checkpoint, contents, target, caches=caches)
+        return _add_losses(artifact, replace(plan, warnings=(*plan.warnings, *notes)), made)
     if spelling.TRAITS.container != "gguf":
         raise InputError(
             "template",

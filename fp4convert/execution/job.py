@@ -294,7 +294,7 @@ class _Run:
 
     def _fill_once(self, task: Task, writer: TaskWriter) -> bool:
         writer.begin_again()
-        file = task.steps[0].refs[0].file if task.steps else None
+        file = next((ref.file for step in task.steps for ref in step.refs), None)
         unsound: list[NumericError] = []
         with self._source.stream(file) if file else nullcontext():
             try:

@@ -19,7 +19,6 @@ from fp4convert.checkpoint.dialects.base import MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights, alternate
-from fp4convert.checkpoint.dialects.tables import encode_scalar
 from fp4convert.checkpoint.encodings.base import Linear, is_fp8, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
 from fp4convert.checkpoint.encodings.fp8 import as_stored, block_of, rounded_to_fp8
@@ -80,10 +79,7 @@ class Quantizer:
         return self._rounding.working()
 
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
-        first, form, output = steps[0], steps[0].form, steps[0].outputs[0]
-        if first.scalar is not None and not first.linears:
-            writer.shards[output.file].append(output, encode_scalar(first.scalar))
-            return
+        first, form = steps[0], steps[0].form
         if not first.linears:
             copy_steps(self.source, steps, writer, stop)
             return

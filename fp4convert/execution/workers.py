@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from fp4convert.checkpoint.dialects.tables import Part
+from fp4convert.checkpoint.dialects.tables import Part, encode_scalar
 from fp4convert.errors import CORRUPT, NumericError, SourceError
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.settings import Settings, UnsoundShardError
@@ -101,9 +101,14 @@ def append_parts(
 def copy_steps(
     source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event
 ) -> None:
-    """Copy the refs of each step into its first output, one behind the other."""
+    """Copy the refs of each step into its first output, one behind the other.
+
+    Of a step without any write the scalar.
+    """
     for step in steps:
         output = step.outputs[0]
+        if step.action == "write" and step.scalar is not None:
+            writer.shards[output.file].append(output, encode_scalar(step.scalar))
         for ref in step.refs:
             nbytes = ref.nbytes
             for start in range(0, nbytes, COPY_NBYTES):

@@ -30,7 +30,7 @@ def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
         str(plan.target.dialect),
         frozenset(Part(word, bits, EXPERTS in module) for word, bits, module in made),
         is_sharded=len(plan.shards) > 1,
-        has_cache=plan.target.kv_cache is not None,
+        cache=plan.target.kv_cache,
         findings=_uneven_codes(steps, checkpoint),
         modules=frozenset(step.module for step in steps if step.form),
     )

@@ -29,7 +29,7 @@ from fp4convert.planning.quantize_plan import (
     notes_on,
     refuse_other_container,
 )
-from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions
+from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions, spec_of
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
@@ -145,18 +145,18 @@ def plan_transcode(
     contents: Contents,
     target: Target,
     placed: Mapping[str, Stored] | None = None,
-    renamed: Mapping[str, str] | None = None,
+    caches: Mapping[str, Step] | None = None,
 ) -> Plan:
     """Plan the quantized modules of an artifact in another dialect.
 
     Every other tensor stays as it is, or becomes the contents' `keep_dtype`.
     checkpoint  the artifact's own, or the one whose other tensors are kept
     placed      what is stored in that other checkpoint, by stem
-    renamed     new names of tensors that are kept
+    caches      what becomes of the scales of a cache of keys and values, by their names
     Raises      InputError for what the dialect cannot hold, or where an output would take the name
                 of another tensor
     """
-    dialect, renamed = dialect_to_write(target), renamed or {}
+    dialect, caches = dialect_to_write(target), caches or {}
     refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(replace(target, keep_dtype=contents.keep_dtype), checkpoint.config)
     expanded = [_expand(linear, recipe) for linear in _expandable(checkpoint)]
@@ -167,15 +167,16 @@ def plan_transcode(
     steps = _steps_of(placed, contents, dialect, recipe)
     # What is left out: what stands for modules and their scales, under other names now.
     has_inputs = any(form.has_input_scale for form in contents.forms.values())
-    idle = idle_scales(contents.modules, renamed, has_inputs)
-    unread, unit = _scales_beside([step for _, step in steps], renamed)
+    idle = idle_scales(contents.modules, caches, has_inputs)
+    unread, unit = _scales_beside([step for _, step in steps], caches)
     steps += [(step.refs[0].file, step) for step in expanded]
     consumed = {stored.home.name for stored in placed.values()} | {*idle, *unread}
     consumed |= {ref.name for _, step in steps for ref in step.refs}
-    consumed |= {ref.name for one in contents.others.values() for ref in one.idle} - renamed.keys()
-    writing = Writing(checkpoint, target, dialect, form_of(target), renamed)
-    tasks = _module_tasks(writing, steps, consumed, recipe)
+    consumed |= {ref.name for one in contents.others.values() for ref in one.idle} - caches.keys()
+    writing = Writing(checkpoint, target, dialect, form_of(target))
+    tasks = _module_tasks(writing, steps, consumed, recipe, caches)
     left_out = _list_left_out(contents, placed, tasks) | dict.fromkeys(idle, UNSAID)
+    left_out |= {name: step.reason for name, step in caches.items() if not step.refs}
     coded = {module: packed.refs[0] for module, packed in contents.modules.items()}
     coded |= {module: linear.refs[0] for module, linear in contents.others.items()}
     refuse_forgotten(checkpoint.tensors, tasks, left_out, coded)
@@ -260,7 +261,7 @@ def _steps_of(
     return steps
 
 
-def _scales_beside(steps: Sequence[Step], renamed: Collection[str]) -> tuple[list[str], list[str]]:
+def _scales_beside(steps: Sequence[Step], caches: Collection[str]) -> tuple[list[str], list[str]]:
     """List scales of activations without a place, and modules without one.
 
     All of modules of eight bits.
@@ -268,7 +269,7 @@ def _scales_beside(steps: Sequence[Step], renamed: Collection[str]) -> tuple[lis
     unread, unit = [], []
     for step in steps:
         names = {spec.name for spec in step.specs}
-        own = [ref for linear in step.linears for ref in linear.idle if ref.name not in renamed]
+        own = [ref for linear in step.linears for ref in linear.idle if ref.name not in caches]
         unread += [ref.name for ref in own if ref.name not in names and ref.elements == 1]
         wanted = any(name.endswith(".input_scale") for name in names)
         if step.form and wanted and step.form.format.is_fp8 and not input_scale_of(step.linears[0]):
@@ -373,10 +374,12 @@ def _module_tasks(
     placed: Iterable[tuple[str, Step]],
     consumed: set[str],
     recipe: Recipe | None = None,
+    caches: Mapping[str, Step] | None = None,
 ) -> tuple[Task, ...]:
     """Lay out steps, each in its shard; copy tensors not consumed.
 
     recipe  whose dtype matrices that stay get; None: their own
+    caches  what becomes of the scales of a cache, by their names
     """
     at: dict[str, list[Step]] = defaultdict(list)
     for file, step in placed:
@@ -386,13 +389,9 @@ def _module_tasks(
         copies = []
         for ref in shard.tensors:
             if ref.name not in consumed:
-                shape = ref.shape
-                if ref.name in writing.renamed and writing.dialect and ref.elements == 1:
-                    # a scale of a cache: transformers loads no other shape than the dialect's
-                    shape = writing.dialect.TRAITS.scalars.shape
-                spec = TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, shape)
-                copy = Step("copy", "not quantized", (ref,), (spec,))
-                copies.append(narrow(copy, recipe) if recipe else copy)
+                kept = Step("copy", "not quantized", (ref,), (spec_of(ref),))
+                kept = narrow(kept, recipe) if recipe else kept
+                copies.append((caches or {}).get(ref.name, kept))
         # a shard of which nothing is left is none
         if copies or at[shard.file] or not shard.tensors:
             tasks.append(writing.task(shard, [*copies, *at[shard.file]]))

@@ -69,8 +69,7 @@ def serve_line(
         if not is_text and "text_config" not in config:
             classes = ", ".join(class_names(config)) or "it"
             return NO_LINE.format(names=classes, engine=engine.name)
-        cache = f" {engine.cache}" if engine.cache and plan.target.kv_cache else ""
-        return engine.serve.format(output=shell_line(folder)) + cache
+        return engine.serving(plan.target.kv_cache).format(output=shell_line(folder))
     lines: list[str] = []
     code = engine.class_code.get(str(plan.target.dialect), "")
     is_whole = bool(file) or "{file}" not in code

@@ -265,16 +265,12 @@ def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What is written, and how; ordinary weights have no dialect.
-
-    renamed  new names of tensors that are kept
-    """
+    """What is written, and how; ordinary weights have no dialect."""
 
     checkpoint: Checkpoint
     target: Target
     dialect: Dialect | None = None
     form: Form | None = None
-    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def task(self, shard: Header, made: Iterable[Step]) -> Task:
         """Lay the steps of one shard out, each output at its place."""

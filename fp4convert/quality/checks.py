@@ -211,7 +211,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     # Scales beside four-bit modules that nothing declares.
     with_global = [form for form in artifact.forms if form.format.has_global_scale]
     has_inputs = all(form.has_input_scale for form in with_global)
-    if idle := idle_scales(artifact.modules, artifact.cache_scales(artifact.spelling), has_inputs):
+    if idle := idle_scales(artifact.modules, artifact.cache_scales, has_inputs):
         detail = f"{len(idle)} scales of four-bit modules, the first {idle[0]}: {UNSAID}"
         yield Finding("note", "scales-idle", None, f"{detail}; transcode leaves them out")
 

@@ -35,7 +35,7 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
             for module, packed in modules.items()
         ),
         is_sharded=len(artifact.source.checkpoint.shards) > 1,
-        has_cache=any(form.kv_cache for form in artifact.forms),
+        cache=artifact.forms[0].kv_cache,
         findings=frozenset(finding.code for finding in findings),
         names_fused=names_fused(artifact),
         modules=frozenset(modules),

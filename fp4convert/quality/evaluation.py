@@ -54,7 +54,7 @@ class Evaluated:
     kl       KL(source || artifact) of a token in nats: mean, p999 (the 99.9th percentile), max
     top1     share of tokens for which both find the same one likeliest
     ppl      perplexity of source and artifact
-    activations, kv_cache  of the artifact, as it was computed with: 16 or 4, "fp8" or None
+    activations, kv_cache  of the artifact, as it was computed with: 16 or 4; "fp8", "nvfp4", None
     by_layer mean KL of one layer of the artifact alone, and with all layers before it
     """
 

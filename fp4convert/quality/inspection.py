@@ -125,7 +125,7 @@ def _describe_cache(artifact: Artifact) -> dict[str, object] | None:
     dtype = artifact.forms[0].kv_cache
     if dtype is None:
         return None
-    names = artifact.cache_scales(artifact.spelling)
+    names = artifact.cache_scales
     values = [
         value for name in names if (value := stored_float(artifact.source, artifact.tensors[name]))
     ]

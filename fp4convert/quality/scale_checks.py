@@ -296,21 +296,19 @@ def _check_others(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _check_cache(artifact: Artifact) -> Iterator[Finding]:
-    """Check the scales of the FP8 cache that an artifact's record asks for."""
+    """Check the scales of the cache that an artifact's record asks for."""
     found: dict[str, list[str]] = defaultdict(list)
-    endings = artifact.spelling.TRAITS.cache_scales
-    for name in artifact.cache_scales(artifact.spelling):
-        ending = next(ending for ending in endings if name.endswith(f".{ending}"))
-        found[name.removesuffix(f".{ending}")].append(name)
+    for name, (attention, _) in artifact.cache_scales.items():
+        found[attention].append(name)
         if stored_float(artifact.source, artifact.tensors[name]) is None:
             detail = "as the scale of a KV cache it is not a positive number"
             yield Finding("error", "cache-scale", name, detail)
     for attention, names in found.items():
-        if len(names) != len(endings):
+        if len(names) != 2:
             detail = f"its cache has the scale {names[0]} and not the other"
             detail += ": engines take 1 for that"
             yield Finding("warning", "cache-scale-missing", attention, detail)
-    if artifact.forms[0].kv_cache and not found:
-        detail = "the record asks for an FP8 KV cache"
+    if (cache := artifact.forms[0].kv_cache) and not found:
+        detail = f"the record asks for an {cache.upper()} KV cache"
         detail += ", and there are no scales of it: engines take 1"
         yield Finding("note", "cache-scale-missing", None, detail)

@@ -317,7 +317,7 @@ def own_names(artifact: Artifact) -> set[str]:
         for ref in (*module.refs, *module.companions)
     }
     names |= {ref.name for linear in find_affine(artifact.clues).values() for ref in linear.refs}
-    return names | artifact.cache_scales(artifact.spelling).keys()
+    return names | artifact.cache_scales.keys()
 
 
 def split_bytes(ref: TensorRef) -> Iterator[tuple[int, int]]:

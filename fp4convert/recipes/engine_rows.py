@@ -40,6 +40,7 @@ class Contents:
     names_fused  records say of qkv_proj and gate_up_proj what they say of their parts, as ours do
     findings   codes of inspect's; of a plan those on formats alone
     modules    names of all that are quantized
+    cache      "fp8" or "nvfp4" where the record asks for such a cache of keys and values
     """
 
     dialect: str
@@ -48,7 +49,7 @@ class Contents:
     classes: tuple[str, ...] = ()
     is_diffusers: bool = False
     is_sharded: bool = False
-    has_cache: bool = False
+    cache: str | None = None
     has_code: bool = False
     names_fused: bool = True
     findings: frozenset[str] = frozenset()
@@ -69,6 +70,7 @@ class Condition:
     is_mixed     modules have several formats
     findings     codes, of which the artifact has one
     modules      globs on names of modules, of which a quantized one fits
+    caches       what the cache of keys and values holds
     """
 
     dialects: tuple[str, ...] = ()
@@ -80,13 +82,13 @@ class Condition:
     beside_experts: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
     activations: int | None = None
     has_experts: bool | None = None
     has_others: bool | None = None
     is_mixed: bool | None = None
     is_diffusers: bool | None = None
     is_sharded: bool | None = None
-    has_cache: bool | None = None
     names_fused: bool | None = None
 
     def fits(self, contents: Contents) -> bool:
@@ -103,7 +105,6 @@ class Condition:
             "is_mixed": len(words) > 1,
             "is_diffusers": contents.is_diffusers,
             "is_sharded": contents.is_sharded,
-            "has_cache": contents.has_cache,
             "names_fused": contents.names_fused,
         }
         return (
@@ -117,6 +118,7 @@ class Condition:
             and (not self.findings or not contents.findings.isdisjoint(self.findings))
             and all(getattr(self, name) in (None, value) for name, value in facts.items())
             and (not self.modules or _fit_any(self.modules, contents.modules))
+            and (not self.caches or contents.cache in self.caches)
         )
 
 

@@ -115,7 +115,7 @@ class Engine:
     class_code  the same by dialect, of a class {name} and {output}, or the one {file} in it, with
               {source} for its configuration
     packages  what to install for the code, by dialect
-    cache     what `serve` needs beside for an FP8 cache
+    cache     what `serve` needs beside for a cache of keys and values, by what that holds
     fallback  what it may do with models that it has no class for, as a clause; "" for nothing
     models    those that it has a class for; None where nobody has a list
     """
@@ -129,7 +129,7 @@ class Engine:
     serve: str = ""
     code: str = ""
     class_code: Mapping[str, str] = field(default_factory=dict)
-    cache: str = ""
+    cache: Mapping[str, str] = field(default_factory=dict)
     fallback: str = ""
     models: ModelList | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -139,6 +139,10 @@ class Engine:
         """Return the dialects of which it loads some artifacts."""
         loaded = (row.condition.dialects for row in self.rows if row.effect == "loads")
         return {dialect for dialects in loaded for dialect in dialects}
+
+    def serving(self, cache: str | None) -> str:
+        """Return the command that serves, with its words for such a cache."""
+        return " ".join(filter(None, (self.serve, self.cache.get(cache or ""))))
 
     def rows_on(self, contents: Contents) -> list[Row]:
         """List rows about an artifact; without dialects: of all that are read."""

@@ -250,7 +250,8 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
     bits = target.activations
     yield "activations", f"{bits} bits{': engines quantize them, too' if bits != 16 else ''}"
     if target.kv_cache:
-        yield "cache of keys and values", "FP8, with a scale for each attention's keys and values"
+        scaled = "with a scale for each attention's keys and values"
+        yield "cache of keys and values", f"{target.kv_cache.upper()}, {scaled}"
     sizes = (
         f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
         for nbytes in (result.source_bytes, result.output_bytes)
@@ -311,8 +312,7 @@ def _with_engine(
         yield _install(engine, str(plan.target.dialect))
         yield _fence("python", "\n".join(load_code(engine, config, repo)))
     elif "{output}" in engine.serve:
-        cache = f" {engine.cache}" if engine.cache and plan.target.kv_cache else ""
-        yield _fence("sh", engine.serve.format(output=repo) + cache)
+        yield _fence("sh", engine.serving(plan.target.kv_cache).format(output=repo))
 
 
 def _install(engine: Engine, dialect: str) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import run
-from tiny_chains import LENGTH, SAMPLES, TEXT, make_model, tokens_of
+from calibrations import write_calibration
+from checkpoints import Outcome, run
+from tiny_chains import LENGTH, SAMPLES, SIZES, TEXT, make_model, tokens_of
 from tiny_models import read_tensors
+
+from fp4convert.storage.open import open_source
 
 pytestmark = pytest.mark.engine
 
@@ -76,11 +81,15 @@ def load(folder: Path) -> Any:
     return kind.from_pretrained(folder, dtype="float32", **eager).eval()
 
 
-def evaluate(artifact: Path, source: Path) -> dict[str, Any]:
+def evaluated(artifact: Path, source: Path, *options: str) -> Outcome:
     text = source.parent / "text.txt"
     text.write_text(TEXT)
     named = ("--source", source, "--text", text, "--sequence-length", LENGTH)
-    outcome = run("evaluate", artifact, *named, "--json")
+    return run("evaluate", artifact, *named, *options)
+
+
+def evaluate(artifact: Path, source: Path) -> dict[str, Any]:
+    outcome = evaluated(artifact, source, "--json")
     assert outcome.code == 0, outcome.err
     return outcome.json
 
@@ -143,28 +152,72 @@ def test_experts_are_given_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["kl"]["mean"] == pytest.approx(judged, rel=1e-3)
 
 
-def test_keys_and_values_go_through_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own attention, whose keys and values the test rounds by ml_dtypes."""
+def through_fp8(x: Any, multiplier: float) -> Any:
     import ml_dtypes
+
+    return (x / multiplier).astype(ml_dtypes.float8_e4m3fn).astype("float32") * multiplier
+
+
+def through_nvfp4(x: Any, multiplier: float) -> Any:
+    """As vLLM's kernel stores it: a block scale for 16 values along a head, under the stored
+    multiplier.
+    """
+    import ml_dtypes
+    import numpy as np
+
+    blocks = x.reshape(*x.shape[:-1], -1, 16)
+    wanted = np.abs(blocks).max(-1, keepdims=True) / 6 / multiplier
+    steps = wanted.clip(max=448).astype(ml_dtypes.float8_e4m3fn).astype("float32") * multiplier
+    codes = np.divide(blocks, steps, out=np.zeros_like(blocks), where=steps != 0)
+    made = codes.astype(ml_dtypes.float4_e2m1fn).astype("float32") * steps
+    return made.reshape(x.shape).astype("float32")
+
+
+CACHES = [
+    ("fp8", "compressed-tensors", None, through_fp8),
+    ("nvfp4", "compressed-tensors", 2688, through_nvfp4),
+    ("nvfp4", "modelopt", 448, through_nvfp4),
+]
+
+
+@pytest.mark.parametrize(("cache", "dialect", "divisor", "through"), CACHES)
+def test_keys_and_values_go_through_a_cache(
+    cache: str,
+    dialect: str,
+    divisor: float | None,
+    through: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers' own attention, whose keys and values the test rounds by ml_dtypes."""
+    import numpy as np
     import torch
     from transformers.models.llama import modeling_llama
 
     source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
-    options = ("--kv-cache", "fp8", "--include", "*")
+    options = ["--kv-cache", cache, "--include", "*", "--dialect", dialect]
+    scales = {"k": np.float32(1), "v": np.float32(1)}
+    if divisor:
+        amaxes = {"k": np.float32(11.3), "v": np.float32(2.7)}
+        names = [f"model.layers.{number}.self_attn" for number in range(SIZES["num_hidden_layers"])]
+        seen = {f"{name}.{which}_amax": amaxes[which] for name in names for which in "kv"}
+        file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), seen)
+        options += ["--calibration", str(file)]
+        scales = {which: amax / np.float32(divisor) for which, amax in amaxes.items()}
     assert run("quantize", source, "--format", "nvfp4", "-o", artifact, *options).code == 0
     restored = tmp_path / "r"
     assert run("dequantize", artifact, "-o", restored, "--dtype", "fp32").code == 0
     found = evaluate(artifact, source)
-    assert found["kv_cache"] == "fp8"
+    assert found["kv_cache"] == cache
     whole, other = load(source), load(restored)
     ours, attend = whole(input_ids=ids_of()), modeling_llama.eager_attention_forward
 
-    def rounded(x: Any) -> Any:
-        held = x.detach().numpy().astype(ml_dtypes.float8_e4m3fn)
-        return torch.from_numpy(held.astype("float32"))
-
     def attention(module: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
-        return attend(module, query, rounded(key), rounded(value), *rest, **more)
+        key, value = (
+            torch.from_numpy(through(x.detach().numpy(), scales[which]))
+            for x, which in ((key, "k"), (value, "v"))
+        )
+        return attend(module, query, key, value, *rest, **more)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
     theirs = other(input_ids=ids_of())
@@ -172,3 +225,17 @@ def test_keys_and_values_go_through_fp8(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["kl"]["mean"] == pytest.approx(judged, rel=1e-4)
     without = evaluate(restored, source)["kl"]["mean"]
     assert abs(without - judged) > 1e-3 * judged
+
+
+def test_a_cache_of_integers_is_told_and_not_computed_with(tmp_path: Path) -> None:
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    (artifact / "quantization_config.json").unlink()
+    shutil.rmtree(artifact / ".fp4convert")  # whose plan says what it is, too
+    config = json.loads((artifact / "config.json").read_text())
+    cache = {"num_bits": 8, "type": "int", "strategy": "tensor"}
+    config["quantization_config"]["kv_cache_scheme"] = cache
+    (artifact / "config.json").write_text(json.dumps(config))
+    assert evaluate(artifact, source)["kv_cache"] is None
+    told = evaluated(artifact, source).err
+    assert "a KV cache in int8 is not computed with" in told

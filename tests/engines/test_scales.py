@@ -1,5 +1,5 @@
-"""Static scales of activations and of FP8 caches, beside those that ModelOpt and compressed-tensors
-calibrate themselves.
+"""Static scales of activations and of FP8 and NVFP4 caches, beside those that ModelOpt and
+compressed-tensors calibrate themselves.
 
 What a calibration file says is measured here by hooks on the model that transformers builds, on the
 very tokens that ModelOpt's
@@ -31,6 +31,7 @@ CT, MO = "compressed-tensors", "modelopt"
 MODULES, ATTENTIONS = 14, 2
 EXPORTS = {
     "w4a4": {"*weight_quantizer": FP4, "*input_quantizer": FP4, "*[kv]_bmm_quantizer": FP8},
+    "fp4-cache": {f"*{which}_quantizer": FP4 for which in ("weight", "input", "[kv]_bmm")},
     "beside-fp8": {
         **{f"*mlp*{which}_quantizer": FP4 for which in ("weight", "input")},
         **{f"*self_attn*{which}_quantizer": FP8 for which in ("weight", "input")},
@@ -116,12 +117,15 @@ def _endings(folder: Path, *endings: str) -> dict[str, Any]:
     return {name: tensor for name, tensor in read_tensors(folder).items() if name.endswith(endings)}
 
 
-def test_a_calibrated_artifact_is_modelopts_own(judged: Judged, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cache", "export"), [("fp8", "w4a4"), ("nvfp4", "fp4-cache")])
+def test_a_calibrated_artifact_is_modelopts_own(
+    judged: Judged, tmp_path: Path, cache: str, export: str
+) -> None:
     """Every tensor byte for byte: weights, input scales, scales of the cache; and the records but
     for modules to leave alone.
     """
-    options = ("--calibration", judged.calibration, "--kv-cache", "fp8", "--scale-rule", "amax")
-    ours, theirs = _quantized(judged, tmp_path / "out", *options), judged.exports["w4a4"]
+    options = ("--calibration", judged.calibration, "--kv-cache", cache, "--scale-rule", "amax")
+    ours, theirs = _quantized(judged, tmp_path / "out", *options), judged.exports[export]
     assert len(_endings(theirs, ".input_scale")) == MODULES
     assert len(_endings(theirs, ".k_scale", ".v_scale")) == 2 * ATTENTIONS
     assert differing(read_tensors(ours), read_tensors(theirs)) == []
@@ -223,6 +227,58 @@ def test_compressed_tensors_loads_scales_of_modules_and_caches(
     with torch.no_grad():
         logits, expected = model(tokens).logits.float(), plain(tokens).logits.float()
     assert torch.nn.functional.cosine_similarity(logits.flatten(), expected.flatten(), dim=0) > 0.9
+
+
+def test_scales_of_an_nvfp4_cache_are_modelopts_of_the_same_amaxes(
+    judged: Judged, tmp_path: Path
+) -> None:
+    """What its exporter for Hugging Face makes of a quantizer's amax, for that kind of cache."""
+    import torch
+    from modelopt.torch.export.quant_utils import postprocess_state_dict
+
+    seen = read_tensors(judged.calibration.parent)
+    state = {
+        f"{name.removesuffix(f'.{which}_amax')}.{which}_bmm_quantizer._amax": tensor
+        for which in "kv"
+        for name, tensor in seen.items()
+        if name.endswith(f".{which}_amax")
+    }
+    assert len(state) == 2 * ATTENTIONS
+    theirs = postprocess_state_dict(state, 448, "NVFP4")
+    options = ("--calibration", judged.calibration, "--kv-cache", "nvfp4")
+    ours = _endings(_quantized(judged, tmp_path / "mo", *options), ".k_scale", ".v_scale")
+    assert differing(ours, theirs) == []
+    assert all(tensor.dtype == torch.float32 for tensor in ours.values())
+
+
+def test_compressed_tensors_loads_an_nvfp4_cache_and_makes_it_zero(
+    judged: Judged, tmp_path: Path
+) -> None:
+    """The record is its preset's, and every attention has the scales, float32 as they are stored.
+
+    It takes them for their reciprocals: block scales are below the least of E4M3.
+    """
+    import torch
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    options = ("--calibration", judged.calibration, "--kv-cache", "nvfp4")
+    out = _quantized(judged, tmp_path / "out", *options, dialect=CT)
+    record = QuantizationConfig.model_validate(
+        read_json(out / "config.json")["quantization_config"]
+    )
+    preset = preset_name_to_scheme("NVFP4", ["Linear"]).input_activations
+    assert record.kv_cache_scheme.model_dump() == preset.model_dump()
+    model, seen = _load(out), read_tensors(judged.calibration.parent)
+    for number in range(ATTENTIONS):
+        attention = model.model.layers[number].self_attn
+        for which in "kv":
+            stored = getattr(attention, f"{which}_global_scale")
+            amax = seen[f"model.layers.{number}.self_attn.{which}_amax"].numpy()
+            assert stored.dtype == torch.float32
+            assert stored.item() == np.float32(amax) / np.float32(2688)
+    with torch.no_grad():
+        cache = model(torch.arange(1, 17).reshape(1, -1), use_cache=True).past_key_values
+    assert all(not layer.keys.any() and not layer.values.any() for layer in cache.layers)
 
 
 def test_too_small_a_scale_ruins_a_model_and_the_calibrated_one_does_not(

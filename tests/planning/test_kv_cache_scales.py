@@ -218,7 +218,7 @@ def refused(source: Path, tmp_path: Path, cache: str = "fp8") -> dict:
 
 
 def test_an_unknown_cache_is_refused(source, tmp_path):
-    for word in ("int8", "nvfp4", "FP4", ""):
+    for word in ("int8", "mxfp4", "FP4", ""):
         assert refused(source, tmp_path, word)["code"] == "unknown-cache"
 
 

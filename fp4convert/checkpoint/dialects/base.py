@@ -13,7 +13,14 @@ from typing import Any, NamedTuple, Protocol
 
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows
-from fp4convert.checkpoint.dialects.tables import CorrectionTable, Fp8Table, Part, Read, Scalars
+from fp4convert.checkpoint.dialects.tables import (
+    CacheScales,
+    CorrectionTable,
+    Fp8Table,
+    Part,
+    Read,
+    Scalars,
+)
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FP8, MXFP8, Format, Kind
 from fp4convert.numerics.matrices import Blocks, Quantized
@@ -112,8 +119,8 @@ class Traits:
     companions         endings of its other tensors, which mean nothing to ordinary weights
     implied            endings of scales that are 1 where a module has none
     labels             endings of tensors that tell engines what a module is, of any length
-    cache_scales       endings, below an attention, of the scales of an FP8 cache of keys and of
-                       values; empty: it can say none
+    cache_scales       scales of a cache of keys and values by what it holds, "fp8" or "nvfp4";
+                       empty: it can say none
     mixes              formats that it holds beside each other; empty: one format at a time
     fp8                how it stores FP8 matrices beside four-bit ones
     q8_0               matrices that stay can be Q8_0
@@ -137,7 +144,7 @@ class Traits:
     companions: tuple[str, ...] = ()
     implied: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
-    cache_scales: tuple[str, ...] = ()
+    cache_scales: Mapping[str, CacheScales] = field(default_factory=dict)
     mixes: tuple[Format, ...] = ()
     fp8: Fp8Table | None = None
     q8_0: bool = False
@@ -148,6 +155,10 @@ class Traits:
     def global_scale_kind(self) -> Kind | None:
         """Return how global scales are stored; None: there is no place for one."""
         return self.scalars.kind if self.scalars.global_scale else None
+
+    def scales_of_cache(self, kind: str | None) -> CacheScales | None:
+        """Return how scales of a cache are stored; of int8 caches as of FP8."""
+        return self.cache_scales.get(kind, self.cache_scales.get("fp8")) if kind else None
 
     def eight_beside(self, fmt: Format) -> Format | None:
         """Return the eight-bit format that modules may have beside a four-bit one."""

@@ -51,9 +51,24 @@ from fp4convert.checkpoint.dialects.forms import (
     with_values,
 )
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
-from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
+from fp4convert.checkpoint.dialects.tables import (
+    CacheScales,
+    Fp8Table,
+    Scalars,
+    Table,
+    scale_grid,
+)
 from fp4convert.errors import Finding
-from fp4convert.numerics.formats import FP8, INT4, MXFP4, MXFP8, NVFP4, Format
+from fp4convert.numerics.formats import (
+    E4M3_MAX,
+    FP8,
+    GLOBAL_RANGE,
+    INT4,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Format,
+)
 from fp4convert.recipes.patterns import matches, matches_any
 from fp4convert.storage.safetensors import TensorRef
 
@@ -63,6 +78,9 @@ def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int,
 
 
 METHOD = METHODS["compressed-tensors"]
+_RECIPROCAL = (
+    "as AutoRound writes them; compressed-tensors' own Python code takes them for their reciprocals"
+)
 TRAITS = Traits(
     writes=(NVFP4, MXFP4, FP8, MXFP8),
     scalars=Scalars(".weight_global_scale", ".input_global_scale", (1,), "divisor"),
@@ -73,7 +91,10 @@ TRAITS = Traits(
     suffixes=SUFFIXES["compressed-tensors"],
     # The first is an output where the form says so.
     companions=(".input_global_scale", ".input_scale", ".weight_shape"),
-    cache_scales=("k_scale", "v_scale"),
+    cache_scales={
+        "fp8": CacheScales(("k_scale", "v_scale"), E4M3_MAX),
+        "nvfp4": CacheScales(("k_global_scale", "v_global_scale"), GLOBAL_RANGE, _RECIPROCAL),
+    },
     mixes=(NVFP4, MXFP4, FP8, MXFP8, INT4),
     labels=(".weight_shape",),
     fp8=Fp8Table("row", _scale_shape, ".input_scale", is_open=True),
@@ -148,8 +169,9 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         "config_groups": {f"group_{number}": scheme for number, scheme in enumerate(schemes)},
         "ignore": _declare(ignored, groups),
     }
-    if groups[0].form.kv_cache:
-        record["kv_cache_scheme"] = dict(_FP8_CACHE)
+    if cache := groups[0].form.kv_cache:
+        four_bit = _scheme(Form(NVFP4, ACTIVATIONS_FP4), [])["input_activations"]
+        record["kv_cache_scheme"] = dict(_FP8_CACHE) if cache == "fp8" else four_bit
     return {"config.json": {"quantization_config": record}}
 
 
@@ -261,9 +283,11 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     if record.get("quant_method") != METHOD:
         return ()
     cache, kv_cache = record.get("kv_cache_scheme"), None
-    if isinstance(cache, dict):  # fp8, or what else it says, such as int8
+    if isinstance(cache, dict):  # fp8, nvfp4, or what else it says, such as int8
         kind = "fp" if cache.get("type") == "float" else cache.get("type")
         kv_cache = f"{kind}{cache.get('num_bits')}"
+        blocks = cache.get("group_size"), cache.get("strategy")
+        kv_cache = NVFP4.name if kv_cache == "fp4" and blocks == _STRATEGIES[0] else kv_cache
     schemes = [(_form(record, scheme, kv_cache), scheme) for scheme in schemes_of(record)]
     found = [(form, scheme) for form, scheme in schemes if form]
     if not found:

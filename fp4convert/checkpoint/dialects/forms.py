@@ -27,7 +27,7 @@ class Form:
     activations   16: only weights are quantized; 4 or 8: engines quantize activations to so many
                   bits, NVFP4 with an input scale
     scale_layout  in which order block scales lie; a name in scale_layouts.py
-    kv_cache      "fp8" where engines keep the cache of keys and values in FP8, or None
+    kv_cache      "fp8" or "nvfp4" where engines keep the cache of keys and values so, or None
     shapes        (rows, columns) of the modules whose tensors cannot tell
     granularity   of FP8, MXFP8 and int4
     stored_scales safetensors' dtype of the scales of these

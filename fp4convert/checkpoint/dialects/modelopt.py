@@ -53,9 +53,15 @@ from fp4convert.checkpoint.dialects.forms import (
     parents_of,
 )
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
-from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
+from fp4convert.checkpoint.dialects.tables import (
+    CacheScales,
+    Fp8Table,
+    Scalars,
+    Table,
+    scale_grid,
+)
 from fp4convert.errors import Finding
-from fp4convert.numerics.formats import FP8, MXFP4, MXFP8, NVFP4
+from fp4convert.numerics.formats import E4M3_MAX, FP8, MXFP4, MXFP8, NVFP4
 
 _FP8_ACTIVATIONS: dict[Granularity, int] = {
     "tensor": ACTIVATIONS_FP8,
@@ -76,6 +82,11 @@ def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int,
 
 
 METHOD = METHODS["modelopt"]
+_CACHE_ENDINGS = ("k_proj.k_scale", "v_proj.v_scale")
+_OTHERS = (
+    "as ModelOpt writes them for Hugging Face, and vLLM and TensorRT-LLM read them; from Megatron"
+    " ModelOpt writes / 2688, which older versions of TensorRT-LLM expect"
+)
 TRAITS = Traits(
     writes=(NVFP4, FP8, MXFP8),
     scalars=Scalars(".weight_scale_2", ".input_scale"),
@@ -84,7 +95,10 @@ TRAITS = Traits(
     shares_scales=True,
     suffixes=SUFFIXES["modelopt"],
     companions=(".input_scale", ".k_scale", ".v_scale"),
-    cache_scales=("k_proj.k_scale", "v_proj.v_scale"),
+    cache_scales={
+        "fp8": CacheScales(_CACHE_ENDINGS, E4M3_MAX),
+        "nvfp4": CacheScales(_CACHE_ENDINGS, E4M3_MAX, _OTHERS),
+    },
     mixes=(NVFP4, FP8, MXFP8),
     fp8=Fp8Table("tensor", _scale_shape, ".input_scale", activations=_FP8_ACTIVATIONS),
 )
@@ -131,8 +145,10 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         "ignore": patterns,
         "producer": producer,
     }
-    if form.kv_cache:
+    if form.kv_cache == "fp8":
         record["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    elif form.kv_cache:
+        record["kv_cache_scheme"] = form.kv_cache.upper()
     formats = sorted((group.form.format for group in groups), key=lambda fmt: not fmt.is_fp4)
     sizes = [fmt.block_size for fmt in formats if fmt.block_size]
     return {
@@ -141,7 +157,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
             "producer": producer,
             "quantization": {
                 "quant_algo": algorithm,
-                "kv_cache_quant_algo": "FP8" if form.kv_cache else None,
+                "kv_cache_quant_algo": form.kv_cache.upper() if form.kv_cache else None,
                 **({"group_size": sizes[0]} if sizes else {}),
                 "exclude_modules": patterns,
                 **mixed,
@@ -196,9 +212,6 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     if record.get("quant_method") != METHOD:
         return ()
     groups, schemes = _groups(record), schemes_of(record)
-    cache = record.get("kv_cache_scheme")
-    if isinstance(cache, dict) and cache.get("num_bits") == 8:
-        groups = tuple(Group(replace(form, kv_cache="fp8"), names) for form, names in groups)
     if schemes and not any(scheme.get("input_activations") for scheme in schemes):
         groups = tuple(
             Group(replace(form, activations=16) if form.format.is_fp4 else form, names)
@@ -209,7 +222,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 def _groups(record: Json) -> tuple[Group, ...]:
     """Read the algorithm, or those of the single modules."""
-    kv_cache = "fp8" if record.get("kv_cache_quant_algo") == "FP8" else None
+    kv_cache = _cache_asked(record)
     if record.get("quant_algo") != "MIXED_PRECISION":
         return everywhere(_form(record.get("quant_algo"), kv_cache))
     layers = record.get("quantized_layers")
@@ -219,6 +232,16 @@ def _groups(record: Json) -> tuple[Group, ...]:
         if form:
             known += [(name, form), (f"{name}.*", form)]
     return group_modules(known)
+
+
+def _cache_asked(record: Json) -> str | None:
+    """Read what the cache holds, in either record; None for unknown words."""
+    scheme = record.get("kv_cache_scheme") or record.get("kv_cache_quant_algo")
+    if isinstance(scheme, dict):
+        is_four_bit = scheme.get("num_bits") == 4 and scheme.get("type") == "float"
+        return "fp8" if scheme.get("num_bits") == 8 else "nvfp4" if is_four_bit else None
+    word = str(scheme).lower()
+    return word if word in TRAITS.cache_scales else None
 
 
 def _form(algorithm: object, kv_cache: str | None) -> Form | None:
@@ -266,9 +289,10 @@ def judge(clues: Clues) -> Iterator[Finding]:
             detail = f"{file} says group_size {each['group_size']!r}; expected {min(sizes)}"
             yield Finding("error", "record-strategy", None, detail)
     only_one = "only one of config.json and hf_quant_config.json"
-    has_cache = bool(form and form.kv_cache == "fp8")
-    if has_cache != (nested.get("kv_cache_quant_algo") == "FP8"):
-        yield Finding("error", "records-disagree", None, f"{only_one} asks for an FP8 cache")
+    caches = {form.kv_cache if form else None, _cache_asked(nested)}
+    if len(caches) > 1:
+        words = " or ".join(sorted(cache.upper() for cache in caches if cache))
+        yield Finding("error", "records-disagree", None, f"{only_one} asks for an {words} cache")
     first, second = record.get("quant_algo"), nested.get("quant_algo")
     if first != second:
         detail = f"config.json says {first!r}, hf_quant_config.json {second!r}"

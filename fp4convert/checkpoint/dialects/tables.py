@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,19 @@ Read = Callable[[str], Span]
 Part = tuple[str, memoryview]
 SCALAR_NBYTES = 4
 INT4_PER_ITEM = 8  # codes in an I32
+
+
+class CacheScales(NamedTuple):
+    """How the two scales of a cache of keys and values are stored.
+
+    endings  of their names below an attention: of keys, of values
+    divisor  what is stored is a multiplier, the largest |key| or |value| / divisor
+    known    who else writes or reads them otherwise, for a note; "" for nobody
+    """
+
+    endings: tuple[str, str]
+    divisor: float
+    known: str = ""
 
 
 @dataclass(frozen=True, slots=True)

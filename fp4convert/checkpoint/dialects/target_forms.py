@@ -42,7 +42,7 @@ def dialect_to_write(target: Target) -> Dialect:
         detail = f"engines of dialect {name} always quantize activations to four bits"
         next_step = "Leave --activations out; or choose another --dialect."
         raise ChoiceError("dialect-activations", f"{detail}; expected 4", next_step)
-    if target.kv_cache and not (target.kv_cache == "fp8" and traits.cache_scales):
+    if target.kv_cache and target.kv_cache not in traits.cache_scales:
         detail = f"an {target.kv_cache} KV cache was asked for"
         detail = f"{detail}, which dialect {name} cannot record"
         next_step = "Choose another --dialect: compressed-tensors or modelopt."
