@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,8 @@ class OnHost:
     params=[
         "cpu",
         pytest.param(compile_for_host, id="cuda"),
-        pytest.param(compile_ptx, id="cuda-ptx", marks=pytest.mark.slow),
+        pytest.param(compile_ptx, id="ptx-90", marks=pytest.mark.slow),
+        pytest.param(partial(compile_ptx, has_cvt=True), id="ptx-120a", marks=pytest.mark.slow),
     ],
 )
 def levels(request, tmp_path_factory):

@@ -180,6 +180,7 @@ ORDERED(le, <=)
 ORDERED(gt, >)
 ORDERED(ge, >=)
 static inline PRED setp_lt_f64(B64 a, B64 b) { return f64(a) < f64(b); }
+static inline PRED setp_geu_f64(B64 a, B64 b) { return !(f64(a) < f64(b)); }
 static inline PRED setp_neu_f32(B32 a, B32 b) { return !(f32(a) == f32(b)); }
 
 /* ------------------------------------------------------------------------------------------------------ small floats */
@@ -293,6 +294,7 @@ template <class Word> static inline Word *at(B64 address, int words = 1) {
     static inline B ld_##type(B64 address) { return *at<B>(address); }                    \
     static inline void st_##type(B64 address, B64 value) { *at<B>(address) = (B)value; }
 LOADED(global_u8, B8)
+static inline B16 ld_global_s8(B64 address) { return (B16)(int16_t)*at<int8_t>(address); }
 LOADED(global_u16, B16)
 LOADED(global_u32, B32)
 LOADED(global_f32, B32)
