@@ -20,7 +20,7 @@ from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import find_fp8
 from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of, rules_of_gguf
 from fp4convert.checkpoint.linears import find_linears, others_of
-from fp4convert.checkpoint.record import ADAPTER, describe_groups, folds_recorded
+from fp4convert.checkpoint.record import ADAPTER, DECODED, describe_groups, folds_recorded
 from fp4convert.conversion.artifact_job import (
     ENGINE_RECORDS,
     artifact_job,
@@ -343,6 +343,9 @@ def transcode(
     job = artifact_job(source, plan, origin)
     if job.record:
         told = {key: artifact.record[key] for key in (ADAPTER, PADDING) if key in artifact.record}
+        steps = [step for step in plan.steps if step.action == "dequantize"]
+        if decoded := sorted(output.name for step in steps for output in step.outputs):
+            told[DECODED] = decoded
         job = replace(job, record={**job.record, **told})
     forms = {name: step.form for step in plan.steps if step.form for name in _modules_in(step)}
     carrier = Carrier(artifact, forms)

@@ -17,7 +17,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.linears import Linears, linears_stored
-from fp4convert.checkpoint.record import ADAPTER, describe_adapter
+from fp4convert.checkpoint.record import ADAPTER, DECODED, describe_adapter
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_doubles, as_matrix
@@ -27,7 +27,13 @@ from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
-from fp4convert.storage.gguf_types import Q8_0, encode_q8_0, shape_in_bytes
+from fp4convert.storage.gguf_types import (
+    Q8_0,
+    decode,
+    encode_q8_0,
+    shape_in_bytes,
+    shape_in_weights,
+)
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source, stopping
 
@@ -249,6 +255,9 @@ class SourcePairs:
         if ref.name in self.originals.vectors:
             return check_vector(artifact, self.originals.vectors[ref.name], source)
         kept = artifact.tensors.get(ref.name)
+        decoded = artifact.record.get(DECODED)
+        if kept and isinstance(decoded, list) and ref.name in decoded:
+            return self._check_decoded(kept, ref)
         kinds = {(ref.dtype, ref.shape)}
         word = artifact.record.get("keep_dtype")
         if word == Q8_0.lower() and ref.dtype in FLOAT_TYPES and ref.shape:
@@ -273,6 +282,38 @@ class SourcePairs:
                 detail = "it was kept, but its bytes are not the source's"
                 return Finding("error", "kept-differs", ref.name, detail)
         return None
+
+    def _check_decoded(self, kept: TensorRef, ref: TensorRef) -> Finding | None:
+        """Check that values which had been rounded to another format are the source's still."""
+        noise = signal = 0.0
+        elements = _elements(ref)
+        is_whole = _elements(kept) == elements
+        for first in range(0, elements if is_whole else 0, MEASURED_ELEMENTS):
+            last = min(first + MEASURED_ELEMENTS, elements)
+            x, y = (
+                _values(source, one, first, last)
+                for source, one in ((self.source, ref), (self.artifact.source, kept))
+            )
+            noise, signal = noise + float(np.sum((x - y) ** 2)), signal + float(np.sum(x**2))
+        if is_whole and noise <= DIFFERENT * signal:
+            return None
+        detail = "it was decoded from another format, and its values are not near the source's"
+        return Finding("error", "kept-differs", ref.name, detail)
+
+
+def _elements(ref: TensorRef) -> int:
+    is_plain = ref.dtype in FLOAT_DTYPES
+    return math.prod(ref.shape if is_plain else shape_in_weights(ref.dtype, ref.shape))
+
+
+def _values(source: Source, ref: TensorRef, first: int, last: int) -> Doubles:
+    """Read some elements of a tensor of floats or of llama.cpp's blocks, which they cut nowhere."""
+    elements = _elements(ref)
+    part = (first * ref.nbytes // elements, last * ref.nbytes // elements)
+    stored = source.read_range(ref, *part)
+    if ref.dtype in FLOAT_DTYPES:
+        return np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
+    return decode(stored, ref.dtype).reshape(-1).astype(np.float64)
 
 
 def pair_with_source(

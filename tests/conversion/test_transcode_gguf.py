@@ -91,6 +91,12 @@ def write_kinds(folder: Path, arrays: Arrays) -> tuple[Path, Arrays]:
     return write_mixed(folder, target, matrices, kept, LLAMA), expected
 
 
+def kept_findings(artifact: Path, donor: Path) -> list[str]:
+    """Name what verify finds of tensors that stayed."""
+    found = run("verify", artifact, "--source", donor, "--json").json["findings"]
+    return [each["tensor"] for each in found if each["code"].startswith("kept-")]
+
+
 @pytest.mark.parametrize("word", [None, "bf16", "fp16", "q8_0"])
 def test_what_llama_cpp_has_no_type_for_becomes_what_is_asked_for(
     tmp_path: Path, word: str | None
@@ -125,6 +131,13 @@ def test_what_llama_cpp_has_no_type_for_becomes_what_is_asked_for(
         assert f"the dialect has no {kind}" in texts
     record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
     assert record.get("keep_dtype") == word
+    assert len(record["decoded"]) == len(KINDS)
+    assert kept_findings(tmp_path / "out", donor) == []
+    first, data = stored[record["decoded"][0]], tmp_path / "out" / "donor.gguf"
+    whole = bytearray(data.read_bytes())
+    whole[first.data_offset : first.data_offset + first.n_bytes] = bytes(int(first.n_bytes))
+    data.write_bytes(whole)
+    assert kept_findings(tmp_path / "out", donor) == [record["decoded"][0]]
 
 
 def test_what_llama_cpp_reads_as_floats_alone_is_not_q8_0(tmp_path: Path) -> None:
