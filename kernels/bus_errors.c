@@ -20,6 +20,7 @@ __declspec(dllexport) int64_t bus_errors(void) { return 0; }
 static int64_t pages;
 static long page_nbytes;
 static struct sigaction before;
+static int is_installed;
 
 static void give_zeros(int number, siginfo_t *about, void *context) {
     (void)context;
@@ -32,6 +33,7 @@ static void give_zeros(int number, siginfo_t *about, void *context) {
 }
 
 API void outlive_bus_errors(void) {
+    if (__atomic_exchange_n(&is_installed, 1, __ATOMIC_ACQ_REL)) return; /* `before` is never this handler */
     page_nbytes = sysconf(_SC_PAGESIZE);
     struct sigaction handler = {.sa_sigaction = give_zeros, .sa_flags = SA_SIGINFO | SA_ONSTACK};
     sigaction(SIGBUS, &handler, &before);

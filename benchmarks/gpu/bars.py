@@ -89,7 +89,7 @@ def tests_of(module: str) -> Judge:
         bad = sum(case.find(kind) is not None for case in cases for kind in ("failure", "error"))
         # 0, 1: of pytest, where all tests have run; after others bytes.xml may end anywhere
         if not re.search(r"^-- bytes: rc [01]\b", read(folder / "bytes.txt"), re.MULTILINE):
-            text = f"{len(cases) - bad} of {len(cases)} tests pass, then the time was up"
+            text = f"the time was up after {len(cases)} tests, of which {bad or 'none'} failed"
             return Judged(text, False if bad else None)
         return Judged(f"{len(cases) - bad} of {len(cases)} tests pass", not bad)
 

@@ -62,7 +62,7 @@ metrics+=,smsp__issue_active.avg.pct_of_peak_sustained_active,sm__inst_executed.
 metrics+=,sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active
 metrics+=,sm__warps_active.avg.pct_of_peak_sustained_active
 metrics+=,smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio
-profiled="regex:^(amax|quantize|search|weigh|dequantize|gemv|compare|count|decode|transpose)_"
+profiled="regex:^(amax|quantize|search|weigh|dequantize|gemv|compare|count|decode|transpose|grid|row|add|descend)_"
 
 # profile NAME SECONDS PART...: counters of every kernel of those parts of touch.py
 profile() {
@@ -88,7 +88,7 @@ first)
     tail -n 40 "$OUT/gpu.log"
     profile profiler-mse 25 mse > "$OUT/ncu-mse.csv"
     profile profiler 40 elements > "$OUT/ncu.csv"
-    profile profiler-others 40 products reports packed >> "$OUT/ncu.csv"
+    profile profiler-others 40 products reports packed descents >> "$OUT/ncu.csv"
     ;;
 bytes)
     {
