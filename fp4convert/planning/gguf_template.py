@@ -205,42 +205,55 @@ def _compare_kept(
     donor: Source,
     tensors: Mapping[str, TensorRef],
 ) -> None:
-    """Raise InputError where a matrix that stays is another in the donor.
+    """Raise InputError where what stays is another in the donor.
 
-    The donor's own is kept, of embeddings and others.
+    The donor's own is kept: of embeddings and other matrices, of norms and biases.
     """
     packed = {ref.name for linear in linears.values() for ref in linear.refs}
-    kept = [
-        ref
+    kept = {
+        ref.name: ref
         for ref in artifact.tensors.values()
-        if ref.name not in packed and len(ref.shape) == MATRIX_DIMENSIONS
-    ]
-    modules = {
-        ref.name.removesuffix(WEIGHT): ref
-        for ref in kept
-        if ref.dtype in FLOAT_TYPES and ref.name.endswith(WEIGHT)
+        if ref.name not in packed
+        and ref.dtype in FLOAT_TYPES
+        and ref.name.endswith((WEIGHT, ".bias"))
+        and 1 <= len(ref.shape) <= MATRIX_DIMENSIONS
     }
     frame = donor.checkpoint.shards[0].frame
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in kept)
     names = block_names(frame, modules) if isinstance(frame, GgufFrame) else {}
-    for module, stem in names.items():
-        ref, own = tensors.get(f"{stem}.weight"), modules[module]
+    for name, own in kept.items():
+        module, _, leaf = name.rpartition(".")
+        ref = tensors.get(f"{names.get(module)}.{leaf}")
         if ref is None or ref.shape != own.shape or ref.dtype not in FLOAT_TYPES:
             continue
-        rows = _compared_rows(own.shape[0])
+        rows = _compared_rows(own.shape[0]) if len(own.shape) > 1 else [*range(own.shape[0])]
         ours, theirs = (
             _floats(source, each, rows) for source, each in ((artifact.source, own), (donor, ref))
         )
-        if float(((ours - theirs) ** 2).sum()) > KEPT_LIMIT * float((theirs**2).sum()):
-            detail = (
-                f"{module} of the artifact is not what the GGUF file holds at {ref.name}, which"
-                " would be kept"
-            )
+        theirs = theirs if len(own.shape) > 1 else np.sort(theirs)
+        limit = KEPT_LIMIT * float((theirs**2).sum())
+        forms = _known_forms(ours, len(own.shape))
+        if all(float(((form - theirs) ** 2).sum()) > limit for form in forms):
+            detail = f"{name} of the artifact is not what the GGUF file holds at {ref.name}"
             raise InputError(
                 "template-differs",
-                detail,
-                "Give a GGUF file of the same model: --template FILE.gguf.",
-                module,
+                f"{detail}, which would be kept",
+                "Give a GGUF file of the same model: --template FILE.gguf. Where factors were"
+                " folded into norms (awq, smooth), none fits: quantize the GGUF file itself.",
+                name,
             )
+
+
+def _known_forms(values: NDArray[np.float64], dimensions: int) -> Iterator[NDArray[np.float64]]:
+    """Yield what llama.cpp's converter may have made of kept values.
+
+    Of vectors 1 more, as Gemma's norms have (convert_hf_to_gguf.py); in any order, for biases move
+    with the rows of their matrix.
+    """
+    if dimensions > 1:
+        yield values
+    else:
+        yield from (np.sort(values), np.sort(values) + 1)
 
 
 def name_replaced(

@@ -12,7 +12,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import LAYER, LLAMA, Outcome, bf16, run, write_llama
+from checkpoints import LAYER, LLAMA, Outcome, run, write_llama
 from gguf.quants import quantize
 from gguf_donors import HEADS, NAMES, Arrays, llamas, model, permuted, write_donor
 from mixing import Eight, write_mixed
@@ -72,6 +72,7 @@ KINDS: dict[str, tuple[Form, Callable[[np.ndarray], tuple[Eight, np.ndarray]]]] 
 }
 NARROW = {"fp16": ("F16", np.float16), "bf16": ("BF16", ml_dtypes.bfloat16)}
 EMBEDDING, HEAD, ROUTER = "token_embd.weight", "output.weight", "blk.0.ffn_gate_inp.weight"
+NORM = "blk.0.attn_norm.weight"
 
 
 def write_kinds(folder: Path, arrays: Arrays) -> tuple[Path, Arrays]:
@@ -87,7 +88,8 @@ def write_kinds(folder: Path, arrays: Arrays) -> tuple[Path, Arrays]:
     for leaf in ("up_proj", "down_proj"):
         x = arrays[f"{NAMES[f'{LAYER}.mlp.{leaf}']}.weight"]
         matrices[f"{LAYER}.mlp.{leaf}"] = module_form(target, "nvfp4"), nvfp4(x, NVFP4, "amax")
-    kept = {f"{LAYER}.input_layernorm.weight": ("BF16", (64,), bf16(64))}
+    norm = arrays[NORM].astype(ml_dtypes.bfloat16)
+    kept = {f"{LAYER}.input_layernorm.weight": ("BF16", norm.shape, norm.tobytes())}
     return write_mixed(folder, target, matrices, kept, LLAMA), expected
 
 
@@ -138,6 +140,20 @@ def test_what_llama_cpp_has_no_type_for_becomes_what_is_asked_for(
     whole[first.data_offset : first.data_offset + first.n_bytes] = bytes(int(first.n_bytes))
     data.write_bytes(whole)
     assert kept_findings(tmp_path / "out", donor) == [record["decoded"][0]]
+
+
+@pytest.mark.parametrize(("change", "is_fit"), [(0.0, True), (1.0, True), (0.2, False)])
+def test_norms_are_those_of_the_gguf_file(tmp_path: Path, change: float, is_fit: bool) -> None:
+    """Its own are kept: others, as folds leave them, would not fit; Gemma's are 1 more."""
+    arrays = model()
+    artifact, _ = write_kinds(tmp_path / "made", arrays)
+    donor = write_donor(tmp_path / "d.gguf", llamas({**arrays, NORM: arrays[NORM] + change}), "F32")
+    outcome = transcode(artifact, donor, tmp_path / "out")
+    assert outcome.code == (0 if is_fit else 2)
+    if not is_fit:
+        assert outcome.json["error"]["code"] == "template-differs"
+        assert outcome.json["error"]["tensor"] == f"{LAYER}.input_layernorm.weight"
+        assert not (tmp_path / "out").exists()
 
 
 def test_what_llama_cpp_reads_as_floats_alone_is_not_q8_0(tmp_path: Path) -> None:
