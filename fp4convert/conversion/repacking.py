@@ -57,7 +57,12 @@ from fp4convert.planning.repack_plan import (
 )
 from fp4convert.planning.steps import Plan, Step
 from fp4convert.planning.tensor_parallel import PADDING
-from fp4convert.quality.scale_checks import are_equal, find_shared_scales, read_global_scales
+from fp4convert.quality.scale_checks import (
+    are_equal,
+    check_other_scales,
+    find_shared_scales,
+    read_global_scales,
+)
 from fp4convert.recipes.recipe import Target, model_recipe
 from fp4convert.storage.json_text import as_text, unquantized
 from fp4convert.storage.source import Source
@@ -73,6 +78,7 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
     if artifact:
         for module in artifact.modules:
             refuse_odd_scale(module, artifact.decode(module))
+        _refuse_other_scales(artifact)
     recipe = model_recipe(source.checkpoint.config)
     linears = find_linears(source, recipe)
     rules = (
@@ -124,6 +130,7 @@ def prepare_transcode(
     Raises  InputError for what cannot be said without a change, or an artifact with errors
     """
     artifact.refuse_unsound()
+    _refuse_other_scales(artifact)
     _refuse_corrections(artifact.dialect, str(options.dialect))
     check_keep_dtype(options.keep_dtype, options.dialect)
     made = _cast_to(artifact, options.format)
@@ -261,6 +268,15 @@ def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
                 "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
             )
             raise InputError("dialect-global-scale", detail, next_step, module)
+
+
+def _refuse_other_scales(artifact: Artifact) -> None:
+    """Raise InputError where scales of FP8, MXFP8 or int4 are NaN or infinite."""
+    for finding in check_other_scales(artifact):
+        if finding.code == "scale-not-finite":
+            detail = f"{finding.tensor}: {finding.detail}; expected numbers"
+            next_step = "Start from the original weights; see: fp4convert inspect."
+            raise InputError("scale-not-finite", detail, next_step, finding.tensor)
 
 
 def _refuse_corrections(own: str, other: str) -> None:

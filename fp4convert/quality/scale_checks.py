@@ -148,7 +148,7 @@ def check_scales(
             detail = f"{', '.join(scales)} have different global scales"
             detail += "; engines that fuse them use only one"
             findings.append(Finding(level, "group-scales-differ", next(iter(scales)), detail))
-    findings += [*_check_others(artifact), *_check_cache(artifact)]
+    findings += [*check_other_scales(artifact), *_check_cache(artifact)]
     # Input scales in the same way.
     inputs = read_input_scales(artifact, _modules_with_groups(artifact, modules))
     for module, scale in inputs.items():
@@ -282,7 +282,7 @@ def _check_dtype(fmt: Format, histograms: list[NDArray[np.int64]]) -> Iterator[F
         yield Finding("error", "scale-dtype", None, f"{detail}, not {fmt.scale_dtype}")
 
 
-def _check_others(artifact: Artifact) -> Iterator[Finding]:
+def check_other_scales(artifact: Artifact) -> Iterator[Finding]:
     """Check the scales of FP8, MXFP8 and int4 modules."""
     for module, packed in artifact.others.items():
         ref = packed.refs[1]

@@ -142,6 +142,25 @@ def test_what_llama_cpp_has_no_type_for_becomes_what_is_asked_for(
     assert kept_findings(tmp_path / "out", donor) == [record["decoded"][0]]
 
 
+@pytest.mark.parametrize("command", [("transcode", "--dialect", "modelopt"), ("dequantize",)])
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A NaN among FP8's would make a whole row NaN, without a word."""
+    x = model()["blk.0.attn_q.weight"]
+    stored, _ = eight(x, "tensor")
+    matrices: dict[str, tuple[Form, Quantized | Eight]] = {
+        f"{LAYER}.self_attn.q_proj": (
+            fp8_form(FP8_TARGET, "tensor"),
+            Eight(x.shape, stored[1], np.float32(np.nan).tobytes()),
+        )
+    }
+    target = Target("nvfp4", CT)
+    matrices[f"{LAYER}.mlp.down_proj"] = module_form(target, "nvfp4"), nvfp4(x, NVFP4, "amax")
+    artifact = write_mixed(tmp_path / "made", target, matrices, {}, LLAMA)
+    outcome = run(command[0], artifact, "-o", tmp_path / "out", *command[1:], "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "scale-not-finite")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("change", "is_fit"), [(0.0, True), (1.0, True), (0.2, False)])
 def test_norms_are_those_of_the_gguf_file(tmp_path: Path, change: float, is_fit: bool) -> None:
     """Its own are kept: others, as folds leave them, would not fit; Gemma's are 1 more."""
