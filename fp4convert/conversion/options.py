@@ -17,7 +17,9 @@ from fp4convert.numerics.formats import (
     FLOAT_TYPES,
     FORMATS,
     FP4_FORMATS,
+    FP8,
     METHODS,
+    NVFP4,
     PASSES,
 )
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
@@ -46,7 +48,7 @@ KEPT_DTYPES = (*DTYPES[:-1], "q8_0")
 WORDS_OF_DTYPES = {kind.config_name: kind.word for kind in FLOAT_TYPES.values()}
 ACTIVATION_BITS = ("16", "8", "4")
 VIAS = ("fp8",)
-CACHES = ("fp8", "nvfp4")  # what a cache of keys and values may hold
+CACHES = (FP8.name, NVFP4.name)  # what a cache of keys and values may hold
 FILE_ENDINGS = (".gguf", ".safetensors")
 
 

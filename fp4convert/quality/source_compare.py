@@ -284,7 +284,7 @@ class SourcePairs:
         return None
 
     def _check_decoded(self, kept: TensorRef, ref: TensorRef) -> Finding | None:
-        """Check that values which had been rounded to another format are the source's still."""
+        """Check that values which were rounded before are near the source's."""
         noise = signal = 0.0
         elements = _elements(ref)
         is_whole = _elements(kept) == elements
@@ -307,7 +307,7 @@ def _elements(ref: TensorRef) -> int:
 
 
 def _values(source: Source, ref: TensorRef, first: int, last: int) -> Doubles:
-    """Read some elements of a tensor of floats or of llama.cpp's blocks, which they cut nowhere."""
+    """Read elements of floats, or of llama.cpp's blocks, which are whole."""
     elements = _elements(ref)
     part = (first * ref.nbytes // elements, last * ref.nbytes // elements)
     stored = source.read_range(ref, *part)

@@ -401,7 +401,7 @@ def sensed(source: Path, file: Path, seed: int, formats: tuple[str, ...]) -> dic
     draw = np.random.default_rng(seed)
     typed = {
         name.removesuffix(".weight"): (10.0 ** draw.uniform(-6, -2) * np.array([1.0, 2.3, 0.08]))
-        for name in read_folder(source)
+        for name in sorted(read_folder(source))  # a folder lists its files in any order
         if "proj" in name
     }
     known = {module: values[: len(formats)].tolist() for module, values in typed.items()}

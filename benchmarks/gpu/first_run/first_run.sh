@@ -106,6 +106,7 @@ bytes)
     } > "$OUT/bytes.txt"
     tail -n 40 "$OUT/bytes.txt"
     cat "$OUT"/{memcheck,racecheck,initcheck,synccheck}.txt > "$OUT/sanitizer.txt"
+    rm "$OUT"/{memcheck,racecheck,initcheck,synccheck}.txt
     grep -E "^--|^==|SUMMARY|^touch" "$OUT/sanitizer.txt"
     ;;
 whole)

@@ -92,8 +92,8 @@ TRAITS = Traits(
     # The first is an output where the form says so.
     companions=(".input_global_scale", ".input_scale", ".weight_shape"),
     cache_scales={
-        "fp8": CacheScales(("k_scale", "v_scale"), E4M3_MAX),
-        "nvfp4": CacheScales(("k_global_scale", "v_global_scale"), GLOBAL_RANGE, _RECIPROCAL),
+        FP8.name: CacheScales(("k_scale", "v_scale"), E4M3_MAX),
+        NVFP4.name: CacheScales(("k_global_scale", "v_global_scale"), GLOBAL_RANGE, _RECIPROCAL),
     },
     mixes=(NVFP4, MXFP4, FP8, MXFP8, INT4),
     labels=(".weight_shape",),

@@ -96,8 +96,8 @@ TRAITS = Traits(
     suffixes=SUFFIXES["modelopt"],
     companions=(".input_scale", ".k_scale", ".v_scale"),
     cache_scales={
-        "fp8": CacheScales(_CACHE_ENDINGS, E4M3_MAX),
-        "nvfp4": CacheScales(_CACHE_ENDINGS, E4M3_MAX, _OTHERS),
+        FP8.name: CacheScales(_CACHE_ENDINGS, E4M3_MAX),
+        NVFP4.name: CacheScales(_CACHE_ENDINGS, E4M3_MAX, _OTHERS),
     },
     mixes=(NVFP4, FP8, MXFP8),
     fp8=Fp8Table("tensor", _scale_shape, ".input_scale", activations=_FP8_ACTIVATIONS),

@@ -1,4 +1,6 @@
-"""Round matrices to E4M3 on one GPU, in passes over panels that stay there while there is room.
+"""Round matrices to E4M3 on one GPU, in passes over panels.
+
+Panels stay there while there is room.
 
 Tables of blocks (amaxes, scales, costs) lie on the GPU whole; what a rule makes of them is the
 host's business (fp8_rounding.py).
@@ -109,7 +111,7 @@ class Fp8Lane(Lane):
         return [Panel(*cut, at + pitch * number) for number, cut in enumerate(cuts)]
 
     def _memory(self, nbytes: int) -> Any:
-        """Take memory on the GPU, until `finish`: work that was started may use it."""
+        """Take memory on the GPU, until `finish`, for work may still use it."""
         with suppress(self._kernels.cupy.cuda.memory.OutOfMemoryError):
             self._tables.append(self._kernels.cupy.cuda.alloc(max(nbytes, ALIGNMENT)))
             return self._tables[-1]
@@ -121,7 +123,7 @@ class Fp8Lane(Lane):
         return place
 
     def _send(self, table: NDArray[np.generic]) -> Any:
-        """Put a table on the GPU, a panel's bytes at a time, for work started from now on."""
+        """Put a table on the GPU, for work that starts from now on."""
         raw = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
         place = self._memory(raw.size)
         for start, part in _pieces(raw):

@@ -382,7 +382,7 @@ def _panels(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
 
 
 def even_panels(shape: tuple[int, int], room: int) -> Iterator[tuple[int, int]]:
-    """Cut a matrix into panels; `room` is what a row takes of a panel's elements."""
+    """Cut a matrix into panels; `room` is what a row takes of their elements."""
     height = GPU_PANEL_ELEMENTS // room
     height -= height % EVEN_ROWS if height > EVEN_ROWS else 0
     return row_panels(shape, height * shape[1])

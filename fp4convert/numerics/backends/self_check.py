@@ -428,7 +428,7 @@ def _around_midpoints(
 
 
 def _around_e4m3(dtype: str) -> NDArray[np.generic]:
-    """Put values beside midpoints of E4M3, under powers of two that rows of 32 have as scales."""
+    """Put values beside midpoints of E4M3, under scales of rows of 32."""
     rng = np.random.default_rng(6)
     grid = decode_e4m3(np.arange(127, dtype=np.uint8)).astype(np.float64)
     shape = (200 * COLUMNS // 32, 32)
