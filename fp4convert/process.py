@@ -1,4 +1,4 @@
-"""Stop a process by signals; say what it has: streams, processors, memory.
+"""Stop a process by signals; say what it has: streams, memory, library.
 
 Ctrl-C and SIGTERM are one exception, and streams never fail.
 
@@ -21,7 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from ctypes import CDLL
 
 WAKE_SECONDS = 0.05
 # Ends a wait and does nothing else; ignored where nobody listens to it. None on Windows, which has
@@ -181,6 +184,34 @@ def _open_text(file: io.FileIO, encoding: str = "utf-8") -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(file), encoding, "backslashreplace", line_buffering=True
     )
+
+
+@cache
+def cpu_library() -> CDLL:
+    """Load the library that lies beside the package.
+
+    Raises  RuntimeError where the package was installed without it
+    """
+    from ctypes import CDLL
+    from importlib.resources import files
+
+    found = [item for item in files("fp4convert").iterdir() if item.name.startswith("libcpu.")]
+    if not found:
+        raise RuntimeError(
+            "the CPU library is not installed with the package; reinstall fp4convert"
+        )
+    return CDLL(str(found[0]))
+
+
+@cache
+def outlive_bus_errors() -> None:
+    """Let pages of mapped files that are gone be zeros, not the end."""
+    cpu_library().outlive_bus_errors()
+
+
+def bus_errors() -> int:
+    """Count such pages; what was read since the first is worth nothing."""
+    return int(cpu_library().bus_errors()) if outlive_bus_errors.cache_info().currsize else 0
 
 
 def processors() -> int:

@@ -56,8 +56,8 @@ def results(name: str, kind: str) -> Path:
     """Where a page of figures is kept: those of processors without AVX-512 have their own, such as
     cpu-avx2.md.
     """
-    from fp4convert.cpu_library import LEVELS
     from fp4convert.numerics.backends.cpu import Cpu
+    from fp4convert.numerics.cpu_library import LEVELS
 
     words = {LEVELS[4]: "", LEVELS[3]: "-avx2", LEVELS[2]: "-sse4"}
     return RESULTS / f"{name}{words.get(Cpu().instruction_set, f'-{platform.machine()}')}.{kind}"

@@ -41,10 +41,10 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        from fp4convert.cpu_library import cpu_library, instruction_set
+        from fp4convert.numerics.cpu_library import instruction_set
 
         try:
-            kernels = instruction_set(cpu_library())
+            kernels = instruction_set()
         except (OSError, RuntimeError):
             kernels = "not installed"
         kernels = kernels.replace(" (", ", ").removesuffix(")")

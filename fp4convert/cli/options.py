@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar, 
 
 import typer
 
+from fp4convert.process import bus_errors
 from fp4convert.recipes.options import (
     OUTPUT,
     TARGET,
@@ -104,7 +105,6 @@ class Command(Generic[Options]):
     def _run(self, words: dict[str, Any]) -> None:
         """Do the command, show its document, and last the warnings in it."""
         from fp4convert.cli.screen import Screen
-        from fp4convert.storage.local import check_reads
 
         screen = Screen(*(words.pop(each.name) for each in (JSON, QUIET, VERBOSE)))
         screen.begin()
@@ -118,7 +118,10 @@ class Command(Generic[Options]):
                 shown = do(self.options(**words))
         else:
             shown = do(self.options(**words))
-        check_reads()
+        if bus_errors():
+            from fp4convert.storage.disk import lost_pages
+
+            raise lost_pages()
         screen.show(shown.document, shown.draw)
         screen.warn(shown.document.get("warnings", ()))
         screen.end()

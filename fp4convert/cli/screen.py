@@ -64,11 +64,11 @@ class Screen:
             raise InputError("usage", detail, "Leave one of them out.")
         from importlib.metadata import version
 
-        from fp4convert.cpu_library import cpu_library, instruction_set
+        from fp4convert.numerics.cpu_library import instruction_set
         from fp4convert.process import processors
 
         python = ".".join(map(str, sys.version_info[:3]))
-        kernels = f"CPU kernels {instruction_set(cpu_library())}"
+        kernels = f"CPU kernels {instruction_set()}"
         count = f"{processors()} processors"
         self.tell(f"fp4convert {version('fp4convert')}, Python {python}, {kernels}, {count}")
 

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
-from fp4convert.cpu_library import outlive_bus_errors
 from fp4convert.errors import InputError, SourceError, shell_line
+from fp4convert.process import bus_errors, outlive_bus_errors
 from fp4convert.storage.checkpoint_files import (
     CONFIG,
     GGUF,
@@ -42,12 +42,6 @@ HOLDING = "Give the folder that holds the weights."
 SCALAR_NBYTES = 8
 MOST_OPEN = 256  # shards
 AGAIN = "Run the command again once nothing writes to it."
-
-
-def check_reads() -> None:
-    """Raise SourceError where a page of a mapped file could not be read."""
-    if outlive_bus_errors()():
-        raise lost_pages()
 
 
 class LocalSource:
@@ -142,7 +136,8 @@ class LocalSource:
         return _regular(self._folder, file).stat().st_size
 
     def check_unchanged(self, shard: str) -> None:
-        check_reads()
+        if bus_errors():
+            raise lost_pages()
         path = self._folder / shard
         if not path.exists() or _stamp(path) != self.checkpoint.stamps[shard]:
             detail = f"{shard} changed while it was read; expected one that does not change"

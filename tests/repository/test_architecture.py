@@ -15,7 +15,7 @@ from paths import ROOT
 
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
-    {"cpu_library", "errors", "process", "progress"},
+    {"errors", "process", "progress"},
     {"numerics", "storage"},
     {"recipes"},
     {"checkpoint"},
@@ -45,7 +45,7 @@ HOMES = {
     "plotly": ("report.html",),
     "rich": ("cli.",),
     "typer": ("cli.",),
-    "ctypes": ("numerics.backends.", "cpu_library", "storage.system", "process"),
+    "ctypes": ("numerics.backends.", "storage.system", "process"),
 }
 NO_VERBS = frozenset(
     [

@@ -18,7 +18,7 @@ from checkpoints import run
 from tiny_models import make_llama
 
 from fp4convert import process
-from fp4convert.cpu_library import cpu_library
+from fp4convert.process import cpu_library
 from fp4convert.storage import system
 
 LIKE_WINDOWS = Path(__file__).parents[1] / "support" / "like_windows.py"

@@ -12,10 +12,10 @@ from adversarial import (
     DTYPES,
 )
 
-from fp4convert.cpu_library import cpu_library
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import FP4_FORMATS
 from fp4convert.numerics.matrices import Matrix
+from fp4convert.process import cpu_library
 
 NATIVE = cpu_library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
 

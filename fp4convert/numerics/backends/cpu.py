@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.cpu_library import cpu_library, instruction_set
 from fp4convert.numerics.backends.base import OWN, Given
 from fp4convert.numerics.codec import (
     FLOAT_DTYPES,
@@ -26,6 +25,7 @@ from fp4convert.numerics.codec import (
     not_finite,
     weigh,
 )
+from fp4convert.numerics.cpu_library import instruction_set
 from fp4convert.numerics.descent import check_shapes, panel_rows, room_nbytes
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8, grid_shape
@@ -40,7 +40,7 @@ from fp4convert.numerics.matrices import (
     Weights,
     row_panels,
 )
-from fp4convert.process import processors
+from fp4convert.process import cpu_library, processors
 
 PANEL_ELEMENT_NBYTES = (
     4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
@@ -74,7 +74,7 @@ class Cpu:
     @property
     def instruction_set(self) -> str:
         """Name the copy of the kernels in use."""
-        return instruction_set(self._library)
+        return instruction_set()
 
     def held_nbytes(self, threads: int, widest: int) -> int:
         return threads * PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, widest)
