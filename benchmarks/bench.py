@@ -3,7 +3,7 @@
     python benchmarks/bench.py [PART ...]           measure parts, all by default; write
     results/cpu.json, and cpu.md from it
     python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where
-    a ratio has lost too much
+    a ratio has lost too much, or where a page of results is not of this code
     python benchmarks/bench.py PAGE [OPTION ...]    write a page of its own: hub, gpu, variants,
     bars, host, mixed or fidelity
 
@@ -27,8 +27,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness import gate
-from harness.measure import machine, results
+from harness import age, gate
+from harness.measure import commit, machine, results
 from harness.sections import Section, as_document, from_document
 
 MODULES = (
@@ -157,7 +157,20 @@ def check(parts: Iterable[str], path: Path) -> int:
     return 1 if lost or not count else 0
 
 
+def check_pages() -> int:
+    """Tell of every page of results that is not of this code."""
+    old = list(age.old_pages())
+    for line in old:
+        print(f"OLD {line}")
+    print(f"{len(old)} pages, or parts of them, are not of this code")
+    return 1 if old else 0
+
+
 def main(arguments: list[str]) -> int:
+    is_writing = not {"--check", "--help", "-h", "--results"} & set(arguments)
+    if is_writing and commit().endswith("-dirty"):
+        print(f"commit {commit()}; expected a commit: commit your files first", file=sys.stderr)
+        return 1
     if arguments and arguments[0] in PAGES:
         return importlib.import_module(PAGES[arguments[0]]).main(arguments[1:])
     parser = argparse.ArgumentParser(
@@ -176,9 +189,8 @@ def main(arguments: list[str]) -> int:
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     if options.check:
-        return check(
-            options.parts or [part for part in PARTS if part not in UNCHECKED], options.results
-        )
+        parts = options.parts or [part for part in PARTS if part not in UNCHECKED]
+        return check_pages() | check(parts, options.results)
     bench(options.parts or PARTS, options.results)
     return 0
 

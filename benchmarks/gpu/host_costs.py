@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpu.conversion import words_of
-from fp4convert.execution.folder import FINISHERS
 from fp4convert.numerics.backends.cuda_stream import LANES
 from gpu.bars import NULL_GPU_SHARE
 from harness.checkpoints import make_checkpoint
@@ -78,7 +77,7 @@ class Stages:
         return {
             "all cores": cores / (self.whole + shards),
             f"{min(LANES, cores)} lanes": min(LANES, cores) / filling,
-            f"{min(FINISHERS, cores)} hashes": min(FINISHERS, cores) / self.hash,
+            f"{cores} hashes": cores / self.hash,
             "lock": 1 / (self.lock + shards),
         }
 

@@ -112,9 +112,9 @@ class Counted:
 
 def main(arguments: list[str]) -> None:
     from fp4convert.__main__ import main as command
-    from fp4convert.execution import folder
+    from fp4convert.execution import workers
     from fp4convert.numerics.backends import cubins, cuda_kernels, gpus, self_check
-    from fp4convert.storage import disk
+    from fp4convert.storage.shard_writer import ShardWriter
 
     costs, *sys.argv[1:] = arguments
     sys.modules["cupy"] = cupy = null_cupy()
@@ -130,16 +130,16 @@ def main(arguments: list[str]) -> None:
     os.pwrite = counted.within("write", os.pwrite)
     os.fsync = counted.within("flush", os.fsync)
     os.posix_fallocate = counted.within("write", os.posix_fallocate)
-    disk.hash_stream = counted.within("hash", disk.hash_stream)
+    ShardWriter._hash_until = counted.within("hash", ShardWriter._hash_until)
     cuda.alloc_pinned_memory = counted.within("pin", cuda.alloc_pinned_memory)
-    write_shards = folder.OutputFolder.write_shards
+    write = workers.Crew.write
 
     def timed(*arguments: Any) -> None:
         begun = time.process_time()
-        write_shards(*arguments)
+        write(*arguments)
         counted.seconds["shards"] = time.process_time() - begun
 
-    folder.OutputFolder.write_shards = timed
+    workers.Crew.write = timed
     try:
         command()
     finally:

@@ -78,11 +78,15 @@ def machine() -> str:
         ),
         platform.machine(),
     )
-    commit = _git("rev-parse", "--short=7", "HEAD") or "unknown"
-    commit += "-dirty" if _git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""
     versions = f"Python {platform.python_version()}, NumPy {numpy.__version__}"
     cores = f"{len(os.sched_getaffinity(0))} cores, {Cpu().instruction_set}"
-    return f"{model}, {cores}; {versions}; commit {commit}; {datetime.date.today()}"
+    return f"{model}, {cores}; {versions}; commit {commit()}; {datetime.date.today()}"
+
+
+def commit() -> str:
+    """The commit whose files are measured; with -dirty where they are others."""
+    is_dirty = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return f"{_git('rev-parse', '--short=7', 'HEAD') or 'unknown'}{'-dirty' if is_dirty else ''}"
 
 
 def _git(*words: str) -> str:

@@ -7,13 +7,14 @@ Decides nothing about speed; the kernels are measured by make bench.
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
 import bench
 from cpu import compiled_libraries
 from gpu import gpu_results
-from harness import gate, measure
+from harness import age, gate, measure
 from harness.sections import Row, Section, as_document, from_document, printed
 
 FAST = Section(
@@ -200,6 +201,61 @@ def test_the_check_measures_nothing_where_no_figures_are_committed(tmp_path, mon
     monkeypatch.setattr(bench, "measure", lambda part, is_quick=False: pytest.fail("measured"))
     assert bench.check(["kernels"], tmp_path / "cpu-avx2.json") == 1
     assert "cpu-avx2.json to compare with: run `make bench` first" in capsys.readouterr().err
+
+
+def test_pages_that_are_not_of_this_code_are_named(tmp_path):
+    """A page lives through 30 commits that touch what it measures, and any number of others."""
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=n", "-c", "user.email=e")
+        return subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit(file: str, count: int = 1) -> str:
+        for _ in range(count):
+            with (tmp_path / file).open("a") as out:
+                out.write("x")
+            git("add", "-A")
+            git("commit", "-qm", file)
+        return git("rev-parse", "--short=7", "HEAD")
+
+    git("init", "-q")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "docs").mkdir()
+    first = commit("kernels/a.c")
+    second = commit("kernels/a.c")
+    commit("kernels/a.c", age.MOST_COMMITS)
+    commit("docs/a.md", 3)
+    pages = tmp_path / "results"
+    pages.mkdir()
+    (pages / "cpu.md").write_text(f"Part a: commit {first}; b. Part b: commit {second}; b.")
+    (pages / "host.md").write_text(f"commit {first}; 2026")
+    (pages / "mixed-avx2.md").write_text(f"commit {second}-dirty; 2026")
+    (pages / "hub.md").write_text("commit 0123456; 2026")
+    (pages / "fidelity.md").write_text("no word of it")
+    assert list(age.old_pages(pages, tmp_path)) == [
+        f"cpu.md is of {first}: since then 31 commits have touched what it measures; expected 30 at"
+        " most",
+        "fidelity.md names no commit",
+        "hub.md is of 0123456, which is no commit here",
+        f"mixed-avx2.md was measured on files that no commit has ({second}-dirty)",
+    ]
+
+
+def test_every_page_of_results_is_known_to_be_of_some_code():
+    assert [page.stem for page in measure.RESULTS.glob("*.md")]
+    list(age.old_pages())  # KeyError for a page that nobody knows
+
+
+def test_nothing_is_measured_on_files_that_no_commit_has(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "commit", lambda: "0123456-dirty")
+    monkeypatch.setattr(bench, "measure", lambda part: pytest.fail("measured"))
+    assert bench.main(["kernels"]) == 1
+    assert bench.main(["host"]) == 1
+    assert "commit 0123456-dirty; expected a commit: commit your files first" in (
+        capsys.readouterr().err
+    )
 
 
 def test_every_part_can_be_measured():

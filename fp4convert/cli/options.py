@@ -106,6 +106,7 @@ class Command(Generic[Options]):
         """Do the command, show its document, and last the warnings in it."""
         from fp4convert.cli.screen import Screen
 
+        before = bus_errors()
         screen = Screen(*(words.pop(each.name) for each in (JSON, QUIET, VERBOSE)))
         screen.begin()
         do = self.preview if self.preview and words.pop(DRY_RUN.name) else self.do
@@ -118,7 +119,7 @@ class Command(Generic[Options]):
                 shown = do(self.options(**words))
         else:
             shown = do(self.options(**words))
-        if bus_errors():
+        if bus_errors() != before:
             from fp4convert.storage.disk import lost_pages
 
             raise lost_pages()

@@ -18,7 +18,6 @@ from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.pace import measure_pace
 from fp4convert.conversion.quantization import describe_adapter
 from fp4convert.execution.exact_blocks import glance
-from fp4convert.execution.folder import finishers
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import Settings
 from fp4convert.numerics.backends import open_backend
@@ -28,6 +27,7 @@ from fp4convert.numerics.formats import format_named
 from fp4convert.planning.method_needs import RTN, reopened
 from fp4convert.planning.steps import Plan, Step, bits_per_weight_of
 from fp4convert.planning.tensor_parallel import OPTION, can_pad, find_bad_splits
+from fp4convert.process import processors
 from fp4convert.progress import size_text
 from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.safetensors import WEIGHT
@@ -178,7 +178,7 @@ def estimate_seconds(
     pace = measure_pace(backend, plan.target, widest, workers)
     weights, rate = sum(map(math.prod, shapes)), pace.weights_per_second
     arithmetic = weights / rate if rate else 0.0
-    at_once = max(1, min(finishers(), len(plan.tasks)))
+    at_once = max(1, min(processors(), len(plan.tasks)))
     arriving = source.checkpoint.nbytes if source.is_streamed else 0
     hashing = (plan.output_bytes / at_once + arriving) / pace.hashed_bytes_per_second
     return {

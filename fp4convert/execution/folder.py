@@ -19,9 +19,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,7 +45,6 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.settings import OnNamed, Settings
 from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Shard, Task
-from fp4convert.process import processors
 from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE
 from fp4convert.storage.disk import (
     Mark,
@@ -61,12 +58,6 @@ from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
 
 PLANNING = "plan"  # the claim of whoever writes plan.json
 READ_NBYTES = 1 << 20
-FINISHERS = 8  # SHA-256 at 1.5 GB/s each, of output: as much as 40 GB/s of bf16
-
-
-def finishers() -> int:
-    """Count the tasks whose shards are hashed and flushed at once."""
-    return min(FINISHERS, processors())
 
 
 class TaskWriter:
@@ -100,6 +91,11 @@ class TaskWriter:
             found.clear()
         for shard in self.shards.values():
             shard.begin_again()
+
+    def hash_on(self, check: Callable[[int], None]) -> None:
+        """Hash what is written of each shard; `check` as in write_task."""
+        for shard in self.shards.values():
+            shard.hash_on(check)
 
     def discard(self) -> None:
         """Close all shards, and leave nothing behind."""
@@ -196,62 +192,27 @@ class OutputFolder:
         next_step = "Run the same command again: what is finished is kept."
         return OutputError("given-up", detail, next_step)
 
-    def write_shards(
+    def write_task(
         self,
-        tasks: Iterable[Task],
+        task: Task,
         fill: Callable[[Task, TaskWriter], bool],
-        after: Callable[[], None] = lambda: None,
+        check: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Fill the shards of each task, then give them their final names.
-
-        While the shards of some tasks are flushed, hashed and named by threads of their own, the
-        next ones are filled; of those nothing but an open file is held.
-
-        fill   appends every tensor; returns False for shards that are not whole: they are discarded
-        after  is called when all are filled, beside the naming of the last; where it fails, these
-               are finished all the same
-        """
-        most = finishers()
-        handed: deque[TaskWriter] = deque(maxlen=most)
-        finishing: deque[Future[None]] = deque()
-        with ThreadPoolExecutor(most) as pool:
-            try:
-                for task in tasks:
-                    writer = TaskWriter(self.temps, task)
-                    # Fill it while others are finished; then see that these were.
-                    try:
-                        is_whole = fill(task, writer)
-                        while finishing and (len(finishing) == most or finishing[0].done()):
-                            finishing.popleft().result()
-                    except BaseException:
-                        writer.discard()
-                        raise
-                    # Hand it to the other threads, or give the task back.
-                    if is_whole:
-                        handed.append(writer)  # before it begins: an interrupt may come meanwhile
-                        finishing.append(pool.submit(self._finish_shards, task, writer))
-                    else:
-                        writer.discard()
-                        self.leases.drop(task.key)
-                # The rest of the work, beside the naming of the last shards.
-                after()
-                for last in finishing:
-                    last.result()
-            except BaseException as error:
-                # After an interrupt nobody wants to wait for a hash.
-                if not isinstance(error, Exception):
-                    for writer in handed:
-                        for shard in writer.shards.values():
-                            shard.stop()
-                raise
-
-    def _finish_shards(self, task: Task, writer: TaskWriter) -> None:
-        """Flush, close and name the shards of a task.
+        """Fill the shards of a task, flush and close them, and name them.
 
         Before it has its name, each is opened by the package safetensors, too.
+
+        fill   appends every tensor; returns False for shards that are not whole: they are
+               discarded, and the task is given back
+        check  is called with the size of every block that is hashed; what it raises ends that
         """
+        writer = TaskWriter(self.temps, task)
         try:
-            files = {file: shard.finish() for file, shard in writer.shards.items()}
+            if not fill(task, writer):
+                writer.discard()
+                self.leases.drop(task.key)
+                return
+            files = {file: shard.finish(check) for file, shard in writer.shards.items()}
             for shard in task.shards:
                 if not shard.file.endswith(GGUF):
                     _check_header(writer.shards[shard.file].path, shard)

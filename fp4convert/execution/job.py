@@ -36,7 +36,7 @@ from fp4convert.execution.leases import do_together
 from fp4convert.execution.output_check import missing_nbytes
 from fp4convert.execution.plan_file import Manifest, TaskFiles, nbytes_written, read_ended
 from fp4convert.execution.settings import Result, Settings, UnsoundShardError, summarize
-from fp4convert.execution.workers import Worker, fill_shard, read_again_if_damaged
+from fp4convert.execution.workers import Crew, Worker, read_again_if_damaged
 from fp4convert.planning.steps import Action, Plan, Task
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.source import Source, stopping
@@ -271,8 +271,12 @@ class _Run:
         self._has_taken = False
         shards = self._take([task for task in left if task.key in self._tasks])
         copies = self._take([task for task in left if task.key not in self._tasks])
-        self._folder.write_shards(
-            (self._tasks[task.key] for task in shards), self._fill, partial(self._copy, copies)
+        crew = Crew(self._worker, self._settings)
+        fill = partial(self._fill, crew)
+        crew.write(
+            (self._tasks[task.key] for task in shards),
+            partial(self._folder.write_task, fill=fill, check=crew.check),
+            partial(self._copy, copies),
         )
         return self._has_taken
 
@@ -288,17 +292,17 @@ class _Run:
             for file in task.files:
                 self._source.check_unchanged(file)
 
-    def _fill(self, task: Task, writer: TaskWriter) -> bool:
+    def _fill(self, crew: Crew, task: Task, writer: TaskWriter) -> bool:
         """Fill the shards of a task; False where a tensor is unsound."""
-        return read_again_if_damaged(partial(self._fill_once, task, writer))
+        return read_again_if_damaged(partial(self._fill_once, crew, task, writer))
 
-    def _fill_once(self, task: Task, writer: TaskWriter) -> bool:
+    def _fill_once(self, crew: Crew, task: Task, writer: TaskWriter) -> bool:
         writer.begin_again()
         file = next((ref.file for step in task.steps for ref in step.refs), None)
         unsound: list[NumericError] = []
         with self._source.stream(file) if file else nullcontext():
             try:
-                fill_shard(task, writer, self._worker, self._settings)
+                crew.fill(task, writer)
             except UnsoundShardError as found:
                 unsound = found.errors
         # Noted when the stream has ended: before, what is NaN may have come damaged.

@@ -1,15 +1,15 @@
-"""Fill one shard with several threads; copy tensors and append parts."""
+"""Fill shards with several threads; copy tensors and append parts."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
 from fp4convert.checkpoint.dialects.tables import Part, encode_scalar
-from fp4convert.errors import CORRUPT, NumericError, SourceError
+from fp4convert.errors import CORRUPT, OutputError, SourceError
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.settings import Settings, UnsoundShardError
 from fp4convert.planning.steps import Action, Step, Task
@@ -32,47 +32,161 @@ class Worker(Protocol):
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None: ...
 
 
-def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Settings) -> None:
-    """Do all steps of a shard in threads.
+def shards_at_once() -> int:
+    """Count the shards that may be filled, hashed and flushed at once."""
+    return 2 * processors()
 
-    Raises  UnsoundShardError after the sound steps are done
+
+class Crew:
+    """The threads that fill shards, of several at once.
+
+    What was asked for first is done first; the next shard begins when threads are about to have
+    nothing to do.
     """
-    # Members of a scale group stay together: the largest group goes first, but what is streamed
-    # goes in the order in which it lies in its file.
-    groups: dict[str, list[Step]] = defaultdict(list)
-    for step in task.steps:
-        groups[step.group or step.outputs[0].name].append(step)
-    places: dict[str, int] = {}
-    for name, steps in groups.items():
-        if worker.source.is_streamed:
-            places[name] = min((step.refs[0].start for step in steps if step.refs), default=0)
-        else:
-            places[name] = -sum(step.source_bytes for step in steps)
-    stop = threading.Event()
 
-    def do(steps: list[Step]) -> None:
-        worker(steps, writer, stop)
-        for step in steps:
-            settings.phases.report(step.name, step.source_bytes)
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self._worker, self._settings = worker, settings
+        self._threads = settings.workers or worker.threads
+        self._pool = ThreadPoolExecutor(self._threads)
+        self._changed = threading.Condition()
+        self._unfinished = 0  # shards
+        self._opening = 0  # shards whose groups are not known yet
+        self._waiting = 0  # groups that no thread has begun
+        self._stops: set[threading.Event] = set()  # of shards that are being filled
+        self._failure: BaseException | None = None  # the first
+        self._is_stopped = self._is_hurried = False
 
-    unsound: list[NumericError] = []
-    with ThreadPoolExecutor(settings.workers or worker.threads) as pool:
+    def write(
+        self,
+        tasks: Iterable[Task],
+        write: Callable[[Task], None],
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write the shards of every task, each task in a thread of its own.
+
+        While some are hashed, flushed and named, others are filled.
+
+        write  has `fill` called once, or more often, and does the rest
+        after  is called when all are begun, beside the last of them; where it fails, shards that
+               are filled are finished all the same
+        """
+        most = shards_at_once()
+        with self._pool, ThreadPoolExecutor(most) as pool:
+            try:
+                for task in tasks:
+                    with self._changed:
+                        self._opening += 1
+                        self._unfinished += 1
+                    pool.submit(self._write, write, task)
+                    self._wait_for(
+                        lambda: (
+                            self._unfinished < most
+                            and not self._opening
+                            and self._waiting < self._threads
+                        )
+                    )
+                after()
+                self._wait_for(lambda: not self._unfinished)
+            except BaseException as error:
+                # After an interrupt nobody wants to wait for a hash; after a copy that failed,
+                # what is begun is finished.
+                is_interrupt = not isinstance(error, Exception)
+                if is_interrupt or error is self._failure:
+                    self._stop(is_hurried=is_interrupt)
+                raise
+
+    def _write(self, write: Callable[[Task], None], task: Task) -> None:
         try:
-            for future in [
-                pool.submit(do, groups[name]) for name in sorted(groups, key=places.__getitem__)
-            ]:
+            write(task)
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+        finally:
+            with self._changed:
+                self._unfinished -= 1
+                self._changed.notify_all()
+
+    def _wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so; raise what failed in another thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or is_so())
+            if self._failure:
+                raise self._failure
+
+    def _stop(self, is_hurried: bool) -> None:
+        with self._changed:
+            self._is_stopped, self._is_hurried = True, is_hurried
+            for stop in self._stops:
+                stop.set()
+        self._worker.source.stop()
+
+    def check(self, nbytes: int = 0) -> None:
+        """Raise OutputError after an interrupt; asked while bytes are hashed."""
+        if self._is_hurried:
+            raise OutputError("stopped", "shards were not finished")
+
+    def fill(self, task: Task, writer: TaskWriter) -> None:
+        """Do all steps of a shard, and hash what is written as it grows.
+
+        Raises  UnsoundShardError after the sound steps are done
+        """
+        # Members of a scale group stay together. Groups go in the order in which they lie in the
+        # file: what is streamed arrives so, and the hash goes along with what is written.
+        groups: dict[str, list[Step]] = defaultdict(list)
+        for step in task.steps:
+            groups[step.group or step.outputs[0].name].append(step)
+        place = _place_in_source if self._worker.source.is_streamed else _place_in_result
+        ordered = sorted(groups.values(), key=lambda steps: min(map(place, steps)))
+        stop, unsound = threading.Event(), []
+        with self._changed:
+            self._stops.add(stop)
+            self._opening, self._waiting = max(self._opening - 1, 0), self._waiting + len(ordered)
+        futures = [self._pool.submit(self._do, steps, writer, stop) for steps in ordered]
+        try:
+            for future in futures:
                 error = future.exception()
                 if isinstance(error, UnsoundShardError):
                     unsound += error.errors
                 elif error is not None:
                     raise error
-        except BaseException:
-            stop.set()
-            worker.source.stop()
-            pool.shutdown(cancel_futures=True)
+                else:
+                    writer.hash_on(self.check)
+        except BaseException as error:
+            # What came damaged is read once more; after all else nothing is read.
+            if not isinstance(error, SourceError) or error.code != CORRUPT:
+                self._worker.source.stop()
             raise
-    if unsound:
-        raise UnsoundShardError(unsound)
+        finally:
+            stop.set()
+            cancelled = sum(future.cancel() for future in futures)
+            wait(futures)
+            with self._changed:
+                self._waiting -= cancelled
+                self._stops.discard(stop)
+                self._changed.notify_all()
+        if self._is_stopped:
+            raise OutputError("stopped", f"{task.shards[0].file} was not filled")
+        if unsound:
+            raise UnsoundShardError(unsound)
+
+    def _do(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+        with self._changed:
+            self._waiting -= 1
+            self._changed.notify_all()
+            if self._is_stopped:
+                return
+        self._worker(steps, writer, stop)
+        for step in steps:
+            self._settings.phases.report(step.name, step.source_bytes)
+
+
+def _place_in_source(step: Step) -> int:
+    return step.refs[0].start if step.refs else 0
+
+
+def _place_in_result(step: Step) -> int:
+    """Return where the largest output of a step lies in its file."""
+    return max(step.outputs, key=lambda ref: ref.nbytes).start
 
 
 def read_again_if_damaged(read: Callable[[], T]) -> T:

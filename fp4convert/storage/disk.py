@@ -126,11 +126,29 @@ def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> 
 
 def hash_stream(stream: BinaryIO, each: Callable[[int], None] = lambda nbytes: None) -> str:
     """Return the sha256 of what is left of a stream, as hash_file."""
-    found, block = hashlib.sha256(), memoryview(bytearray(HASH_NBYTES))
-    while count := cast(RawIOBase, stream).readinto(block):
-        found.update(block[:count])
-        each(count)
+    found = hashlib.sha256()
+    for block in read_blocks(stream):
+        found.update(block)
+        each(block.nbytes)
     return found.hexdigest()
+
+
+def read_blocks(stream: BinaryIO, nbytes: int | None = None) -> Iterator[memoryview]:
+    """Read the next bytes of a stream; each block is valid until the next.
+
+    nbytes  how many; None for all to its end
+    Raises  OSError where the stream ends before
+    """
+    room = memoryview(bytearray(HASH_NBYTES if nbytes is None else min(HASH_NBYTES, nbytes)))
+    while nbytes != 0:
+        block = room if nbytes is None else room[:nbytes]
+        count = cast(RawIOBase, stream).readinto(block)
+        if not count:
+            if nbytes is None:
+                return
+            raise OSError(errno.EIO, f"it ends {nbytes:,} bytes too early")
+        yield block[:count]
+        nbytes = None if nbytes is None else nbytes - count
 
 
 def boot_id() -> str:

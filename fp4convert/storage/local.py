@@ -63,6 +63,7 @@ class LocalSource:
         self._maps: dict[str, mmap.mmap] = {}  # least recently used first, as the next
         self._opened: dict[str, _Opened] = {}
         self._lock = threading.Lock()
+        self._bus_errors = bus_errors()  # of sources before this one
         self._stamps: dict[str, str] = {}  # of what was there when headers were read
         self.checkpoint = self._open(may_lack)
         self._stamps = self.checkpoint.stamps
@@ -136,7 +137,7 @@ class LocalSource:
         return _regular(self._folder, file).stat().st_size
 
     def check_unchanged(self, shard: str) -> None:
-        if bus_errors():
+        if bus_errors() != self._bus_errors:
             raise lost_pages()
         path = self._folder / shard
         if not path.exists() or _stamp(path) != self.checkpoint.stamps[shard]:

@@ -6,13 +6,14 @@ Every place is fixed before. The package safetensors is a second judge of what w
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import BinaryIO
 
-from fp4convert.errors import OutputError
-from fp4convert.storage.disk import hash_file, reserve, write_error, write_errors_at
+from fp4convert.storage.disk import read_blocks, reserve, write_error, write_errors_at
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.system import AS_BYTES, begin_flush, write_at
 
@@ -35,7 +36,7 @@ class ShardWriter:
         self.path = path
         self._outputs = outputs
         self._nbytes = nbytes
-        self._is_stopped = False
+        self._reading: BinaryIO | None = None  # the same file, for the hash
         self.begin_again()
         with write_errors_at(path, self._nbytes):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | AS_BYTES, 0o666)
@@ -46,6 +47,8 @@ class ShardWriter:
     def begin_again(self) -> None:
         """Take nothing of what was appended for written."""
         self._filled = {ref.name: 0 for ref in self._outputs}
+        self._whole = 0  # outputs, from the first on
+        self._sha256, self._hashed_nbytes = hashlib.sha256(), 0
 
     def append(self, ref: TensorRef, data: memoryview) -> None:
         """Write the next bytes of an output.
@@ -70,10 +73,39 @@ class ShardWriter:
             written = write_at(self._fd, data[:WRITE_NBYTES], offset)
             data, offset = data[written:], offset + written
 
-    def finish(self) -> str:
+    def hash_on(self, check: Callable[[int], None]) -> None:
+        """Hash the bytes before the first that is not written yet.
+
+        One thread at a time; others may append.
+
+        check  is called with the size of every block; what it raises ends the reading
+        """
+        outputs, filled = self._outputs, self._filled
+        while self._whole < len(outputs):
+            ref = outputs[self._whole]
+            if filled[ref.name] < ref.nbytes:
+                break
+            self._whole += 1
+        else:
+            return self._hash_until(self._nbytes, check)
+        self._hash_until(ref.start + filled[ref.name], check)
+
+    def _hash_until(self, end: int, check: Callable[[int], None]) -> None:
+        with write_errors_at(self.path, self._nbytes):
+            if self._reading is None:
+                self._reading = self.path.open("rb", buffering=0)
+            self._reading.seek(self._hashed_nbytes)
+            for block in read_blocks(self._reading, end - self._hashed_nbytes):
+                self._sha256.update(block)
+                self._hashed_nbytes += block.nbytes
+                check(block.nbytes)
+
+    def finish(self, check: Callable[[int], None] = lambda nbytes: None) -> str:
         """Flush to the disk and close; return the sha256.
 
-        Every output must be whole.  The hash is taken while the disk works.
+        Every output must be whole.  What is not hashed yet is, while the disk works.
+
+        check  as hash_on has it
         """
         short = [ref.name for ref in self._outputs if self._filled[ref.name] != ref.nbytes]
         if short:
@@ -82,18 +114,10 @@ class ShardWriter:
 
         with write_errors_at(self.path, self._nbytes), ThreadPoolExecutor(1) as pool:
             flushed = pool.submit(os.fsync, self._fd)
-            sha256 = hash_file(self.path, self._check_stopped)
+            self._hash_until(self._nbytes, check)
             flushed.result()
         self._close()
-        return sha256
-
-    def stop(self) -> None:
-        """Make `finish`, in another thread, end soon with an OutputError."""
-        self._is_stopped = True
-
-    def _check_stopped(self, nbytes: int) -> None:
-        if self._is_stopped:
-            raise OutputError("stopped", f"{self.path.name} was not finished")
+        return self._sha256.hexdigest()
 
     def discard(self) -> None:
         """Close, and leave nothing behind."""
@@ -104,6 +128,8 @@ class ShardWriter:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+        if self._reading:
+            self._reading.close()
 
 
 def difference_from_package(path: Path, refs: Iterable[TensorRef]) -> str:

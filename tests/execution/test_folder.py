@@ -32,8 +32,9 @@ from checkpoints import (
 )
 
 from fp4convert.errors import OutputError
-from fp4convert.execution import folder as folder_module
+from fp4convert.execution import workers
 from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.quantizer import Quantizer
 from fp4convert.process import Stopped
 from fp4convert.storage.safetensors import SafetensorsFrame
 from fp4convert.storage.shard_writer import ShardWriter
@@ -448,9 +449,9 @@ def test_small_files_are_copied_while_the_last_shard_is_hashed(source, tmp_path,
     finish, copy, temp = ShardWriter.finish, OutputFolder.write_copies, OutputFolder.write_temp
     copied, on_their_way = threading.Event(), {}
 
-    def finish_late(writer):
+    def finish_late(writer, check):
         assert writer.path.name != SECOND or copied.wait(WAIT_SECONDS)
-        return finish(writer)
+        return finish(writer, check)
 
     def copy_and_tell(folder, *arguments):
         copy(folder, *arguments)
@@ -476,11 +477,11 @@ def several_shards(folder: Path, count: int) -> Path:
 
 
 @pytest.mark.parametrize("cores", [1, 3])
-def test_so_many_shards_are_hashed_at_once_as_there_are_cores(cores, tmp_path, monkeypatch):
-    """Each waits here until as many are; never are there more, nor a file open beside them."""
-    monkeypatch.setattr(folder_module, "processors", lambda: cores)
-    finish, together = ShardWriter.finish, threading.Barrier(cores, timeout=WAIT_SECONDS)
-    working, most, made = [], [], []
+def test_twice_as_many_shards_are_at_work_as_there_are_cores(cores, tmp_path, monkeypatch):
+    """Each waits here until as many are hashed; never are more files open."""
+    monkeypatch.setattr(workers, "processors", lambda: cores)
+    finish, together = ShardWriter.finish, threading.Barrier(2 * cores, timeout=WAIT_SECONDS)
+    most, made = [], []
     begin = ShardWriter.__init__
 
     def begin_and_count(writer, *arguments):
@@ -488,35 +489,59 @@ def test_so_many_shards_are_hashed_at_once_as_there_are_cores(cores, tmp_path, m
         made.append(writer)
         most.append(sum(one._fd >= 0 for one in made))
 
-    def finish_together(writer):
-        working.append(writer)
-        most.append(len(working) + 1)
+    def finish_together(writer, check):
         together.wait()
-        found = finish(writer)
-        working.remove(writer)
-        return found
+        return finish(writer, check)
 
     monkeypatch.setattr(ShardWriter, "__init__", begin_and_count)
     monkeypatch.setattr(ShardWriter, "finish", finish_together)
-    assert quantize(several_shards(tmp_path / "m", 6), tmp_path / "out").code == 0
-    assert max(most) == cores + 1
+    source = several_shards(tmp_path / "m", 12)
+    assert quantize(source, tmp_path / "out", "--workers", cores).code == 0
+    assert max(most) == 2 * cores
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_without_work_fill_the_next_shard(threads, tmp_path, monkeypatch):
+    """Shards of one tensor each wait here until so many are filled at once; never are more."""
+    together, inside, most = threading.Barrier(threads, timeout=WAIT_SECONDS), [], []
+    call = Quantizer.__call__
+
+    def call_together(worker, steps, *arguments):
+        inside.append(steps)
+        most.append(len(inside))
+        together.wait()
+        call(worker, steps, *arguments)
+        inside.remove(steps)
+
+    monkeypatch.setattr(Quantizer, "__call__", call_together)
+    source = several_shards(tmp_path / "m", 6)
+    assert quantize(source, tmp_path / "out", "--workers", threads).code == 0
+    assert max(most) == threads
 
 
 def test_after_an_interrupt_no_hash_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "processors", lambda: 3)
-    finish, ended = ShardWriter.finish, []
+    finish, begun, ended = ShardWriter.finish, [], []
 
-    def finish_when_stopped(writer):
-        wait_until(lambda: writer._is_stopped)
+    def is_stopped(check):
         try:
-            return finish(writer)
+            check(0)
+        except OutputError:
+            return True
+
+    def finish_when_stopped(writer, check):
+        begun.append(writer)
+        wait_until(lambda: is_stopped(check))
+        try:
+            return finish(writer, check)
         except OutputError as error:
             ended.append(error.code)
             raise
 
     def interrupt(folder, *arguments):
+        wait_until(lambda: len(begun) == 3)
         raise Stopped(signal.SIGINT)
 
+    monkeypatch.setattr(ShardWriter, "hash_on", lambda writer, check: None)  # all of it is left
     monkeypatch.setattr(ShardWriter, "finish", finish_when_stopped)
     monkeypatch.setattr(OutputFolder, "write_copies", interrupt)
     source = several_shards(tmp_path / "m", 3)

@@ -229,16 +229,18 @@ main()
 
 def test_a_source_written_during_a_run_ends_it(source, tmp_path, monkeypatch):
     """Equal size, other bytes: no record may promise what was read half before and half after."""
-    from fp4convert.execution import job
+    from fp4convert.execution.workers import Crew
 
-    fill = job.fill_shard
+    fill = Crew.fill
 
-    def fill_then_write(task, *rest):
-        fill(task, *rest)
+    def fill_then_write(crew, task, *rest):
+        fill(crew, task, *rest)
         data = (source / task.sources[-1]).read_bytes()
-        (source / task.sources[-1]).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with (source / task.sources[-1]).open("r+b") as file:  # others still read it
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([data[-1] ^ 1]))
 
-    monkeypatch.setattr(job, "fill_shard", fill_then_write)
+    monkeypatch.setattr(Crew, "fill", fill_then_write)
     outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-changed")
     assert not list((tmp_path / "out").glob("*.safetensors"))

@@ -16,11 +16,45 @@ def test_a_writer_that_is_told_to_stop_does_not_hash_to_the_end(tmp_path):
     ref = TensorRef("a", "U8", (3,), "m", 8)
     writer = ShardWriter(tmp_path / "m", bytes(8), (ref,), 11)
     writer.append(ref, memoryview(b"abc"))
-    writer.stop()
-    with pytest.raises(OutputError):
-        writer.finish()
+
+    def stop(nbytes):
+        raise OutputError("stopped", f"after {nbytes} bytes")
+
+    with pytest.raises(OutputError, match="after 11 bytes"):
+        writer.finish(stop)
     writer.discard()
     assert not (tmp_path / "m").exists()
+
+
+def test_a_hash_goes_along_with_what_is_written_and_never_beyond_a_gap(tmp_path):
+    """Outputs grow in any order; what is begun again is hashed again."""
+    sizes, at = {"a": 5, "empty": 0, "b": 700_000, "c": 9}, 8
+    refs, told = {}, []
+    for name, nbytes in sizes.items():
+        refs[name] = TensorRef(name, "U8", (nbytes,), "m", at)
+        at += nbytes + 3  # a gap of zeros
+    writer = ShardWriter(tmp_path / "m", b"12345678", tuple(refs.values()), at)
+
+    def hashed(*parts):
+        """Append parts; say how far the hash has come."""
+        for name, data in parts:
+            writer.append(refs[name], memoryview(data))
+        writer.hash_on(told.append)
+        return sum(told)
+
+    assert hashed(("c", b"x" * 9)) == 8  # the header
+    assert hashed(("a", b"xx")) == 10
+    assert hashed(("a", b"xxx")) == refs["b"].start
+    assert hashed(("b", b"x" * 699_999)) == refs["c"].start - 4
+    writer.begin_again()
+    told.clear()
+    data = os.urandom(700_000)
+    assert hashed(("b", data[:10]), ("a", b"abcde"), ("b", data[10:])) == refs["c"].start
+    assert hashed(("c", b"012345678")) == at
+    whole = b"12345678abcde" + bytes(6) + data + bytes(3) + b"012345678" + bytes(3)
+    assert writer.finish(told.append) == hashlib.sha256(whole).hexdigest()
+    assert sum(told) == at
+    assert (tmp_path / "m").read_bytes() == whole
 
 
 def test_a_file_is_hashed_whole_and_every_block_is_told(tmp_path):

@@ -179,9 +179,9 @@ main()
 BUG = IMPATIENT.replace(
     "main()",
     """
-import fp4convert.execution.job as job
+from fp4convert.execution.workers import Crew
 def fail(*a): raise KeyError('a bug')
-job.fill_shard = fail
+Crew.fill = fail
 main()
 """,
 )
