@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fp4convert.commands.evaluation import evaluate
     from fp4convert.commands.products import multiply_tensor
     from fp4convert.commands.quality import compare, inspect, verify
+    from fp4convert.commands.reproduce import reproduce
     from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
     from fp4convert.errors import (
         AccessError,
@@ -65,6 +66,7 @@ _HOMES = {  # module -> its public names
         "inspect",
         "verify",
     ),
+    "commands.reproduce": ("reproduce",),
     "commands.tensors": (
         "dequantize_tensor",
         "quantize_tensor",
@@ -116,6 +118,7 @@ __all__ = [
     "prune",
     "quantize",
     "quantize_tensor",
+    "reproduce",
     "transcode",
     "verify",
 ]

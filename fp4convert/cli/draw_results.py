@@ -59,6 +59,23 @@ def draw_result(screen: Screen, result: Document) -> None:
         _draw_next(screen, result)
 
 
+def draw_reproduced(screen: Screen, found: Document) -> None:
+    """Draw whether an artifact came out again, and where not."""
+    differing, count = found["differing"], found["files"]
+    by = f" (made by fp4convert {found['made_by']})" if found["made_by"] else ""
+    if found["reproduced"]:
+        screen.line(f"reproduced: all {count} files came out again, byte for byte{by}", "green")
+        return
+    if differing:
+        screen.line(f"NOT reproduced: {len(differing)} of {count} files differ{by}", "red")
+    for entry in differing:
+        where = f", first in {entry['tensor']}" if entry["tensor"] else ""
+        what = "differs" if entry["sha256"] else "did not come out"
+        screen.line(f"  {entry['file']} {what}{where}")
+    if found["record"]:
+        screen.line(f"  the record differs in {', '.join(found['record'])}")
+
+
 def _draw_fidelity(screen: Screen, result: Document) -> None:
     """Draw what was lost, and what is left of what was there before."""
     if fidelity := result.get("fidelity"):

@@ -32,6 +32,7 @@ from fp4convert.recipes.options import (
     QUALITY,
     TARGET,
     Option,
+    RecipeName,
     RecipeOptions,
     Reference,
     declared_in,
@@ -322,6 +323,46 @@ class WindowOptions(TextOptions):
             panel=QUALITY,
         ),
     ] = None
+
+
+@dataclass(eq=False, repr=False)
+class ReproduceOptions(DeviceOptions):
+    """Make an artifact again from its record, and compare the hashes.
+
+    Nothing stays on the disk. Exit code 6 where a file differs.
+
+    Example: fp4convert reproduce ./Llama-3.1-8B-NVFP4 --source ./Llama-3.1-8B
+    """
+
+    artifact: Annotated[
+        Reference,
+        Option(
+            "An artifact, or its quantization_config.json alone: a folder, a file, or ORG/NAME.",
+            is_argument=True,
+        ),
+    ]
+    _: KW_ONLY
+    source: Annotated[
+        Reference | None,
+        Option(
+            "What it was made from. Default: the repository and commit in the record.",
+            parse=str,
+            panel=QUALITY,
+        ),
+    ] = None
+    calibration: Statistics = None
+    lora: Merged = ()
+    global_scale: Annotated[
+        Reference | None,
+        Option("What quantize had as --global-scale.", parse=str, panel=QUALITY),
+    ] = None
+    input_scale: Annotated[
+        Reference | None,
+        Option(
+            "The artifact or file that quantize had as --input-scale.", parse=str, panel=QUALITY
+        ),
+    ] = None
+    recipe: RecipeName = None
 
 
 @dataclass(eq=False, repr=False)

@@ -89,7 +89,8 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     producer = {"name": "fp4convert", "version": version("fp4convert")}
     checkpoint = source.checkpoint
     origin = origin or {"repo": checkpoint.repo, "revision": checkpoint.revision}
-    contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds, goal=plan.goal)
+    contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)
+    contents = contents._replace(goal=plan.goal, asked=plan.asked)
     if plan.adapter:
         contents = contents._replace(adapter=plan.adapter.as_record())
     record = make_record(plan.target, contents, producer, origin)

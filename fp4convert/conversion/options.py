@@ -420,6 +420,31 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             for name, value in values.items()
         }
 
+    def as_recorded(self) -> dict[str, object]:
+        """Return what our record says of the options that the bytes depend on.
+
+        Those that are not their defaults; of a file its sha256 and of a folder a word, for a path
+        is nobody's business.
+        """
+        defaults = {each.name: each.default for each in declared_in(QuantizeOptions)}
+        given = self.that_make_bytes() | {"config": self.config, "format": self.format}
+        return {
+            name: _described(value)
+            for name, value in given.items()
+            if value not in (None, False, ()) and value != defaults[name]
+        }
+
+
+def _described(value: object) -> object:
+    """Say an option's value in JSON, without a path."""
+    if isinstance(value, tuple):
+        return [_described(each) for each in value]
+    if not isinstance(value, str | os.PathLike) or not os.path.exists(value):
+        return value
+    from fp4convert.storage.disk import hash_file
+
+    return {"sha256": hash_file(Path(value))} if os.path.isfile(value) else {"folder": True}
+
 
 @dataclass(eq=False, repr=False)
 class DequantizeOptions(DeviceOptions):

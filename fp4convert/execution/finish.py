@@ -60,6 +60,8 @@ def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
     sizes: dict[str, int] = {}
     for task in folder.manifest.tasks:
         if done := records[task.key]:
+            if done.is_gone:
+                folder.hashes |= done.files
             sizes |= task.files
             for file, sha256 in done.files.items():
                 if file not in folder.hashes and is_sealed(
@@ -162,8 +164,7 @@ def record_nbytes(record: dict[str, object], files: Iterable[str]) -> int:
 def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
     """Describe the finished folder."""
     fidelity = None
-    with write_errors_at(folder.root):
-        nbytes = sum((folder.root / file).stat().st_size for file in files if file != REPORT)
+    nbytes = sum(folder.nbytes_of(file) for file in files if file != REPORT)
     if REPORT in files:
         with write_errors_at(folder.root / REPORT):
             report = json.loads((folder.root / REPORT).read_text(encoding="utf-8"))

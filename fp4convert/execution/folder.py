@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,6 +68,8 @@ class TaskWriter:
     accounts       module -> what it lost
     taken_over     modules that came with codes of their own
     saturated      modules with weights beyond what their given global scales can say
+    amaxes         of scale groups that were measured before any was rounded, by their first output
+    early          outputs that were written then
     """
 
     def __init__(self, folder: Path, task: Task) -> None:
@@ -76,6 +78,8 @@ class TaskWriter:
         self.accounts: dict[str, Account] = {}
         self.taken_over: set[str] = set()
         self.saturated: set[str] = set()
+        self.amaxes: dict[str, float] = {}
+        self.early: set[str] = set()
         try:
             for shard in task.shards:
                 self.shards[shard.file] = ShardWriter(
@@ -87,8 +91,11 @@ class TaskWriter:
 
     def begin_again(self) -> None:
         """Write everything anew, from the first byte of every output."""
+        found: Collection[object]
         for found in (self.global_scales, self.accounts, self.taken_over, self.saturated):
             found.clear()
+        self.amaxes.clear()
+        self.early.clear()
         for shard in self.shards.values():
             shard.begin_again()
 
@@ -109,8 +116,9 @@ class OutputFolder:
 
     hashes   sha256 of every file that this process has written, has read again, or found as another
              had sealed it
-    named    called with the path, the name and the sha256 of every file that has got its final
+    on_named called with the path, the name and the sha256 of every file that has got its final
              name, by several threads at times
+    keeps    whether files of tasks stay then
     """
 
     root: Path
@@ -118,6 +126,7 @@ class OutputFolder:
     leases: Leases
     hashes: dict[str, str] = field(default_factory=dict)
     on_named: OnNamed = lambda path, file, sha256: None
+    keeps: bool = True
     # Records of finished tasks, by key: who waits for others looks often.
     _parsed: dict[str, tuple[Mark, Done]] = field(default_factory=dict)
 
@@ -148,6 +157,8 @@ class OutputFolder:
         done = known[1]
         if done.files.keys() != task.files.keys():
             return None
+        if done.is_gone:
+            return None if self.keeps else done
         for file, nbytes in task.files.items():
             found = nbytes_there(self.root / file)
             if found is None or (found != nbytes and file != CARD):
@@ -156,6 +167,12 @@ class OutputFolder:
 
     def _record_path(self, task: TaskFiles) -> Path:
         return self.state / DONE / f"{task.key}.json"
+
+    def nbytes_of(self, file: str) -> int:
+        """Count the bytes of a finished file, also of one that has left."""
+        planned = {name: size for task in self.manifest.tasks for name, size in task.files.items()}
+        found = nbytes_there(self.root / file)
+        return planned.get(file, 0) if found is None else found
 
     def missing(self) -> list[TaskFiles]:
         """List the tasks of the plan that are not finished."""
@@ -246,7 +263,10 @@ class OutputFolder:
                 file: seal(self.root / file, sha256, self.temps)
                 for file, sha256 in done.files.items()
             }
-            self.put(f"{DONE}/{task.key}.json", replace(done, seals=seals).as_json())
+            done = replace(done, seals=seals, is_gone=not self.keeps)
+            self.put(f"{DONE}/{task.key}.json", done.as_json())
+            for file in () if self.keeps else done.files:
+                (self.root / file).unlink()
         self.leases.drop(task.key)
 
     def write_texts(self, texts: dict[str, str]) -> None:
@@ -309,7 +329,7 @@ class OutputFolder:
             if old is not None and old.plan_id != self.manifest.plan_id:
                 self._replace(old, settings)
             self.sweep()
-            check_space(self.root, self.manifest, more_nbytes)
+            check_space(self.root, self.manifest, settings, more_nbytes)
             if old is None or old.plan_id != self.manifest.plan_id:
                 self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
 
@@ -368,6 +388,7 @@ def open_output(
         if not (root / PLAN_FILE).exists():
             check_output(root, manifest, settings, more_nbytes)
     with entered(root, manifest) as folder:
+        folder.on_named, folder.keeps = settings.on_named, settings.keeps
         folder.begin(settings, more_nbytes)
         yield folder
 

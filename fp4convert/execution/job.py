@@ -38,11 +38,13 @@ from fp4convert.execution.plan_file import Manifest, TaskFiles, nbytes_written, 
 from fp4convert.execution.settings import Result, Settings, UnsoundShardError, summarize
 from fp4convert.execution.workers import Crew, Worker, read_again_if_damaged
 from fp4convert.planning.steps import Action, Plan, Task
+from fp4convert.process import memory_nbytes
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.source import Source, stopping
 
 OPTIONS = "the options"
 LARGE_NBYTES = 16 << 20  # of a file copied by itself: after an interruption little is done again
+CACHED_SHARE = 0.5  # of the memory: a source that is read twice stays in the page cache
 TRIES = 3  # to write files that afterwards are what was written
 RARE: dict[str, Action] = {  # what tensors became beside the usual
     "transcoded": "transcode",
@@ -152,10 +154,9 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     """
     started = time.monotonic()
     with stopping(job.source), opened(job, output, settings) as folder:
-        folder.on_named = settings.on_named
         run = _Run(job, worker, folder, settings)
         ending = run.work()
-        own_nbytes = sum((output / file).stat().st_size for file in folder.hashes)
+        own_nbytes = sum(map(folder.nbytes_of, folder.hashes))
         own_shards = sum(shard.file in folder.hashes for shard in job.plan.shards)
     # Count what the whole job did, or after one of several parts what that part did.
     share, target, tasks = settings.share, job.plan.target, job.plan.tasks
@@ -271,7 +272,12 @@ class _Run:
         self._has_taken = False
         shards = self._take([task for task in left if task.key in self._tasks])
         copies = self._take([task for task in left if task.key not in self._tasks])
-        crew = Crew(self._worker, self._settings)
+        # A model in one file: what stands first in it is measured first, for the hash to go along.
+        nbytes = self._source.checkpoint.nbytes
+        is_alone = len(self._tasks) == 1 and not self._source.is_streamed
+        is_cached = nbytes <= CACHED_SHARE * memory_nbytes()
+        measure = getattr(self._worker, "measure", None) if is_alone and is_cached else None
+        crew = Crew(self._worker, self._settings, measure)
         fill = partial(self._fill, crew)
         crew.write(
             (self._tasks[task.key] for task in shards),

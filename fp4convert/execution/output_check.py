@@ -49,7 +49,7 @@ def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        check_space(root, manifest, more_nbytes - freed)
+        check_space(root, manifest, settings, more_nbytes - freed)
 
 
 def refuse_taken(root: Path, settings: Settings) -> None:
@@ -122,9 +122,12 @@ def missing_nbytes(root: Path, manifest: Manifest) -> int:
     return manifest.nbytes - sum(nbytes_there(path) or 0 for path in written)
 
 
-def check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
+def check_space(root: Path, manifest: Manifest, settings: Settings, more_nbytes: int) -> None:
     """Raise OutputError where the disk has too little room."""
     needed = missing_nbytes(root, manifest) + more_nbytes
+    if not settings.keeps:
+        sizes = sorted(sum(task.files.values()) for task in manifest.tasks)
+        needed = min(needed, sum(sizes[-settings.shards_at_once :]) + more_nbytes)
     free = free_nbytes(_nearest(root))
     if needed > free:
         detail = f"{root} needs {needed:,} bytes, its disk has {free:,} free"

@@ -44,6 +44,7 @@ class Done:
     taken_over     how many modules came with codes of their own
     saturated      how many modules have weights beyond what their given global scales can say
     seals          of the files under their final names
+    is_gone        the files have left the folder: their hashes are what is left of them
     """
 
     files: dict[str, str]
@@ -52,6 +53,7 @@ class Done:
     taken_over: int = 0
     saturated: int = 0
     seals: dict[str, str] = field(default_factory=dict)
+    is_gone: bool = False
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -67,6 +69,7 @@ class Done:
             int(entry.get("taken_over", 0)),
             int(entry.get("saturated", 0)),
             dict(entry.get("seals", {})),
+            entry.get("is_gone", False) is True,
         )
         types = {*map(type, done.files.values())}, {*map(type, done.global_scales.values())}
         if not types[0] <= {str} or not types[1] <= {float}:

@@ -7,8 +7,8 @@ not grow with the tensor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -26,6 +26,7 @@ from fp4convert.errors import DeviceError, NumericError
 from fp4convert.execution.adapter_rounding import low_ranks_of, measure
 from fp4convert.execution.carried_blocks import carry, group_exponent
 from fp4convert.execution.corrected_rounding import round_corrected
+from fp4convert.execution.exact_blocks import are_exact
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.repacker import (
     find_not_finite,
@@ -38,7 +39,7 @@ from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.execution.workers import append_parts, copy_steps
 from fp4convert.numerics.backends.base import OWN, Backend, Given
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import as_floats
+from fp4convert.numerics.codec import as_floats, global_scale_of
 from fp4convert.numerics.error_sums import SOURCE, Account, Sums
 from fp4convert.numerics.formats import GLOBAL_RANGE, Format, global_range
 from fp4convert.numerics.fp8_int import Grid
@@ -48,6 +49,7 @@ from fp4convert.planning.steps import Action, Step
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
 
+NO_BYTES = memoryview(b"")
 SLACK = 1e-6  # of an amax that was found from a rounded reciprocal
 
 
@@ -127,7 +129,8 @@ class Quantizer:
                 encoder = MatrixEncoder(self._dialect, form, self._input_scale(step))
                 parts = encoder.encode(step.module, step.shape, passing)
                 # 4. Append each part to its tensor in the shard.
-                if not append_parts(step, parts, writer, stop):
+                left = (part for part in parts if part[0] not in writer.early)
+                if not append_parts(step, left, writer, stop):
                     return
 
     def _write_corrected(
@@ -183,12 +186,7 @@ class Quantizer:
             members = [self._weights(step.linears[0]) for step in steps]
             modules = [step.linears[0].module for step in steps]
             given = self._given(steps, fmt, writer)
-            if given.amax:
-                group = []
-            elif self._target.via:
-                group = [self._weights(linear) for linear in measured]
-            else:
-                group = list(measured_whole(measured, self.source))
+            group = [] if given.amax else self._group(measured)
             with room_for(self.source, () if given.amax else measured):
                 yield from self._rounding.panels(group, members, modules, fmt, given)
 
@@ -197,6 +195,8 @@ class Quantizer:
 
         The writer learns which of the steps have weights beyond it.
         """
+        if (known := writer.amaxes.get(steps[0].outputs[0].name)) is not None:
+            return Given(known, is_own=True)
         if not steps[0].amaxes:
             return OWN
         given = steps[0].amaxes[0]
@@ -207,6 +207,42 @@ class Quantizer:
                 writer.saturated.add(steps[number].module)
 
         return Given(given, note=note)
+
+    def measure(self, steps: list[Step], writer: TaskWriter) -> None:
+        """Measure a scale group and write its scalars, before any is rounded.
+
+        They stand first in a file, whose hash goes along with what is written.  What is not plain,
+        or not finite, is left to the call that rounds.
+        """
+        first, form, target = steps[0], steps[0].form, self._target
+        if first.action != "quantize" or form is None or first.slots or first.amaxes:
+            return
+        if form.rank is not None or not form.format.has_global_scale or target.has_unit_scale:
+            return
+        backend, members = (
+            self._rounding.backend,
+            [self._weights(step.linears[0]) for step in steps],
+        )
+        if not isinstance(backend, Cpu) or are_exact(members, form.format):
+            return
+        shape = members[0].shape
+        with suppress(NumericError):
+            amax = backend.group_amax(self._group(first.measured))
+            scale = float(global_scale_of(amax, target.rule_for(form.format)))
+            for step in steps:
+                q = Quantized(form.format, shape, NO_BYTES, NO_BYTES, scale)
+                input_scale = self._input_scale(step) if form.has_input_scale else None
+                scalars = self._dialect.TRAITS.scalars.encode(step.module, q, input_scale)
+                parts = list(scalars)
+                append_parts(step, iter(parts), writer, threading.Event())
+                writer.early |= {name for name, _ in parts}
+            writer.amaxes[first.outputs[0].name] = amax
+
+    def _group(self, measured: Sequence[Linear]) -> list[Weights]:
+        """Return all rows that set the amax of a scale group."""
+        if self._target.via:
+            return [self._weights(linear) for linear in measured]
+        return list(measured_whole(measured, self.source))
 
     def _add_losses(
         self, step: Step, panels: Iterator[tuple[int, Quantized]], writer: TaskWriter

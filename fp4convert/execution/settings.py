@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fp4convert.errors import NumericError
 from fp4convert.execution.share import Share
+from fp4convert.process import processors
 from fp4convert.progress import Phases, size_text
 
 AGAIN = (
@@ -45,7 +46,8 @@ class Settings:
     share       the part of the tasks that this process does; None for all that nobody else does
     tell        gets a line for people when everything has to wait
     next        commands that whoever ends the work may run after it; `merge` prints them
-    named       called with the path, the name and the sha256 of every file that this process has
+    keeps       whether files of tasks stay in the folder once on_named has seen them
+    on_named    called with the path, the name and the sha256 of every file that this process has
                 finished, by several threads at times
     """
 
@@ -57,7 +59,13 @@ class Settings:
     share: Share | None = None
     tell: Callable[[str], None] = lambda line: None
     next: tuple[str, ...] = ()
+    keeps: bool = True
     on_named: OnNamed = lambda path, file, sha256: None
+
+    @property
+    def shards_at_once(self) -> int:
+        """Count the shards that may be filled, hashed and flushed at once."""
+        return 2 * processors()
 
 
 @dataclass(frozen=True, slots=True, repr=False)

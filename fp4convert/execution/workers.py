@@ -17,6 +17,7 @@ from fp4convert.process import processors
 from fp4convert.storage.source import Source
 
 T = TypeVar("T")
+Measure = Callable[[list[Step], TaskWriter], None]
 COPY_NBYTES = 8 << 20  # read at once
 
 
@@ -32,20 +33,17 @@ class Worker(Protocol):
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None: ...
 
 
-def shards_at_once() -> int:
-    """Count the shards that may be filled, hashed and flushed at once."""
-    return 2 * processors()
-
-
 class Crew:
     """The threads that fill shards, of several at once.
 
     What was asked for first is done first; the next shard begins when threads are about to have
     nothing to do.
+
+    measure  is called with every scale group of a shard before one of them is filled
     """
 
-    def __init__(self, worker: Worker, settings: Settings) -> None:
-        self._worker, self._settings = worker, settings
+    def __init__(self, worker: Worker, settings: Settings, measure: Measure | None = None) -> None:
+        self._worker, self._settings, self._measure = worker, settings, measure
         self._threads = settings.workers or worker.threads
         self._pool = ThreadPoolExecutor(self._threads)
         self._changed = threading.Condition()
@@ -70,7 +68,7 @@ class Crew:
         after  is called when all are begun, beside the last of them; where it fails, shards that
                are filled are finished all the same
         """
-        most = shards_at_once()
+        most = self._settings.shards_at_once
         with self._pool, ThreadPoolExecutor(most) as pool:
             try:
                 for task in tasks:
@@ -141,6 +139,12 @@ class Crew:
         with self._changed:
             self._stops.add(stop)
             self._opening, self._waiting = max(self._opening - 1, 0), self._waiting + len(ordered)
+        if measure := self._measure:
+            list(
+                self._pool.map(
+                    lambda steps: None if stop.is_set() else measure(steps, writer), ordered
+                )
+            )
         futures = [self._pool.submit(self._do, steps, writer, stop) for steps in ordered]
         try:
             for future in futures:

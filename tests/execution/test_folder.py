@@ -26,13 +26,14 @@ from checkpoints import (
     run,
     start,
     wait_until,
+    weight,
     write_checkpoint,
     write_llama,
     write_zeros,
 )
 
 from fp4convert.errors import OutputError
-from fp4convert.execution import workers
+from fp4convert.execution import settings
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.quantizer import Quantizer
 from fp4convert.process import Stopped
@@ -479,7 +480,7 @@ def several_shards(folder: Path, count: int) -> Path:
 @pytest.mark.parametrize("cores", [1, 3])
 def test_twice_as_many_shards_are_at_work_as_there_are_cores(cores, tmp_path, monkeypatch):
     """Each waits here until as many are hashed; never are more files open."""
-    monkeypatch.setattr(workers, "processors", lambda: cores)
+    monkeypatch.setattr(settings, "processors", lambda: cores)
     finish, together = ShardWriter.finish, threading.Barrier(2 * cores, timeout=WAIT_SECONDS)
     most, made = [], []
     begin = ShardWriter.__init__
@@ -584,3 +585,32 @@ def test_a_header_that_a_second_reader_finds_otherwise_ends_the_run_without_a_re
     assert not (tmp_path / "out" / "quantization_config.json").exists()
     monkeypatch.undo()
     assert quantize(source, tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_hash_of_a_model_in_one_file_goes_along_with_its_rounding(count, tmp_path, monkeypatch):
+    """Its global scales stand first: they are measured before any is rounded; of several files
+    each is hashed while others are filled.
+    """
+    source = several_shards(tmp_path / "m", count)
+    finish, left = ShardWriter.finish, []
+
+    def finish_and_note(writer, check):
+        left.append(writer._nbytes - writer._hashed_nbytes)
+        return finish(writer, check)
+
+    monkeypatch.setattr(ShardWriter, "finish", finish_and_note)
+    append, order = ShardWriter.append, []
+
+    def append_and_note(writer, ref, data):
+        order.append(ref.name.rpartition(".")[2])
+        append(writer, ref, data)
+
+    monkeypatch.setattr(ShardWriter, "append", append_and_note)
+    tensors = {f"model.layers.{n}.mlp.down_proj.weight": weight(n, 64, 128) for n in range(9)}
+    if count == 1:
+        source = write_checkpoint(tmp_path / "one", {"model.safetensors": tensors})
+    assert quantize(source, tmp_path / "out", "--workers", 1).code == 0
+    assert left == [0] * count
+    scalars = order[: order.index("weight_packed")]
+    assert scalars == ["weight_global_scale"] * (9 if count == 1 else 1)

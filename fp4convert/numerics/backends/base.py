@@ -26,11 +26,13 @@ class Given:
     importance  a vector for each member, (columns,), as codec.weigh takes it: for rule importance
                 alone
     note        with an amax: told the number of the member and the largest magnitude of each panel
+    is_own      the amax is the group's own, measured before: no value is beyond it or not finite
     """
 
     amax: float | None = None
     importance: Sequence[Float32s] = ()
     note: Callable[[int, float], None] = lambda number, amax: None
+    is_own: bool = False
 
 
 OWN = Given()

@@ -91,20 +91,28 @@ class Cpu:
             not fmt.has_global_scale and all(weights in members for weights in measured)
         )
         # Read all that is measured for its amax, which sets the global scale of every member.
-        group_amax = given.amax or 0.0
-        for weights in () if is_in_one_pass else measured:
-            known = weights.amaxes()
-            amaxes = map(self.amax, _panels(weights)) if known is None else known
-            for amax in amaxes:
-                group_amax = max(group_amax, _finite(amax))
+        group_amax = (given.amax or 0.0) if is_in_one_pass else self.group_amax(measured)
         # Read panel by panel, quantize, and compare with what was read.
         for number, weights in enumerate(members):
             importance = given.importance[number] if given.importance else None
             for panel in _panels(weights):
-                if is_in_one_pass:
+                if is_in_one_pass and not given.is_own:
                     given.note(number, _finite(self.amax(panel)))
                 q = self.quantize(panel, fmt, rule, group_amax, importance)
                 yield number, replace(q, compared=self.compare(panel, q))
+
+    def group_amax(self, measured: Sequence[Weights]) -> float:
+        """Find the largest magnitude of a scale group.
+
+        Raises  NumericError where there is Inf or NaN
+        """
+        found = 0.0
+        for weights in measured:
+            known = weights.amaxes()
+            amaxes = map(self.amax, _panels(weights)) if known is None else known
+            for amax in amaxes:
+                found = max(found, _finite(amax))
+        return found
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         for first, last in row_panels(q.shape):

@@ -1,0 +1,178 @@
+"""Artifacts made again from their record: honest ones are, and what was changed is named.
+
+The expected hashes are those of the files themselves, by hashlib.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import bf16, run, write_llama
+from cpu_levels import every_level
+from made_up_inputs import calibrate
+from safetensors.torch import load_file
+
+from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.numerics.backends.cpu import Cpu
+
+RECORD = "quantization_config.json"
+OPTIONS = {  # two or three at a time, so that each stands beside others
+    "plain": ("--format", "nvfp4"),
+    "mxfp4": ("--format", "mxfp4", "--scale-rule", "even", "--exclude", "*.o_proj"),
+    "fp8": ("--format", "fp8", "--dialect", "modelopt", "--kv-cache", "fp8"),
+    "mxfp8": ("--format", "mxfp8", "--include", "lm_head", "--activations", "16"),
+    "w4a4": ("--format", "nvfp4", "--activations", "4", "--input-scale", "0.5"),
+    "modelopt": ("--format", "nvfp4", "--dialect", "modelopt", "--exclude", "*.k_proj"),
+    "via": ("--format", "nvfp4", "--via", "fp8", "--scale-rule", "amax"),
+    "size": ("--format", "nvfp4", "--target-bits", "5.5"),
+    "engine": ("--for", "vllm", "--format", "nvfp4", "--exclude", "re:.*down_proj"),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("m") / "source", **{"tokenizer.json": b"{}"})
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def made(source: Path, out: Path, *options: object) -> Path:
+    outcome = run("quantize", source, "-o", out, "--quiet", *options)
+    assert outcome.code == 0, outcome.err
+    return out
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_honest_artifact_is_reproduced_and_nothing_is_left(name, source, tmp_path, monkeypatch):
+    artifact, scratch = made(source, tmp_path / "out", *OPTIONS[name]), tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    before = contents(tmp_path)
+    outcome = run("reproduce", artifact, "--source", source, "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["reproduced"] is True
+    assert outcome.json["files"] == len(json.loads((artifact / RECORD).read_text())["files"])
+    assert contents(tmp_path) == before
+    assert not list(scratch.iterdir())
+    # The record alone does, too.
+    (tmp_path / "alone").mkdir()
+    alone = shutil.copy(artifact / RECORD, tmp_path / "alone" / "record.json")
+    assert run("reproduce", alone, "--source", source, "--json").json["reproduced"] is True
+
+
+def test_every_option_that_changes_bytes_is_recorded():
+    """Of a file its hash and of a folder a word; no path."""
+    text = Path(__file__)
+    options = QuantizeOptions(
+        "source", format="nvfp4", exclude="*.x", calibration=text, global_scale=text.parent
+    )
+    sha256 = hashlib.sha256(text.read_bytes()).hexdigest()
+    recorded = options.as_recorded()
+    assert recorded["calibration"] == {"sha256": sha256}
+    assert recorded["global_scale"] == {"folder": True}
+    assert recorded["exclude"] == ["*.x"]
+    assert str(text.parent) not in json.dumps(recorded)
+    # Whatever is not said is as by default.
+    again = QuantizeOptions("source", **(recorded | {"calibration": text, "global_scale": text}))
+    differ = {
+        name
+        for name, value in again.that_make_bytes().items()
+        if value != options.that_make_bytes()[name]
+    }
+    assert differ <= {"calibration", "global_scale", "exclude"}
+
+
+def test_other_instruction_sets_reproduce_it(source, tmp_path, monkeypatch):
+    """Of SSE4.2, AVX2 and AVX-512 all that this processor has."""
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    for level, cpu in every_level(tmp_path).items():
+        monkeypatch.setattr("fp4convert.numerics.backends.cpu.cpu_library", lambda: cpu._library)  # noqa: B023
+        assert Cpu()._library.fp4_level(0) == level
+        assert run("reproduce", artifact, "--source", source, "--json").json["reproduced"] is True
+
+
+def test_one_by_gptq_is_reproduced_with_its_calibration_and_with_no_other(source, tmp_path):
+    right = calibrate(tmp_path / "right.safetensors", source, "full")
+    gptq = ("--format", "nvfp4", "--method", "gptq", "--calibration", right)
+    artifact = made(source, tmp_path / "out", *gptq)
+    words = ("reproduce", artifact, "--source", source, "--json")
+    assert run(*words, "--calibration", right).json["reproduced"] is True
+    wrong = shutil.copy(right, tmp_path / "wrong.safetensors")
+    with Path(wrong).open("ab") as out:
+        out.write(b"x")
+    for options in ((), ("--calibration", wrong)):
+        assert run(*words, *options).json["error"]["code"] == "reproduce-file"
+
+
+@pytest.mark.parametrize("where", ["artifact", "source", "record", "config"])
+def test_what_was_changed_is_named(where, source, tmp_path):
+    own = shutil.copytree(source, tmp_path / "source")
+    artifact = made(own, tmp_path / "out", "--format", "nvfp4")
+    name = "model.layers.0.mlp.up_proj"
+    shard = next(
+        p for p in sorted(artifact.glob("*.safetensors")) if f"{name}.weight_packed" in load_file(p)
+    )
+    if where == "artifact":
+        data = bytearray(shard.read_bytes())
+        values = load_file(shard)[f"{name}.weight_packed"].numpy().tobytes()
+        data[data.index(values)] ^= 1
+        shard.write_bytes(data)
+    elif where == "source":
+        tensors = own / shard.name
+        data = tensors.read_bytes()
+        tensors.write_bytes(data[: -2 * 64] + bf16(64, seed=99))
+    elif where == "record":
+        record = json.loads((artifact / RECORD).read_text())
+        record["scale_rule"] = "amax"
+        (artifact / RECORD).write_text(json.dumps(record))
+    else:
+        (artifact / "config.json").write_text("{}")
+    outcome = run("reproduce", artifact, "--source", own, "--json")
+    assert outcome.code == 6, outcome.err
+    found = outcome.json
+    assert found["reproduced"] is False
+    if where == "record":
+        assert (found["differing"], found["record"]) == ([], ["scale_rule"])
+        return
+    (entry,) = found["differing"]
+    file = "config.json" if where == "config" else shard.name
+    assert entry["file"] == file
+    if where == "artifact":
+        assert entry["tensor"] == f"{name}.weight_packed"
+    if where == "config":
+        assert entry["tensor"] is None
+    else:
+        assert entry["tensor"]
+
+
+def test_what_cannot_be_reproduced_is_refused(source, tmp_path):
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    record = json.loads((artifact / RECORD).read_text())
+
+    def refused(*options: object, **changed: object) -> tuple[int, str, str]:
+        known = {**record, **changed}
+        known = {key: value for key, value in known.items() if value is not None}
+        (artifact / RECORD).write_text(json.dumps(known))
+        outcome = run("reproduce", artifact, *options, "--json")
+        error = outcome.json["error"]
+        return outcome.code, error["code"], error["message"]
+
+    at = ("--source", source)
+    assert refused()[:2] == (2, "no-source")
+    assert refused(*at, options=None)[:2] == (2, "not-reproducible")
+    newer = refused(*at, options={"format": "nvfp4", "colour": "red"})
+    assert newer[:2] == (2, "not-reproducible")
+    assert "'colour'" in newer[2]
+    asked = {**record["options"], "global_scale": {"sha256": "0" * 64}}
+    assert refused(*at, options=asked)[:2] == (2, "reproduce-file")
+    other = refused(*at, "--global-scale", artifact / "config.json", options=asked)
+    assert other[:2] == (2, "reproduce-file")
+    assert "not 000000000000..." in other[2]
+    without = refused(*at, "--global-scale", artifact / "config.json")
+    assert without[:2] == (2, "reproduce-file")
+    assert "made without" in without[2]
