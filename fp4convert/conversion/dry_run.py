@@ -33,7 +33,7 @@ from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, uncollected
 
-BASE_NBYTES = 100 << 20  # the interpreter with its packages
+BASE_NBYTES = 50 << 20  # the interpreter with its packages
 GLANCES = 16  # matrices whose rows are looked at
 UNPACKED = "dequantize"  # what becomes of packed weights that stay
 READING_RATES = {  # a good disk or line, and a poor one
@@ -75,8 +75,8 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     widest = max(shapes, key=lambda shape: shape[-1], default=())
     rounding = Rounding(plan.target, backend, reopened(plan))
     held_nbytes = rounding.held_nbytes(settings.workers, widest[-1] if widest else 0)
-    read_nbytes = min(source.held_nbytes, source.checkpoint.nbytes)
     workers = settings.workers or rounding.threads
+    read_nbytes = source.held_nbytes(list_groups(plan), workers)
     job = artifact_job(source, plan)
     own = None if isinstance(source, PaddedSource) else source
     return {
@@ -100,6 +100,22 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "left_out": describe_left_out(plan),
         "warnings": [*plan.warnings, *find_doubts(sized, plan, own)],
     }
+
+
+def list_groups(plan: Plan) -> list[int]:
+    """List the bytes of each scale group that is measured, as they lie."""
+    groups: dict[tuple[str, str], tuple[int, int]] = {}
+    for task in plan.tasks:
+        for step in task.steps:
+            if step.action != "quantize" or step.amaxes or not step.refs:
+                continue
+            start, nbytes = step.refs[0].start, sum(linear.nbytes for linear in step.measured)
+            if step.slots:  # each has a scale of its own
+                nbytes //= len(step.slots)
+            key = task.key, step.group or step.name
+            groups[key] = min(start, groups.get(key, (start, 0))[0]), nbytes
+    ordered = sorted((key[0], *group) for key, group in groups.items())
+    return [nbytes for _, _, nbytes in ordered]
 
 
 def find_fake_quantized(source: Source, plan: Plan) -> dict[str, int] | None:

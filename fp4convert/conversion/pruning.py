@@ -185,7 +185,7 @@ def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> di
         "result_bytes": pruning_job(source, pruning).result_nbytes,
         "bits_per_weight": None,
         "added_bytes": 0,
-        "peak_memory_bytes": BASE_NBYTES + min(source.held_nbytes, source.checkpoint.nbytes),
+        "peak_memory_bytes": BASE_NBYTES + source.held_nbytes((), 1),
         "peak_disk_bytes": pruning_job(source, pruning).output_nbytes,
         "seconds_estimated": estimate_seconds(source, plan, open_backend("cpu"), settings.workers),
         **describe_steps(sized, lambda step: step.outputs[0].name),

@@ -119,7 +119,7 @@ class AccessOptions:
     memory: Annotated[
         float,
         Option(
-            "GB of downloaded data kept in memory for a second read.",
+            "GB of memory at most, unless one scale group needs more.",
             least=0,
             panel=HUB,
             value="<gb>",

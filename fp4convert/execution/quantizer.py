@@ -187,7 +187,9 @@ class Quantizer:
             modules = [step.linears[0].module for step in steps]
             given = self._given(steps, fmt, writer)
             group = [] if given.amax else self._group(measured)
-            with room_for(self.source, () if given.amax else measured):
+            home = steps[0].linears[0].refs[0].file
+            own_first = sorted(measured, key=lambda linear: linear.refs[0].file != home)
+            with room_for(self.source, () if given.amax else own_first):
                 yield from self._rounding.panels(group, members, modules, fmt, given)
 
     def _given(self, steps: list[Step], fmt: Format, writer: TaskWriter) -> Given:
@@ -286,7 +288,8 @@ class Quantizer:
             weights = linear.coding.weights(linear, self.source)
             note = partial(self._add_loss, step, writer)
             rule, backend = self._target.rule_for(form.format), self._rounding.backend
-            with closing(quantized_fp8(weights, form, rule, backend, note)) as panels:
+            panels = quantized_fp8(weights, form, rule, backend, note)
+            with room_for(self.source, [linear]), closing(panels):
                 append(panels)
         else:
             writer.taken_over.add(step.module)

@@ -10,7 +10,7 @@ q and k take turns (convert_hf_to_gguf.py, LlamaModel.permute). Rows move whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,6 @@ class Framed:
     def __init__(self, donor: Source, artifact: Source) -> None:
         self.name = donor.name
         self.is_streamed = donor.is_streamed
-        self.held_nbytes = donor.held_nbytes + artifact.held_nbytes
         self._donor = donor
         self._artifact = artifact
         stamps = {**artifact.checkpoint.stamps, **donor.checkpoint.stamps}
@@ -85,6 +84,10 @@ class Framed:
 
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
         return self._artifact.room_for(nbytes, refs)
+
+    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+        both = (self._donor, self._artifact)
+        return sum(source.held_nbytes(groups, at_once) for source in both)
 
     def stop(self) -> None:
         self._donor.stop()

@@ -9,7 +9,7 @@ Source: llama.cpp, convert_hf_to_gguf.py (LlamaModel.permute; GemmaModel.modify_
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -133,7 +133,6 @@ class GgufFolder:
     ) -> None:
         self.name = gguf.name
         self.is_streamed = gguf.is_streamed
-        self.held_nbytes = gguf.held_nbytes
         self._gguf, self._beside, self._family = gguf, beside, family
         self._heads: dict[str, int] = {}  # of tensors whose rows are put in order
         self._shifted: set[str] = set()
@@ -238,6 +237,9 @@ class GgufFolder:
 
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
         return self._gguf.room_for(nbytes, [ref._replace(file=self._file) for ref in refs])
+
+    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+        return self._gguf.held_nbytes(groups, at_once)
 
     def stop(self) -> None:
         self._gguf.stop()

@@ -6,7 +6,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -51,7 +51,6 @@ class LocalSource:
     """
 
     is_streamed = False
-    held_nbytes = 0
 
     def __init__(self, path: Path, may_lack: bool = False, subfolder: str = "") -> None:
         self._root = path if path.is_dir() else path.parent
@@ -162,6 +161,9 @@ class LocalSource:
 
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+        return 0
 
     def stop(self) -> None:
         """Do nothing: a disk does not keep anyone waiting."""

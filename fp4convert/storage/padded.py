@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,6 @@ class PaddedSource:
         note: str,
     ) -> None:
         self.name, self.is_streamed = source.name, source.is_streamed
-        self.held_nbytes = source.held_nbytes
         self.record, self.note = record, note
         self._source = source
         self._stored = {ref.name: ref for ref in source.checkpoint.tensors if ref.name in shapes}
@@ -94,6 +93,9 @@ class PaddedSource:
 
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
         return self._source.room_for(nbytes, [self._stored.get(ref.name, ref) for ref in refs])
+
+    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+        return self._source.held_nbytes(groups, at_once)
 
     def stop(self) -> None:
         self._source.stop()

@@ -10,7 +10,7 @@ import gc
 import json
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -31,7 +31,7 @@ class Access:
     revision      of a repository on the Hub: branch, tag or commit; None for the main branch
     subfolder     of the repository or folder, where the checkpoint is
     token         None for the one that the Hub's own client knows
-    memory_nbytes what is kept of it in memory for a second reading
+    memory_nbytes of the process, as far as a scale group fits
     tell          gets a line for people when the Hub makes everything wait
     transport     http, or xet for hf_xet
     connections   at once; None for as many as prefetch.py finds right
@@ -90,13 +90,11 @@ class Source(Protocol):
 
     name         what a person calls it: the last part of its path
     is_streamed  True where bytes come best in the order of the file
-    held_nbytes  what may be kept in memory of the bytes that were read
     """
 
     name: str
     checkpoint: Checkpoint
     is_streamed: bool
-    held_nbytes: int
 
     def read(self, ref: TensorRef) -> memoryview:
         """Return the bytes of one tensor, read-only."""
@@ -146,7 +144,15 @@ class Source(Protocol):
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
         """Hold memory for so many bytes that are read more than once.
 
-        All of these tensors will be.  Waits until there is memory for them.
+        All of these tensors will be; the first is of the shard that is streamed for them.  Waits
+        until there is memory for them.
+        """
+
+    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+        """Count the memory that is held of what is read.
+
+        groups   bytes of each scale group, in the order of their reading, so many at once
+        Returns  0 where the system holds it
         """
 
     def stop(self) -> None:

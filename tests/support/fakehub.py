@@ -61,7 +61,8 @@ class Repo:
 class Fault:
     """What goes wrong at some requests.
 
-    kind    status, drop, stall, flip, ignore-range, etag, gzip, or commit, size, oid: lies of the
+    kind    status, drop, stall, trickle (a byte every `seconds`: of a body, or of the head of a
+            reply to HEAD), flip, ignore-range, etag, gzip, or commit, size, oid: lies of the
             hub; of what is sent
             to it, also cut-before and cut-after: no reply, and it had no effect or had it
     where   hub or storage
@@ -257,10 +258,19 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def is_broken(self) -> bool:
-        fault = self.fake.take(self, ("status",))
-        if fault is not None:
+        kinds = ("status", "trickle") if self.command == "HEAD" else ("status",)
+        fault = self.fake.take(self, kinds)
+        if fault is not None and fault.kind == "trickle":
+            self.trickle(b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 60_000, fault.seconds)
+        elif fault is not None:
             self.answer(fault.status, fault.body, fault.headers)
         return fault is not None
+
+    def trickle(self, data: bytes, seconds: float) -> None:
+        """Send byte after byte, and wait after each."""
+        for at in range(len(data)):
+            self.wfile.write(data[at : at + 1])
+            self.fake.rest(seconds)
 
     def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.note(len(body))
@@ -273,7 +283,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_file(self, file: File, headers: dict[str, str]) -> None:
         """The file or a range of it, with whatever goes wrong."""
-        fault = self.fake.take(self, ("drop", "stall", "flip", "ignore-range", "etag", "gzip"))
+        fault = self.fake.take(
+            self, ("drop", "stall", "trickle", "flip", "ignore-range", "etag", "gzip")
+        )
         kind = fault.kind if fault else ""
         start, stop, status = 0, file.nbytes, 200
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
@@ -302,6 +314,9 @@ class _Handler(BaseHTTPRequestHandler):
             stop = min(stop, start + fault.at)
         with path.open("rb") as stream:
             began = time.monotonic()
+            if fault and fault.kind == "trickle":
+                stream.seek(start)
+                return self.trickle(stream.read(stop - start), fault.seconds)
             if not (fault or self.fake.nbytes_per_second or self.fake.is_copying):
                 return self._send_whole(stream.fileno(), start, stop)
             for at in range(start, stop, CHUNK_NBYTES):

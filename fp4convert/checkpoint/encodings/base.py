@@ -205,7 +205,7 @@ def input_scale_of(linear: Linear) -> TensorRef | None:
 def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextManager[None]:
     """Hold memory while these are read more than once.
 
-    Waits until the source has memory for them.
+    Waits until the source has memory for them.  The first is of the shard that is streamed.
     """
-    whole = {ref for linear in linears if linear.share == 1 for ref in linear.refs}
-    return source.room_for(sum(linear.nbytes for linear in linears), whole)
+    whole = dict.fromkeys(ref for linear in linears if linear.share == 1 for ref in linear.refs)
+    return source.room_for(sum(linear.nbytes for linear in linears), list(whole))

@@ -78,6 +78,23 @@ class Patience:
     longest_seconds: float = 60.0
 
 
+def hub_headers(token: str | None) -> dict[str, str]:
+    """Return the headers of a request, with the token, if there is one.
+
+    token  the one that is logged in where it is None
+
+    huggingface_hub's own function asks the Hub for a list of agents first, and waits for its last
+    byte without end.
+    """
+    from huggingface_hub.utils._headers import get_token_to_send
+    from huggingface_hub.utils._runtime import get_hf_hub_version
+
+    headers = {"user-agent": f"fp4convert; hf_hub/{get_hf_hub_version()}"}
+    if known := get_token_to_send(token):
+        headers["authorization"] = f"Bearer {known}"
+    return headers
+
+
 class Retry:
     """Waits between two tries; threads that ask one server share it.
 

@@ -17,6 +17,7 @@ import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from http.client import HTTPResponse
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -38,7 +39,7 @@ from fp4convert.storage.hub.api import (
 from fp4convert.storage.hub.watch import Watch
 
 HOPS = 5  # redirects inside the Hub
-CHUNK_NBYTES = 512 << 10  # read from a reply at once: stays in a core's own cache
+CHUNK_NBYTES = 2 << 20  # read from a reply at once, at most
 MOST_IDLE = 1 << 10  # connections to one host that are kept: more than anybody opens
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 LOGGERS = ("urllib3.connection", "urllib3.connectionpool")  # which log addresses
@@ -129,8 +130,8 @@ class RangeReader:
                     where = f"at byte {start + done} from {host}"
                     raise SourceError(
                         "source-unreachable",
-                        f"{file.name} cannot be read {where}: {failures} tries without progress,"
-                        f" the last: {again}",
+                        f"{file.name} cannot be read {where}: {failures} tries without progress"
+                        f" (expected {self._progress}), the last: {again}",
                         AGAIN,
                     ) from None
 
@@ -161,19 +162,22 @@ class RangeReader:
             self._judge_range(file, reply, start, start + buffer.nbytes, is_hub)
             with self._watch.over(reply.shutdown) as transfer:
                 try:
+                    body = _body_of(reply)
                     while transfer.nbytes < buffer.nbytes:
                         # What is there, not what is asked for: that could take any time to come.
-                        data = reply.read1(min(CHUNK_NBYTES, buffer.nbytes - transfer.nbytes))
+                        count = _read_some(reply, body, buffer[transfer.nbytes :][:CHUNK_NBYTES])
                         self._check_running()
-                        if not data:
+                        if not count:
                             raise AgainError("the reply ended early")
-                        buffer[transfer.nbytes : transfer.nbytes + len(data)] = data
-                        transfer.nbytes += len(data)
-                        yield len(data)
-                    is_over = not reply.read(1)  # whatever else comes, nobody asked for it
+                        transfer.nbytes += count
+                        yield count
+                    # Whatever else comes, nobody asked for it.
+                    is_over = not body.length if body else not reply.read(1)
+                    if body and is_over:
+                        body.close()  # or its connection could not be used again
                 except (AgainError, HTTPError, OSError):
                     if transfer.is_ended:
-                        raise self._too_slow() from None
+                        raise AgainError(f"it sent less than {self._progress}") from None
                     raise
         finally:
             with self._lock:
@@ -182,9 +186,9 @@ class RangeReader:
                 reply.close()
             reply.release_conn()
 
-    def _too_slow(self) -> AgainError:
-        least, seconds = size_text(self._watch.least_nbytes), duration_text(self._watch.seconds)
-        return AgainError(f"less than {least} came in {seconds}")
+    @property
+    def _progress(self) -> str:
+        return f"{size_text(self._watch.least_nbytes)} in {duration_text(self._watch.seconds)}"
 
     def _judge_range(
         self, file: RemoteFile, reply: BaseHTTPResponse, start: int, end: int, is_hub: bool
@@ -277,6 +281,29 @@ class RangeReader:
     def _watched(self, pools: PoolManager) -> PoolManager:
         pools.pool_classes_by_scheme = self._watch.pools()
         return pools
+
+
+def _body_of(reply: BaseHTTPResponse) -> HTTPResponse | None:
+    """Return what is under a reply of known length; None for another.
+
+    urllib3 has no way to read into a buffer what has come by then.
+    """
+    body = getattr(reply, "_fp", None)
+    is_plain = isinstance(body, HTTPResponse) and body.length is not None and not body.chunked
+    return body if is_plain else None
+
+
+def _read_some(reply: BaseHTTPResponse, body: HTTPResponse | None, buffer: memoryview) -> int:
+    """Read into the buffer what has come; return its bytes, 0 at the end."""
+    if body is None:
+        data = reply.read1(buffer.nbytes)
+        buffer[: len(data)] = data
+        return len(data)
+    if not body.length:
+        return 0
+    count = int(body.fp.readinto1(buffer[: body.length]))
+    body.length -= count
+    return count
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:

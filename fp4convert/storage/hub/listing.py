@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from fp4convert.errors import Fp4Error, InputError, SourceError, shell_line
+from fp4convert.progress import duration_text
 from fp4convert.storage.checkpoint_files import no_subfolder
 from fp4convert.storage.hub.api import (
     PASSING,
@@ -102,6 +103,7 @@ def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
     api = HfApi(endpoint=constants.ENDPOINT, token=access.token)
     revision = access.revision or commit_begun(access.output, repo)
     retry, failures = Retry(patience, access.tell), 0
+    limit = LIST_FACTOR * patience.timeout_seconds
     while True:
         seconds = None
         try:
@@ -111,7 +113,9 @@ def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
                 )
             )
             # The time limit of a request counts from one byte to the next.
-            return listing.result(LIST_FACTOR * patience.timeout_seconds)
+            return listing.result(limit)
+        except TimeoutError:
+            reason = f"its answer did not end in {duration_text(limit)}"
         except HFValidationError:
             detail = f"{repo}: no such folder, and no name that the Hub knows"
             raise InputError("no-source", detail) from None

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -36,11 +37,13 @@ CONNECTIONS = 8
 PIECE_NBYTES = 8 << 20
 REQUESTS = 4  # for a piece that comes differently each time, after the first
 LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
-# Pieces of a stream that nobody has asked for yet; as many may have been asked for that are not
+# Pieces of streams that nobody has asked for yet; as many may have been asked for that are not
 # hashed yet.
 AHEAD = 4
-# Of the budget: what scale groups leave to everything else.
+# Of the budget: what scale groups leave to everything else, however many files are streamed.
 SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES
+OWN_NBYTES = 100 << 20  # of the budget: the interpreter with its packages, and panels at work
+STALL_SECONDS = 1.0  # without a step of any reader, after which nobody is on the way to a piece
 AGAIN = "Run the same command again."
 
 
@@ -63,13 +66,26 @@ class Hashed(NamedTuple):
     digest: bytes
 
 
+class Hold(NamedTuple):
+    """Memory for what is read more than once, from when it was granted.
+
+    ranges  of which every byte will be read again: they stay
+    """
+
+    nbytes: int
+    ranges: tuple[Piece, ...]
+    is_granted: threading.Event
+
+
 class Pieces:
     """The pieces that are in memory or on their way.
 
-    Pieces that were read are dropped first, then the least recently used.
+    One budget of memory for all streams.  Pieces that were read are dropped first, then the least
+    recently used; nothing is fetched ahead that there is no room for.
 
     read_into      (file, start, buffer): fills the buffer, called by several threads
-    budget_nbytes  to be kept; pieces on their way come on top where it is less than they are
+    budget_nbytes  of the process, as far as a scale group fits; one that does not fit beside the
+                   rest, but in these bytes, is held whole all the same, alone
     connections    how many pieces are fetched at once; None for as many as are found right here
     is_sure        True for a file whose bytes need no second request
     """
@@ -83,6 +99,8 @@ class Pieces:
     ) -> None:
         self._read_into = read_into
         self._budget_nbytes = budget_nbytes
+        # For scale groups, at once.
+        self._groups_nbytes = max(0, budget_nbytes - OWN_NBYTES - SPARE_NBYTES)
         self._is_sure = is_sure
         self.connections = connections or CONNECTIONS
         self._free: list[NDArray[np.uint8]] = []  # memory that nobody looks at any more
@@ -95,9 +113,9 @@ class Pieces:
         self._whole: dict[str, tuple[Piece, Hashed]] = {}  # small files, by name
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
-        self._held_nbytes = 0
-        self._held: tuple[Piece, ...] = ()
-        self._released = threading.Condition()
+        self._granted: tuple[Hold, ...] = ()
+        self._asked: deque[Hold] = deque()  # for room, in the order of their asking
+        self._streams = 0  # under way
 
     def take_buffer(self, nbytes: int) -> memoryview:
         """Return so many bytes, which hold anything.
@@ -197,29 +215,48 @@ class Pieces:
         with self._lock:
             self._spent.update(piece for piece in pieces if piece in self._known)
 
+    def count_streams(self, change: int) -> None:
+        with self._lock:
+            self._streams += change
+
+    def share_of(self, count: int) -> int:
+        """Return how many of so many pieces each stream has."""
+        return max(1, count // max(1, self._streams))
+
+    def has_room(self, piece: Piece) -> bool:
+        """Tell whether a piece is there, or fits beside what is needed."""
+        with self._lock:
+            spent = (one for one in self._spent if not self.is_held(one))
+            needed_nbytes = self._nbytes - sum(one.stop - one.start for one in spent)
+            most = SPARE_NBYTES + self._groups_nbytes
+            return piece in self._known or needed_nbytes + PIECE_NBYTES <= most
+
+    def is_held(self, piece: Piece) -> bool:
+        """Tell whether there is room for a piece until it was read twice."""
+        return any(
+            held.file == piece.file and held.start < piece.stop and piece.start < held.stop
+            for hold in self._granted
+            for held in hold.ranges
+        )
+
     def _make_room(self) -> None:
-        """Drop what was read and is not held, then whatever is oldest."""
-        kept_nbytes = SPARE_NBYTES + self._held_nbytes
+        """Drop what was read and is not held, then whatever is oldest.
+
+        Of these first what needs no room any more, and last what is held.
+        """
+        held_nbytes = sum(hold.nbytes for hold in self._granted)
+        kept_nbytes = SPARE_NBYTES + min(held_nbytes, self._groups_nbytes)
         if self._nbytes > kept_nbytes:
-            held = self._held
-            spent = [
-                piece
-                for piece in self._known
-                if piece in self._spent
-                and not any(
-                    other.file == piece.file
-                    and other.start < piece.stop
-                    and piece.start < other.stop
-                    for other in held
-                )
-            ]
-            self._drop(spent, kept_nbytes)
-        if self._nbytes > self._budget_nbytes:
-            self._drop(list(self._known), self._budget_nbytes)
+            spent = [piece for piece in self._known if piece in self._spent]
+            self._drop([piece for piece in spent if not self.is_held(piece)], kept_nbytes)
+        if self._nbytes > (most := SPARE_NBYTES + self._groups_nbytes):
+            self._drop(sorted(self._known, key=self.is_held), most)
 
     def _drop(self, pieces: list[Piece], kept_nbytes: int) -> None:
         """Drop the first of these that are there, down to so many bytes."""
         for piece in pieces:
+            if self._nbytes <= kept_nbytes:
+                return
             if self._known[piece].done():
                 future = self._known.pop(piece)
                 if piece.is_hashed and piece not in self._hashed and not future.exception():
@@ -227,34 +264,57 @@ class Pieces:
                     self._hashed[piece] = Hashed(hashlib.sha256(), digest)
                 self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
-                if self._nbytes <= kept_nbytes:
-                    return
 
     @contextmanager
     def room_for(self, nbytes: int, ranges: Iterable[Piece] = ()) -> Iterator[None]:
         """Hold memory for bytes that are read more than once.
 
-        Waits until they fit beside what others hold; one always may.
+        Waits until they fit beside what others hold, who are served in the order of their asking;
+        one always may.  What one had at once, others may have at once after it.
 
         ranges  of which every byte will be read again: they stay
         """
-        limit, ranges = max(0, self._budget_nbytes - SPARE_NBYTES), tuple(ranges)
-        with self._released:
-            self._released.wait_for(
-                lambda: not self._held_nbytes or self._held_nbytes + nbytes <= limit
-            )
-            self._held_nbytes += nbytes
-            self._held += ranges
+        if not nbytes:
+            yield
+            return
+        hold = Hold(nbytes, tuple(ranges), threading.Event())
+        with self._lock:
+            self._asked.append(hold)
+            self._grant()
+        hold.is_granted.wait()
         try:
             yield
         finally:
-            with self._released:
-                self._held_nbytes -= nbytes
-                left = list(self._held)
-                for piece in ranges:
-                    left.remove(piece)
-                self._held = tuple(left)
-                self._released.notify_all()
+            with self._lock:
+                self._granted = tuple(each for each in self._granted if each is not hold)
+                self._grant()
+
+    def _grant(self) -> None:
+        """Give room to those who have asked for it first."""
+        while self._asked:
+            nbytes = self._asked[0].nbytes + sum(hold.nbytes for hold in self._granted)
+            if self._granted and nbytes > self._groups_nbytes:
+                return
+            hold = self._asked.popleft()
+            self._granted += (hold,)
+            self._groups_nbytes = max(self._groups_nbytes, min(nbytes, self._budget_nbytes))
+            hold.is_granted.set()
+
+    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+        """Count the memory that is held where these ask for room in turn.
+
+        at_once  how many groups have readers
+        """
+        room_nbytes, most_nbytes = self._groups_nbytes, 0
+        for first in range(len(groups)):
+            nbytes = groups[first]
+            room_nbytes = max(room_nbytes, min(nbytes, self._budget_nbytes))
+            for other in groups[first + 1 : first + at_once]:
+                if nbytes + other > room_nbytes:
+                    break
+                nbytes += other
+            most_nbytes = max(most_nbytes, min(nbytes, room_nbytes))
+        return SPARE_NBYTES + most_nbytes
 
     def forget(self, file: str) -> None:
         """Drop every piece of a file, whatever it was."""
@@ -314,41 +374,67 @@ class Stream:
         self._wanted: set[int] = set()
         self._unread = [piece.stop - piece.start for piece in self._all]
         self._at = 0  # number of the piece that is hashed next
-        self._is_waiting = False
+        self._early: set[int] = set()  # hashed before anybody has asked for them
+        self._given_up = 0  # number below which nobody is on the way to a piece
+        self._steps = 0  # of readers, and of the hash
         self._changed = threading.Condition()
-        self._is_ending = self._is_stopped = False
+        self._is_waiting = self._is_ending = self._is_stopped = False
         self._error: BaseException | None = None
+        pieces.count_streams(1)
         self._thread = threading.Thread(target=self._run, name=f"stream {file}", daemon=True)
         self._thread.start()
 
     def cover(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces that hold a range.
 
-        Waits until the hash is not far from them, or waits for readers itself.
+        Waits until the hash is not far from them.
         """
         numbers = range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES))
         if not self._wanted.issuperset(numbers):
             with self._changed:
                 self._wanted.update(numbers)
-                self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: numbers[0] - self._at < AHEAD or self._is_waiting or self._is_stopped
-                )
+                self._early.difference_update(numbers)
+                self._note_step()
+                self._wait_for_hash(numbers[0])
         return [self._all[number] for number in numbers]
+
+    def is_near(self, start: int) -> bool:
+        """Tell whether a reader would not wait for the hash, or not long."""
+        return start // PIECE_NBYTES - self._at < AHEAD + CONNECTIONS
+
+    def _wait_for_hash(self, number: int) -> None:
+        """Wait until the hash is near a piece.
+
+        Where it waits for other readers, and none of them comes, it is sent on.
+        """
+        steps = self._steps
+        while not self._changed.wait_for(
+            lambda: number - self._at < AHEAD or self._is_stopped, STALL_SECONDS
+        ):
+            if steps == self._steps and self._is_waiting:
+                self._given_up = max(self._given_up, number)
+                self._early.clear()
+                self._changed.notify_all()
+            steps = self._steps
+
+    def _note_step(self) -> None:
+        self._steps += 1
+        self._changed.notify_all()
 
     def have_read(self, start: int, stop: int) -> None:
         """Note that a reader has that range.
 
         Pieces that were read to their last byte need not stay.
         """
-        for number in range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES)):
-            piece = self._all[number]
-            with self._changed:
+        with self._changed:
+            for number in range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES)):
+                piece = self._all[number]
                 self._unread[number] -= min(stop, piece.stop) - max(start, piece.start)
-            self._spend(number)
+                self._spend(number)
+            self._note_step()
 
     def _spend(self, number: int) -> None:
-        if self._unread[number] <= 0 and number < self._at:
+        if number < self._at and (self._unread[number] <= 0 or self._is_ending):
             self._pieces.spend([self._all[number]])
 
     def end(self) -> None:
@@ -359,6 +445,7 @@ class Stream:
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
+        self._pieces.spend(self._all[: self._at])
         self._thread.join()
         self._pieces.spend(self._all)
         if self._error is not None:
@@ -373,40 +460,64 @@ class Stream:
 
     def _run(self) -> None:
         try:
-            for number, piece in enumerate(self._all):
-                with self._changed:
-                    self._is_waiting = not self._may_go_on(number)
-                    self._changed.notify_all()
-                    self._changed.wait_for(partial(self._may_go_on, number))
-                    self._is_waiting = False
-                if self._is_stopped:
+            for number in range(len(self._all)):
+                self._wait_for_readers(number)
+                if self._is_stopped or not self._hash_piece(number):
                     return
-                last = number + self._pieces.connections
-                coming = [self._pieces.fetch(later) for later in self._all[number:last]]
-                data = coming[0].result()
-                known = memoryview(self._head)[piece.start : piece.stop]
-                if not _is_same(known, data[: known.nbytes]):
-                    detail = f"{piece.file} begins with other bytes than when its header was read"
-                    raise SourceError(CORRUPT, detail, AGAIN)
-                before = self._hash.copy()
-                self._hash.update(data)
-                with self._changed:
-                    if self._is_stopped:  # what another stream of the file notes may not be ours
-                        return
-                    self._pieces.note_hash(piece, Hashed(before, self._hash.digest()))
-                    self._at = number + 1
-                    self._changed.notify_all()
-                self._spend(number)
         except BaseException as error:  # raised again where the stream ends
             self._error = error
         finally:
+            self._pieces.count_streams(-1)
             self.stop()
 
+    def _wait_for_readers(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(partial(self._may_go_on, number))
+            if number not in self._wanted and not self._pieces.is_held(self._all[number]):
+                self._early.add(number)
+
     def _may_go_on(self, number: int) -> bool:
-        """Tell whether readers are near enough to fetch a piece for."""
+        """Tell whether readers are near enough to fetch a piece for.
+
+        A piece that has its room need not be waited for, nor one that nobody is on the way to.
+        """
+        self._is_waiting = False
         if self._is_ending or self._is_stopped or number in self._wanted:
             return True
-        return number - sum(wanted < number for wanted in self._wanted) < AHEAD
+        if self._pieces.is_held(self._all[number]) or number < self._given_up:
+            return True
+        if len(self._early) < self._pieces.share_of(AHEAD):
+            return True
+        self._is_waiting = True
+        return False
+
+    def _hash_piece(self, number: int) -> bool:
+        """Fetch and hash a piece, and fetch those after it meanwhile.
+
+        Returns  False where it was stopped
+        """
+        piece = self._all[number]
+        coming = self._pieces.fetch(piece)
+        last = number + self._pieces.share_of(self._pieces.connections)
+        for later in self._all[number + 1 : last]:
+            if not self._pieces.has_room(later):
+                break
+            self._pieces.fetch(later)
+        data = coming.result()
+        known = memoryview(self._head)[piece.start : piece.stop]
+        if not _is_same(known, data[: known.nbytes]):
+            detail = f"{piece.file} begins with other bytes than when its header was read"
+            raise SourceError(CORRUPT, detail, AGAIN)
+        before = self._hash.copy()
+        self._hash.update(data)
+        with self._changed:
+            if self._is_stopped:  # what another stream of the file notes may not be ours
+                return False
+            self._pieces.note_hash(piece, Hashed(before, self._hash.digest()))
+            self._at = number + 1
+            self._spend(number)
+            self._note_step()
+        return True
 
 
 def _is_same(one: memoryview, other: memoryview) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -31,7 +32,7 @@ from fp4convert.storage.checkpoint_files import (
     sort_others,
     sort_pipeline,
 )
-from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.api import Patience, hub_headers
 from fp4convert.storage.hub.fetchers import do_aside
 from fp4convert.storage.hub.hashes import corrupt, hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
@@ -39,7 +40,6 @@ from fp4convert.storage.hub.listing import list_files
 from fp4convert.storage.hub.prefetch import (
     CONNECTIONS,
     PIECE_NBYTES,
-    SPARE_NBYTES,
     Piece,
     Pieces,
     Stream,
@@ -67,13 +67,12 @@ class HubSource:
     ) -> None:
         """Open a repository, or the one file of it."""
         from huggingface_hub import constants
-        from huggingface_hub.utils._headers import build_hf_headers
 
         patience = patience or Patience()
         self.name = single.removesuffix(GGUF) or name_of(reference)
         self._repo, self._single = reference, single
         self._tell = access.tell
-        headers = build_hf_headers(token=access.token, library_name="fp4convert")
+        headers = hub_headers(access.token)
         check_token(headers)
         # In a thread: an interrupt does not wait for name servers.
         listing = do_aside(partial(list_files, reference, access, patience))
@@ -82,10 +81,10 @@ class HubSource:
         if access.transport == "xet":
             token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
             self._reader = XetReader(self._reader, token_url, headers)
-        self.held_nbytes = access.memory_nbytes + SPARE_NBYTES
         is_cached = self._cached.__contains__
-        self._pieces = Pieces(self._fill, self.held_nbytes, access.connections, is_cached)
+        self._pieces = Pieces(self._fill, access.memory_nbytes, access.connections, is_cached)
         self._streams: dict[str, Stream] = {}
+        self._own_files: dict[int, str] = {}  # of threads that read other shards, too
         self._heads: dict[str, bytes] = {}  # what each shard's header was made of
         self._sound: set[str] = set()  # files of the cache that were hashed
         self._lock = threading.Lock()
@@ -110,6 +109,9 @@ class HubSource:
     def _views(self, file: str, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, in parts that follow one another."""
         stream = self._streams.get(file)
+        if stream and self._own_files.get(threading.get_ident(), file) != file:
+            # Nobody waits for a shard that others work at.
+            stream = stream if stream.is_near(start) else None
         if not stream and file in self._cached:
             self._check_cached(file)
         pieces = stream.cover(start, stop) if stream else self._pieces.cover(file, start, stop)
@@ -200,9 +202,31 @@ class HubSource:
             self._pieces.end_hash(file)
             del self._streams[file]
 
-    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        pieces = (Piece(ref.file, ref.start, ref.start + ref.nbytes) for ref in refs)
-        return self._pieces.room_for(nbytes, pieces)
+    @contextmanager
+    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> Iterator[None]:
+        together = defaultdict(list)
+        for ref in refs:
+            together[ref.file].append(Piece(ref.file, ref.start, ref.start + ref.nbytes))
+        if len(together) > 1:
+            self._own_files[threading.get_ident()] = next(iter(together))
+        # What lies between the tensors of a group is fetched with them, and stays, where it is
+        # less than they are.
+        ranges = []
+        for file, own in together.items():
+            hull = Piece(file, min(each.start for each in own), max(each.stop for each in own))
+            own_nbytes = sum(each.stop - each.start for each in own)
+            more_nbytes = hull.stop - hull.start - own_nbytes
+            is_whole = file in self._streams and more_nbytes < own_nbytes
+            ranges += [hull] if is_whole else own
+            nbytes += more_nbytes if is_whole else 0
+        try:
+            with self._pieces.room_for(nbytes, ranges):
+                yield
+        finally:
+            self._own_files.pop(threading.get_ident(), None)
+
+    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+        return min(self._pieces.held_nbytes(groups, at_once), self.checkpoint.nbytes)
 
     def stop(self) -> None:
         self._pieces.close()

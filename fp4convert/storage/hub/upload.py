@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, WEIGHTS
-from fp4convert.storage.hub.api import AGAIN, POLL_SECONDS, Asker, Patience
+from fp4convert.storage.hub.api import AGAIN, POLL_SECONDS, Asker, Patience, hub_headers
 from fp4convert.storage.hub.hashes import hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
 
@@ -113,7 +113,6 @@ class Pusher:
     def _check_request(self, names: Iterable[str], token: str | None) -> dict[str, str]:
         """Check that requests can be made, and return their headers."""
         from huggingface_hub import constants, get_token
-        from huggingface_hub.utils._headers import build_hf_headers
         from huggingface_hub.utils._validators import validate_repo_id
 
         check_endpoint(constants.ENDPOINT)
@@ -130,7 +129,7 @@ class Pusher:
         if not (token or get_token()):
             detail = f"{self.repo}: nothing is pushed without a token"
             raise AccessError("no-token", detail, "hf auth login, or set HF_TOKEN.")
-        headers = build_hf_headers(token=token, library_name="fp4convert")
+        headers = hub_headers(token)
         check_token(headers)
         return headers
 

@@ -91,9 +91,18 @@ class Watch:
 
         class Watched:
             def getresponse(self: Any) -> Any:
+                with self.watched():
+                    return super().getresponse()  # type: ignore[misc]
+
+            def _tunnel(self: Any) -> None:
+                with self.watched():  # a proxy's answer to CONNECT
+                    super()._tunnel()  # type: ignore[misc]
+
+            @contextmanager
+            def watched(self: Any) -> Iterator[None]:
                 with watch.over(partial(self.sock.shutdown, socket.SHUT_RD)) as transfer:
                     try:
-                        return super().getresponse()  # type: ignore[misc]
+                        yield
                     finally:
                         if transfer.is_ended:  # or what came by then counts as the head
                             raise TimeoutError("the head of the reply did not come") from None

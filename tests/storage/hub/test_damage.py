@@ -154,9 +154,9 @@ def test_a_piece_that_is_fetched_again_with_a_flipped_byte_is_no_part_of_an_arti
     hub, tmp_path, monkeypatch
 ):
     """Pieces of 64 KB and no memory for them: what was measured is fetched again to be rounded."""
-    for name, value in {"PIECE_NBYTES": 1 << 16, "SPARE_NBYTES": 1 << 16}.items():
-        monkeypatch.setattr(prefetch, name, value)
-        monkeypatch.setattr(source, name, value)
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 1 << 16)
+    for module in (prefetch, source):
+        monkeypatch.setattr(module, "PIECE_NBYTES", 1 << 16)
     folder = write_checkpoint(
         tmp_path / "m", {"model.safetensors": {"a.weight": weight(0, 4096, 1024)}}
     )

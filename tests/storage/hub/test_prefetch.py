@@ -6,7 +6,9 @@ import hashlib
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
@@ -38,6 +40,7 @@ class File:
 @pytest.fixture
 def file(monkeypatch):
     monkeypatch.setattr(prefetch, "PIECE_NBYTES", 1 << 10)
+    monkeypatch.setattr(prefetch, "OWN_NBYTES", 0)
     return File()
 
 
@@ -50,7 +53,8 @@ def test_a_range_is_split_into_parts_that_follow_one_another(stop):
     assert split("f", 7, 7) == []
 
 
-def test_a_piece_is_fetched_once_while_there_is_room(file):
+def test_a_piece_is_fetched_once_while_there_is_room(file, monkeypatch):
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 0)
     kept = Pieces(file.read_into, 2 << 10)
     for number in (0, 1, 0, 1, 2, 2, 1, 0):
         piece = Piece("f", number << 10, (number + 1) << 10, True)
@@ -308,3 +312,120 @@ def test_a_piece_that_is_fetched_again_is_what_it_was(is_ahead, times, file, mon
         assert bytes(kept.fetch(twice).result()) == DATA[30 << 10 : 31 << 10]
     kept.end_hash("f")
     assert not kept._hashed
+
+
+def read_whole(kept: Pieces, stream: Stream, start: int, stop: int) -> bytes:
+    """Read a range through a stream, in parts that lie across pieces."""
+    found = b""
+    for at in range(start, stop, 700):
+        end = min(at + 700, stop)
+        covers = stream.cover(at, end)
+        data = b"".join(bytes(kept.fetch(piece).result()) for piece in covers)
+        found += data[at - covers[0].start :][: end - at]
+        stream.have_read(at, end)
+    return found
+
+
+@pytest.mark.parametrize("budget", [20 << 10, 40 << 10, 1 << 20])
+def test_two_files_at_once_share_the_memory_and_nothing_comes_twice(file, budget, monkeypatch):
+    """Groups of 16 KB of either file are read twice by two readers each; a budget of 20 KB holds
+    one of them beside what flows.
+    """
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 12 << 10)
+    fetched, most, lock = [], [0], threading.Lock()
+
+    def read_into(name: str, start: int, buffer: memoryview) -> None:
+        with lock:
+            fetched.append((name, start))
+            most[0] = max(most[0], kept._nbytes)
+        buffer[:] = DATA[start : start + buffer.nbytes]
+
+    kept, wrong = Pieces(read_into, budget), []
+
+    def do_group(stream: Stream, name: str, start: int) -> None:
+        stop = start + (16 << 10)
+        with kept.room_for(stop - start, [Piece(name, start, stop)]):
+            read_whole(kept, stream, start + (9 << 10), start + (9 << 10) + 10)  # a glance
+            for _ in range(2):
+                if read_whole(kept, stream, start, stop) != DATA[start:stop]:
+                    wrong.append((name, start))
+
+    def do_file(name: str) -> None:
+        stream = Stream(kept, name, NBYTES, SHA256)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(partial(do_group, stream, name), range(0, NBYTES, 16 << 10)))
+        stream.end()
+
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(do_file, name) for name in ("f", "g")]
+        assert not [future.exception(60) for future in done if future.exception(60)]
+    assert not wrong
+    assert sorted(fetched) == sorted(set(fetched))
+    groups_nbytes = max(16 << 10, budget - (12 << 10))
+    assert most[0] <= (12 << 10) + groups_nbytes + (4 << 10)  # a piece at the borders of each
+
+
+def test_readers_far_apart_have_nothing_fetched_twice(file, monkeypatch):
+    """One copies the first half, one the second, which the hash reaches later."""
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 12 << 10)
+    kept = Pieces(file.read_into, 0)
+    stream = Stream(kept, "f", NBYTES, SHA256)
+
+    def read(start: int) -> bytes:
+        time.sleep(0.002)
+        return read_whole(kept, stream, start, start + NBYTES // 2)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert b"".join(pool.map(read, (0, NBYTES // 2))) == DATA
+    stream.end()
+    assert sorted(file.fetched) == sorted(set(file.fetched))
+
+
+def test_a_reader_goes_on_where_nobody_reads_what_lies_before(file, monkeypatch):
+    monkeypatch.setattr(prefetch, "STALL_SECONDS", 0.05)
+    kept = Pieces(file.read_into, 0)
+    stream = Stream(kept, "f", NBYTES, SHA256)
+    assert read_whole(kept, stream, 50 << 10, NBYTES) == DATA[50 << 10 :]
+    stream.end()
+
+
+def test_a_reader_of_a_group_does_not_wait_for_what_it_holds_itself(file, monkeypatch):
+    monkeypatch.setattr(prefetch, "STALL_SECONDS", 100.0)
+    kept = Pieces(file.read_into, 1 << 20)
+    stream = Stream(kept, "f", NBYTES, SHA256)
+    with kept.room_for(NBYTES, [Piece("f", 0, NBYTES)]):
+        assert read_whole(kept, stream, 63 << 10, NBYTES) == DATA[63 << 10 :]
+    stream.end()
+
+
+def test_room_is_given_in_the_order_of_asking(file, monkeypatch):
+    """A small group that would fit waits behind a large one, which would have to wait longer."""
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 0)
+    kept, order = Pieces(file.read_into, 100), []
+
+    def use(name: str, nbytes: int) -> None:
+        with kept.room_for(nbytes):
+            order.append(name)
+
+    with kept.room_for(60):
+        asking = []
+        for name, nbytes in (("large", 90), ("small", 10)):
+            asking.append(threading.Thread(target=use, args=(name, nbytes)))
+            asking[-1].start()
+            time.sleep(0.05)
+        assert order == []
+    for thread in asking:
+        thread.join(5)
+    assert order == ["large", "small"]
+
+
+def test_what_is_held_is_told_before(file, monkeypatch):
+    """Three at once where they fit; the largest alone where it does not; none that is larger than
+    all of the memory.
+    """
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 1000)
+    for budget, expected in ((10_000, 1000 + 600), (1500, 1000 + 500), (1300, 1000 + 300)):
+        assert Pieces(file.read_into, budget).held_nbytes([100, 200, 300, 100], 3) == expected, (
+            budget
+        )
+    assert Pieces(file.read_into, 100).held_nbytes([400], 3) == 1100

@@ -5,13 +5,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
-from checkpoints import run
+from checkpoints import FIRST, run, write_llama
+from paths import ROOT
 
 from fp4convert.errors import SourceError
 from fp4convert.storage.hub.api import Patience
 from fp4convert.storage.hub.http import RangeReader, RemoteFile
+from fp4convert.storage.hub.listing import LIST_FACTOR
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
 RANGE = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-99999/100000\r\n"
@@ -72,9 +75,9 @@ def _talk(connection: socket.socket, send: Callable[[socket.socket, int], None])
     ("send", "words"),
     [
         (drip_head, "did not answer in time"),
-        (drip_body, "less than 0.20 kB came in 0.40 s"),
-        (drip_chunks, "less than 0.20 kB came in 0.40 s"),
-        (drip_the_length_of_a_chunk, "less than 0.20 kB came in 0.40 s"),
+        (drip_body, "it sent less than 0.20 kB in 0.40 s"),
+        (drip_chunks, "it sent less than 0.20 kB in 0.40 s"),
+        (drip_the_length_of_a_chunk, "it sent less than 0.20 kB in 0.40 s"),
         (end_after_a_byte, "the reply ended early"),
     ],
 )
@@ -92,6 +95,7 @@ def test_a_server_that_gets_nowhere_is_given_up(send, words):
     assert time.monotonic() - began < SOON
     assert caught.value.code == "source-unreachable"
     assert words in caught.value.message
+    assert "3 tries without progress (expected 0.20 kB in 0.40 s)" in caught.value.message
     assert any("try 3 of 3" in line for line in told)
 
 
@@ -133,6 +137,7 @@ def test_a_list_of_files_that_drips_is_given_up(monkeypatch):
     assert time.monotonic() - began < SOON
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-unreachable")
     assert "cannot be listed by 127.0.0.1" in outcome.json["error"]["message"]
+    assert "its answer did not end in 0.90 s" in outcome.json["error"]["message"]
 
 
 def _drip_list(connection: socket.socket) -> None:
@@ -140,3 +145,37 @@ def _drip_list(connection: socket.socket) -> None:
         connection.recv(65536)
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n{")
         slowly(connection, b" " * 99999)
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "after"),
+    [("storage", "GET", 0), ("storage", "GET", 2), ("hub", "HEAD", 0)],
+    ids=["a header", "a shard", "the head of a reply"],
+)
+def test_a_byte_now_and_then_ends_the_command_with_exit_3(
+    where, method, after, hub, tmp_path, monkeypatch
+):
+    """With the tries and the bytes that the command has, on a clock that is much faster."""
+    usual = Patience()
+    patience = replace(usual, least_seconds=0.2, first_seconds=0.01, longest_seconds=0.1)
+    monkeypatch.setattr("fp4convert.storage.hub.source.Patience", lambda: patience)
+    hub.add("org/m", write_llama(tmp_path / "m"))
+    hub.fault(
+        "trickle", where=where, match=FIRST, method=method, after=after, times=99, seconds=0.01
+    )
+    began = time.monotonic()
+    outcome = run("quantize", "org/m", "--format", "nvfp4", "--json", "-o", tmp_path / "out")
+    assert time.monotonic() - began < SOON
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-unreachable")
+    assert f"{usual.tries} tries without progress" in outcome.json["error"]["message"]
+    assert outcome.json["error"]["next"].startswith("Check that this host can be reached")
+
+
+def test_the_patience_is_what_the_docs_say():
+    """16 kB in a minute, six tries; a list of files three minutes each."""
+    text = (ROOT / "docs" / "hub.md").read_text()
+    patience = Patience()
+    least = f"{patience.least_nbytes >> 10} KiB in {patience.least_seconds:.0f} seconds"
+    assert least in text
+    assert f"after {patience.tries} tries" in text
+    assert f"{LIST_FACTOR * patience.timeout_seconds / 60:.0f} minutes" in text

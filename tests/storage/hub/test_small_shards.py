@@ -75,8 +75,7 @@ def test_damage_that_stays_is_exit_3_and_the_next_run_completes(hub, folder, tmp
 @pytest.mark.parametrize("after", range(0, 12, 3))
 def test_damage_to_what_is_fetched_again_is_found_too(after, hub, folder, tmp_path, monkeypatch):
     """Without memory a shard goes when it was measured, and comes again to be rounded."""
-    for module in (prefetch, source):
-        monkeypatch.setattr(module, "SPARE_NBYTES", 1)
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 1)
     expected = expect(hub, folder, tmp_path / "a")
     fault = hub.fault("flip", match=SECOND, at=50_000, after=after)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b", "--memory", "0")
