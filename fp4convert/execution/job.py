@@ -39,6 +39,7 @@ from fp4convert.execution.settings import Result, Settings, UnsoundShardError, s
 from fp4convert.execution.workers import Worker, fill_shard, read_again_if_damaged
 from fp4convert.planning.steps import Action, Plan, Task
 from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.disk import nbytes_there
 from fp4convert.storage.source import Source, stopping
 
 OPTIONS = "the options"
@@ -155,7 +156,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         folder.on_named = settings.on_named
         run = _Run(job, worker, folder, settings)
         ending = run.work()
-        own_nbytes = sum((output / file).stat().st_size for file in folder.hashes)
+        own_nbytes = sum(nbytes_there(output / file) or 0 for file in folder.hashes)
         own_shards = sum(shard.file in folder.hashes for shard in job.plan.shards)
     # Count what the whole job did, or after one of several parts what that part did.
     share, target, tasks = settings.share, job.plan.target, job.plan.tasks
