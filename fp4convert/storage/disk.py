@@ -9,7 +9,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
@@ -113,6 +113,22 @@ def fsync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def fsync_parents(folder: Path) -> None:
+    """Have the names of a folder and of those above it on the disk.
+
+    Another process may have made them.  Those of other disks, and those that this user may not
+    read, were there before.
+
+    Raises  OSError where it fails
+    """
+    device = folder.stat().st_dev
+    for place in folder.absolute().parents:
+        if place.stat().st_dev != device:
+            return
+        with suppress(PermissionError):
+            fsync_folder(place)
 
 
 def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> str:

@@ -64,7 +64,10 @@ class LocalSource:
         self._lock = threading.Lock()
         self._bus_errors = bus_errors()  # of sources before this one
         self._stamps: dict[str, str] = {}  # of what was there when headers were read
-        self.checkpoint = self._open(may_lack)
+        try:
+            self.checkpoint = self._open(may_lack)
+        except OSError as error:
+            raise _unreadable(error.filename or self._folder, error) from error
         self._stamps = self.checkpoint.stamps
 
     def read(self, ref: TensorRef) -> memoryview:
@@ -73,7 +76,11 @@ class LocalSource:
             if mapped is None:
                 outlive_bus_errors()
                 with self.open_file(ref.file) as stream:
-                    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                    try:
+                        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                    except (OSError, ValueError) as error:  # ValueError: it is empty now
+                        detail = f"{ref.file} cannot be read: {error}"
+                        raise SourceError("source-unreadable", detail, AGAIN) from error
                 shards = self.checkpoint.shards
                 nbytes = next(shard.nbytes for shard in shards if shard.file == ref.file)
                 if len(mapped) != nbytes:
@@ -133,13 +140,22 @@ class LocalSource:
         raise SourceError(code, detail, "Run the same command again once it is back.")
 
     def file_nbytes(self, file: str) -> int:
-        return _regular(self._folder, file).stat().st_size
+        try:
+            return _regular(self._folder, file).stat().st_size
+        except OSError as error:
+            raise _unreadable(file, error) from error
 
     def check_unchanged(self, shard: str) -> None:
         if bus_errors() != self._bus_errors:
             raise lost_pages()
-        path = self._folder / shard
-        if not path.exists() or _stamp(path) != self.checkpoint.stamps[shard]:
+        try:
+            stamp = _stamp(self._folder / shard)
+        except FileNotFoundError:
+            stamp = ""
+        except OSError as error:
+            detail = f"{shard} cannot be read: {error.strerror}"
+            raise SourceError("source-unreadable", detail, "Run it again.") from error
+        if stamp != self.checkpoint.stamps[shard]:
             detail = f"{shard} changed while it was read; expected one that does not change"
             raise SourceError(
                 "source-changed", detail, "Run the command again once nothing writes to it."

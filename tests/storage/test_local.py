@@ -1,5 +1,6 @@
 """A folder, one file, or a snapshot of the Hub's cache: which files it has, and which bytes."""
 
+import errno
 import gc
 import json
 import math
@@ -297,3 +298,33 @@ def test_files_are_closed_with_the_source(tmp_path, recwarn):
     gc.collect()
     own = [each for each in recwarn if str(tmp_path) in str(each.message)]  # not of other tests
     assert [each for each in own if each.category is ResourceWarning] == []
+
+
+def _fail(number=errno.EIO):
+    """The call of a disk that cannot read."""
+
+    def failing(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    return failing
+
+
+def test_a_source_whose_disk_fails_while_it_is_opened_is_refused(tmp_path, monkeypatch):
+    """As a network file system does for a moment; it was a traceback."""
+    folder = write_llama(tmp_path / "m")
+    monkeypatch.setattr("fp4convert.storage.local.read_at", _fail())
+    with pytest.raises(InputError, match="cannot be read: Input/output error"):
+        opened(folder)
+
+
+def test_a_shard_that_cannot_be_mapped_or_looked_at_is_an_unreadable_source(tmp_path, monkeypatch):
+    source = opened(write_llama(tmp_path / "m"))
+    ref = next(iter(source.checkpoint.tensors))
+    with monkeypatch.context() as patch:
+        patch.setattr("fp4convert.storage.local.mmap.mmap", _fail(errno.ESTALE))
+        with pytest.raises(SourceError, match="Stale file handle") as caught:
+            source.read(ref)
+    assert caught.value.code == "source-unreadable"
+    monkeypatch.setattr("fp4convert.storage.local._stamp", _fail())
+    with pytest.raises(SourceError, match="Input/output error"):
+        source.check_unchanged(ref.file)

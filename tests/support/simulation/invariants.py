@@ -1,0 +1,207 @@
+"""What must hold at every step, whatever the code does in between."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+from simulation.disk import Node
+from simulation.machines import Process
+from simulation.scheduler import Violation
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+SOURCE = "/sim/source"
+STATE = ".fp4convert"
+RECORD, REPORT = "quantization_config.json", "quantization_report.json"
+LEASE_SECONDS = 60.0  # as docs/resume.md says it
+# A claim that is waited for may itself be guarded by one of a dead process, and a look takes 3 s.
+LONGEST_WAIT = 2 * LEASE_SECONDS + 30.0
+AT_ONCE = 15.0  # for a dead process of the same machine
+USER = "user"
+
+
+class Rules:
+    """Judge calls while they are made; Violation where one breaks a promise.
+
+    out     the output
+    wanted  name -> its bytes in the artifacts of the plans of this world
+    kept    shards that are finished, and need not be made again from now on
+    """
+
+    def __init__(self, world: World, out: str, wanted: dict[str, set[bytes]]) -> None:
+        self.world = world
+        self.out = out
+        self.wanted = wanted
+        self.kept: set[str] = set()
+        self.is_one_plan = True
+        self._final: dict[int, str] = {}
+
+    def _break(self, words: str) -> Violation:
+        """Note what was seen: the code that is judged may catch the exception."""
+        scheduler = self.world.scheduler
+        scheduler.broken = scheduler.broken or words
+        return Violation(words)
+
+    def _inside(self, path: str) -> str | None:
+        """Return a path below the output; None for one that is elsewhere."""
+        return path[len(self.out) + 1 :] if path.startswith(f"{self.out}/") else None
+
+    def _refuse_elsewhere(self, process: Process, path: str, node: Node) -> None:
+        if path.startswith(SOURCE):
+            raise self._break(f"{process} changes the source: {path}")
+        is_ours = node.is_folder and (self.out == path or self.out.startswith(f"{path}/"))
+        if self._inside(path) is None and not is_ours:
+            raise self._break(f"{process} changes what is not its own: {path}")
+        if node.maker == USER:
+            raise self._break(f"{process} changes a file of somebody else: {path}")
+
+    def changed(self, process: Process, path: str, node: Node) -> None:
+        """Judge a file that is opened to be written, or written; a folder that is made."""
+        self._refuse_elsewhere(process, path, node)
+        if node.inode in self._final:
+            raise self._break(f"{process} writes into {self._final[node.inode]}, which is final")
+
+    def named(self, process: Process, path: str, node: Node) -> None:
+        """Judge a file that gets a name."""
+        self._refuse_elsewhere(process, path, node)
+        file = self._inside(path)
+        if file is None or (before := self.world.disk.find(path)) is None:
+            before = None
+        if before is not None and before.maker == USER:
+            raise self._break(f"{process} takes the place of a file of somebody else: {path}")
+        if file is None or node.is_folder:
+            return
+        if not file.startswith(f"{STATE}/"):
+            self._judge_final(process, file, node)
+        elif file.startswith(f"{STATE}/done/"):
+            self._judge_done(process, node)
+
+    def _judge_final(self, process: Process, file: str, node: Node) -> None:
+        if bytes(node.data) not in self.wanted.get(file, ()):
+            raise self._break(f"{process} gives {file} its name with bytes that are not its own")
+        if node.pending or node.durable != bytes(node.data):
+            raise self._break(f"{process} gives {file} its name before it is on the disk")
+        if file in self.kept:
+            raise self._break(f"{process} makes {file} again, which was finished and whole")
+        if file == RECORD:
+            self.check_durable(f"{process} writes {RECORD}", but=RECORD)
+        self._final[node.inode] = file
+
+    def _judge_done(self, process: Process, node: Node) -> None:
+        if node.durable != bytes(node.data):
+            raise self._break(f"{process} records a task before that record is on the disk")
+        for file, sha256 in json.loads(bytes(node.data))["files"].items():
+            found = self.world.disk.find(f"{self.out}/{file}", is_durable=True)
+            if found is None or hashlib.sha256(found.durable).hexdigest() != sha256:
+                raise self._break(f"{process} records {file} as done before it is on the disk")
+
+    def removed(self, process: Process, path: str, node: Node, target: str = "") -> None:
+        """Judge a name that goes, or that is exchanged for a target."""
+        self._refuse_elsewhere(process, path, node)
+        file = self._inside(path)
+        if file is None or not file.startswith(f"{STATE}/"):
+            if target or (self.is_one_plan and file not in (RECORD, REPORT)):
+                raise self._break(f"{process} takes {path} away")
+            self._final.pop(node.inode, None)
+            return
+        kind = file.split("/")[1]
+        if kind in ("claims", "tmp") and self._is_lively(node.maker, process):
+            raise self._break(f"{process} takes {file} from {node.maker}, which is at work")
+
+    def _is_lively(self, owner: object, other: Process) -> bool:
+        """Tell whether a process is at work, and nothing kept it from saying so."""
+        if not isinstance(owner, Process) or owner is other or owner.is_over:
+            return False
+        silent = self.world.scheduler.now - max(owner.last_frozen, owner.started)
+        return self.world.is_calm and (owner.last_frozen < 0 or silent > LEASE_SECONDS)
+
+    def touched(self, process: Process, path: str, node: Node) -> None:
+        if path.startswith(SOURCE) or node.maker == USER:
+            raise self._break(f"{process} sets the time of {path}")
+
+    def looked(self, process: Process, path: str, node: Node) -> None:
+        """Judge how long a process waits for a claim of a dead one."""
+        owner = node.maker
+        if not isinstance(owner, Process) or not owner.is_over or not self.world.is_calm:
+            return
+        if f"/{STATE}/claims/" not in path:
+            return
+        now = self.world.scheduler.now
+        since = process.looks.setdefault(node.inode, now + process.frozen_seconds)
+        # Of several machines, one that is gone may guard it: it was just about to take it away.
+        is_near = self._is_near(owner, process) and len(self.world.machines) == 1
+        most = AT_ONCE if is_near and node.data else LONGEST_WAIT
+        if now + process.frozen_seconds - since > most * 1.1 + process.frozen_seconds:
+            raise self._break(f"{process} waits {now - since:.0f} s for {path} of the dead {owner}")
+
+    @staticmethod
+    def _is_near(owner: object, process: Process) -> bool:
+        """Tell whether a process sees that another one, dead or alive, is of its machine."""
+        return (
+            isinstance(owner, Process)
+            and owner.machine is process.machine
+            and owner.boot == process.boot
+        )
+
+    def check_durable(self, who: str, but: str = "") -> None:
+        """Refuse an artifact that a power cut could still take away."""
+        for file, wanted in self.wanted.items():
+            if file in (but, REPORT):
+                continue
+            node = self.world.disk.find(f"{self.out}/{file}", is_durable=True)
+            if node is None:
+                if self.is_one_plan:
+                    raise self._break(f"{who}, and {file} is not on the disk")
+            elif node.durable not in wanted:
+                raise self._break(f"{who}, and {file} holds other bytes")
+
+    def check_left(self, harmed: set[str]) -> None:
+        """Judge what a power cut left.
+
+        harmed  files that somebody has damaged
+        """
+        root = self.world.disk.find(self.out)
+        files = self.world.disk.files(root) if root else {}
+        for file, node in files.items():
+            if node.maker == USER or file in harmed:
+                continue
+            if not file.startswith(f"{STATE}/"):
+                if bytes(node.data) not in self.wanted.get(file, ()):
+                    raise self._break(
+                        f"the power cut leaves {file} with bytes that are not its own"
+                    )
+            elif file.startswith(f"{STATE}/done/"):
+                for each, sha256 in json.loads(bytes(node.data))["files"].items():
+                    found = files.get(each)
+                    data = bytes(found.data) if found else b""
+                    if (
+                        self.is_one_plan
+                        and each not in harmed
+                        and hashlib.sha256(data).hexdigest() != sha256
+                    ):
+                        raise self._break(f"the power cut takes {each}, which was finished")
+        lost = [file for file in self.wanted if file not in files and file != REPORT]
+        if RECORD in files and lost and self.is_one_plan:
+            raise self._break(f"the power cut leaves {RECORD} and takes {lost[0]}")
+
+    def check_end(self, wanted: dict[str, bytes], last: Process) -> None:
+        """Judge the output of the last run: exactly the artifact, and nothing left over."""
+        root = self.world.disk.find(self.out)
+        files = self.world.disk.files(root) if root else {}
+        found = {
+            file: bytes(node.data)
+            for file, node in files.items()
+            if not file.startswith(f"{STATE}/") and node.maker != USER
+        }
+        if found != wanted:
+            names = [file for file in found.keys() | wanted if found.get(file) != wanted.get(file)]
+            raise self._break(f"the last run leaves other files: {sorted(names)}")
+        # Of the dead of other machines nobody knows within a minute that they are.
+        for folder in ("claims", "tmp"):
+            node = self.world.disk.find(f"{self.out}/{STATE}/{folder}")
+            for name, left in ((node and node.entries) or {}).items():
+                if self._is_near(left.maker, last) and (left.data or left.is_folder):
+                    raise self._break(f"the last run leaves {folder}/{name}")

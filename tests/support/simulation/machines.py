@@ -1,0 +1,132 @@
+"""Machines with clocks and caches of their own, and the processes on them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fp4convert.errors import Fp4Error
+from simulation.disk import Node
+from simulation.scheduler import Task
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+FIRST_FD = 1 << 20  # of files of simulated processes: no real one is as large
+
+
+@dataclass(eq=False)
+class Machine:
+    """One machine.
+
+    boot           its boot id, another one after each start
+    wall_seconds   how far its clock is from the true time
+    tick           how many of its seconds pass in one
+    slowness       of its calls
+    cache_seconds  for which it believes what it knows of names and times; 0 on a disk of its own
+    namespace      its table of processes
+    """
+
+    name: str
+    host: str
+    boot: str
+    wall_seconds: float
+    start_seconds: float
+    tick: float
+    slowness: float
+    cache_seconds: float
+    namespace: int
+    names: dict[tuple[int, str], tuple[Node | None, float]] = field(default_factory=dict)
+    times: dict[int, tuple[int, int, int, float]] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        self.names.clear()
+        self.times.clear()
+
+
+@dataclass
+class Handle:
+    """An open file."""
+
+    node: Node
+    path: str
+    can_write: bool
+    place: int = 0
+
+
+class Process:
+    """One process: its number, its open files, its threads, and how it ended.
+
+    outcome  "" while it runs; "ok", a code of an error, "killed", or "crash"
+    """
+
+    def __init__(
+        self, world: World, machine: Machine, number: int, what: str, run: Callable[[], Any]
+    ) -> None:
+        self.world = world
+        self.machine = machine
+        self.boot = machine.boot
+        self.number = number
+        self.what = what
+        self.is_over = False
+        self.is_torn = False  # its last write is
+        self.frozen_until = 0.0
+        self.frozen_seconds = 0.0
+        self.last_frozen = -1e9
+        self.ended = 0.0
+        self.started = world.scheduler.now
+        self.outcome = ""
+        self.result: Any = None
+        self.words = ""
+        self.fds: dict[int, Handle] = {}
+        self.next_fd = FIRST_FD
+        self.looks: dict[int, float] = {}  # claims of the dead: since when it knows them
+        self._run = run
+        task = Task(world.scheduler, self, self._main)
+        self.tasks = [task]
+        world.scheduler.begin(task)
+        world.scheduler.living += 1
+
+    def __str__(self) -> str:
+        return f"{self.machine.name}/{self.number}"
+
+    def _main(self) -> None:
+        try:
+            self.result = self._run()
+            self.outcome = "ok"
+        except Fp4Error as error:
+            self.outcome, self.words = error.code, error.message
+            if error.exit_code == 1:
+                self.outcome = "crash"
+        except Exception as error:
+            self.note_crash(error)
+        self.end(self.outcome)
+
+    def note_crash(self, error: BaseException) -> None:
+        self.outcome = "crash"
+        self.words = "".join(traceback.format_exception(error))
+
+    def end(self, outcome: str) -> None:
+        """Stop for good, as after the last step or a SIGKILL."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.world.scheduler.living -= 1
+        self.outcome = outcome
+        self.ended = self.world.scheduler.now
+        self.world.scheduler.note(self, "ends", outcome)
+        self.fds.clear()
+
+    def freeze(self, seconds: float) -> None:
+        now = self.world.scheduler.now
+        self.frozen_until = max(self.frozen_until, now + seconds)
+        self.frozen_seconds += seconds
+        self.last_frozen = self.frozen_until
+
+    def open(self, node: Node, path: str, can_write: bool) -> int:
+        fd = self.next_fd
+        self.next_fd += 1
+        self.fds[fd] = Handle(node, path, can_write)
+        return fd

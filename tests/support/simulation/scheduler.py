@@ -1,0 +1,339 @@
+"""Threads of simulated processes: one runs at a time, and the seed says which.
+
+A thread is a greenlet. It gives way at every call of the system (Scheduler.step), and where it
+waits. The clock goes on by what calls take, and to the next timer when nobody can run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+MOST_STEPS = 60_000  # of a world: ten times what the longest takes
+MOST_SECONDS = 40_000.0  # of virtual time
+
+
+class Violation(Exception):  # noqa: N818
+    """What must never be was seen."""
+
+
+class Task(greenlet):
+    """One thread of a simulated process."""
+
+    def __init__(self, scheduler: Scheduler, process: Any, run: Callable[[], None]) -> None:
+        super().__init__(run, parent=scheduler.hub)
+        self.scheduler = scheduler
+        self.process = process
+        self.token = 0  # of the wait that a timer would end
+        self.is_woken = False
+
+
+class Scheduler:
+    """Who runs, and what time it is.
+
+    now      seconds since the world began
+    steps    calls of the system so far, by which faults are planned
+    hasty    how often a thread goes on after a call, from 0 to 1
+    on_step  is called at each step with the process, the name of the call and its subject
+    """
+
+    def __init__(self, chance: Random, hasty: float, step_seconds: float) -> None:
+        self.chance = chance
+        self.now = 1.0
+        self.steps = 0
+        self.hasty = hasty
+        self.step_seconds = step_seconds
+        self.hub = getcurrent()
+        self.on_step: Callable[[Any, str, str], None] = lambda process, call, subject: None
+        self.is_noted = False
+        self.trace: list[str] = []
+        self.living = 0  # processes
+        self.broken = ""  # the first promise that was
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._random = chance.random
+        self._ready: list[Task] = []
+        self._timers: list[tuple[float, int, Task, int]] = []
+        self._count = 0
+
+    @property
+    def trace_hash(self) -> str:
+        return self._hash.hexdigest()
+
+    def next_number(self) -> int:
+        self._count += 1
+        return self._count
+
+    def begin(self, task: Task) -> None:
+        self._ready.append(task)
+
+    def note(self, process: Any, call: str, subject: str) -> None:
+        """Add a line to the trace, where it is wanted."""
+        if not self.is_noted:
+            return
+        line = f"{self.now:.6f} {process} {call} {subject}\n"
+        self._hash.update(line.encode("utf-8", "surrogateescape"))
+        self.trace.append(line)
+
+    def step(self, process: Any, call: str, subject: str = "", takes: float = 1.0) -> None:
+        """Let others run, perhaps, before a call of the current thread.
+
+        takes  how much longer than others such a call takes; 0 for none
+        """
+        if process.is_over:
+            raise GreenletExit
+        self.steps += 1
+        if self.steps > MOST_STEPS:
+            self.broken = self.broken or f"no end after {MOST_STEPS} steps"
+            raise Violation(self.broken)
+        if self.is_noted:
+            self.note(process, call, subject)
+        if takes:
+            self.now += self.step_seconds * takes * process.machine.slowness * self._random()
+        self.on_step(process, call, subject)
+        if process.is_over or process.frozen_until > self.now or self._random() >= self.hasty:
+            self._ready.append(getcurrent())
+            self.hub.switch()
+            if process.is_over:
+                raise GreenletExit
+
+    def block(self, seconds: float | None = None) -> bool:
+        """Wait for `wake`; False where the seconds passed before."""
+        task = getcurrent()
+        if task.process.is_over:
+            raise GreenletExit
+        task.token += 1
+        task.is_woken = False
+        if seconds is not None:
+            self._count += 1
+            until = self.now + max(0.0, seconds)
+            heappush(self._timers, (until, self._count, task, task.token))
+        self.hub.switch()
+        if task.process.is_over:
+            raise GreenletExit
+        return task.is_woken
+
+    def wake(self, task: Task) -> None:
+        task.token += 1
+        task.is_woken = True
+        self._ready.append(task)
+
+    def run(self) -> None:
+        """Run threads until every process is over."""
+        while self.living:
+            while self._timers and self._timers[0][0] <= self.now:
+                _, _, task, token = heappop(self._timers)
+                if task.token == token:
+                    task.token += 1
+                    self._ready.append(task)
+            if not self._ready:
+                if not self._timers or self._timers[0][0] > MOST_SECONDS:
+                    raise Violation("everything waits, and nothing will end it")
+                self.now = max(self.now, self._timers[0][0])
+                continue
+            # The last takes the place of the one that runs.
+            place = int(self._random() * len(self._ready))
+            task = self._ready[place]
+            self._ready[place] = self._ready[-1]
+            self._ready.pop()
+            process = task.process
+            if task.dead or process.is_over:
+                continue
+            if process.frozen_until > self.now:
+                task.token += 1
+                self._count += 1
+                heappush(self._timers, (process.frozen_until, self._count, task, task.token))
+                continue
+            task.switch()
+            if self.broken:
+                raise Violation(self.broken)
+
+    def forget(self, tasks: list[Task]) -> None:
+        """Unwind threads that never run again; whatever they call ends them."""
+        for task in tasks:
+            while not task.dead:
+                task.throw(GreenletExit)
+
+
+class Lock:
+    """threading.Lock between simulated threads."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_held = False
+        self._waiting: deque[Task] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if not self._is_held:
+            self._is_held = True
+            return True
+        if not blocking or timeout == 0:
+            return False
+        task = getcurrent()
+        self._waiting.append(task)
+        # Whoever releases it hands it on: it stays held.
+        is_handed = self._scheduler.block(None if timeout < 0 else timeout)
+        if not is_handed:
+            self._waiting.remove(task)
+        return is_handed
+
+    def release(self) -> None:
+        if not self._is_held:
+            raise RuntimeError("release unlocked lock")
+        if self._waiting:
+            self._scheduler.wake(self._waiting.popleft())
+        else:
+            self._is_held = False
+
+    def locked(self) -> bool:
+        return self._is_held
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class RLock:
+    """threading.RLock between simulated threads, with what Condition asks of it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._lock = Lock(scheduler)
+        self._owner: object = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._owner is getcurrent():
+            self._count += 1
+            return True
+        if not self._lock.acquire(blocking, timeout):
+            return False
+        self._owner, self._count = getcurrent(), 1
+        return True
+
+    def release(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+            self._lock.release()
+
+    def _is_owned(self) -> bool:
+        return self._owner is getcurrent()
+
+    def _release_save(self) -> int:
+        count, self._count, self._owner = self._count, 0, None
+        self._lock.release()
+        return count
+
+    def _acquire_restore(self, count: int) -> None:
+        self._lock.acquire()
+        self._owner, self._count = getcurrent(), count
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class SimpleQueue:
+    """queue.SimpleQueue between simulated threads."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._items: deque[Any] = deque()
+        self._waiting: deque[Task] = deque()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._items.append(item)
+        if self._waiting:
+            self._scheduler.wake(self._waiting.popleft())
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        from queue import Empty
+
+        while not self._items:
+            if not block:
+                raise Empty
+            self._waiting.append(getcurrent())
+            if not self._scheduler.block(timeout):
+                self._waiting.remove(getcurrent())
+                raise Empty
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+
+class Thread:
+    """threading.Thread of a simulated process."""
+
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        self.name, self.daemon = name or "thread", bool(daemon)
+        self._call = target, args, kwargs or {}
+        self._number = getcurrent().scheduler.next_number()
+        self._over = False
+        self._task: Task | None = None
+        self._waiting: list[Task] = []
+
+    def __hash__(self) -> int:
+        return self._number  # pools keep sets of threads, in the order of their addresses else
+
+    def start(self) -> None:
+        parent = getcurrent()
+        self._task = Task(parent.scheduler, parent.process, self._run)
+        parent.process.tasks.append(self._task)
+        parent.scheduler.begin(self._task)
+
+    def _run(self) -> None:
+        target, args, kwargs = self._call
+        scheduler = getcurrent().scheduler
+        try:
+            if target is not None:
+                target(*args, **kwargs)
+        except GreenletExit:
+            raise
+        except BaseException as error:
+            getcurrent().process.note_crash(error)
+        finally:
+            self._over = True
+            self._call = None, (), {}
+            for task in self._waiting:
+                scheduler.wake(task)
+            self._waiting.clear()
+
+    def join(self, timeout: float | None = None) -> None:
+        task = getcurrent()
+        if self._task is None or self._over or not isinstance(task, Task):
+            return
+        self._waiting.append(task)
+        if not task.scheduler.block(timeout):
+            self._waiting.remove(task)
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._over
+
+    @property
+    def ident(self) -> int | None:
+        return id(self._task) if self._task else None

@@ -1,0 +1,266 @@
+"""Put the simulated system in the place of Python's own calls: the one seam between both.
+
+It lies below every function of fp4convert, so that these may change as they like.  Threads that are
+not simulated, and paths and files of the real disk, keep the real calls.
+"""
+
+from __future__ import annotations
+
+import builtins
+import concurrent.futures.thread
+import importlib.metadata
+import io
+import logging
+import mmap
+import os
+import platform
+import queue
+import random
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import safetensors
+from greenlet import getcurrent
+
+from simulation import scheduler
+from simulation.machines import FIRST_FD
+from simulation.scheduler import Task
+from simulation.streams import PROC, open_stream
+from simulation.system import ROOT
+
+BY_PATH = (
+    *("stat", "lstat", "listdir", "scandir", "access", "statvfs", "open", "unlink", "remove"),
+    *("rename", "replace", "mkdir", "rmdir", "utime", "readlink"),
+)
+BY_FD = (
+    *("fstat", "close", "read", "pread", "preadv", "write", "pwrite", "lseek", "ftruncate"),
+    *("posix_fallocate", "fsync", "fdatasync"),
+)
+PROCESSORS = {0, 1}
+
+
+def _is_ours(path: Any) -> bool:
+    if isinstance(path, int):
+        return path >= FIRST_FD
+    text = path if isinstance(path, str) else os.fspath(path)
+    return isinstance(text, str) and (
+        text == ROOT
+        or text.startswith((f"{ROOT}/", "/proc/self/ns/", "/proc/sys/kernel/random"))
+        or (text.startswith(PROC) and text.endswith("/stat"))
+    )
+
+
+def _by_path(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+        task = getcurrent()
+        if type(task) is Task and _is_ours(path):
+            place = path if isinstance(path, int) else _clean(os.fspath(path))
+            files = task.process.world.files
+            return getattr(files, name)(task.process, place, *arguments, **options)
+        return real(path, *arguments, **options)
+
+    return call
+
+
+def _by_fd(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(fd: int, *arguments: Any) -> Any:
+        task = getcurrent()
+        if fd >= FIRST_FD and type(task) is Task:
+            return getattr(task.process.world.files, name)(task.process, fd, *arguments)
+        return real(fd, *arguments)
+
+    return call
+
+
+@cache
+def _clean(path: str) -> str:
+    return os.path.normpath(path)
+
+
+def _inside(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """Call the one in simulated threads, with the thread first, and the other elsewhere."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        task = getcurrent()
+        if type(task) is Task:
+            return simulated(task, *arguments, **options)
+        return real(*arguments, **options)
+
+    return call
+
+
+def _kill(task: Task, process: int, number: int) -> None:
+    if process not in task.process.world.living(task.process.machine):
+        raise ProcessLookupError
+
+
+def _monotonic(task: Task) -> float:
+    task.scheduler.step(task.process, "clock", "", 0)
+    return _now(task)
+
+
+def _now(task: Task) -> float:
+    world, machine = task.process.world, task.process.machine
+    return machine.start_seconds + machine.tick * world.scheduler.now
+
+
+def _wall(task: Task) -> float:
+    return task.process.world.wall_seconds(task.process.machine)
+
+
+def _sleep(task: Task, seconds: float) -> None:
+    task.scheduler.note(task.process, "sleeps", f"{seconds:.4f}")
+    task.scheduler.block(seconds / task.process.machine.tick)
+
+
+def _safe_open(real: Callable[..., Any], path: Any, *arguments: Any, **options: Any) -> Any:
+    """Have the package safetensors read a copy of a simulated file in memory."""
+    task = getcurrent()
+    if type(task) is not Task or not _is_ours(path):
+        return real(path, *arguments, **options)
+    with open(path, "rb") as stream:
+        data = stream.read()
+    fd = os.memfd_create("simulated")
+    try:
+        os.write(fd, data)
+        return real(f"/proc/self/fd/{fd}", *arguments, **options)
+    finally:
+        os.close(fd)
+
+
+def _map(task: Task, fd: int, *_: object, **__: object) -> bytes:
+    return task.process.world.files.map(task.process, fd)
+
+
+def _open(real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(path: Any, *arguments: Any, **options: Any) -> Any:
+        task = getcurrent()
+        if type(task) is Task and _is_ours(path):
+            place = path if isinstance(path, int) else _clean(os.fspath(path))
+            return open_stream(task.process.world.files, task.process, place, *arguments, **options)
+        return real(path, *arguments, **options)
+
+    return call
+
+
+def _rmtree(real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(path: Any, ignore_errors: bool = False, **options: Any) -> Any:
+        task = getcurrent()
+        if type(task) is Task and _is_ours(path):
+            files = task.process.world.files
+            return files.rmtree(task.process, _clean(os.fspath(path)), ignore_errors)
+        return real(path, ignore_errors, **options)
+
+    return call
+
+
+def _realpath(real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(path: Any, **options: Any) -> Any:
+        if type(getcurrent()) is Task and _is_ours(path):  # there are no links
+            return _clean(os.fspath(path))
+        return real(path, **options)
+
+    return call
+
+
+def _substitutes() -> Iterator[tuple[Any, str, Any]]:
+    for name in BY_PATH:
+        yield os, name, _by_path(name, getattr(os, name))
+    for name in BY_FD:
+        yield os, name, _by_fd(name, getattr(os, name))
+    of_process: dict[str, Callable[[Task], Any]] = {
+        "getpid": lambda task: task.process.number,
+        "urandom": lambda task, count: task.process.world.chance.randbytes(count),
+        "kill": _kill,
+        "sched_getaffinity": lambda task, _: PROCESSORS,
+    }
+    for name, simulated in of_process.items():
+        yield os, name, _inside(simulated, getattr(os, name))
+    clocks = {"monotonic": _monotonic, "perf_counter": _monotonic, "time": _wall, "sleep": _sleep}
+    for name, simulated in clocks.items():
+        yield time, name, _inside(simulated, getattr(time, name))
+    # Threads that wait look at the clock with locks in their hands: nobody else gets his turn.
+    yield threading, "_time", _inside(_now, time.monotonic)
+    # One for all pools of a real process; simulated ones do not share it.
+    yield concurrent.futures.thread, "_global_shutdown_lock", nullcontext()
+    for place, name in (
+        (threading, "Lock"),
+        (threading, "RLock"),
+        (threading, "Thread"),
+        (queue, "SimpleQueue"),
+    ):
+        made = getattr(scheduler, name)
+        if name == "Thread":
+            yield (
+                place,
+                name,
+                _inside(lambda task, *a, made=made, **k: made(*a, **k), getattr(place, name)),
+            )
+        else:
+            yield (
+                place,
+                name,
+                _inside(lambda task, made=made: made(task.scheduler), getattr(place, name)),
+            )
+    yield (
+        threading,
+        "_allocate_lock",
+        _inside(lambda task: scheduler.Lock(task.scheduler), threading._allocate_lock),
+    )
+    yield concurrent.futures.Future, "__hash__", _hash_of
+    yield io, "open", _open(io.open)
+    yield builtins, "open", _open(builtins.open)
+    yield shutil, "rmtree", _rmtree(shutil.rmtree)
+    yield os.path, "realpath", _realpath(os.path.realpath)
+    yield mmap, "mmap", _inside(_map, mmap.mmap)
+    yield platform, "node", _inside(lambda task: task.process.machine.host, platform.node)
+    real_open = safetensors.safe_open
+    yield safetensors, "safe_open", lambda *a, **k: _safe_open(real_open, *a, **k)
+    real_version = cache(importlib.metadata.version)
+    yield importlib.metadata, "version", real_version
+
+
+def _hash_of(future: Any) -> int:
+    """Return a number of a future that does not depend on where it lies in memory."""
+    task = getcurrent()
+    if type(task) is not Task:
+        return object.__hash__(future)
+    number: int = vars(future).setdefault("_number", task.scheduler.next_number())
+    return number
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Answer the calls of simulated threads from their world, in here."""
+    substitutes = list(_substitutes())
+    before: list[tuple[Any, str, Any]] = []
+    by_real: dict[int, Any] = {}
+    for place, name, call in substitutes:
+        real = getattr(place, name)
+        before.append((place, name, real))
+        by_real[id(real)] = call
+        setattr(place, name, call)
+    # Names that modules have taken for themselves.
+    for module in [each for key, each in sys.modules.items() if key.startswith("fp4convert")]:
+        for name, value in list(vars(module).items()):
+            if id(value) in by_real:
+                before.append((module, name, value))
+                setattr(module, name, by_real[id(value)])
+    logger = logging.getLogger("concurrent.futures")
+    was_disabled, logger.disabled = logger.disabled, True  # threads that are unwound
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+        for place, name, real in reversed(before):
+            setattr(place, name, real)
+
+
+def seed_random(seed: int) -> None:
+    random.seed(seed)
