@@ -53,21 +53,22 @@ class LocalSource:
     is_streamed = False
 
     def __init__(self, path: Path, may_lack: bool = False, subfolder: str = "") -> None:
-        self._root = path if path.is_dir() else path.parent
-        self._folder = self._root / subfolder
-        self._single = None if path.is_dir() else path.name
-        if subfolder and (self._single or not self._folder.is_dir()):
-            raise no_subfolder(path, subfolder, () if self._single else _folders_of(path))
-        self.name = name_of(str(path))
-        self._maps: dict[str, mmap.mmap] = {}  # least recently used first, as the next
-        self._opened: dict[str, _Opened] = {}
-        self._lock = threading.Lock()
-        self._bus_errors = bus_errors()  # of sources before this one
-        self._stamps: dict[str, str] = {}  # of what was there when headers were read
         try:
+            is_folder = path.is_dir()
+            self._root = path if is_folder else path.parent
+            self._folder = self._root / subfolder
+            self._single = None if is_folder else path.name
+            if subfolder and (self._single or not self._folder.is_dir()):
+                raise no_subfolder(path, subfolder, () if self._single else _folders_of(path))
+            self.name = name_of(str(path))
+            self._maps: dict[str, mmap.mmap] = {}  # least recently used first, as the next
+            self._opened: dict[str, _Opened] = {}
+            self._lock = threading.Lock()
+            self._bus_errors = bus_errors()  # of sources before this one
+            self._stamps: dict[str, str] = {}  # of what was there when headers were read
             self.checkpoint = self._open(may_lack)
         except OSError as error:
-            raise _unreadable(error.filename or self._folder, error) from error
+            raise _unreadable(error.filename or path, error) from error
         self._stamps = self.checkpoint.stamps
 
     def read(self, ref: TensorRef) -> memoryview:

@@ -129,13 +129,13 @@ class Rules:
             return
         if f"/{STATE}/claims/" not in path:
             return
-        now = self.world.scheduler.now
-        since = process.looks.setdefault(node.inode, now + process.frozen_seconds)
+        awake = self.world.scheduler.now - process.frozen_seconds
+        waited = awake - process.looks.setdefault(node.inode, awake)
         # Of several machines, one that is gone may guard it: it was just about to take it away.
         is_near = self._is_near(owner, process) and len(self.world.machines) == 1
         most = AT_ONCE if is_near and node.data else LONGEST_WAIT
-        if now + process.frozen_seconds - since > most * 1.1 + process.frozen_seconds:
-            raise self._break(f"{process} waits {now - since:.0f} s for {path} of the dead {owner}")
+        if waited > most * 1.1:
+            raise self._break(f"{process} waits {waited:.0f} s for {path} of the dead {owner}")
 
     @staticmethod
     def _is_near(owner: object, process: Process) -> bool:

@@ -318,13 +318,15 @@ class World:
     def _finished(self) -> set[str]:
         """Name the shards that are whole, recorded and on the disk."""
         found: set[str] = set()
-        folder = self.disk.find(f"{self.out}/{STATE}/done", is_durable=True)
-        for node in (folder.durable_entries if folder else {}).values():
-            files = json.loads(node.durable)["files"]
-            nodes = {file: self.disk.find(f"{self.out}/{file}") for file in files}
-            if all(
+        folder = self.disk.find(f"{self.out}/{STATE}/done")
+        if folder is None or folder.entries is None:
+            return found
+        for name, node in folder.entries.items():
+            files = json.loads(bytes(node.data))["files"]
+            nodes = [(file, self.disk.find(f"{self.out}/{file}")) for file in files]
+            if folder.durable_entries.get(name) is node and all(
                 each is not None and bytes(each.data) in self.rules.wanted[file]
-                for file, each in nodes.items()
+                for file, each in nodes
             ):
                 found |= files.keys()
         return found
