@@ -19,10 +19,10 @@ test: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 -m "not slow and not system and not gpu"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not system and not gpu"
 
 slow: $(VENV)/test.stamp
-	$(BIN)/pytest -n 2 -m "slow and not system and not gpu"
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not system and not gpu"
 
 # Installs the tools (Debian's names; asks for root) and runs the tests that need them.
 system: $(VENV)/test.stamp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,9 @@ from tiny_models import offline
 
 from fp4convert.numerics.backends import entry_points
 from fp4convert.storage.hub.api import Patience
+
+# Workers and the commands that tests start get it: threads that wait by spinning double their time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)
