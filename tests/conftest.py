@@ -43,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[test] += 1
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _waits_for_no_disk() -> Iterator[None]:
+    """No test in this process is of a machine that loses power; a bad descriptor stays an error.
+
+    Commands of their own process, among them those that are killed or traced, wait as ever.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", os.fstat)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _offline(request: pytest.FixtureRequest) -> Iterator[None]:
     """Engines are kept from asking a hub."""
