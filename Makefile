@@ -19,10 +19,10 @@ test: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 -m "not slow and not system and not gpu"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not system and not gpu"
 
 slow: $(VENV)/test.stamp
-	$(BIN)/pytest -n 2 -m "slow and not system and not gpu"
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not system and not gpu"
 
 # Runs the real code in simulated worlds, half of the seeds on each of two cores; a million take a night. See docs/trust.md.
 SEEDS ?= 1000000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +23,9 @@ from tiny_models import offline
 from fp4convert.numerics.backends import entry_points
 from fp4convert.storage.hub.api import Patience
 
+# Workers and the commands that tests start get it: threads that wait by spinning double their time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[test] % mark.args[0]:
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _waits_for_no_disk() -> Iterator[None]:
+    """No test in this process is of a machine that loses power; a bad descriptor stays an error.
+
+    Commands of their own process, among them those that are killed or traced, wait as ever.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", os.fstat)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,7 @@
 """Adapters in PEFT's layout: merged byte for byte as PEFT does, or refused by name."""
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from fp4convert.recipes.recipe import model_recipe
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 WEIGHTS = "adapter_model.safetensors"
 LINEAR = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 

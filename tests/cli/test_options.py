@@ -3,6 +3,7 @@
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from paths import ROOT
@@ -16,10 +17,23 @@ TRIVIAL = (None, False, 0, "", ())  # what an option is where it says nothing
 CARRIERS = ("cli", "commands", "conversion")  # where options travel as what they are
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        yield name, ast.parse(file.read_text(encoding="utf-8"))
+@cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """Every node of every module, by the module's name."""
+    return {
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): list(
+            ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        )
+        for file in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """(module, string) of every constant that is one."""
+    for name, found in nodes().items():
+        for node in found:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield name, node.value
 
 
 def words_in(node: ast.AST) -> frozenset[str]:
@@ -30,9 +44,9 @@ def words_in(node: ast.AST) -> frozenset[str]:
     return frozenset(values) if is_plain else frozenset()
 
 
-def defaults_in(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+def defaults_in(module: list[ast.AST]) -> Iterator[tuple[str, Any]]:
     """(name, default) of every field and parameter that has a constant for a default."""
-    for node in ast.walk(tree):
+    for node in module:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             if isinstance(node.value, ast.Constant):
                 yield node.target.id, node.value.value
@@ -48,12 +62,7 @@ def defaults_in(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def test_help_stands_once():
-    constants = Counter(
-        node.value
-        for _, tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
+    constants = Counter(text for _, text in texts())
     rows: dict[str, set[int]] = defaultdict(set)
     for each in DECLARED:
         rows[each.option.help].add(id(each.option))
@@ -64,18 +73,17 @@ def test_help_stands_once():
 def test_legal_words_stand_once():
     wanted = {frozenset(each.option.words) for each in DECLARED if len(each.option.words) > 1}
     found = Counter(
-        words for _, tree in trees() for node in ast.walk(tree) if (words := words_in(node))
+        words for module in nodes().values() for node in module if (words := words_in(node))
     )
     assert len(wanted) >= 6  # formats, dialects, rules, methods, layouts, dtypes ...
     assert {words for words in wanted if found[words] > 1} == set()
+    long = [words for words in wanted if len(words) > 3]
     spoken = [
-        (name, node.value)
-        for name, tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        for words in wanted
-        if len(words) > 3 and "\n" not in node.value  # docstrings explain them
-        if all(word in node.value for word in words)
+        (name, text)
+        for name, text in texts()
+        if "\n" not in text  # docstrings explain them
+        for words in long
+        if all(word in text for word in words)
     ]
     homes = {each.option.help for each in DECLARED}
     assert [(name, text) for name, text in spoken if text not in homes] == []
@@ -88,9 +96,9 @@ def test_defaults_stand_once_where_options_travel():
             known[each.name].append(each)
     found = [
         (name, option, default)
-        for name, tree in trees()
+        for name, module in nodes().items()
         if name.startswith(CARRIERS)
-        for option, default in defaults_in(tree)
+        for option, default in defaults_in(module)
         if any(each.default == default for each in known.get(option, ()))
     ]
     own = {(each.name, each.default) for rows in known.values() for each in rows}

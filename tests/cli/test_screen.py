@@ -228,6 +228,7 @@ def test_on_a_terminal_every_phase_has_a_row_that_fits(width, has_bar):
     assert any(r"\x1b[31m" in line for line in tensors) or width == 40
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("width", [50, 80])
 def test_on_a_terminal_results_are_wrapped_at_words(width, tmp_path):
     """But for what is copied: paths and commands."""
@@ -252,6 +253,7 @@ def test_on_a_terminal_results_are_wrapped_at_words(width, tmp_path):
     assert " ".join(shown).split() == run("inspect", out).out.split(), "no word is lost"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("width", [50, 80])
 def test_on_a_terminal_warnings_and_errors_are_wrapped_at_words(width, tmp_path):
     """But for the next step, which is copied."""

@@ -456,9 +456,13 @@ def test_names_for_type_checkers_are_those_that_are_there():
     assert set(typed) | {"__version__"} == set(fp4convert.__all__) <= set(dir(fp4convert))
 
 
-def test_callers_are_type_checked(tmp_path):
-    """By the settings of the package itself, whose cache `make test` has just filled."""
-    (tmp_path / "right.py").write_text(
+@pytest.fixture(scope="module")
+def type_checked(tmp_path_factory):
+    """What mypy says of callers, by the settings of the package itself, whose cache `make test`
+    has just filled.
+    """
+    folder = tmp_path_factory.mktemp("callers")
+    (folder / "right.py").write_text(
         "import fp4convert, numpy\n"
         "r: fp4convert.Result = fp4convert.quantize('m', format='nvfp4', scale_rule='amax', "
         "exclude=['a'])\n"
@@ -466,20 +470,11 @@ def test_callers_are_type_checked(tmp_path):
         "numpy.float32), format='nvfp4')\n"
         "ok: bool = fp4convert.verify('a', source='m', min_sqnr=18).passed\n"
     )
-    (tmp_path / "wrong.py").write_text(
+    (folder / "wrong.py").write_text(
         "import fp4convert\nfp4convert.quantize('m', format='nvfp4', scale_rul='amax', "
         "workers='2')\n"
     )
-    check = [sys.executable, "-m", "mypy", tmp_path / "right.py", tmp_path / "wrong.py"]
-    told = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    assert "right.py" not in told
-    assert 'wrong.py:2: error: Unexpected keyword argument "scale_rul"' in told
-    assert 'wrong.py:2: error: Argument "workers"' in told
-
-
-def test_a_type_checker_follows_an_option_to_the_kernel(tmp_path):
-    """From the command line's handler to the backend: `scale_rule` is never Any on its way."""
-    (tmp_path / "way.py").write_text(
+    (folder / "way.py").write_text(
         "from dataclasses import replace\n"
         "from fp4convert.cli.commands import _quantize\n"
         "from fp4convert.commands import convert\n"
@@ -498,9 +493,19 @@ def test_a_type_checker_follows_an_option_to_the_kernel(tmp_path):
         "    reveal_type(backend.quantize_group)\n"
         "    convert.quantize('m', format='nvfp4', scale_rule=3)\n"
     )
-    check = [sys.executable, "-m", "mypy", tmp_path / "way.py"]
-    told = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    revealed = re.findall(r'Revealed type is "(.*)"', told)
+    check = [sys.executable, "-m", "mypy", *folder.glob("*.py")]
+    return subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def test_callers_are_type_checked(type_checked):
+    assert "right.py" not in type_checked
+    assert 'wrong.py:2: error: Unexpected keyword argument "scale_rul"' in type_checked
+    assert 'wrong.py:2: error: Argument "workers"' in type_checked
+
+
+def test_a_type_checker_follows_an_option_to_the_kernel(type_checked):
+    """From the command line's handler to the backend: `scale_rule` is never Any on its way."""
+    revealed = re.findall(r'Revealed type is "(.*)"', type_checked)
     assert [kind.replace("builtins.", "") for kind in revealed[2:6]] == [
         *["str | None"] * 3,
         "str",
@@ -510,7 +515,7 @@ def test_a_type_checker_follows_an_option_to_the_kernel(tmp_path):
     taken = [kind.partition("->")[0] for kind in revealed]  # what comes back is a document
     assert len(taken) == 7
     assert not any(re.search(r"\bAny\b", kind) for kind in taken)
-    assert 'Argument "scale_rule"' in told
+    assert 'Argument "scale_rule"' in type_checked
 
 
 def test_the_source_of_an_artifact_has_a_revision_of_its_own():

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from peft_models import ATTENTION, MLP, merge_by_peft, write_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import make_llama, make_qwen2
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 EVERY = {"r": 4, "lora_alpha": 4, "target_modules": [*ATTENTION, *MLP, "lm_head"]}
 NVFP4, MODEL = ("--format", "nvfp4"), "model.safetensors"
 

@@ -79,7 +79,7 @@ def test_the_published_size_of_llama_3_3_70b(tmp_path):
     }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "published", "bits"), [("nvfp4", 269e9, 4.5), ("mxfp4", 254e9, 4.25)]
 )

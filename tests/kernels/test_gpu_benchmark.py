@@ -6,7 +6,6 @@ A slip of the pen in it would cost the first minutes on a GPU that is lent.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -33,12 +32,8 @@ FIRST_RUN = ROOT / "benchmarks" / "gpu" / "first_run"
 
 
 @pytest.fixture(scope="module")
-def builds(
-    simt_libraries: dict[str, ctypes.CDLL], tmp_path_factory: pytest.TempPathFactory
-) -> Builds:
-    made = Builds(tmp_path_factory.mktemp("builds"))
-    made.keep(simt_libraries)
-    return made
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
+    return Builds(tmp_path_factory.mktemp("builds"))
 
 
 @pytest.fixture

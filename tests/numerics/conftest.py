@@ -9,8 +9,9 @@ from lazy_cuda import Machine
 from fp4convert.numerics.backends import cuda_stream, gpus, self_check
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where NVRTC's cubins are kept for all modules."""
     return tmp_path_factory.mktemp("cache")
 
 

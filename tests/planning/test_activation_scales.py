@@ -108,6 +108,7 @@ def refused(source: Path, out: Path, *options: object) -> dict:
     return done.json["error"]
 
 
+@pytest.mark.sweep(4)  # each dialect on both sides, its own and another
 @pytest.mark.parametrize("theirs", ENDINGS)
 @pytest.mark.parametrize("ours", ENDINGS)
 def test_scales_are_copied_from_any_dialect_into_any(ours, theirs, source, tmp_path):

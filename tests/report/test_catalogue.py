@@ -5,8 +5,8 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 from checkpoints import hidden_characters, run
@@ -25,11 +25,17 @@ EXITS = {
 OVERFLOWS = {f"{kind.word}-overflow" for name, kind in FLOAT_TYPES.items() if name != "F32"}
 
 
-def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+@cache
+def calls(tree: ast.Module) -> list[tuple[str, ast.Call]]:
     """(name, call) of every call of a function, method or class by its name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func).rpartition(".")[2], node
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [(getattr(one.func, "attr", getattr(one.func, "id", "")), one) for one in found]
+
+
+@cache
+def places(tree: ast.Module) -> list[ast.Assign | ast.FunctionDef]:
+    """Where a name is given something."""
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.FunctionDef))]
 
 
 def codes(node: ast.expr, trees: tuple[ast.Module, ast.Module]) -> set[str]:
@@ -47,15 +53,15 @@ def codes(node: ast.expr, trees: tuple[ast.Module, ast.Module]) -> set[str]:
         assert ast.unparse(node).endswith(".code"), f"no code that can be seen: {ast.unparse(node)}"
         return set()  # of an error that is raised again
     given = []
-    for each in (one for tree in trees for one in ast.walk(tree)):
-        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id:
+    for each in (one for tree in trees for one in places(tree)):
+        if isinstance(each, ast.Assign) and getattr(each.targets[0], "id", None) == node.id:
             given.append(each.value)
         if isinstance(each, ast.FunctionDef):
             parameters = [one.arg for one in each.args.args if one.arg != "self"]
             if node.id in parameters:
                 at = parameters.index(node.id)
-                callers = trees[0] if each.name.startswith("_") else everything()
-                own = (call for name, call in calls(callers) if name == each.name)
+                callers = calls(trees[0]) if each.name.startswith("_") else all_calls()
+                own = (call for name, call in callers if name == each.name)
                 given += [call.args[at] for call in own if len(call.args) > at]
     found = set().union(*(codes(each, trees) for each in given))
     assert found, f"nobody says what {node.id} is"
@@ -63,20 +69,21 @@ def codes(node: ast.expr, trees: tuple[ast.Module, ast.Module]) -> set[str]:
 
 
 @cache
-def everything() -> ast.Module:
-    """The whole package as one module: whoever calls a public function is there."""
+def parsed() -> dict[Path, ast.Module]:
     files = (ROOT / "fp4convert").rglob("*.py")
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    return ast.Module([part for tree in trees for part in tree.body], [])
+    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+@cache
+def all_calls() -> list[tuple[str, ast.Call]]:
+    """Those of the whole package: whoever calls a public function is there."""
+    return [call for tree in parsed().values() for call in calls(tree)]
 
 
 def test_the_catalogue_has_exactly_the_codes_that_the_program_gives():
     raised: dict[str, set[int]] = defaultdict(set, interrupted={130, 143})
     found: dict[str, set[str]] = defaultdict(set)
-    trees = {
-        file: ast.parse(file.read_text(encoding="utf-8"))
-        for file in (ROOT / "fp4convert").rglob("*.py")
-    }
+    trees = parsed()
     constants = trees[ROOT / "fp4convert" / "errors.py"]
     for file, tree in trees.items():
         for name, call in calls(tree):

@@ -124,10 +124,15 @@ def example_commands() -> list[str]:
     return list(dict.fromkeys(command[1] for command in found if command))
 
 
+@pytest.fixture(scope="module")
+def commands():
+    return typer.main.get_command(make_app()).commands
+
+
 @pytest.mark.parametrize("command", example_commands())
-def test_every_command_is_one(command):
+def test_every_command_is_one(command, commands):
     name, *arguments = shlex.split(command)
-    typer.main.get_command(make_app()).commands[name].make_context(name, arguments)
+    commands[name].make_context(name, arguments)
 
 
 def fp8_blocks(seed: int) -> dict[str, Tensor]:

@@ -7,14 +7,17 @@ Decides how kernels are built and launched there; what they must give is codec.p
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 from paths import ROOT, SUPPORT
 
@@ -26,6 +29,7 @@ from fp4convert.numerics.backends.entry_points import (
     compare_call,
     count_call,
     dequantize_call,
+    entry_of,
     quantize_call,
 )
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, global_scale_of, weigh
@@ -33,6 +37,7 @@ from fp4convert.numerics.formats import CODES, ROW_SUMS, Format
 from fp4convert.numerics.matrices import Compared, Matrix, Quantized
 
 KERNELS = ROOT / "kernels"
+BUILT = ROOT / "build" / "simt"  # what was compiled, by the digest of all that it was made of
 FLAGS = [
     "-x",
     "c++",
@@ -70,14 +75,26 @@ Array = NDArray[np.generic]
 
 
 def compile_for_host(source: Path, folder: Path, has_cvt: bool = False) -> ctypes.CDLL:
-    """The kernels of one .cu file as a library of the host's own; `has_cvt` as in cubins.Target."""
+    """The kernels of one .cu file as a library of the host's own; `has_cvt` as in cubins.Target.
+
+    The same sources are compiled once, whatever their file is called: workers and runs share it.
+    """
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler, "a C++ compiler is needed to run the CUDA kernels on the host"
-    library = folder / f"{source.stem}{'-cvt' * has_cvt}.so"
-    wrapper = library.with_suffix(".cpp")
-    wrapper.write_text(f'#include "simt.h"\n{CVT * has_cvt}\n#include "{source.name}"\n')
-    where = [f"-I{folder}" for folder in (source.parent, KERNELS, SUPPORT)]
-    subprocess.run([compiler, *FLAGS, *where, str(wrapper), "-o", str(library)], check=True)
+    folders = (source.parent, KERNELS, SUPPORT)
+    headers = [file for folder in folders for file in sorted(folder.glob("*.*h"))]
+    read = dict.fromkeys((file.name, file.read_bytes()) for file in headers)
+    made_of = (compiler, os.stat(compiler).st_mtime_ns, FLAGS, CVT * has_cvt, source.read_bytes())
+    digest = hashlib.sha256(repr((made_of, list(read))).encode()).hexdigest()
+    library = BUILT / f"{digest[:32]}.so"
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with FileLock(library.with_suffix(".lock")):
+        if not library.exists():
+            wrapper, part = folder / f"{source.stem}.cpp", library.with_suffix(".part")
+            wrapper.write_text(f'#include "simt.h"\n{CVT * has_cvt}\n#include "{source.name}"\n')
+            where = [f"-I{folder}" for folder in folders]
+            subprocess.run([compiler, *FLAGS, *where, str(wrapper), "-o", str(part)], check=True)
+            part.replace(library)
     return ctypes.CDLL(str(library))
 
 
@@ -169,12 +186,8 @@ class SimtKernels:
         has_cvt: bool = False,
         build: Callable[[Path, Path, bool], ctypes.CDLL] = compile_for_host,
     ) -> None:
-        stems = {"amax": "quantize", "quantize": "quantize", "search": "search", "weigh": "search"}
-        stems |= {"dequantize": "dequantize", "compare": "compare", "count": "compare"}
-        made = {
-            stem: build(kernels / f"{stem}.cu", folder, has_cvt) for stem in set(stems.values())
-        }
-        self._libraries = {kind: made[stem] for kind, stem in stems.items()}
+        # Each file when one of its kernels is launched first.
+        self._library = cache(lambda file: build(kernels / file, folder, has_cvt))
 
     def amax(self, x: Matrix, so_far: float = 0.0) -> float:
         found = aligned(np.array([so_far], np.float32))
@@ -218,9 +231,8 @@ class SimtKernels:
     def call(self, n: int, call: Call) -> None:
         """Launch a kernel for n elements; nothing may be written beside what `guarded` made."""
         name, arguments = call
-        library = self._libraries[name.partition("_")[0]]
         launch(
-            library,
+            self._library(entry_of(name).file),
             name,
             (-(-n // ELEMENTS_PER_BLOCK), 1),
             [a if isinstance(a, int) else a.ctypes.data for a in arguments],

@@ -40,31 +40,16 @@ class Builds:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.made: dict[str, ctypes.CDLL] = {}
-
-    def name_of(self, text: bytes, has_cvt: bool = False) -> str:
-        return f"{hashlib.sha256(text).hexdigest()[:16]}{'-cvt' * has_cvt}"
+        self.made: dict[bytes, ctypes.CDLL] = {}
 
     def __call__(self, cubin: Path) -> ctypes.CDLL:
         content = cubin.read_bytes()[len(ELF) :]
         has_cvt, text = bool(content[0]), content[1:]
-        name = self.name_of(text, has_cvt)
-        if name not in self.made:
-            library = self.folder / f"{name}.so"
-            if not library.exists():
-                source = self.folder / f"{self.name_of(text)}.cu"
-                source.write_bytes(text)
-                compile_for_host(source, self.folder, has_cvt)
-            self.made[name] = ctypes.CDLL(str(library))
-        return self.made[name]
-
-    def keep(self, libraries: dict[str, ctypes.CDLL]) -> None:
-        """Take what was built of whole .cu files already."""
-        for stem, library in libraries.items():
-            path = self.folder / f"{self.name_of((KERNELS / f'{stem}.cu').read_bytes())}.so"
-            for link in (path, self.folder / f"{stem}.so"):
-                link.unlink(missing_ok=True)
-                link.symlink_to(library._name)
+        if content not in self.made:
+            source = self.folder / f"{hashlib.sha256(text).hexdigest()[:16]}.cu"
+            source.write_bytes(text)
+            self.made[content] = compile_for_host(source, self.folder, has_cvt)
+        return self.made[content]
 
 
 def shrink(patched: pytest.MonkeyPatch) -> None:
@@ -135,7 +120,7 @@ def install(folder: str) -> None:
         shrink(patched)
         return
     stems = [Path(source).stem for source in entry_points.SOURCES]
-    libraries = {stem: ctypes.CDLL(str(Path(folder) / f"{stem}.so")) for stem in stems}
+    libraries = {stem: compile_for_host(KERNELS / f"{stem}.cu", Path(folder)) for stem in stems}
     patched.setitem(sys.modules, "cupy", Machine(libraries).module())
     patched.setattr(self_check, "check", lambda gpu: None)
     patched.setattr(cuda_stream, "GPU_PANEL_ELEMENTS", 1 << 16)
