@@ -38,9 +38,9 @@ from harness.processes import COMMAND, cost_here, run
 ROUNDS = 7
 BOUND = (
     "The bound is the cores divided by the CPU-seconds a GB. A bare stream takes nothing of them"
-    " but receiving (and serving, on two cores); SHA-256 of what comes takes three times as much again:"
-    " at 0.25 + 0.70 + 0.10 CPU-s a GB two cores have 1.9 GB/s before a weight is rounded, and half"
-    " of a bare stream of more than 3.8 GB/s is out of reach whatever the rule costs."
+    " but receiving (and serving, on two cores); SHA-256 of what comes takes three times as much"
+    " again: at 0.25 + 0.70 + 0.10 CPU-s a GB two cores have 1.9 GB/s before a weight is rounded,"
+    " and half of a bare stream of more than 3.8 GB/s is out of reach whatever the rule costs."
 )
 WORKERS, WORKER_ROUNDS = (2, 4, 8), 5
 TWO = 2  # cores, which the server shares
