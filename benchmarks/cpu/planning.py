@@ -12,7 +12,6 @@ import json
 import math
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,8 @@ HIDDEN, EXPERT, HEADS, VOCABULARY = 7168, 1408, 64, 163840
 LAYERS, EXPERTS, SHARDS = 86, 384, 400
 ROUNDS = 5
 REPOSITORY = "org/trillion"
-PLANNED = "plan, from the opened source"
+BAR_CPU_SECONDS, BAR_MEGABYTES = 5, 400  # of a whole dry run, from a disk and from a Hub
+NO_ROOM = "error[disk-full]"
 CONFIG = {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -121,11 +121,11 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     """The cost of each stage; run in a process of its own."""
     from fp4convert.cli import screen
     from fp4convert.cli.draw_plan import draw_plan
+    from fp4convert.conversion.artifact_job import artifact_job
     from fp4convert.conversion.dry_run import describe_plan
     from fp4convert.conversion.options import QuantizeOptions
     from fp4convert.conversion.quantization import prepare_quantize
     from fp4convert.execution.settings import Settings
-    from fp4convert.storage.json_text import as_text
     from fp4convert.storage.open import open_source
 
     found = {}
@@ -141,10 +141,10 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     source = open_source(folder)
     end("open the headers")
     plan = prepare_quantize(source, QuantizeOptions("", format="nvfp4"))
-    end(PLANNED)
-    as_text(plan.index)
-    end("text of the index")
-    document = describe_plan(source, plan, Settings())
+    end("plan, from the opened source")
+    job = artifact_job(source, plan)
+    end("records and index")
+    document = describe_plan(job, Settings())
     end("document of the dry run")
     screen.Screen().show(document, draw_plan)
     end("draw it")
@@ -154,18 +154,20 @@ def measure_stages(folder: str) -> dict[str, Cost]:
 def measure_command(
     source: object, *options: str, environment: dict[str, str] | None = None
 ) -> Cost:
-    """The cost of a whole dry run."""
+    """The cost of a whole dry run, which also says where a disk has no room for the result."""
     words = [str(COMMAND), "quantize", str(source), "--format", "nvfp4", "--dry-run", *options]
-    begun = time.perf_counter()
-    process = subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, env={**clean_environment(), **(environment or {})}
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(words)}: exit status {status}")
-    return Cost(
-        time.perf_counter() - begun, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6
-    )
+    variables = {**clean_environment(), **(environment or {})}
+    with tempfile.TemporaryFile() as said:
+        begun = time.perf_counter()
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=said, env=variables)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - begun
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+    if process.returncode and NO_ROOM not in text:
+        raise SystemExit(f"{' '.join(words)}: exit status {process.returncode}\n{text}")
+    return Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6)
 
 
 def measure_hub(folder: Path) -> list[Cost]:
@@ -188,43 +190,44 @@ def sections(is_quick: bool) -> list[Section]:
     with tempfile.TemporaryDirectory(prefix="fp4convert-bench-") as scratch:
         folder = Path(scratch)
         count = write_checkpoint(folder)
+        whole = {
+            "`quantize --dry-run --json`": [
+                measure_command(folder, "--json") for _ in range(ROUNDS)
+            ],
+            "`quantize --dry-run`": [measure_command(folder) for _ in range(ROUNDS)],
+            "`quantize --dry-run --json` from a Hub on the loopback device": measure_hub(folder),
+        }
         words = [sys.executable, "-m", "cpu.planning", str(folder)]
         printed = [
             subprocess.run(words, cwd=BENCHMARKS, check=True, capture_output=True, text=True).stderr
             for _ in range(ROUNDS)
         ]
         stages = [json.loads(text) for text in printed]
-        found = {name: [Cost(*stage[name]) for stage in stages] for name in stages[0]}
-        found["`quantize --dry-run --json`, the whole process"] = [
-            measure_command(folder, "--json") for _ in range(ROUNDS)
-        ]
-        found["`quantize --dry-run`, the whole process"] = [
-            measure_command(folder) for _ in range(ROUNDS)
-        ]
-        found["`quantize --dry-run --json` from a Hub on the loopback device"] = measure_hub(folder)
+        parts = {name: [Cost(*stage[name]) for stage in stages] for name in stages[0]}
     about = (
-        f"{count:,} tensors, {SHARDS} shards; medians of {ROUNDS} processes. One thread works, "
-        "so that CPU seconds are seconds"
-        " where nothing else runs."
+        f"{count:,} tensors, {SHARDS} shards. Whole processes, from `execve` to their end, and "
+        f"then the stages of one, which have no bar; the least of {ROUNDS}, for other work on the "
+        "machine only adds, and the highest peak."
     )
-    headings = ("stage", "seconds", "CPU seconds", "peak RSS MB", "bar: CPU seconds", "bar: MB")
-    return [
-        Section(
-            "Planning a trillion parameters",
-            about,
-            headings,
-            tuple(_row(*item) for item in found.items()),
-        )
+    headings = ("work", "seconds", "CPU seconds", "peak RSS MB", "bar: CPU seconds", "bar: MB")
+    rows = [
+        *(_row(name, costs, has_bars=True) for name, costs in whole.items()),
+        *(_row(f"stage: {name}", costs, has_bars=False) for name, costs in parts.items()),
     ]
+    return [Section("Planning a trillion parameters", about, headings, tuple(rows))]
 
 
-def _row(name: str, found: list[Cost]) -> Row:
-    cost = Cost(*(statistics.median(column) for column in zip(*found, strict=True)))
+def _row(name: str, found: list[Cost], has_bars: bool) -> Row:
+    cost = Cost(
+        min(each.seconds for each in found),
+        min(each.cpu_seconds for each in found),
+        max(each.megabytes for each in found),
+    )
     bars = ("", "")
-    if name == PLANNED:
+    if has_bars:
         bars = (
-            verdict(cost.cpu_seconds, 5, is_floor=False),
-            verdict(cost.megabytes, 500, is_floor=False),
+            verdict(cost.cpu_seconds, BAR_CPU_SECONDS, is_floor=False),
+            verdict(cost.megabytes, BAR_MEGABYTES, is_floor=False),
         )
     return Row(
         (name,), (f"{cost.seconds:.2f}", f"{cost.cpu_seconds:.2f}", f"{cost.megabytes:.0f}", *bars)

@@ -13,8 +13,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, strings
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import DIALECTS, METHODS, dialect_named, recognise
@@ -32,6 +32,9 @@ from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
+
+if TYPE_CHECKING:
+    from fp4convert.checkpoint.adapters.peft import Adapter
 
 # Engines stumble over it; what the weights are is not in doubt.
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})

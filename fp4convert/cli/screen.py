@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
 
@@ -22,6 +22,7 @@ from fp4convert.errors import Fp4Error, InputError, OutputError
 from fp4convert.process import peak_nbytes, stop_listening
 from fp4convert.progress import Meter, Phases, duration_text, size_text
 from fp4convert.report.text import MOST_ALIKE, Document, escape, fold_findings, shorten
+from fp4convert.storage.json_text import pieces_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,7 +31,6 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
 BAR_WIDTH, SHORTEST_BAR = 40, 8
 STATUS_WIDTH = len("999 GB of 999 GB (100 %), 999 MB/s, 59 min 59 s left")
-JSON_PIECES = 10_000  # words and signs of a document that are written together
 PIPE_WIDTH = 1000  # a pipe keeps rows whole
 GAP = "  "  # between columns
 
@@ -103,10 +103,9 @@ class Screen:
         """Print the document as JSON, or draw it for a person."""
         try:
             if self.is_json:
-                pieces = json.JSONEncoder(indent=2).iterencode(document)
                 # Never all at once: a plan can have tens of megabytes.
-                while part := "".join(islice(pieces, JSON_PIECES)):
-                    sys.stdout.write(part)
+                for piece in pieces_of(document):
+                    sys.stdout.write(piece)
                 print()
             else:
                 draw(self, document)

@@ -104,6 +104,8 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
         if added := added_words(work.verdict.engine, given, options):
             settings.tell(added)
     _warn(options, () if is_dry else work.warnings, settings)
+    if is_dry:  # which leaves nobody a step to do
+        return work, settings
     return work, replace(settings, next=tuple(work.next_steps(is_absolute=True)))
 
 

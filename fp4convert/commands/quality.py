@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fp4convert.checkpoint.adapters.peft import open_recorded
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.commands.options import (
     CompareOptions,
@@ -157,6 +156,8 @@ def _with_adapter(artifact: Artifact, options: VerifyOptions | CompareOptions) -
     if options.source is None:
         detail = "--lora says what a source was merged with; expected --source BASE, too"
         raise InputError("usage", detail, "Name the base model: --source BASE.")
+    from fp4convert.checkpoint.adapters.peft import open_recorded
+
     access = options.original_access()
     return replace(artifact, adapter=open_recorded(given[0], artifact.record, access))
 

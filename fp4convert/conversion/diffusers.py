@@ -20,7 +20,6 @@ from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import manifest_of
 from fp4convert.errors import Fp4Error, InputError, NumericError, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job, carry_out, check_output, opened
@@ -204,7 +203,7 @@ class PipelineConversion:
         Then no component counts as finished, so that its plan may be replaced.
         """
         output = conversion.options.folder
-        manifest = manifest_of(conversion.source, conversion.plan)
+        manifest = conversion.job.manifest()
         old = read_manifest(output) if (output / PLAN_FILE).exists() else None
         if (
             old
@@ -271,10 +270,7 @@ class PipelineConversion:
         with self.source.open_file(PIPELINE) as stream:
             texts = {PIPELINE: stream.read().decode("utf-8")}
         plan = replace(self.plan, tasks=())
-        parts = {
-            name: manifest_of(conversion.source, conversion.plan)
-            for name, conversion in self.conversions.items()
-        }
+        parts = {name: conversion.job.manifest() for name, conversion in self.conversions.items()}
         return Job(self.source, plan, texts, None, PIPELINE, frozenset(texts), parts)
 
     def _join_results(

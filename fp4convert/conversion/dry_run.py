@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.module_names import join_names, reading_rank, split_leaf, split_numbers
 from fp4convert.checkpoint.record import method_settings
-from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.pace import measure_pace
 from fp4convert.conversion.quantization import describe_adapter
 from fp4convert.execution.exact_blocks import glance
+from fp4convert.execution.job import Job
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import Settings
 from fp4convert.numerics.backends import open_backend
@@ -55,7 +55,7 @@ class Sized(NamedTuple):
 
 
 @uncollected()
-def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, object]:
+def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
     """Make the document of `quantize --dry-run --json`.
 
     source_bytes, output_bytes  of tensors and of shards
@@ -68,16 +68,20 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
                                 module, comes on top
     Raises DeviceError for a device that is not there.
     """
+    source, plan = job.source, job.plan
     choice = choose_device(settings.device, plan.target, rounded_by(plan))
     backend = open_backend(choice.device)
-    sized = [Sized(step, step.source_bytes, step.output_bytes) for step in plan.steps]
-    shapes = [step.shape for step in plan.steps if step.shape]
+    known: dict[int, int] = {}  # sizes, of which there are few
+    sized = [
+        Sized(step, *(known.setdefault(n, n) for n in (step.source_bytes, step.output_bytes)))
+        for step in plan.steps
+    ]
+    shapes = {step.shape for step in plan.steps if step.shape}
     widest = max(shapes, key=lambda shape: shape[-1], default=())
     rounding = Rounding(plan.target, backend, reopened(plan))
     held_nbytes = rounding.held_nbytes(settings.workers, widest[-1] if widest else 0)
     workers = settings.workers or rounding.threads
     read_nbytes = source.held_nbytes(list_groups(plan), workers)
-    job = artifact_job(source, plan)
     own = None if isinstance(source, PaddedSource) else source
     return {
         "format": plan.target.format,
@@ -154,6 +158,7 @@ def describe_steps(
 
     named  what the steps are called one by one
     """
+    patterns = join_steps(sized)  # first: what that needs meanwhile is free again
     tensors = [
         {
             "name": named(step),
@@ -165,7 +170,7 @@ def describe_steps(
         }
         for step, source_nbytes, output_nbytes in sized
     ]
-    return {"patterns": join_steps(sized), "tensors": tensors}
+    return {"patterns": patterns, "tensors": tensors}
 
 
 def describe_left_out(plan: Plan) -> list[dict[str, str]]:
@@ -214,11 +219,13 @@ def join_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
     members of the scale group that become four-bit; None where a module is alone.
     """
     named = []
+    known: dict[Any, Any] = {}  # few verdicts, of many steps
     for step, _, _ in sized:
         # A person calls a linear layer by its module, another weight without that word.
         name = step.module if step.shape else step.name.removesuffix(WEIGHT)
         group = step.group.rpartition(".")[2] if step.group else None
-        named.append((name, (step.action, step.reason, group, step.format or None)))
+        words = step.action, step.reason, group, step.format or None
+        named.append((name, known.setdefault(words, words)))
     rows = []
     begun: dict[str, int] = {}  # where each stack of layers begins
     for pattern, places in join_names(named):

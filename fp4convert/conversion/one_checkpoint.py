@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.mixed_precision import Fit
 from fp4convert.conversion.options import QuantizeOptions, one_adapter
-from fp4convert.conversion.quantization import begin_quantize, manifest_of, quantize
+from fp4convert.conversion.quantization import quantize
 from fp4convert.conversion.ray_workers import check_cluster, quantize_together
 from fp4convert.errors import shell_line
 from fp4convert.execution.folder import OutputFolder
-from fp4convert.execution.job import check_output
+from fp4convert.execution.job import Job, begin, check_output
 from fp4convert.execution.plan_file import read_ended
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
@@ -27,7 +28,7 @@ from fp4convert.storage.open import absolute
 from fp4convert.storage.source import Source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Conversion:
     """One checkpoint into one folder: a Work.
 
@@ -41,19 +42,24 @@ class Conversion:
     fitted: Fit | None = None
     verdict: Verdict | None = None
 
+    @cached_property
+    def job(self) -> Job:
+        """Return what is to be done, made once: a large model's takes seconds."""
+        return artifact_job(self.source, self.plan)
+
     @property
     def warnings(self) -> list[str]:
         return [*self.plan.warnings, *(self.fitted.words if self.fitted else ())]
 
     def names(self) -> list[str]:
-        manifest = manifest_of(self.source, self.plan)
+        manifest = self.job.manifest()
         return [*manifest.files, manifest.last]
 
     def artifacts(self) -> dict[str, QuantizeOptions]:
         return {"": self.options}
 
     def describe(self, settings: Settings) -> dict[str, object]:
-        document = dict[str, Any](describe_plan(self.source, self.plan, settings))
+        document = dict[str, Any](describe_plan(self.job, settings))
         if self.fitted is None:
             return document
         return {
@@ -69,10 +75,10 @@ class Conversion:
             open_backend(settings.device)
 
     def check_output(self, settings: Settings) -> None:
-        check_output(artifact_job(self.source, self.plan), self.options.folder, settings)
+        check_output(self.job, self.options.folder, settings)
 
     def begin(self, settings: Settings) -> OutputFolder:
-        return begin_quantize(self.source, self.plan, self.options.folder, settings)
+        return begin(self.job, self.options.folder, settings)
 
     def carry_out(self, settings: Settings) -> Result:
         if self.options.ray is None:

@@ -42,7 +42,6 @@ from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import begin, carry_out
-from fp4convert.execution.plan_file import Manifest
 from fp4convert.execution.quantizer import Quantizer
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
@@ -385,11 +384,6 @@ def describe_adapter(plan: Plan) -> dict[str, object] | None:
     rounded = sum(step.is_made for step in changed)
     merged = {"rounded": rounded, "kept": len(changed) - rounded}
     return {"name": adapter.name, **adapter.as_record(), "merged": merged}
-
-
-def manifest_of(source: Source, plan: Plan) -> Manifest:
-    """Return what the output folder of `quantize` remembers."""
-    return artifact_job(source, plan).manifest()
 
 
 def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> OutputFolder:

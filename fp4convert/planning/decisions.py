@@ -249,6 +249,9 @@ def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
     """
     uneven: dict[tuple[tuple[str, ...], str], list[ScaleGroup]] = defaultdict(list)
     for key, modules in gather_groups(scale_groups(verdicts, recipe.groups)).items():
+        forms = [verdicts[module].form for module in modules]
+        if len(forms) == len(key.members) and all(form is forms[0] for form in forms):
+            continue
         members = {module.rpartition(".")[2]: verdicts[module].form for module in modules}
         staying = [member for member, form in members.items() if form is None]
         if len(staying) == len(members):

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from fp4convert.planning.steps import Plan, Step
 from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing, is_draft_head
 from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import failures_of, trap_text
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven, ordinary_matrices
 from fp4convert.storage.source import Checkpoint
+
+if TYPE_CHECKING:  # inspect asks about contents, and has no plan
+    from fp4convert.planning.steps import Plan, Step
 
 HEAD = "a draft head"
 # Speculators' own form, and the class that vLLM makes of it: configs/speculators/algos.py there.
@@ -43,8 +46,10 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
     for step in steps:
         if step.form is None:
             words |= ordinary_matrices(step.outputs)
-        else:
-            words |= {linear.module: step.form.word for linear in step.linears}
+            continue
+        word = step.form.word
+        for linear in step.linears:
+            words[linear.module] = word
     recipe = model_recipe(checkpoint.config)
     found = {uneven.code for uneven in find_uneven(words, recipe.groups)}
     return frozenset({*found, *([DRAFT_FORMAT] if find_differing(words, recipe) else [])})

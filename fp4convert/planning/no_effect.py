@@ -38,8 +38,9 @@ def find_idle(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> tuple
         "--keep-packed": recipe.keeps_packed and not linears.is_packed and PACKED,
         "--stack-order": recipe.options.stack_order and not has_stacks and STACK,
     }
-    has_drafts = any(map(recipe.is_draft, linears.of)) or is_draft_head(linears.of)
-    if recipe.asked_draft and not has_drafts:
+    if recipe.asked_draft and not (
+        any(map(recipe.is_draft, linears.of)) or is_draft_head(linears.of)
+    ):
         lacking[f"--draft {recipe.asked_draft}"] = DRAFT_LAYERS
     found = [
         Idle(option, f"is for {what}; the source has none", is_pattern=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.adapters.peft import ALONE
@@ -217,6 +218,12 @@ class _StepMaker:
             group: tuple([verdicts[module].linear for module in modules])
             for group, modules in groups.items()
         }
+        self._labels: dict[ScaleGroup | None, str] = {
+            group: _label_of(group, members)
+            for group, members in self._members.items()
+            if len(members) > 1
+        }
+        self._read: dict[tuple[ScaleGroup | None, bool], tuple[TensorRef, ...]] = {}
 
     def steps_of(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Step]:
         """Make the steps of a stored tensor, which holds those linear layers.
@@ -266,27 +273,26 @@ class _StepMaker:
         members = self._members[first.group] if first.group else linears
         amaxes = tuple([self._amaxes[one.module] for one in linears if one.module in self._amaxes])
         # Where their scale is given, their weights are not read for it.
-        read = [
-            ref
-            for linear in members
-            for ref in (*(() if amaxes else linear.refs), *_fold_refs(linear))
-        ]
-        label = None
-        if first.group and len(members) > 1:
-            # What a person calls the group: its parent, and those of its members that there are.
-            leaves = {linear.module.rpartition(".")[2] for linear in members}
-            there = tuple(leaf for leaf in first.group.members if leaf in leaves)
-            label = str(first.group._replace(members=there))
+        key = first.group, bool(amaxes)
+        if first.group is None or key not in self._read:
+            read = [
+                ref
+                for linear in members
+                for ref in (*(() if amaxes else linear.refs), *_fold_refs(linear))
+            ]
+            found = tuple(dict.fromkeys(read))
+            self._read[key] = members[0].refs if found == members[0].refs else found
+        refs = [linear.refs for linear in linears]
         scalars = [self._inputs[one.module] for one in linears if one.module in self._inputs]
         return Step(
             first.action,
             first.reason,
-            tuple([ref for linear in linears for ref in linear.refs]),
+            refs[0] if len(refs) == 1 else tuple(chain.from_iterable(refs)),
             self._dialect.outputs(stem, shape, first.form),
             shape,
             slots,
-            group=label,
-            amax_of=tuple(dict.fromkeys(read)),
+            group=self._labels.get(first.group),
+            amax_of=self._read[key],
             module=stem,
             form=first.form,
             linears=linears,
@@ -294,6 +300,13 @@ class _StepMaker:
             scalar=max(scalars, default=None),
             amaxes=amaxes,
         )
+
+
+def _label_of(group: ScaleGroup, members: Iterable[Linear]) -> str:
+    """Name a group for people: its parent, and the members that are there."""
+    leaves = {linear.module.rpartition(".")[2] for linear in members}
+    there = tuple(leaf for leaf in group.members if leaf in leaves)
+    return str(group._replace(members=there))
 
 
 def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) -> list[Fed]:

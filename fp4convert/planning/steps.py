@@ -24,7 +24,7 @@ from fp4convert.errors import InputError
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldUse, StackRule
-from fp4convert.storage.safetensors import Header, TensorRef, TensorSpec, total_nbytes
+from fp4convert.storage.safetensors import Frame, Header, TensorRef, TensorSpec, total_nbytes
 from fp4convert.storage.source import Checkpoint
 
 Action = Literal[
@@ -99,7 +99,7 @@ class Step(NamedTuple):
 
     @property
     def source_bytes(self) -> int:
-        return sum(linear.nbytes for linear in self.linears) or sum(ref.nbytes for ref in self.refs)
+        return sum([linear.nbytes for linear in self.linears]) or total_nbytes(self.refs)
 
     @property
     def output_bytes(self) -> int:
@@ -118,12 +118,22 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file to be written: its header, its size, and its tensors."""
+    """A file to be written: its size, its tensors, and what makes its header.
+
+    notes  what engines want to read in the file itself
+    """
 
     file: str
-    header: bytes
     nbytes: int
     outputs: tuple[TensorRef, ...]
+    frame: Frame
+    notes: dict[str, str]
+
+    @property
+    def header(self) -> bytes:
+        """Make the bytes before the tensors: all of them would fill a plan."""
+        specs = [TensorSpec(ref.name, ref.dtype, ref.shape) for ref in self.outputs]
+        return self.frame.lay_out(self.file, specs, self.notes)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +290,15 @@ class Writing:
             step if step.module else step._replace(module=module_of(step.specs[0].name))
             for step in made
         ]
-        shards = tuple(self._shards(shard, named))
+        laid_out = [*self._shards(shard, named)]
+        shards = tuple(written for written, _ in laid_out)
         place = {ref.name: ref for written in shards for ref in written.outputs}
+        # As _replace puts outputs for specs, in a third of the time.
         steps = tuple(
             [
-                step._replace(outputs=tuple([place[spec.name] for spec in step.specs]), specs=())
+                Step._make(
+                    (*step[:3], (), *step[4:-1], tuple([place[spec.name] for spec in step.specs]))
+                )
                 for step in named
             ]
         )
@@ -293,18 +307,18 @@ class Writing:
         promise = [
             repr(self.target),
             [self.checkpoint.stamps[file] for file in sources],
-            [_describe(step) for step in steps],
+            [*_describe(steps)],
         ]
         key = hashlib.sha256(json.dumps(promise, check_circular=False).encode())
-        for written in shards:
-            key.update(
-                json.dumps([written.file, written.nbytes, len(written.header)]).encode()
-                + written.header
-            )
+        for written, header in laid_out:
+            key.update(json.dumps([written.file, written.nbytes, len(header)]).encode() + header)
         return Task(key.hexdigest(), tuple(sources), shards, steps)
 
-    def _shards(self, shard: Header, steps: list[Step]) -> Iterator[Shard]:
-        """Lay out the file of that name, and one for scales where they go apart."""
+    def _shards(self, shard: Header, steps: list[Step]) -> Iterator[tuple[Shard, bytes]]:
+        """Lay out the file of that name, and one for scales where they go apart.
+
+        Each comes with its header.
+        """
         notes = {}
         if self.dialect:
             notes = self.dialect.notes({step.module: step.form for step in steps if step.form})
@@ -318,9 +332,8 @@ class Writing:
             if chosen or file == shard.file:
                 header, placed = shard.frame.lay_out(file, chosen, notes)
                 end = placed[-1].start + placed[-1].nbytes if placed else len(header)
-                yield Shard(
-                    file, header, -(-end // shard.frame.alignment) * shard.frame.alignment, placed
-                )
+                nbytes = -(-end // shard.frame.alignment) * shard.frame.alignment
+                yield Shard(file, nbytes, placed, shard.frame, notes), header
 
 
 def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
@@ -328,8 +341,7 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
 
     Raises InputError where two have the same, or two shards.
     """
-    found: dict[str, TensorRef] = {}
-    files: set[str] = set()
+    tasks, found, files = tuple(tasks), dict[str, TensorRef](), set[str]()
     for task in tasks:
         for shard in task.shards:
             if shard.file in files:
@@ -339,6 +351,11 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
                 )
                 raise InputError("name-collision", detail, "Rename the shard of that name.")
             files.add(shard.file)
+    outputs = [ref for task in tasks for step in task.steps for ref in step.outputs]
+    every = {ref.name: ref for ref in outputs}
+    if len(every) == len(outputs):
+        return every
+    for task in tasks:
         for step in task.steps:
             for ref in step.outputs:
                 if ref.name in found:
@@ -356,26 +373,31 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
     return found
 
 
-def _describe(step: Step) -> list[object]:
-    """List what a step says of its bytes beside the header, for JSON."""
-    described: list[object] = [
-        step.module,
-        step.action,
-        step.shape,
-        step.slots,
-        step.refs,
-        step.amax_of,
-        step.scalar,
-    ]
-    if step.amaxes:
-        described.append(["amaxes", *step.amaxes])
-    if step.is_transposed:  # shapes do not tell it of square matrices
-        described.append("transposed")
-    if step.linears:
-        described.append(step.form.word if step.form else "")
+def _describe(steps: Iterable[Step]) -> Iterator[list[object]]:
+    """List what steps say of their bytes beside the header, for JSON."""
+    spelled: dict[int, str] = {}  # codings, of which most are one object
+    for step in steps:
+        described: list[object] = [
+            step.module,
+            step.action,
+            step.shape,
+            step.slots,
+            step.refs,
+            step.amax_of,
+            step.scalar,
+        ]
+        if step.amaxes:
+            described.append(["amaxes", *step.amaxes])
+        if step.is_transposed:  # shapes do not tell it of square matrices
+            described.append("transposed")
+        if step.linears:
+            described.append(step.form.word if step.form else "")
         for linear in step.linears:  # what makes its values out of its bytes
-            described.append([linear.module, linear.shape, repr(linear.coding)])
-    return described
+            coding = linear.coding
+            if id(coding) not in spelled:
+                spelled[id(coding)] = repr(coding)
+            described.append([linear.module, linear.shape, spelled[id(coding)]])
+        yield described
 
 
 def spec_of(ref: TensorRef) -> TensorSpec:

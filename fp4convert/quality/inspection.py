@@ -49,13 +49,13 @@ def inspect(
     # The share of block scales that was read; those of eight bits are read whole.
     nbytes, packed = scale_nbytes(artifact), artifact.packed
     read, whole = sum(nbytes[module] for module in chosen), sum(nbytes.values())
-    # What all forms agree on.
     forms = _describe_forms(artifact)
     common = {
         key: value if all(form.get(key) == value for form in forms) else None
         for key, value in forms[0].items()
     }
     words = [(module, each.form.word) for module, each in packed.items()]
+    bits = common.get("bits_per_weight") if len(forms) == 1 else None
     cache, shared = _describe_cache(artifact), common.get("granularity")
     recorded, _ = read_recorded(artifact)
     return {
@@ -75,7 +75,7 @@ def inspect(
             {"pattern": pattern, "modules": len(held), "form": words[held[0]][1]}
             for pattern, held in join_names(words)
         ],
-        "bits_per_weight": _bits_per_weight(artifact, packed.values()),
+        "bits_per_weight": bits or _bits_per_weight(artifact, packed.values()),
         "share_read": round(read / whole if whole else float(bool(packed)), 4),
         **({"fidelity": recorded.summary} if recorded else {}),
         "engines": engines,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from itertools import islice
 
 from fp4convert.errors import Finding
@@ -35,13 +36,16 @@ def find_missing(
     config   config.json; empty where there is none
     """
     stacks, mixtures = defaultdict[str, set[int]](set), defaultdict[str, dict[int, set[str]]](dict)
+    of_mixture = cache(_split_at_number)  # which has hundreds of modules
     for module in modules:
-        if EXPERTS in module:
-            mixture, _, rest = module.partition(EXPERTS)
+        mixture, inside, rest = module.partition(EXPERTS)
+        if inside:
             expert, _, projection = rest.partition(".")
             if _is_number(expert):
                 mixtures[mixture].setdefault(int(expert), set()).add(projection)
-        stack, layer = _split_at_number(module)
+        stack, layer = of_mixture(mixture) if inside else ("", -1)
+        if layer < 0:
+            stack, layer = _split_at_number(module)
         if layer >= 0 and stack.rpartition(".")[2] in STACKS:
             stacks[stack].add(layer)
     lost = [

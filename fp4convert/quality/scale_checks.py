@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.encodings.fp8 import decode_scales
 from fp4convert.errors import Finding, Level
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, LARGEST_CODE, block_steps
@@ -284,6 +283,10 @@ def _check_dtype(fmt: Format, histograms: list[NDArray[np.int64]]) -> Iterator[F
 
 def check_other_scales(artifact: Artifact) -> Iterator[Finding]:
     """Check the scales of FP8, MXFP8 and int4 modules."""
+    if not artifact.others:  # of most artifacts: what reads eight bits is not loaded
+        return
+    from fp4convert.checkpoint.encodings.fp8 import decode_scales
+
     for module, packed in artifact.others.items():
         ref = packed.refs[1]
         values = decode_scales(artifact.source.read_range(ref, 0, ref.nbytes), ref.dtype)

@@ -9,8 +9,9 @@ import errno
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -119,34 +120,64 @@ def unquantized(config: Mapping[str, object]) -> dict[str, object]:
 
 
 _NESTED = (dict, list, tuple)  # what JSON nests
+_ROWS = 1000  # of a list or an object that are spelled together
 
 
 def as_text(value: object) -> str:
     """Write the JSON of a small file, whichever stage writes it.
 
-    What json.dumps makes with an indent of 2, in a tenth of the time; they are held together by
+    What json.dumps makes with an indent of 2 and without ASCII escapes.
+    """
+    return "".join([*pieces_of(value, is_ascii=False), "\n"])
+
+
+def pieces_of(value: object, is_ascii: bool = True, lead: str = "\n") -> Iterator[str]:
+    """Yield the text that json.dumps makes of a value with an indent of 2.
+
+    In a tenth of the time, and never all of it at once: plain values are spelled together, some
+    at a time, and so are objects of plain values in a list.  The two are held together by
     tests/storage/test_json_text.py.
+
+    lead  what a line of it begins with
     """
-    return f"{_indented(value)}\n"
+    spell = partial(json.dumps, ensure_ascii=is_ascii)
+    if not isinstance(value, _NESTED) or not value:
+        yield spell(value)
+        return
+    inner, (opening, closing) = f"{lead}  ", "{}" if isinstance(value, dict) else "[]"
+    before, deeper = f"{opening}{inner}", f"{inner}  "
+    # No string of JSON holds a line's end, so that this stands between two rows alone.
+    between, indented = f"}},{deeper}{{", f"{inner}}},{inner}{{{deeper}"
+    children: Any = value.values() if isinstance(value, dict) else value
+    if not _has_nested(children):
+        entries = iter(value.items() if isinstance(value, dict) else value)
+        kind: Any = dict if isinstance(value, dict) else list
+        while some := kind(islice(entries, _ROWS)):
+            yield f"{before}{spell(some, separators=(f',{inner}', ': '))[1:-1]}"
+            before = f",{inner}"
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            yield f"{before}{spell({key: 0})[1:-2]}"
+            yield from pieces_of(child, is_ascii, inner)
+            before = f",{inner}"
+    elif _are_rows(children):
+        for at in range(0, len(children), _ROWS):
+            text = spell(children[at : at + _ROWS], separators=(f",{deeper}", ": "))
+            yield f"{before}{{{deeper}{text[2:-2].replace(between, indented)}{inner}}}"
+            before = f",{inner}"
+    else:
+        for child in children:
+            yield before
+            yield from pieces_of(child, is_ascii, inner)
+            before = f",{inner}"
+    yield f"{lead}{closing}"
 
 
-def _indented(value: object, lead: str = "\n") -> str:
-    """Write the JSON of a value in a line that begins so.
+def _has_nested(values: Iterable[object]) -> bool:
+    return any(issubclass(kind, _NESTED) for kind in set(map(type, values)))
 
-    A list or an object of plain values is spelled at once.  Keys are strings.
-    """
-    inner = f"{lead}  "
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    children = (
-        value.values() if isinstance(value, dict) else value if isinstance(value, _NESTED) else ()
-    )
-    if not any(issubclass(kind, _NESTED) for kind in set(map(type, children))):
-        text = json.dumps(value, ensure_ascii=False, separators=(f",{inner}", ": "))
-        return f"{opening}{inner}{text[1:-1]}{lead}{closing}" if children else text
-    texts = [_indented(child, inner) for child in children]
-    if isinstance(value, dict):
-        texts = [
-            f"{json.dumps(key, ensure_ascii=False)}: {text}"
-            for key, text in zip(value, texts, strict=True)
-        ]
-    return f"{opening}{inner}{f',{inner}'.join(texts)}{lead}{closing}"
+
+def _are_rows(children: Sequence[Any]) -> bool:
+    """Tell whether all are objects of plain values, and none is empty."""
+    is_row = all(children) and {*map(type, children)} == {dict}
+    return is_row and not _has_nested(chain.from_iterable(map(dict.values, children)))

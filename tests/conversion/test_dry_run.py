@@ -9,6 +9,7 @@ import pytest
 from checkpoints import LAYER, run, weight, write_llama, write_single
 from true_shapes import LLAMA_70B, QWEN3_8B, QWEN3_CODER_480B, deepseek_v3, write_holes
 
+from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import Sized, describe_plan, find_doubts
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
@@ -336,7 +337,7 @@ def unpacked_plan(source):
 
 def test_packed_weights_that_stay_show_what_they_add(tmp_path):
     source = open_source(str(write_llama(tmp_path / "m")))
-    document = describe_plan(source, unpacked_plan(source), Settings("cpu"))
+    document = describe_plan(artifact_job(source, unpacked_plan(source)), Settings("cpu"))
     (row,) = (row for row in document["patterns"] if row["pattern"] == "lm_head")
     assert (row["action"], row["source_bytes"], row["output_bytes"]) == (
         "dequantize",
@@ -351,7 +352,7 @@ def test_packed_weights_that_stay_show_what_they_add(tmp_path):
 def test_a_result_larger_than_its_source_is_told(tmp_path):
     head = {"lm_head.weight": weight(0, 96, 64)}
     source = open_source(str(write_single(tmp_path / "m", head)))
-    document = describe_plan(source, unpacked_plan(source), Settings("cpu"))
+    document = describe_plan(artifact_job(source, unpacked_plan(source)), Settings("cpu"))
     assert document["warnings"][-1] == (
         "the result is larger than the source: 6.14 kB become 12.3 kB;"
         " packed weights that are kept add, as bf16, 6.14 kB: see --keep-packed"

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from fp4convert.storage.json_text import as_text
+from fp4convert.storage.json_text import as_text, pieces_of
 
 DOCUMENTS = [
     *({}, [], 3, "x", None, True),
@@ -21,9 +21,33 @@ DOCUMENTS = [
     },
     [{"a": 1}, {}, [], [[]], "b, c", float("nan")],
     {'a "quoted", name\t': {"ü": "\ud800"}, "": [[1, 2], 3]},
+    {"numbers": {1: [2.5], 2: {3: None}}, "flags": {True: "yes"}},
 ]
+ROWS = 2500  # more than are spelled together, twice
+LONG = {
+    "plain": list(range(ROWS)),
+    "named": {f"model.{number}": number for number in range(ROWS)},
+    "rows": [{"name": '},\n  {"', "number": number} for number in range(ROWS)],
+    "some empty": [{}, *({"number": number} for number in range(ROWS))],
+    "nested": tuple({"a": 1, "shape": [number]} for number in range(ROWS)),
+    "in a tuple": tuple({"ü": number} for number in range(ROWS)),
+}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=repr)
 def test_small_files_are_indented_as_json_does_it(document: object) -> None:
     assert as_text(document) == json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, LONG, [LONG]], ids=lambda document: repr(document)[:40]
+)
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_documents_are_printed_as_json_does_it(document: object, is_ascii: bool) -> None:
+    expected = json.dumps(document, indent=2, ensure_ascii=is_ascii)
+    assert "".join(pieces_of(document, is_ascii)) == expected
+
+
+def test_a_long_document_is_never_there_at_once() -> None:
+    pieces = [*pieces_of(LONG)]
+    assert max(map(len, pieces)) < sum(map(len, pieces)) / 4

@@ -321,8 +321,9 @@ def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> l
     """List the stems that at least one tensor's name gives, in order."""
     found = {
         name.removesuffix(ending): None
-        for ending in endings
         for name in tensors
+        if name.endswith(endings)
+        for ending in endings
         if name.endswith(ending)
     }
     # Of a dict and no set: it keeps the order, in which long runs are sorted already.

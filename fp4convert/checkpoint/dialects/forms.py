@@ -159,11 +159,12 @@ def with_fused(names: Iterable[str]) -> tuple[str, ...]:
     """
     names = dict.fromkeys(names)
     fused: dict[str, None] = {}
+    wholes = {parts[0]: (whole, parts) for whole, parts in _FUSED.items()}
     for name in names:
         parent, dot, word = name.rpartition(".")
-        for whole, parts in _FUSED.items():
-            members = [parent + dot + part for part in parts]
-            if word == parts[0] and ".experts." not in name and names.keys() >= set(members):
+        if word in wholes and ".experts." not in name:
+            whole, parts = wholes[word]
+            if all(parent + dot + part in names for part in parts):
                 fused[parent + dot + whole] = None
     return tuple(names | fused)
 
@@ -176,15 +177,21 @@ def with_values(modules: Iterable[str], known: Iterable[str]) -> tuple[str, ...]
 
     known  all modules, quantized or kept
     """
-    known = set(known)
+    modules = tuple(modules)
+    values = {
+        module: f"{module.removesuffix('k_proj')}v_proj"
+        for module in modules
+        if module.endswith("k_proj")
+    }
+    if not values or (known := set(known)).issuperset(values.values()):
+        return tuple(dict.fromkeys(modules))
     patterns = {_NUMBER.sub("0", module) for module in known}
     made: dict[str, None] = {}
     for module in modules:
         made[module] = None
-        stem = module.removesuffix("k_proj")
-        values = f"{stem}v_proj"
-        if stem != module and values not in known and _NUMBER.sub("0", values) in patterns:
-            made[values] = None
+        value = values.get(module, module)
+        if value not in known and _NUMBER.sub("0", value) in patterns:
+            made[value] = None
     return tuple(made)
 
 

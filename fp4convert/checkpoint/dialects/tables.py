@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, INT4, Format, Kind
 from fp4convert.numerics.low_rank import Correction
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized, Span
-from fp4convert.storage.safetensors import TensorRef, TensorSpec
+from fp4convert.storage.safetensors import SHAPES, TensorRef, TensorSpec
 
 SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
 Read = Callable[[str], Span]
@@ -131,6 +132,13 @@ def scale_grid(shape: tuple[int, int], granularity: Granularity) -> tuple[int, i
     if isinstance(granularity, str):
         raise RuntimeError(f"granularity {granularity!r} is none")
     return (-(-shape[0] // granularity[0]), -(-shape[1] // granularity[1]))
+
+
+@lru_cache(SHAPES)
+def _divided(shape: tuple[int, ...], *divisors: int) -> tuple[tuple[int, ...], ...]:
+    """Divide the columns; equal shapes are one object."""
+    *above, columns = shape
+    return tuple((*above, columns // divisor) for divisor in divisors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +262,10 @@ class Table:
                 TensorSpec(scales_name, form.stored_scales, grid),
                 TensorSpec(f"{stem}.weight_shape", "I64", (2,)),
             )
-        blocks = columns // form.format.block_size
+        codes, blocks = _divided(shape, self.codes_per_item, form.format.block_size)
         return (
-            TensorSpec(stem + ending, dtype, (*above, columns // self.codes_per_item)),
-            TensorSpec(scales_name, self.scale_dtypes[form.format], (*above, blocks)),
+            TensorSpec(stem + ending, dtype, codes),
+            TensorSpec(scales_name, self.scale_dtypes[form.format], blocks),
             *self.scalars.specs(stem, form),
         )
 

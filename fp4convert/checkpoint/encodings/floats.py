@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +160,8 @@ def find_floats(
             continue
         if len(ref.shape) == MATRIX_DIMENSIONS and ref.name.endswith(WEIGHT):
             module = ref.name.removesuffix(WEIGHT)
-            found[module] = Linear(module, (ref.shape[0], ref.shape[1]), FLOATS[ref.dtype], (ref,))
+            shape: Any = ref.shape  # of two sizes, and no copy for each of 100,000 modules
+            found[module] = Linear(module, shape, FLOATS[ref.dtype], (ref,))
         elif len(ref.shape) in (MATRIX_DIMENSIONS, STACK_DIMENSIONS) and (
             rule := rule_for(ref.name, ref.shape)
         ):

@@ -135,8 +135,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "short-hash": Mutation(
         DISK,
-        "        found.update(block[:count])\n        each(count)\n",
-        "        found.update(block[:count])\n        each(count)\n        break\n",
+        "        yield block[:count]\n",
+        "        yield block[:count]\n        return\n",
         "a hash ends with the first short read",
     ),
     "claims-of-the-dead-stay": Mutation(
