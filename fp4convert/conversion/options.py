@@ -420,16 +420,19 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             for name, value in values.items()
         }
 
-    def as_recorded(self) -> dict[str, object]:
+    def as_recorded(self, calibration: str | None = None) -> dict[str, object]:
         """Return what our record says of the options that the bytes depend on.
 
         Those that are not their defaults; of a file its sha256 and of a folder a word, for a path
         is nobody's business.
+
+        calibration  the sha256 of the file of statistics, which may be large, where it is known
         """
         defaults = {each.name: each.default for each in declared_in(QuantizeOptions)}
         given = self.that_make_bytes() | {"config": self.config, "format": self.format}
+        known = {"calibration": {"sha256": calibration}} if calibration else {}
         return {
-            name: _described(value)
+            name: known[name] if name in known else _described(value)
             for name, value in given.items()
             if value not in (None, False, ()) and value != defaults[name]
         }

@@ -99,7 +99,8 @@ def prepare_quantize(
         plan = with_statistics(replace(plan, goal=goal), scalars.calibration, is_fitted)
     # Whoever names an engine does not ask what others do with the result.
     traps = () if options.engine else engine_warnings(plan, source.checkpoint)
-    plan = replace(plan, warnings=(*plan.warnings, *traps), asked=options.as_recorded())
+    asked = options.as_recorded(recipe.target.calibration)
+    plan = replace(plan, warnings=(*plan.warnings, *traps), asked=asked)
     if isinstance(source, PaddedSource):
         refuse_bad_splits(plan, int(options.pad_for_tp or 0))
         plan = replace(plan, warnings=(*plan.warnings, source.note))
