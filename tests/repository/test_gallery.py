@@ -13,7 +13,7 @@ pytestmark = pytest.mark.engine
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("family", SHOWN, ids=str)
 def test_sections_are_up_to_date(family: Family) -> None:
     """After a change on purpose: make docs."""
