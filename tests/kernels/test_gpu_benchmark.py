@@ -265,6 +265,7 @@ def lent_machine(tmp_path: Path, python: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_without_a_gpu_every_program_of_the_first_run_says_so(tmp_path):
     """Each is found and imports what it needs; sanitizer and profiler run what they are given."""
     folder = lent_machine(tmp_path, "CUDA_VISIBLE_DEVICES=")

@@ -33,12 +33,12 @@ HEAVY = np.linspace(0, 3, 544, dtype=np.float32)
 
 
 @pytest.fixture
-def machine(simt_libraries, tmp_path_factory, monkeypatch) -> Machine:  # type: ignore[no-untyped-def]
+def machine(simt_libraries, cache, monkeypatch) -> Machine:  # type: ignore[no-untyped-def]
     made = Machine(simt_libraries, count=2)
     monkeypatch.setitem(sys.modules, "cupy", made.module())
     monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
     monkeypatch.setattr(self_check, "check", lambda gpu: None)  # test_self_check.py has it
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cubins"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     device_arrays._kernels.cache_clear()
     yield made
     device_arrays._kernels.cache_clear()
