@@ -442,8 +442,13 @@ def _described(value: object) -> object:
     """Say an option's value in JSON, without a path."""
     if isinstance(value, tuple):
         return [_described(each) for each in value]
-    if not isinstance(value, str | os.PathLike) or not os.path.exists(value):
+    if not isinstance(value, str | os.PathLike):
         return value
+    if not os.path.exists(value):
+        try:  # a number, as the command line has it
+            return float(value)
+        except ValueError:
+            return value
     from fp4convert.storage.disk import hash_file
 
     return {"sha256": hash_file(Path(value))} if os.path.isfile(value) else {"folder": True}

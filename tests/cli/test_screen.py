@@ -104,7 +104,7 @@ def test_a_drawn_result_ends_with_the_digest(tmp_path):
         "  7 tensors quantized, 4 kept, 0 skipped",
     ]
     assert re.fullmatch(
-        r"  87\.5 kB -> 49\.\d kB \(57 %\), 4\.507 bits per quantized weight", lines[3]
+        r"  87\.5 kB -> 50\.\d kB \(57 %\), 4\.507 bits per quantized weight", lines[3]
     )
     assert re.fullmatch(
         r"  SQNR 21\.\d\d dB on average, lowest 21\.\d\d dB \(model\.layers\.\d\.\S+\.weight\)",
@@ -167,7 +167,7 @@ def test_a_drawn_merge_claims_no_reading(tmp_path):
     lines = run("merge", out).out.splitlines()
     assert lines[0] == str(out)
     assert re.fullmatch(
-        r"  2 shards merged \(nvfp4, compressed-tensors\), 49\.\d kB, in \S+ s", lines[1]
+        r"  2 shards merged \(nvfp4, compressed-tensors\), 50\.\d kB, in \S+ s", lines[1]
     )
     assert lines[2].startswith("  SQNR 21.")
     steps = [f"next: fp4convert verify {out} --source {source}", f"      vllm serve {out}"]

@@ -25,7 +25,7 @@ import fp4convert
 from fp4convert.calibration.result import Calibrated
 from fp4convert.cli.app import make_app
 from fp4convert.cli.commands import COMMANDS
-from fp4convert.commands import analysis, calibration, convert, evaluation, quality
+from fp4convert.commands import analysis, calibration, convert, evaluation, quality, reproduce
 from fp4convert.conversion import repacking
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.work_options import AccessOptions
@@ -77,7 +77,7 @@ def test_docstrings_tell_every_option(command):
 def test_every_command_that_computes_has_its_function():
     tells = {"doctor", "recipes", "explain"}  # these show what is known
     assert set(COMMANDS) - tells == set(OPTIONS)
-    homes = (analysis, calibration, convert, evaluation, quality)
+    homes = (analysis, calibration, convert, evaluation, quality, reproduce)
     for name in OPTIONS:
         assert any(getattr(home, name, None) is getattr(fp4convert, name) for home in homes)
 
@@ -540,7 +540,7 @@ def test_the_first_of_two_bad_numbers_is_told(source, tmp_path):
 
 def test_what_is_at_the_end_of_a_cell_is_one_line(source, tmp_path):
     made = fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q")
-    told = "nvfp4, 7 tensors quantized, 87.5 kB -> 49.9 kB, SQNR 21.77 dB on average"
+    told = "nvfp4, 7 tensors quantized, 87.5 kB -> 50.0 kB, SQNR 21.77 dB on average"
     assert repr(made).startswith(f"<Result {tmp_path / 'q'}: {told}, digest {made.digest[:12]}")
     verified = fp4convert.verify(tmp_path / "q", source=source, min_sqnr=90)
     assert re.fullmatch(

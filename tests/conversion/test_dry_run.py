@@ -239,7 +239,7 @@ def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
         "fp4convert.conversion.dry_run.measure_pace",
         lambda *words: asked.append(words[2:]) or FixedPace,
     )
-    monkeypatch.setattr("fp4convert.conversion.dry_run.finishers", lambda: 4)  # of 9 shards
+    monkeypatch.setattr("fp4convert.conversion.dry_run.processors", lambda: 4)  # of 9 shards
     source = write_holes(tmp_path / "m", "llama", LLAMA_70B.tensors(), shards=9)
     document = forecast(source, "nvfp4", "--workers", 3)
     seconds = document["seconds_estimated"]
