@@ -104,7 +104,7 @@ def main() -> None:
                 code = make_app(called)(args=arguments, standalone_mode=False)
             sys.exit(InputError.exit_code if is_bare else code)
         except Fp4Error as error:
-            failure = error
+            failure = _find_limit(error.__cause__) or error
         except Stopped as stopped:
             failure = _interrupted(stopped)
         except Exception as error:

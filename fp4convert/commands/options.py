@@ -327,9 +327,9 @@ class WindowOptions(TextOptions):
 
 @dataclass(eq=False, repr=False)
 class ReproduceOptions(DeviceOptions):
-    """Make an artifact again from its record, and compare the hashes.
+    """Make an artifact again from its record, and compare.
 
-    Nothing stays on the disk. Exit code 6 where a file differs.
+    Every file by its hash. Nothing stays on the disk. Exit code 6 where a file differs.
 
     Example: fp4convert reproduce ./Llama-3.1-8B-NVFP4 --source ./Llama-3.1-8B
     """

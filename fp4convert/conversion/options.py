@@ -446,7 +446,7 @@ def _described(value: object) -> object:
         return value
     if not os.path.exists(value):
         try:  # a number, as the command line has it
-            return float(value)
+            return float(os.fspath(value))
         except ValueError:
             return value
     from fp4convert.storage.disk import hash_file

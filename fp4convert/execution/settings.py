@@ -10,11 +10,13 @@ from fp4convert.errors import NumericError
 from fp4convert.execution.share import Share
 from fp4convert.process import processors
 from fp4convert.progress import Phases, size_text
+from fp4convert.storage.system import most_files
 
 AGAIN = (
     "Download the file again, in case it is damaged; or keep these weights as they are, by the same"
     " command with "
 )
+FILES_A_SHARD = 8  # that may be open: what is read, written and hashed, with some to spare
 OnNamed = Callable[[Path, str, str], None]
 
 
@@ -65,7 +67,8 @@ class Settings:
     @property
     def shards_at_once(self) -> int:
         """Count the shards that may be filled, hashed and flushed at once."""
-        return 2 * processors()
+        files = most_files() // FILES_A_SHARD or 1
+        return min(2 * processors(), files) if most_files() else 2 * processors()
 
 
 @dataclass(frozen=True, slots=True, repr=False)

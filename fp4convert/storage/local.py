@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import stat
@@ -42,7 +41,6 @@ from fp4convert.storage.system import most_files, read_at, read_into_at
 HOLDING = "Give the folder that holds the weights."
 SCALAR_NBYTES = 8
 MOST_OPEN = 256  # shards
-MACHINE_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 AGAIN = "Run the command again once nothing writes to it."
 
 
@@ -82,8 +80,6 @@ class LocalSource:
                     try:
                         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
                     except (OSError, ValueError) as error:  # ValueError: it is empty now
-                        if getattr(error, "errno", None) in MACHINE_LIMITS:
-                            raise  # no fault of the file's: app.py tells
                         detail = f"{ref.file} cannot be read: {error}"
                         raise SourceError("source-unreadable", detail, AGAIN) from error
                 shards = self.checkpoint.shards

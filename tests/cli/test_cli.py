@@ -35,6 +35,7 @@ COMMANDS = (
     "inspect",
     "verify",
     "compare",
+    "reproduce",
     "dequantize",
     "merge",
     "transcode",

@@ -52,7 +52,7 @@ def test_words_and_defaults_are_those_of_the_command_line(command):
         option.name: option
         for option in typer.main.get_command(make_app()).commands[command].params
     }
-    python_only = LISTENERS | {"memory", "transport"} - set(options)
+    python_only = LISTENERS | COMMANDS[command].hidden
     assert set(options) - SCREEN == set(parameters) - python_only
     for name in set(options) - SCREEN:
         default = parameters[name].default

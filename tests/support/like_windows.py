@@ -8,6 +8,7 @@ signals of Windows itself are not simulated.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib.abc
 import mmap
@@ -15,6 +16,7 @@ import os
 import shutil
 import signal
 import sys
+from types import SimpleNamespace
 from typing import NoReturn
 
 GONE = {
@@ -51,6 +53,12 @@ def _kill(process: int, number: int) -> NoReturn:
     raise AssertionError(f"signal {number} to {process}: on Windows that ends it")
 
 
+class _Kernel32:
+    @staticmethod
+    def GlobalMemoryStatusEx(status) -> None:  # noqa: N802
+        status[1] = 16 << 30
+
+
 real_open = os.open
 if __name__ == "__main__":
     import filelock  # noqa: F401  # and others that ask for modules once, and know Windows themselves
@@ -66,6 +74,7 @@ if __name__ == "__main__":
             delattr(module, name)
     del os.statvfs
     os.O_BINARY = BINARY
+    ctypes.windll = SimpleNamespace(kernel32=_Kernel32)
     os.open, os.kill = _open, _kill
     from fp4convert.cli.app import main
 
