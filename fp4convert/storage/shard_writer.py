@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -96,9 +97,10 @@ class ShardWriter:
             raise OutputError("stopped", f"{self.path.name} was not finished")
 
     def discard(self) -> None:
-        """Close, and leave nothing behind."""
+        """Close, and leave nothing behind, where the disk lets us."""
         self._close()
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.unlink()
 
     def _close(self) -> None:
         if self._fd >= 0:
