@@ -125,12 +125,21 @@ def write_ending(folder: OutputFolder) -> Ending:
     """Write the texts and the report, then the record.
 
     Every task is finished, and its files are known to be what was written.
+
+    Raises  OutputError where the record of one went away meanwhile
     """
     manifest, record = folder.manifest, folder.manifest.record
+    records = []
+    for task in manifest.tasks:
+        done = folder.record_of(task)
+        if done is None:  # a report of the others alone would say too little
+            found = f"{folder.root}: {next(iter(task.files))} was finished"
+            detail = f"{found}, and its record cannot be read any more; expected it to stay"
+            raise OutputError("unfinished", detail, "Run the same command again.")
+        records.append(done)
     folder.write_texts(manifest.texts)
     files = {file: folder.hashes[file] for file in manifest.files}
     # Write the report; where nothing was rounded, one of an earlier plan goes.
-    records = [done for task in manifest.tasks if (done := folder.record_of(task))]
     accounts, taken_over = merge_accounts((done.accounts, done.taken_over) for done in records)
     if accounts and record is not None:
         folder.write_texts({REPORT: report_text(accounts, taken_over, record)})

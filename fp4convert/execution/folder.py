@@ -340,6 +340,8 @@ class OutputFolder:
         more_nbytes  written to the same disk beside what the plan writes
         """
         with write_errors_at(self.root), self.leases.hold_when_free(PLANNING):
+            # Has a network file system ask its server: that no plan was there may be old news.
+            os.utime(self.state)
             old = read_manifest(self.root)
             if old is not None and old.plan_id != self.manifest.plan_id:
                 self._replace(old, settings)

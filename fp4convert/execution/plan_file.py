@@ -14,7 +14,7 @@ from fp4convert.errors import OutputError
 from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE, REPORT, UNDIGESTED, WEIGHTS
-from fp4convert.storage.disk import Mark
+from fp4convert.storage.disk import Mark, write_errors_at
 from fp4convert.storage.json_text import read_text_file
 
 STATE, PLAN = PLAN_FILE.split("/")
@@ -257,7 +257,9 @@ def refuse_linked_folders(root: Path, files: Iterable[str]) -> None:
     """
     folders = {root / parent for file in files for parent in Path(file).parents if parent.parts}
     for folder in sorted(folders):
-        if folder.is_symlink():
+        with write_errors_at(folder):
+            is_link = folder.is_symlink()
+        if is_link:
             detail = f"{folder} is a link; expected a folder made by fp4convert"
             detail += ", in which it may write and remove files"
             next_step = "Remove the link, or choose another folder: -o FOLDER."

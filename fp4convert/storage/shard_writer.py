@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
@@ -120,9 +121,10 @@ class ShardWriter:
         return self._sha256.hexdigest()
 
     def discard(self) -> None:
-        """Close, and leave nothing behind."""
+        """Close, and leave nothing behind, where the disk lets us."""
         self._close()
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.unlink()
 
     def _close(self) -> None:
         if self._fd >= 0:

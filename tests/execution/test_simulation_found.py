@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from checkpoints import run, write_llama
 
+from fp4convert.execution import finish as finish_module
 from fp4convert.execution import folder as folder_module
+from fp4convert.execution.folder import OutputFolder
 from fp4convert.storage.disk import hash_file
 from fp4convert.storage.local import LocalSource
+from fp4convert.storage.shard_writer import ShardWriter
 
 STATE = ".fp4convert"
 
@@ -79,3 +82,51 @@ def test_a_copy_whose_source_fails_does_not_blame_the_output(source, tmp_path, m
     outcome = quantize(source, tmp_path / "out")
     assert outcome.code == 3
     assert outcome.json["error"]["code"] == "source-unreadable"
+
+
+def test_a_shard_that_cannot_be_removed_does_not_hide_why_it_goes(tmp_path, monkeypatch):
+    """A disk that became read-only: it was a traceback of the removal."""
+    monkeypatch.setattr(Path, "unlink", _refuse)
+    writer = ShardWriter(tmp_path / "shard", b"", (), 10)
+    writer.discard()
+    assert (tmp_path / "shard").exists()
+
+
+def test_no_report_is_written_of_a_part_of_the_records(source, tmp_path, monkeypatch):
+    """One could not be read for a moment: the report said nothing of its modules."""
+    real = finish_module.write_ending
+
+    def end_without_one(folder: OutputFolder) -> object:
+        lost, found = folder.manifest.tasks[0], folder.record_of
+        monkeypatch.setattr(
+            OutputFolder, "record_of", lambda self, task: None if task == lost else found(task)
+        )
+        return real(folder)
+
+    monkeypatch.setattr("fp4convert.execution.job.write_ending", end_without_one)
+    outcome = quantize(source, tmp_path / "out")
+    assert (outcome.code, outcome.json["error"]["code"]) == (5, "unfinished")
+    assert not (tmp_path / "out" / "quantization_report.json").exists()
+
+
+def test_a_plan_that_came_meanwhile_is_seen_through_a_network_file_system(
+    source, tmp_path, monkeypatch
+):
+    """What a machine remembers of a folder is renewed before it is asked for the plan."""
+    calls: list[str] = []
+    read, utime = folder_module.read_manifest, os.utime
+    monkeypatch.setattr(
+        folder_module, "read_manifest", lambda root: calls.append("read") or read(root)
+    )
+
+    def note(path: object, *more: object, **options: object) -> None:
+        calls.append(Path(str(path)).name)
+        utime(path, *more, **options)
+
+    monkeypatch.setattr("os.utime", note)
+    assert quantize(source, tmp_path / "out").code == 0
+    assert calls[calls.index("read") - 1] == STATE
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -38,7 +38,7 @@ class Machine:
     slowness: float
     cache_seconds: float
     namespace: int
-    names: dict[tuple[int, str], tuple[Node | None, float]] = field(default_factory=dict)
+    names: dict[int, dict[str, tuple[Node | None, float]]] = field(default_factory=dict)
     times: dict[int, tuple[int, int, int, float]] = field(default_factory=dict)
 
     def forget(self) -> None:

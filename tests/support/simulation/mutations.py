@@ -29,7 +29,7 @@ class Mutation:
     old: str
     new: str
     why: str
-    within: int = 400
+    within: int = 1500
 
 
 FOLDER, LEASES = "execution/folder.py", "execution/leases.py"
@@ -168,7 +168,6 @@ MUTATIONS: dict[str, Mutation] = {
         "                        os.utime(self._folder / lease)",
         "                        pass",
         "a process that works for longer than a minute loses its claims",
-        within=1500,
     ),
     "clocks-are-compared": Mutation(
         LEASES,
@@ -196,14 +195,14 @@ MUTATIONS: dict[str, Mutation] = {
         "        living = {self.leases.name, *self.leases.others()}\n"
         '        leftovers = list((self.state / "tmp").iterdir())\n',
         "the files of a process that has just come are removed",
-        within=2000,
+        within=4000,
     ),
     "drops-what-others-hold": Mutation(
         LEASES,
         '        if is_empty or (owner is not None and owner.get("worker") == self.name):',
         "        if True:",
         "a process that slept takes the claim of the one that follows it",
-        within=2000,
+        within=4000,
     ),
     "not-looked-at-again": Mutation(
         LEASES,
@@ -213,21 +212,20 @@ MUTATIONS: dict[str, Mutation] = {
         "                yield task",
         "            yield task",
         "a shard that another has just finished is made again",
-        within=1500,
     ),
     "ends-without-a-claim": Mutation(
         JOB,
         "            with folder.leases.hold_when_free(ENDING):\n",
         "            if True:\n",
         "several end the work at once",
-        within=2000,
+        within=4000,
     ),
     "ends-unfinished": Mutation(
         JOB,
         "                if not folder.missing() and not self._forget_harmed():",
         "                if not self._forget_harmed():",
         "the record is written while shards are missing",
-        within=2000,
+        within=4000,
     ),
 }
 

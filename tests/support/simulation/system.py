@@ -52,13 +52,13 @@ class Files:
             raise refuse(errno.ENOTDIR, name)
         if not machine.cache_seconds:
             return folder.entries.get(name)
-        key, now = (folder.inode, name), process.world.scheduler.now
-        known = machine.names.get(key)
+        names, now = machine.names.setdefault(folder.inode, {}), process.world.scheduler.now
+        known = names.get(name)
         if known is not None and not is_new and known[1] > now:
             return known[0]
         node = folder.entries.get(name)
         seconds = machine.cache_seconds * process.world.chance.random()
-        machine.names[key] = node, now + seconds
+        names[name] = node, now + seconds
         return node
 
     def _find(self, process: Process, path: str, is_new: bool = False) -> Node | None:
@@ -84,7 +84,7 @@ class Files:
             raise refuse(errno.ENOENT, path)
         if folder.entries is None:
             raise refuse(errno.ENOTDIR, path)
-        process.machine.names.pop((folder.inode, name), None)  # the server is asked
+        process.machine.names.pop(folder.inode, None)  # the server is asked, and tells of changes
         return folder, name
 
     def _there(self, process: Process, path: str) -> Node:
@@ -412,6 +412,7 @@ class Files:
         process.world.rules.touched(process, str(handle.path if handle else path), node)
         self._stamp(process, node)
         self._renew(process, node)
+        process.machine.names.pop(node.inode, None)
         self._end(process, str(path), fails)
 
     def readlink(self, process: Process, path: str, **_: object) -> str:
