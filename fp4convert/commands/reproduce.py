@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fp4convert.checkpoint.record import OPTIONS
 from fp4convert.commands.options import ReproduceOptions, public
-from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.conversion.options import FILES, QuantizeOptions
 from fp4convert.conversion.work import prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.process import keeping_nothing
 from fp4convert.recipes.options import declared_in
-from fp4convert.storage.checkpoint_files import RECORD, UNDIGESTED, WEIGHTS
+from fp4convert.storage.checkpoint_files import GGUF, RECORD, UNDIGESTED, WEIGHTS
 from fp4convert.storage.disk import hash_file
-from fp4convert.storage.json_text import parse_json_object, read_text_file
+from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import open_source
 from fp4convert.storage.safetensors import read_header
-from fp4convert.storage.source import read_whole
+from fp4convert.storage.source import Source, read_whole
 
-GIVEN = ("calibration", "lora", "global_scale", "input_scale", "recipe", "config")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @public(ReproduceOptions)
@@ -62,7 +63,12 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         settings = replace(options.settings(options.device), keeps=False, on_named=compare)
         settings.phases.begin("plan")
         work = prepare(asked, settings.phases)
-        work.carry_out(settings)
+        _refuse_own_weights(work.source, options, expected)
+        try:
+            work.carry_out(settings)
+        except OutputError as error:
+            better = "Point TMPDIR to a folder on a disk with room, and run it again."
+            raise OutputError(error.code, error.message, better) from error
         found = work.ended_files()
         made = parse_json_object(Path(scratch, "out", RECORD).read_bytes(), RECORD)
     differing |= dict.fromkeys(expected.keys() - found.keys())
@@ -91,58 +97,129 @@ def _read_record(options: ReproduceOptions) -> tuple[dict[str, Any], Path | None
     Returns  the record; the folder, or None where the files are not on this disk
     """
     place = Path(options.artifact)
-    if place.is_file() and place.suffix == ".json":
-        is_beside = any(place.parent.glob(f"*{WEIGHTS}"))
-        text = read_text_file(place).encode()
-        return parse_json_object(text, place.name), place.parent if is_beside else None
-    source = open_source(os.fspath(options.artifact), options.access())
+    folder = place / (options.subfolder or "") if place.is_dir() else place.parent
+    if place.exists():
+        file = place if place.suffix == ".json" else folder / RECORD
+        try:
+            record = parse_json_object(file.read_bytes(), file.name)
+        except OSError as error:
+            raise _no_record(options, error.strerror) from None
+        listed = record.get("files")
+        files = listed if isinstance(listed, dict) else {}
+        shards = [name for name in files if name.endswith((WEIGHTS, GGUF))]
+        is_beside = file != place or any((folder / name).is_file() for name in shards)
+        return record, folder if is_beside else None
+    source = open_source(os.fspath(options.artifact), replace(options.access(), config=None))
     if not source.has_file(RECORD):
-        detail = f"{options.artifact} has no {RECORD}; expected an artifact by fp4convert"
-        raise InputError("not-reproducible", detail, "Give one that quantize wrote.")
-    return parse_json_object(read_whole(source, RECORD), RECORD), options.folder_of(place)
+        raise _no_record(options, "none is there")
+    return parse_json_object(read_whole(source, RECORD), RECORD), None
+
+
+def _no_record(options: ReproduceOptions, why: str | None) -> InputError:
+    detail = f"{options.artifact}: its {RECORD} cannot be read ({why})"
+    step = "Give an artifact by quantize, of a pipeline one of its folders."
+    return InputError("not-reproducible", f"{detail}; expected the record of an artifact", step)
 
 
 def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -> QuantizeOptions:
     """Return the options that made an artifact, with the files given now."""
-    words = dict(record[OPTIONS])
-    known = {each.name for each in declared_in(QuantizeOptions)}
-    if unknown := sorted(words.keys() - known):
-        detail = f"{RECORD}: its {OPTIONS} have {unknown[0]!r}, which this version does not know"
-        raise InputError("not-reproducible", detail, "Install the version that made it.")
-    for name in GIVEN:
+    words = {name: _checked(name, value) for name, value in record[OPTIONS].items()}
+    for name in FILES:
         given = getattr(options, name) or None
-        flag, recorded = f"--{name.replace('_', '-')}", words.get(name)
-        entry = recorded[0] if isinstance(recorded, list) and recorded else recorded
-        if given is not None and recorded is None:
-            detail = f"{flag} is given, and the artifact was made without"
-            raise InputError("reproduce-file", detail, "Leave it out.")
-        if given is None and isinstance(entry, dict):
-            of = f" (sha256 {entry['sha256'][:12]}...)" if "sha256" in entry else ""
-            detail = f"the artifact was made with a {flag} of its own{of}, which the record has not"
-            raise InputError("reproduce-file", detail, f"Give it: {flag} FILE.")
-        path = given[0] if isinstance(given, tuple) else given
-        if path is not None and isinstance(entry, dict) and os.path.isfile(path):
-            found = hash_file(Path(path))
-            if "sha256" in entry and found != entry["sha256"]:
-                detail = (
-                    f"{flag} {path} has the sha256 {found[:12]}..., not {entry['sha256'][:12]}..."
-                )
-                raise InputError("reproduce-file", detail, "Give the file that it was made with.")
+        _compare_file(name, given, words.get(name))
         if given is not None:
             words[name] = given
     origin = record.get("source")
     origin = origin if isinstance(origin, dict) else {}
-    source = options.source or origin.get("repo")
-    if not source:
+    repo = origin.get("repo") if isinstance(origin.get("repo"), str) else None
+    source = options.source or repo
+    if not source or (not options.source and os.path.exists(source)):
         detail = f"{options.artifact} was made from a folder, whose place its record does not say"
         raise InputError("no-source", detail, "Name it: --source SOURCE.")
-    revision = None if options.source else origin.get("revision")
+    are_here = os.path.exists(source) and os.path.exists(options.artifact)
+    if are_here and os.path.samefile(source, options.artifact):
+        raise _own_source(options)
     how = {
         each.name: getattr(options, each.name)
         for each in (*declared_in(AccessOptions), *declared_in(DeviceOptions))
-        if each.name not in (*GIVEN, "revision", "subfolder")
+        if each.name not in (*FILES, "revision", "subfolder", "force")
     }
+    revision = str(origin["revision"]) if source == repo and origin.get("revision") else None
     return QuantizeOptions(source, output=output, revision=revision, **{**how, **words})
+
+
+def _own_source(options: ReproduceOptions) -> InputError:
+    detail = f"{options.source} is the artifact {options.artifact}, or has its weights"
+    return InputError(
+        "usage",
+        f"{detail}; expected what it was made from",
+        "Name the weights that it was made from: --source SOURCE.",
+    )
+
+
+def _checked(name: str, value: object) -> Any:
+    """Return the value of an option in a record.
+
+    Raises  InputError for what quantize does not write there
+    """
+    declared = {each.name: each for each in declared_in(QuantizeOptions)}.get(name)
+    makes_bytes = {*QuantizeOptions("", format="nvfp4").that_make_bytes(), "config", "format"}
+    is_known = declared is not None and name in makes_bytes
+    entry = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if name in FILES and isinstance(entry, dict):
+        is_sound = entry == {"folder": True} or isinstance(entry.get("sha256"), str)
+    elif name in FILES:  # a recipe of ours, a number; never a path
+        is_name = name == "recipe" and isinstance(value, str) and value.isidentifier()
+        is_hub = isinstance(entry, str) and HUB_NAME.fullmatch(entry) and not os.path.exists(entry)
+        is_sound = is_name or isinstance(value, float) or bool(is_hub)
+    elif isinstance(value, list):
+        is_sound = bool(declared and declared.option.is_several)
+        is_sound = is_sound and all(isinstance(each, str) for each in value)
+    else:
+        kinds = get_args(declared.type) or (declared.type,) if declared else ()
+        is_sound = any(isinstance(value, kind) for kind in kinds if isinstance(kind, type))
+        is_sound = is_sound or (float in kinds and isinstance(value, int))
+    if not (is_known and is_sound):
+        detail = f"{RECORD}: its {OPTIONS} have {name!r}: {str(value)[:80]!r}"
+        detail = f"{detail}, which this version of quantize does not write"
+        raise InputError("not-reproducible", detail, "Install the version that made it.")
+    return value
+
+
+def _compare_file(name: str, given: Any, recorded: Any) -> None:
+    """Raise InputError where a file is missing, or is not the recorded one."""
+    flag = f"--{name.replace('_', '-')}"
+    path = given[0] if isinstance(given, tuple | list) else given
+    entry = recorded[0] if isinstance(recorded, list) else recorded
+    if path is not None and entry is None:
+        detail = f"{flag} is given, and the artifact was made without"
+        raise InputError("reproduce-file", detail, "Leave it out.")
+    if not isinstance(entry, dict):
+        return
+    sha256 = str(entry.get("sha256", ""))
+    if path is None:
+        of = f" (sha256 {sha256[:12]}...)" if sha256 else ""
+        detail = f"the artifact was made with a {flag} of its own{of}, which the record has not"
+        raise InputError("reproduce-file", detail, f"Give it: {shell_line(flag, 'PATH')}")
+    if sha256 and os.path.isdir(path):
+        raise InputError("reproduce-file", f"{flag} {path} is a folder; expected a file")
+    if sha256 and os.path.isfile(path) and (found := hash_file(Path(path))) != sha256:
+        detail = f"{flag} {path} has the sha256 {found[:12]}..., not {sha256[:12]}..."
+        raise InputError("reproduce-file", detail, "Give the file that it was made with.")
+
+
+def _refuse_own_weights(
+    source: Source, options: ReproduceOptions, expected: Mapping[str, object]
+) -> None:
+    """Raise InputError where a source is an artifact with the same shards.
+
+    Its blocks would be carried over, which proves nothing.
+    """
+    if source.has_file(RECORD):
+        files = parse_json_object(read_whole(source, RECORD), RECORD).get("files")
+        known = set(files.values()) if isinstance(files, dict) else set()
+        if any(sha256 in known for name, sha256 in expected.items() if name.endswith(WEIGHTS)):
+            raise _own_source(options)
 
 
 def _hash_of(path: Path) -> str | None:

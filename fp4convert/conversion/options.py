@@ -432,17 +432,21 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         given = self.that_make_bytes() | {"config": self.config, "format": self.format}
         known = {"calibration": {"sha256": calibration}} if calibration else {}
         return {
-            name: known[name] if name in known else _described(value)
+            name: known.get(name) or _described(value, name in FILES)
             for name, value in given.items()
             if value not in (None, False, ()) and value != defaults[name]
         }
 
 
-def _described(value: object) -> object:
+# Options whose value may be a file: a name, a number or ORG/NAME is said as it is.
+FILES = ("calibration", "lora", "global_scale", "input_scale", "recipe", "config")
+
+
+def _described(value: object, may_be_file: bool) -> object:
     """Say an option's value in JSON, without a path."""
     if isinstance(value, tuple):
-        return [_described(each) for each in value]
-    if not isinstance(value, str | os.PathLike):
+        return [_described(each, may_be_file) for each in value]
+    if not may_be_file or not isinstance(value, str | os.PathLike):
         return value
     if not os.path.exists(value):
         try:  # a number, as the command line has it

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import bf16, run, write_llama
 from cpu_levels import every_level
 from made_up_inputs import calibrate
+from peft_models import make_llama, write_adapter
 from safetensors.torch import load_file
 
 from fp4convert.conversion.options import QuantizeOptions
@@ -29,6 +30,15 @@ OPTIONS = {  # two or three at a time, so that each stands beside others
     "size": ("--format", "nvfp4", "--target-bits", "5.5"),
     "engine": ("--for", "vllm", "--format", "nvfp4", "--exclude", "re:.*down_proj"),
 }
+
+
+HOSTILE = (  # in a record: what no quantize of ours writes there
+    *(("ray", "127.0.0.1:9"), ("token", "x"), ("device", "cuda"), ("output", "/tmp/x")),
+    *(("source", "x"), ("revision", "x"), ("push_to_hub", "a/b"), ("workers", 9)),
+    *(("recipe", "/etc/passwd"), ("calibration", "/etc/passwd"), ("lora", ["/etc/passwd"])),
+    *(("format", ["nvfp4"]), ("exclude", 5), ("exclude", [1, None]), ("lora", {"sha256": 5})),
+    *(("input_scale", [1]), ("target_size", "x"), ("target_bits", []), ("subfolder", {})),
+)
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +160,57 @@ def test_what_was_changed_is_named(where, source, tmp_path):
         assert entry["tensor"]
 
 
+def test_one_with_an_adapter_is_reproduced_with_it(tmp_path):
+    source = make_llama(tmp_path / "source")
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+    adapter = write_adapter(source, tmp_path / "lora", config)
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4", "--lora", adapter)
+    words = ("reproduce", artifact, "--source", source, "--json")
+    assert run(*words, "--lora", adapter).json["reproduced"] is True
+    assert run(*words).json["error"]["code"] == "reproduce-file"
+
+
+def test_names_of_options_that_are_files_here_stay_names(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("nvfp4", "modelopt", "lm_head"):
+        Path(name).mkdir()
+    Path("rtn").write_text("private")
+    words = ("--format", "nvfp4", "--dialect", "modelopt", "--include", "lm_head")
+    artifact = made(source, tmp_path / "out", *words)
+    said = json.loads((artifact / RECORD).read_text())["options"]
+    assert {key: said[key] for key in ("format", "dialect", "method", "include")} == {
+        "format": "nvfp4",
+        "dialect": "modelopt",
+        "method": "rtn",
+        "include": ["lm_head"],
+    }
+    assert run("reproduce", artifact, "--source", source, "--json").json["reproduced"] is True
+
+
+def test_an_artifact_is_no_source_of_its_own(source, tmp_path):
+    """Its blocks would be carried over, whatever they are."""
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    copy = shutil.copytree(artifact, tmp_path / "copy")
+    for other in (artifact, copy):
+        outcome = run("reproduce", artifact, "--source", other, "--json")
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, "usage")
+    record = json.loads((artifact / RECORD).read_text())
+    record["source"] = {"repo": str(copy), "revision": None}
+    (artifact / RECORD).write_text(json.dumps(record))
+    assert run("reproduce", artifact, "--json").json["error"]["code"] == "no-source"
+
+
+def test_a_shard_that_is_cut_or_gone_differs(source, tmp_path):
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    first, second = sorted(artifact.glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:100])
+    (artifact / "foreign.safetensors").write_bytes(b"x")
+    outcome = run("reproduce", artifact, "--source", source, "--json")
+    assert outcome.code == 6
+    assert [each["file"] for each in outcome.json["differing"]] == [first.name, second.name]
+
+
 def test_what_cannot_be_reproduced_is_refused(source, tmp_path):
     artifact = made(source, tmp_path / "out", "--format", "nvfp4")
     record = json.loads((artifact / RECORD).read_text())
@@ -165,6 +226,9 @@ def test_what_cannot_be_reproduced_is_refused(source, tmp_path):
     at = ("--source", source)
     assert refused()[:2] == (2, "no-source")
     assert refused(*at, options=None)[:2] == (2, "not-reproducible")
+    for name, value in HOSTILE:
+        found = refused(*at, options={"format": "nvfp4", name: value})
+        assert found[:2] == (2, "not-reproducible"), (name, value, found)
     newer = refused(*at, options={"format": "nvfp4", "colour": "red"})
     assert newer[:2] == (2, "not-reproducible")
     assert "'colour'" in newer[2]
