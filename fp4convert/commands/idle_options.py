@@ -38,8 +38,8 @@ def refuse_idle_options(options: object) -> None:
 def _refuse_idle_config(options: AccessOptions) -> None:
     """Raise InputError for --config where nothing on this disk is a GGUF file."""
     named = [each.name for each in declared_in(type(options)) if each.option.is_argument]
-    if not hasattr(options, "output") and getattr(options, "source", None):
-        named.append("source")  # of an artifact that is looked at, or made again
+    if hasattr(options, "recipe") and hasattr(options, "artifact"):  # reproduce reads a source
+        named = ["source"]
     given = [os.fspath(one) for name in named if (one := getattr(options, name)) is not None]
     if options.config is None or not _are_here(options, named):
         return
