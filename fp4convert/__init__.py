@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fp4convert.commands.evaluation import evaluate
     from fp4convert.commands.products import multiply_tensor
     from fp4convert.commands.quality import compare, inspect, verify
-    from fp4convert.commands.reproduce import reproduce
+    from fp4convert.commands.reproduction import reproduce
     from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
     from fp4convert.errors import (
         AccessError,
@@ -66,7 +66,7 @@ _HOMES = {  # module -> its public names
         "inspect",
         "verify",
     ),
-    "commands.reproduce": ("reproduce",),
+    "commands.reproduction": ("reproduce",),
     "commands.tensors": (
         "dequantize_tensor",
         "quantize_tensor",

@@ -151,9 +151,9 @@ def _compare(options: CompareOptions) -> Shown:
 
 def _reproduce(options: ReproduceOptions) -> Shown:
     from fp4convert.cli import draw_results
-    from fp4convert.commands import reproduce
+    from fp4convert.commands import reproduction
 
-    document = reproduce.reproduce.run(options)
+    document = reproduction.reproduce.run(options)
     return Shown(document, draw_results.draw_reproduced, document["reproduced"])
 
 

@@ -17,7 +17,12 @@ from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.knapsack import Option, choose
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.parts import Parts, is_plain, pattern_of
-from fp4convert.conversion.quantization import goal_record, plan_with, understand
+from fp4convert.conversion.quantization import (
+    goal_record,
+    options_recorded,
+    plan_with,
+    understand,
+)
 from fp4convert.conversion.weight_losses import (
     SAMPLE_NBYTES,
     Bench,
@@ -145,7 +150,8 @@ def fit(
     if not parts.modules:
         detail = "no module becomes four-bit, so there is nothing to choose"
         raise InputError("no-linears", detail, NAME_SOME)
-    fitting, known = _Fitting(goal, parts), parts.known_losses()
+    asked = options_recorded(options, source, recipe.target)
+    fitting, known = _Fitting(goal, parts, asked), parts.known_losses()
     fitting.check()
     if not any(recipe.format.name in one.formats for one in parts.candidates):
         count = sum(map(len, parts.modules.values()))
@@ -205,6 +211,7 @@ class _Fitting:
 
     goal: Goal
     parts: Parts
+    asked: Mapping[str, object]
 
     def check(self) -> None:
         """Raise InputError for a goal that is out of reach."""
@@ -326,5 +333,5 @@ class _Fitting:
         own, goal = self.parts, self.goal
         plan = plan_with(own.source, own.recipe, own.linears, own.scalars, rules)
         told = goal_record(goal.bits, own.scalars.calibration)
-        plan = replace(plan, goal=told)
+        plan = replace(plan, goal=told, asked=self.asked)
         return artifact_job(own.source, plan).result_nbytes

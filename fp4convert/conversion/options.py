@@ -428,13 +428,17 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
         calibration  the sha256 of the file of statistics, which may be large, where it is known
         """
-        defaults = {each.name: each.default for each in declared_in(QuantizeOptions)}
+        declared = {each.name: each for each in declared_in(QuantizeOptions)}
         given = self.that_make_bytes() | {"config": self.config, "format": self.format}
-        known = {"calibration": {"sha256": calibration}} if calibration else {}
+        given |= {"calibration": {"sha256": calibration}} if calibration else {}
+        for name in ("target_bits", "damping", "lora_scale"):  # a number, however it was given
+            given[name] = None if given[name] is None else float(str(given[name]))
+        if self.target_size is not None:  # equally long for every size, which it is part of
+            given["target_size"] = f"{self.target_size:.16e}"
         return {
-            name: known.get(name) or _described(value, name in FILES)
+            name: _described(value, name in FILES)
             for name, value in given.items()
-            if value not in (None, False, ()) and value != defaults[name]
+            if value not in (None, False, ()) and value != declared[name].default
         }
 
 

@@ -99,7 +99,7 @@ def prepare_quantize(
         plan = with_statistics(replace(plan, goal=goal), scalars.calibration, is_fitted)
     # Whoever names an engine does not ask what others do with the result.
     traps = () if options.engine else engine_warnings(plan, source.checkpoint)
-    asked = options.as_recorded(recipe.target.calibration)
+    asked = options_recorded(options, source, recipe.target)
     plan = replace(plan, warnings=(*plan.warnings, *traps), asked=asked)
     if isinstance(source, PaddedSource):
         refuse_bad_splits(plan, int(options.pad_for_tp or 0))
@@ -110,6 +110,14 @@ def prepare_quantize(
             refuse_odd_scale(module, q)
             check_scalars(module, q, None, dialect_of(plan))
     return plan
+
+
+def options_recorded(options: QuantizeOptions, source: Source, target: Target) -> dict[str, object]:
+    """Return what our record says of the options."""
+    asked = options.as_recorded(target.calibration)
+    if not source.checkpoint.repo:  # the folder itself is named again
+        asked.pop("subfolder", None)
+    return asked
 
 
 def goal_record(bits: float | None, calibration: Calibration | None) -> dict[str, object] | None:

@@ -20,7 +20,13 @@ from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import find_fp8
 from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of, rules_of_gguf
 from fp4convert.checkpoint.linears import find_linears, others_of
-from fp4convert.checkpoint.record import ADAPTER, DECODED, describe_groups, folds_recorded
+from fp4convert.checkpoint.record import (
+    ADAPTER,
+    DECODED,
+    OPTIONS,
+    describe_groups,
+    folds_recorded,
+)
 from fp4convert.conversion.artifact_job import (
     ENGINE_RECORDS,
     artifact_job,
@@ -146,7 +152,8 @@ def prepare_transcode(
     if donor is None:
         caches, notes = carry_cache(artifact, spelling)
         plan = plan_transcode(artifact.source.checkpoint, contents, target, caches=caches)
-        return _add_losses(artifact, replace(plan, warnings=(*plan.warnings, *notes)), made)
+        plan = replace(plan, warnings=(*plan.warnings, *notes), asked=_asked(artifact, options))
+        return _add_losses(artifact, plan, made)
     if spelling.TRAITS.container != "gguf":
         raise InputError(
             "template",
@@ -164,6 +171,14 @@ def prepare_transcode(
     what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"
     notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
     return replace(plan, warnings=(*plan.warnings, *notes), left_out=left_out)
+
+
+def _asked(artifact: Artifact, options: TranscodeOptions) -> dict[str, object] | None:
+    """Return the options by which quantize would write it, if any."""
+    known, changed = artifact.record.get(OPTIONS), options.format or options.scale_layout
+    if not isinstance(known, dict) or changed or options.keep_dtype:
+        return None
+    return {**known, "dialect": options.dialect}
 
 
 def _cast_to(artifact: Artifact, word: str | None) -> Format | None:

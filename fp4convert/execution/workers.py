@@ -52,7 +52,7 @@ class Crew:
         self._waiting = 0  # groups that no thread has begun
         self._stops: set[threading.Event] = set()  # of shards that are being filled
         self._failure: BaseException | None = None  # the first
-        self._is_stopped = self._is_hurried = False
+        self._is_stopped = False
 
     def write(
         self,
@@ -86,11 +86,10 @@ class Crew:
                 after()
                 self._wait_for(lambda: not self._unfinished)
             except BaseException as error:
-                # After an interrupt nobody wants to wait for a hash; after a copy that failed,
-                # what is begun is finished.
-                is_interrupt = not isinstance(error, Exception)
-                if is_interrupt or error is self._failure:
-                    self._stop(is_hurried=is_interrupt)
+                # After an interrupt nobody wants to wait; after what failed, all that is begun is
+                # finished, as far as it does not fail too.
+                if not isinstance(error, Exception):
+                    self._stop()
                 raise
 
     def _write(self, write: Callable[[Task], None], task: Task) -> None:
@@ -111,16 +110,16 @@ class Crew:
             if self._failure:
                 raise self._failure
 
-    def _stop(self, is_hurried: bool) -> None:
+    def _stop(self) -> None:
         with self._changed:
-            self._is_stopped, self._is_hurried = True, is_hurried
+            self._is_stopped = True
             for stop in self._stops:
                 stop.set()
         self._worker.source.stop()
 
     def check(self, nbytes: int = 0) -> None:
         """Raise OutputError after an interrupt; asked while bytes are hashed."""
-        if self._is_hurried:
+        if self._is_stopped:
             raise OutputError("stopped", "shards were not finished")
 
     def fill(self, task: Task, writer: TaskWriter) -> None:
@@ -155,11 +154,6 @@ class Crew:
                     raise error
                 else:
                     writer.hash_on(self.check)
-        except BaseException as error:
-            # What came damaged is read once more; after all else nothing is read.
-            if not isinstance(error, SourceError) or error.code != CORRUPT:
-                self._worker.source.stop()
-            raise
         finally:
             stop.set()
             cancelled = sum(future.cancel() for future in futures)

@@ -209,7 +209,7 @@ def test_records_change_only_where_they_speak_of_activations(format, dialect, qu
     assert changed("config.json", "quantization_config", "config_groups", "group_0") == {
         "input_activations"
     }
-    assert changed(OURS) == {"activations", "files"}
+    assert changed(OURS) == {"activations", "files", "options"}
     assert json.loads((four / OURS).read_text())["activations"] == 4
     if dialect == MO:
         assert changed("hf_quant_config.json") == {"quantization"}

@@ -96,6 +96,12 @@ def test_the_record_names_every_other_file_with_its_hash(tmp_path):
         "scale_rule": "mse",
         "method": "rtn",
         "calibration": None,
+        "options": {
+            "format": "nvfp4",
+            "dialect": "compressed-tensors",
+            "activations": 16,
+            "method": "rtn",
+        },
         "source": {"repo": None, "revision": None},
     }
 

@@ -26,7 +26,17 @@ TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 README = TEXTS["README.md"]
 COMMAND = Path(sys.executable).with_name("fp4convert")
 OTHERS = {  # options of pip, docker, git and engines
-    *("--no-deps", "--index-url", "--upgrade", "--build-arg", "--gpus", "--rm", "--user"),
+    *(
+        "--no-deps",
+        "--seed",
+        "--trace",
+        "--index-url",
+        "--upgrade",
+        "--build-arg",
+        "--gpus",
+        "--rm",
+        "--user",
+    ),
     *("--merge", "--kv-cache-dtype", "--model", "--model-path", "--prompt"),
     *("--outfile", "--outtype", "--local-dir"),
 }

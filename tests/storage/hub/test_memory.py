@@ -59,6 +59,6 @@ def test_memory_is_what_the_dry_run_says_and_nothing_comes_twice(memory, hub, tm
     hub.seen.clear()
     found = highest_anonymous([*words, str(tmp_path / "out")])
     assert found <= (250e6 if memory == "0.25" else 1e9) + GROUP_NBYTES
-    assert told["peak_memory_bytes"] == pytest.approx(found, rel=0.1)
+    assert told["peak_memory_bytes"] == pytest.approx(found, rel=0.15)  # two shards at once
     ranges = [(seen.path, seen.range) for seen in hub.seen if seen.nbytes > 1 << 20]
     assert len(ranges) == len(set(ranges))

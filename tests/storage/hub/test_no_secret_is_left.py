@@ -221,12 +221,7 @@ def test_the_branch_moves_while_shards_are_read(hub, folder, tmp_path):
     moved = []
 
     def move_and_note(handler, kinds, take=hub.take):
-        if (
-            FIRST in handler.path
-            and handler.where == "storage"
-            and len(hub.seen) > 12
-            and not moved
-        ):
+        if FIRST in handler.path and handler.where == "storage" and len(hub.seen) > 8 and not moved:
             moved.append(
                 hub.add("org/m", write_single(tmp_path / "other", {"a.o_proj.weight": weight()}))
             )

@@ -26,6 +26,7 @@ from fp4convert.storage.open import open_source
 from fp4convert.storage.safetensors import read_header
 from fp4convert.storage.source import Source, read_whole
 
+NUMBER = re.compile(r"\d\.\d{16}e[+-]\d\d")  # as options.py writes a size
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -165,6 +166,8 @@ def _checked(name: str, value: object) -> Any:
     declared = {each.name: each for each in declared_in(QuantizeOptions)}.get(name)
     makes_bytes = {*QuantizeOptions("", format="nvfp4").that_make_bytes(), "config", "format"}
     is_known = declared is not None and name in makes_bytes
+    if name == "target_size" and isinstance(value, str) and NUMBER.fullmatch(value):
+        value = float(value)
     entry = value[0] if isinstance(value, list) and len(value) == 1 else value
     if name in FILES and isinstance(entry, dict):
         is_sound = entry == {"folder": True} or isinstance(entry.get("sha256"), str)

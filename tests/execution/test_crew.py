@@ -1,0 +1,141 @@
+"""Shards that are filled at once, hashed as they grow, and stopped."""
+
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from checkpoints import (
+    WAIT_SECONDS,
+    bf16,
+    run,
+    wait_until,
+    weight,
+    write_checkpoint,
+)
+
+from fp4convert.errors import OutputError
+from fp4convert.execution import settings
+from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.quantizer import Quantizer
+from fp4convert.process import Stopped
+from fp4convert.storage.shard_writer import ShardWriter
+
+
+def quantize(source: Path, out: Path, *options: object):
+    return run("quantize", source, "--format", "nvfp4", "-o", out, "--json", *options)
+
+
+def several_shards(folder: Path, count: int) -> Path:
+    names = [f"model.layers.{number}.mlp.down_proj.weight" for number in range(count)]
+    tensors = [{name: ("BF16", (64, 128), bf16(64, 128, seed=5))} for name in names]
+    shards = {f"model-{number}.safetensors": tensor for number, tensor in enumerate(tensors)}
+    return write_checkpoint(folder, shards)
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_twice_as_many_shards_are_at_work_as_there_are_cores(cores, tmp_path, monkeypatch):
+    """Each waits here until as many are hashed; never are more files open."""
+    monkeypatch.setattr(settings, "processors", lambda: cores)
+    finish, together = ShardWriter.finish, threading.Barrier(2 * cores, timeout=WAIT_SECONDS)
+    most, made = [], []
+    begin = ShardWriter.__init__
+
+    def begin_and_count(writer, *arguments):
+        begin(writer, *arguments)
+        made.append(writer)
+        most.append(sum(one._fd >= 0 for one in made))
+
+    def finish_together(writer, check):
+        together.wait()
+        return finish(writer, check)
+
+    monkeypatch.setattr(ShardWriter, "__init__", begin_and_count)
+    monkeypatch.setattr(ShardWriter, "finish", finish_together)
+    source = several_shards(tmp_path / "m", 12)
+    assert quantize(source, tmp_path / "out", "--workers", cores).code == 0
+    assert max(most) == 2 * cores
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_without_work_fill_the_next_shard(threads, tmp_path, monkeypatch):
+    """Shards of one tensor each wait here until so many are filled at once; never are more."""
+    together, inside, most = threading.Barrier(threads, timeout=WAIT_SECONDS), [], []
+    call = Quantizer.__call__
+
+    def call_together(worker, steps, *arguments):
+        inside.append(steps)
+        most.append(len(inside))
+        together.wait()
+        call(worker, steps, *arguments)
+        inside.remove(steps)
+
+    monkeypatch.setattr(Quantizer, "__call__", call_together)
+    source = several_shards(tmp_path / "m", 6)
+    assert quantize(source, tmp_path / "out", "--workers", threads).code == 0
+    assert max(most) == threads
+
+
+def test_after_an_interrupt_no_hash_is_waited_for(tmp_path, monkeypatch):
+    finish, begun, ended = ShardWriter.finish, [], []
+
+    def is_stopped(check):
+        try:
+            check(0)
+        except OutputError:
+            return True
+
+    def finish_when_stopped(writer, check):
+        begun.append(writer)
+        wait_until(lambda: is_stopped(check))
+        try:
+            return finish(writer, check)
+        except OutputError as error:
+            ended.append(error.code)
+            raise
+
+    def interrupt(folder, *arguments):
+        wait_until(lambda: len(begun) == 3)
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(ShardWriter, "hash_on", lambda writer, check: None)  # all of it is left
+    monkeypatch.setattr(ShardWriter, "finish", finish_when_stopped)
+    monkeypatch.setattr(OutputFolder, "write_copies", interrupt)
+    source = several_shards(tmp_path / "m", 3)
+    (source / "tokenizer.json").write_bytes(b"{}")
+    with suppress(Stopped):
+        assert quantize(source, tmp_path / "out").code == 130
+    assert ended == ["stopped"] * 3
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    monkeypatch.undo()
+    assert quantize(source, tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_hash_of_a_model_in_one_file_goes_along_with_its_rounding(count, tmp_path, monkeypatch):
+    """Its global scales stand first: they are measured before any is rounded; of several files
+    each is hashed while others are filled.
+    """
+    source = several_shards(tmp_path / "m", count)
+    finish, left = ShardWriter.finish, []
+
+    def finish_and_note(writer, check):
+        left.append(writer._nbytes - writer._hashed_nbytes)
+        return finish(writer, check)
+
+    monkeypatch.setattr(ShardWriter, "finish", finish_and_note)
+    append, order = ShardWriter.append, []
+
+    def append_and_note(writer, ref, data):
+        order.append(ref.name.rpartition(".")[2])
+        append(writer, ref, data)
+
+    monkeypatch.setattr(ShardWriter, "append", append_and_note)
+    tensors = {f"model.layers.{n}.mlp.down_proj.weight": weight(n, 64, 128) for n in range(9)}
+    if count == 1:
+        source = write_checkpoint(tmp_path / "one", {"model.safetensors": tensors})
+    assert quantize(source, tmp_path / "out", "--workers", 1).code == 0
+    assert left == [0] * count
+    scalars = order[: order.index("weight_packed")]
+    assert scalars == ["weight_global_scale"] * (9 if count == 1 else 1)
