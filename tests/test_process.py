@@ -59,7 +59,7 @@ WEIGHTS = {"match": "/m/.*safetensors", "after": 4}
         (QUANTIZE, LISTING),
         (QUANTIZE, {"where": "hub", "match": "config.json"}),
         (QUANTIZE, HEADERS),
-        (QUANTIZE, WEIGHTS),
+        (QUANTIZE, {**WEIGHTS, "after": 3}),  # what both shards need comes once
         (INSPECT, LISTING),
         (INSPECT, HEADERS),
         (INSPECT, SCALES),
