@@ -409,7 +409,7 @@ def test_room_is_given_in_the_order_of_asking(file, monkeypatch):
 
     with kept.room_for(60):
         asking = []
-        for name, nbytes in (("large", 90), ("small", 10)):
+        for name, nbytes in (("large", 90), ("small", 20)):
             asking.append(threading.Thread(target=use, args=(name, nbytes)))
             asking[-1].start()
             time.sleep(0.05)
