@@ -86,9 +86,16 @@ class Crew:
                 after()
                 self._wait_for(lambda: not self._unfinished)
             except BaseException as error:
-                # After an interrupt nobody wants to wait; after what failed, all that is begun is
-                # finished, as far as it does not fail too.
-                if not isinstance(error, Exception):
+                # After what failed, all that is begun is finished, as far as it does not fail too;
+                # after an interrupt, then as well, nobody wants to wait.
+                try:
+                    with self._changed:
+                        is_failure = isinstance(error, Exception)
+                        self._changed.wait_for(lambda: not (is_failure and self._unfinished))
+                except BaseException:
+                    self._stop()
+                    raise
+                if not is_failure:
                     self._stop()
                 raise
 

@@ -1,5 +1,6 @@
 """Shards that are filled at once, hashed as they grow, and stopped."""
 
+import os
 import signal
 import threading
 from contextlib import suppress
@@ -139,3 +140,34 @@ def test_the_hash_of_a_model_in_one_file_goes_along_with_its_rounding(count, tmp
     assert left == [0] * count
     scalars = order[: order.index("weight_packed")]
     assert scalars == ["weight_global_scale"] * (9 if count == 1 else 1)
+
+
+def test_an_interrupt_ends_the_wait_for_shards_that_are_begun_when_another_failed(
+    tmp_path, monkeypatch
+):
+    """One shard fails, the other works until it is told to stop."""
+    begun, told = threading.Event(), []
+
+    def fail_or_work(worker, steps, writer, stop):
+        if steps[0].outputs[0].file == "model-0.safetensors":
+            begun.set()
+            told.append(stop.wait(WAIT_SECONDS))
+            return
+        assert begun.wait(WAIT_SECONDS)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        raise OutputError("disk-full", "no room for a shard")
+
+    def interrupt(number, frame):
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(Quantizer, "__call__", fail_or_work)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with suppress(Stopped):
+            code = quantize(
+                several_shards(tmp_path / "m", 2), tmp_path / "out", "--workers", 2
+            ).code
+            assert code == 130
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert told == [True]
