@@ -20,7 +20,7 @@ from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.process import keeping_nothing
 from fp4convert.recipes.options import declared_in
 from fp4convert.storage.checkpoint_files import GGUF, RECORD, UNDIGESTED, WEIGHTS
-from fp4convert.storage.disk import hash_file
+from fp4convert.storage.disk import hash_file, read_blocks
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import open_source
 from fp4convert.storage.safetensors import read_header
@@ -237,7 +237,7 @@ def _first_difference(made: Path, there: Path) -> str | None:
     """Name the first tensor whose bytes two files do not share, if any."""
     if not there.is_file() or there.suffix != WEIGHTS:
         return None
-    with made.open("rb") as own, there.open("rb") as other:
+    with made.open("rb", buffering=0) as own, there.open("rb", buffering=0) as other:
 
         def header(stream: Any, path: Path) -> Any:
             def read(offset: int, length: int) -> bytes:
@@ -256,10 +256,7 @@ def _first_difference(made: Path, there: Path) -> str | None:
                 return str(ref.name)
             own.seek(ref.start)
             other.seek(twin.start)
-            left = ref.nbytes
-            while left:
-                blocks = [stream.read(min(left, 1 << 20)) for stream in (own, other)]
-                if blocks[0] != blocks[1] or not blocks[0]:
-                    return str(ref.name)
-                left -= len(blocks[0])
+            blocks = zip(read_blocks(own, ref.nbytes), read_blocks(other, ref.nbytes), strict=True)
+            if any(mine != theirs for mine, theirs in blocks):
+                return str(ref.name)
     return None

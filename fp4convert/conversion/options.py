@@ -431,8 +431,9 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         declared = {each.name: each for each in declared_in(QuantizeOptions)}
         given = self.that_make_bytes() | {"config": self.config, "format": self.format}
         given |= {"calibration": {"sha256": calibration}} if calibration else {}
-        for name in ("target_bits", "damping", "lora_scale"):  # a number, however it was given
-            given[name] = None if given[name] is None else float(str(given[name]))
+        for name, value in given.items():  # 6 and 6.0 are one number
+            if value is not None and declared[name].type == float | None:
+                given[name] = float(str(value))
         if self.target_size is not None:  # equally long for every size, which it is part of
             given["target_size"] = f"{self.target_size:.16e}"
         return {
