@@ -15,13 +15,35 @@ typedef struct { u8x16 low, high; } table16;
 static const float e2m1_values[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
 static const u8x16 negative = {0, 0, 0, 0, 0, 0, 0, 0, 128, 128, 128, 128, 128, 128, 128, 128};
 
-/* Rounds like fp4_to_bf16: a NaN step is quiet with its low half clear, so the carry leaves it alone. */
-INLINE table16 table_bf16(float step) {
-    u8v rounded[32 / WIDTH]; /* bytes 2 and 3 of each 32-bit lane are the bf16 value */
-    for (int i = 0; i < 32 / WIDTH; i++) {
-        u32v bits = (u32v)(LOAD(f32v, e2m1_values + i * (WIDTH / 4)) * step);
-        rounded[i] = (u8v)(bits + 0x7FFFu + ((bits >> 16) & 1u));
+/* Lanes rounded like fp4_to_bf16, in bytes 2 and 3: a NaN step is quiet with its low half clear, so the carry leaves it alone. */
+INLINE u8v lanes_bf16(f32v value) {
+    u32v bits = (u32v)value;
+    return (u8v)(bits + 0x7FFFu + ((bits >> 16) & 1u));
+}
+
+/* Lanes rounded like fp4_to_fp16, in bytes 2 and 3. */
+INLINE u8v lanes_fp16(f32v value) {
+#ifdef __F16C__
+    return (u8v)((u32v)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT)) << 16);
+#else
+    u32v bits = (u32v)value, magnitude = bits & 0x7FFFFFFFu;
+    u32v normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    u32v subnormal = (u32v)((f32v)magnitude + 0.5f) - 0x3F000000u;
+    u32v is_small = (u32v)((i32v)magnitude < 0x38800000), is_large = (u32v)((i32v)magnitude >= 0x47800000);
+    u32v special = 0x7C00u | (0x200u & (u32v)((i32v)magnitude > FP4_INF_BITS));
+    u32v finite = (subnormal & is_small) | (normal & ~is_small);
+    return (u8v)((special & is_large) << 16 | (finite & ~is_large) << 16 | (bits & 0x80000000u));
+#endif
+}
+
+#define DEFINE_TABLE(dtype)                                                                                               \
+    INLINE table16 table_##dtype(float step) {                                                                            \
+        u8v rounded[32 / WIDTH];                                                                                          \
+        for (int i = 0; i < 32 / WIDTH; i++)                                                                              \
+            rounded[i] = lanes_##dtype(LOAD(f32v, e2m1_values + i * (WIDTH / 4)) * step);                                 \
+        return table_of(rounded);                                                                                         \
     }
+INLINE table16 table_of(const u8v *restrict rounded) {
     table16 t;
 #if WIDTH == 32
     u8v both = SHUFFLE(rounded[0], rounded[0], 2, 6, 10, 14, 18, 22, 26, 30, 2, 6, 10, 14, 18, 22, 26, 30,
@@ -34,15 +56,8 @@ INLINE table16 table_bf16(float step) {
     t.high ^= negative;
     return t;
 }
-
-INLINE table16 table_fp16(float step) {
-    uint16_t values[8];
-    for (int c = 0; c < 8; c++) values[c] = fp4_to_fp16(e2m1_values[c] * step);
-    u8x16 bytes = LOAD(u8x16, values);
-    table16 t = {SHUFFLE(bytes, bytes, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14),
-                 SHUFFLE(bytes, bytes, 1, 3, 5, 7, 9, 11, 13, 15, 1, 3, 5, 7, 9, 11, 13, 15) ^ negative};
-    return t;
-}
+DEFINE_TABLE(bf16)
+DEFINE_TABLE(fp16)
 
 INLINE void look_up16(const uint8_t *restrict packed, table16 t, uint16_t *restrict y) {
     u16x8 pairs = __builtin_convertvector(LOAD(u8x8, packed), u16x8);

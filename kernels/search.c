@@ -61,16 +61,25 @@ INLINE f32s weighted_square(f32s q, const f32s *weight) {
     return weight ? *weight * square : square;
 }
 
-INLINE f32s sum_by_halves(f32s *term, int width) {
-    for (int half = width / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) term[j] += term[j + half];
-    return term[0];
+/* The sum of all squares in codec.py's order: element j with j + width / 2, of those sums j with j + width / 4, down to one.
+ * Worked out depth first (j with its bits reversed), so that few sums wait.  Quotients by `step`, or products with its inverse. */
+INLINE f32s sum_by_halves(const f32s *v, const f32s *w, int width, f32s step, int is_inverse) {
+    f32s waiting[5], sum = {0};
+#pragma GCC unroll 16
+    for (int n = 0; n < width / 2; n++) {
+        int j = (n & 1) << 3 | (n & 2) << 1 | (n & 4) >> 1 | (n & 8) >> 3, i = width == 16 ? j >> 1 : j, k = i + width / 2;
+        f32s low = weighted_square(is_inverse ? v[i] * step : v[i] / step, w ? w + i : NULL);
+        sum = low + weighted_square(is_inverse ? v[k] * step : v[k] / step, w ? w + k : NULL);
+        int level = 0;
+#pragma GCC unroll 4
+        for (; n >> level & 1; level++) sum = waiting[level] + sum;
+        waiting[level] = sum;
+    }
+    return sum;
 }
 
 INLINE f32s exact_cost(const f32s *v, const f32s *w, f32s step, f32s factor) {
-    f32s term[16];
-    for (int j = 0; j < 16; j++) term[j] = weighted_square(v[j] / step, w ? w + j : NULL);
-    return sum_by_halves(term, 16) * factor;
+    return sum_by_halves(v, w, 16, step, 0) * factor;
 }
 
 INLINE f32s rough_cost(const f32s *v, const f32s *w, f32s step, f32s factor, int is_clipped) {
@@ -230,9 +239,8 @@ INLINE i32s search_mxfp4_side(const f32s *v, const f32s *w) {
             f32s clipped = heaviest * inverse - 6.0f, bound = its_weight * (clipped * clipped) * factor;
             if (!any(is_valid & ~((clipped > 0.0f) & (bound > found.least * MARGIN)))) break;
         }
-        f32s term[32];
-        for (int j = 0; j < 32; j++) term[j] = weighted_square(v[j] * inverse, w ? w + j : NULL);
-        consider_exactly(&found, either(is_valid, sum_by_halves(term, 32) * factor, all(__builtin_nanf(""))), code, first);
+        f32s cost = sum_by_halves(v, w, 32, inverse, 1) * factor;
+        consider_exactly(&found, either(is_valid, cost, all(__builtin_nanf(""))), code, first);
     }
     return found.best;
 }
