@@ -544,4 +544,4 @@ def test_a_part_of_a_stack_claims_its_own_bytes_and_keeps_no_other_part():
     ]
     source = Roomy()
     with room_for(source, linears):
-        assert source.asked == (64 + 256, {own})
+        assert source.asked == (64 + 256, [own])

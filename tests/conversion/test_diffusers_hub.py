@@ -51,11 +51,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
         path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }
     files = {name.as_posix(): data for name, data in found.items() if STATE not in name.parts}
-    records = {
-        name: {**json.loads(data), "source": None}
-        for name, data in files.items()
-        if name.endswith(RECORD)
-    }
+    records = {name: json.loads(data) for name, data in files.items() if name.endswith(RECORD)}
+    for record in records.values():
+        del record["source"]
+        record["options"].pop("subfolder", None)
     return files | {name: json.dumps(record).encode() for name, record in records.items()}
 
 
