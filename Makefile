@@ -108,13 +108,14 @@ pictures: demo
 	$(BIN)/fp4convert verify MiniLM-NVFP4 --source $(MINILM) --report build/report.html
 	$(BIN)/python docs/pictures.py build/report.html
 
-# Writes benchmarks/results/cpu.md (of cpu.json, which bench-check reads), hub.md and mixed.md, and takes tables of docs from them.
+# Writes benchmarks/results/cpu.md (of cpu.json, which bench-check reads), hub.md, mixed.md and host.md, and takes tables of docs from them.
 # One part of cpu.md: python benchmarks/bench.py PART. Without AVX-512 the pages are others: cpu-avx2.md and so on.
 bench: $(VENV)/test.stamp bench-peers
 	$(PIP_INSTALL) cmake ziglang
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/bench.py hub
 	$(BIN)/python benchmarks/bench.py mixed
+	$(BIN)/python benchmarks/bench.py host
 	$(BIN)/python docs/tables.py --write
 
 # Tests the benchmarks, which make test leaves out; then measures the ratios again, some minutes, and fails where one is more than 25 %

@@ -134,8 +134,8 @@ def _speed(
         rows += [_row(cache, rule, done) for rule in rules]
     about = (
         f"{GIGABYTES} GB of bf16 to NVFP4, {THREADS} threads, {file_system(scratch)}, start-up"
-        " included, beside `cat` of the source, writing as many bytes as the artifact has, fsync and"
-        f" sha256 of them, on as many threads, without start-up; medians of {ROUNDS} pairs."
+        " included, beside `cat` of the source, writing as many bytes as the artifact has, fsync"
+        f" and sha256 of them, on as many threads, without start-up; medians of {ROUNDS} pairs."
     )
     headings = ("cache", "rule", "quantize s", "the other s", "quantize CPU-s", "the other CPU-s")
     return Section(
