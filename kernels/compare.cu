@@ -18,7 +18,7 @@
 enum { GROUP_LANES = 16, LANES_HERE = 8, SLOTS = WARP * LANES_HERE / GROUP_LANES, SQUARES = 3, QUARTERS = 4 };
 enum { ROWS_HERE = THREADS / WARP, CODES = 16, COUNT_NBYTES = 1 << 16 };
 #ifndef COMPARE_UNROLL
-#define COMPARE_UNROLL 2 /* 1, 2 or 4: units of 16 elements that a thread has on their way; the bytes are the same */
+#define COMPARE_UNROLL 2 /* 1 or 2: units of 16 elements that a thread has on their way; the bytes are the same */
 #endif
 
 /* Sums of squares of a group, each as its four: of x, of x - y, of y. */

@@ -71,7 +71,7 @@ KNOBS = (
     Knob("search.cu", "blocks", (2, 4), pattern=r"KERNEL\((\d+)\) search_nvfp4_##"),
     Knob("gemv.cu", "ROWS", (2, 8), widens=True),
     Knob("gemv.cu", "THREADS", (128, 512), widens=True),
-    Knob("compare.cu", "COMPARE_UNROLL", (1, 4)),
+    Knob("compare.cu", "COMPARE_UNROLL", (1,)),
     Knob("compare.cu", "THREADS", (128, 512), widens=True),
     Knob("decode.cu", "FP4_UNITS", (1, 4), widens=True),
     Knob("decode.cu", "THREADS", (128, 512), widens=True),

@@ -488,7 +488,7 @@ def test_a_header_that_a_second_reader_finds_otherwise_ends_the_run_without_a_re
         return head.replace(b'"U8"', b'"I8"'), refs
 
     monkeypatch.setattr(SafetensorsFrame, "lay_out", mistaken)
-    with pytest.raises(RuntimeError, match="safetensors holds .* as I8 .* by the package"):
+    with pytest.raises(RuntimeError, match=r"safetensors holds .* as I8 .* by the package"):
         quantize(source, tmp_path / "out")
     assert not (tmp_path / "out" / FIRST).exists()
     assert not (tmp_path / "out" / "quantization_config.json").exists()
