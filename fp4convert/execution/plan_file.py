@@ -15,7 +15,7 @@ from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE, REPORT, UNDIGESTED, WEIGHTS
 from fp4convert.storage.disk import Mark, write_errors_at
-from fp4convert.storage.json_text import read_text_file
+from fp4convert.storage.json_text import MISSHAPEN, read_text_file
 
 STATE, PLAN = PLAN_FILE.split("/")
 ENDED = "ended.json"
@@ -153,7 +153,7 @@ class Manifest:
     def from_json(text: str) -> Manifest:
         """Parse plan.json.
 
-        Raises  ValueError, KeyError, TypeError or AttributeError where it is damaged
+        Raises  one of MISSHAPEN where it is damaged
         """
         entry = dict(json.loads(text))
         if entry.pop("sha256") != _hash(entry):
@@ -192,7 +192,7 @@ def read_manifest(root: Path) -> Manifest | None:
         return None
     try:
         return Manifest.from_json(read_text_file(path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, *MISSHAPEN):
         detail = f"{path} is damaged; expected the plan that began {root}"
         next_step = "Remove the folder yourself, or choose another: -o FOLDER."
         raise OutputError("other-plan", detail, next_step) from None
@@ -208,7 +208,7 @@ def read_ended(root: Path) -> tuple[Mark | None, dict[str, str]]:
         with (root / STATE / ENDED).open("rb") as stream:
             mark = Mark.of(os.fstat(stream.fileno()))
         return mark, dict(json.loads(read_text_file(root / STATE / ENDED))["files"])
-    except (ValueError, KeyError, TypeError, RecursionError, OSError):
+    except (OSError, *MISSHAPEN):
         return None, {}
 
 

@@ -101,6 +101,29 @@ def test_a_hash_that_is_another_has_its_task_done_again(sha256, source, out, cle
     is_redone(source, out, clean, "unfinished", "damaged")
 
 
+ACCOUNTS = {
+    "a-list": [["m", {}]],
+    "elements": {"sums": {"elements": 0}},
+    "histogram-short": {"sums": {"histogram": [1, 2]}},
+    "histogram-negative": {"sums": {"histogram": [-1] * 16}},
+    "clipped": {"sums": {"clipped": 1e999}},
+    "noise": {"sums": {"noise": 10**400}},
+    "adapter": {"adapter": [1.0]},
+    "exact": {"exact": [float("inf"), 1]},
+}
+
+
+@pytest.mark.parametrize("change", ACCOUNTS)
+def test_an_account_that_is_none_has_its_task_done_again(change, source, out, clean):
+    entry, changed = json.loads(record_of(out).read_text()), ACCOUNTS[change]
+    (module, account), *_ = entry["accounts"].items()
+    if isinstance(changed, dict):
+        sums = {**account["sums"], **changed.get("sums", {})}
+        changed = {**entry["accounts"], module: {**account, **changed, "sums": sums}}
+    record_of(out).write_text(json.dumps({**entry, "accounts": changed}))
+    is_redone(source, out, clean, "unfinished")
+
+
 def test_a_record_is_parsed_once_as_long_as_it_stays_the_same(tmp_path, monkeypatch):
     plan = Manifest({}, {}, (), {}, None, RECORD)
     task, parsed, parse = TaskFiles("a", {"m": 1}), [], Done.from_json
