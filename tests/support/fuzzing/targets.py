@@ -35,7 +35,7 @@ from fp4convert.storage.json_text import MISSHAPEN
 from fp4convert.storage.safetensors import WEIGHT, read_header
 
 CORPUS = Path(__file__).with_name("corpus")
-SECONDS, NBYTES = 20, 6 << 30  # of one input, and of the process: generous, machines are shared
+SECONDS, NBYTES = 20, 6 << 30  # of a processor for one input; of the process
 FILL = 0x38  # of every tensor: a finite number in every dtype
 MOST_NBYTES = 1 << 20  # of a file that is made
 PLAN, INDEX = ".fp4convert/plan.json", "model.safetensors.index.json"
@@ -196,8 +196,10 @@ def check(name: str, data: bytes, scratch: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
     before = os.listdir(scratch)
-    signal.signal(signal.SIGALRM, _end)
-    signal.alarm(SECONDS)
+    for clock in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(clock, _end)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(10 * SECONDS)  # it may wait, and machines are shared
     try:
         with contextlib.chdir(place):
             TARGETS[name](data, place)
@@ -206,12 +208,13 @@ def check(name: str, data: bytes, scratch: Path) -> None:
             raise
         json.dumps(error.as_json())
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
     assert os.listdir(scratch) == before, "a file outside of its folder"
 
 
 def _end(*_: object) -> NoReturn:
-    raise SlowError(f"more than {SECONDS} s")
+    raise SlowError(f"more than {SECONDS} s of a processor, or {10 * SECONDS} s")
 
 
 @contextlib.contextmanager
