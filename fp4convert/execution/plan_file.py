@@ -171,9 +171,17 @@ class Manifest:
             root=str(entry.get("root", "")),
             next=tuple(map(str, entry.get("next", ()))),
         )
-        for name in (manifest.last, *manifest.files, *(task.key for task in manifest.tasks)):
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name} is outside the folder")
+        names = [manifest.last, *manifest.files, *(task.key for task in manifest.tasks)]
+        for name in names:
+            path = PurePosixPath(name)
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+                raise ValueError(f"{name!r} is no file in the folder")
+            os.fsencode(name)
+        for small in manifest.texts.values():
+            small.encode("utf-8")
+        sizes = [size for task in manifest.tasks for size in task.files.values()]
+        if any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError("sizes that no files have")
         return manifest
 
 

@@ -2,6 +2,7 @@
 followed.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -183,6 +184,27 @@ def test_a_plan_that_was_changed_is_refused_by_every_command_that_writes(change,
         assert (outcome.code, error["code"]) == (5, "other-plan")
         assert "plan.json is damaged" in error["message"]
     assert contents(out) == before
+
+
+IMPOSSIBLE = {
+    **{key: CHANGES[key] for key in ("size", "file-nul", "file-surrogate", "last-nul")},
+    **{key: CHANGES[key] for key in ("last-folder", "text-number", "text-surrogate")},
+    "size-negative": lambda plan: plan["tasks"][0]["files"].update({FIRST: -1}),
+    "outside": lambda plan: plan.update(last="../thesis.txt"),
+}
+
+
+@pytest.mark.parametrize("change", IMPOSSIBLE)
+def test_what_no_plan_has_is_refused_whatever_its_hash_says(change, out):
+    path = out / STATE / "plan.json"
+    plan = json.loads(path.read_text())
+    IMPOSSIBLE[change](plan)
+    del plan["sha256"]
+    plan["sha256"] = hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+    path.write_text(json.dumps(plan))
+    (out / RECORD).unlink()
+    merged = run("merge", out, "--json")
+    assert (merged.code, merged.json["error"]["code"]) == (5, "other-plan")
 
 
 def replace(path: Path, make: str, elsewhere: Path) -> None:
