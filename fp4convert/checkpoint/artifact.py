@@ -339,6 +339,8 @@ def _read_identity(
     for name, groups in recognise(clues):
         return groups, name
     foreign, start = describe_foreign(clues)
+    if not foreign and (algorithm := _algorithm_of(clues)):
+        foreign = f"its record is of {algorithm}, which fp4convert does not read"
     if foreign:
         detail = f"{reference}: {foreign}; expected an artifact of {', '.join(DIALECTS)}"
         raise InputError("not-an-artifact", detail, start)
@@ -347,6 +349,16 @@ def _read_identity(
     detail = f"{detail}, no record or names of {', '.join(DIALECTS)}"
     next_step = f"Quantize it: {quantize}"
     raise InputError("not-an-artifact", detail, next_step)
+
+
+def _algorithm_of(clues: Clues) -> str:
+    """Name what the record of a known producer says was done; "" for none."""
+    said: object = clues.hf_quant_config.get("quantization")
+    for record in (clues.record, said if isinstance(said, dict) else {}):
+        for key in ("quant_algo", "format"):  # modelopt's, compressed-tensors'
+            if isinstance(algorithm := record.get(key), str):
+                return f"{record.get('quant_method', 'modelopt')} with {algorithm!r}"
+    return ""
 
 
 def _judge_records(

@@ -16,6 +16,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.formats import CODES
 from fp4convert.storage.checkpoint_files import REPORT
+from fp4convert.storage.json_text import MISSHAPEN
 from fp4convert.storage.source import Source
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _read_report(source: Source) -> Recorded:
                 )
             )
         return Recorded(summary, tuple(entries))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except MISSHAPEN:
         detail = f"{REPORT} is damaged; expected the numbers that quantize measured"
         raise InputError("report-damaged", detail) from None
 

@@ -54,7 +54,7 @@ from fp4convert.numerics.matrices import InMemory
 from fp4convert.progress import Phases
 from fp4convert.quality.losses import RowSample, sample_matrix
 from fp4convert.storage.disk import write_errors_at
-from fp4convert.storage.json_text import read_text_file
+from fp4convert.storage.json_text import MISSHAPEN, read_text_file
 from fp4convert.storage.source import ASKED_AT_ONCE, Source, stopping
 
 FOLDER = "measured"
@@ -225,7 +225,7 @@ def _read(bench: Bench, key: str, own: Sequence[Candidate]) -> Losses | None:
             one.linear.module: {name: float(entry[one.linear.module][name]) for name in one.formats}
             for one in own
         }
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, *MISSHAPEN):
         return None
 
 

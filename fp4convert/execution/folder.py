@@ -55,6 +55,7 @@ from fp4convert.storage.disk import (
     seal,
     write_errors_at,
 )
+from fp4convert.storage.json_text import MISSHAPEN, TEXT_LIMIT
 from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
 
 PLANNING = "plan"  # the claim of whoever writes plan.json
@@ -152,8 +153,8 @@ class OutputFolder:
                 mark = Mark.of(os.fstat(stream.fileno()))
                 known = self._parsed.get(task.key)
                 if known is None or known[0] != mark:
-                    known = self._parsed[task.key] = mark, Done.from_json(stream.read())
-        except (ValueError, KeyError, TypeError, RecursionError, OSError):
+                    known = self._parsed[task.key] = mark, Done.from_json(stream.read(TEXT_LIMIT))
+        except (OSError, *MISSHAPEN):
             return None
         done = known[1]
         if done.files.keys() != task.files.keys():

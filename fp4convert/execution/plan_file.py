@@ -15,7 +15,7 @@ from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE, REPORT, UNDIGESTED, WEIGHTS
 from fp4convert.storage.disk import Mark, write_errors_at
-from fp4convert.storage.json_text import read_text_file
+from fp4convert.storage.json_text import MISSHAPEN, read_text_file
 
 STATE, PLAN = PLAN_FILE.split("/")
 ENDED = "ended.json"
@@ -153,7 +153,7 @@ class Manifest:
     def from_json(text: str) -> Manifest:
         """Parse plan.json.
 
-        Raises  ValueError, KeyError, TypeError or AttributeError where it is damaged
+        Raises  one of MISSHAPEN where it is damaged
         """
         entry = dict(json.loads(text))
         if entry.pop("sha256") != _hash(entry):
@@ -171,9 +171,17 @@ class Manifest:
             root=str(entry.get("root", "")),
             next=tuple(map(str, entry.get("next", ()))),
         )
-        for name in (manifest.last, *manifest.files, *(task.key for task in manifest.tasks)):
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name} is outside the folder")
+        names = [manifest.last, *manifest.files, *(task.key for task in manifest.tasks)]
+        for name in names:
+            path = PurePosixPath(name)
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+                raise ValueError(f"{name!r} is no file in the folder")
+            os.fsencode(name)
+        for small in manifest.texts.values():
+            small.encode("utf-8")
+        sizes = [size for task in manifest.tasks for size in task.files.values()]
+        if any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError("sizes that no files have")
         return manifest
 
 
@@ -192,7 +200,7 @@ def read_manifest(root: Path) -> Manifest | None:
         return None
     try:
         return Manifest.from_json(read_text_file(path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, *MISSHAPEN):
         detail = f"{path} is damaged; expected the plan that began {root}"
         next_step = "Remove the folder yourself, or choose another: -o FOLDER."
         raise OutputError("other-plan", detail, next_step) from None
@@ -208,7 +216,7 @@ def read_ended(root: Path) -> tuple[Mark | None, dict[str, str]]:
         with (root / STATE / ENDED).open("rb") as stream:
             mark = Mark.of(os.fstat(stream.fileno()))
         return mark, dict(json.loads(read_text_file(root / STATE / ENDED))["files"])
-    except (ValueError, KeyError, TypeError, RecursionError, OSError):
+    except (OSError, *MISSHAPEN):
         return None, {}
 
 

@@ -120,13 +120,14 @@ class Sums:
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Sums:
-        """Read what as_json gave; KeyError, TypeError, ValueError for others."""
+        """Read what as_json gave; one of json_text.MISSHAPEN for others."""
         entry = dict(entry)
         signal, noise, output, max_abs = (float(entry[name]) for name in COLUMNS[:-1])
+        counts = [int(entry[name]) for name in ("elements", "clipped")]
         histogram = tuple(int(count) for count in entry["histogram"])
-        return Sums(
-            int(entry["elements"]), signal, noise, output, max_abs, int(entry["clipped"]), histogram
-        )
+        if counts[0] < 1 or min(*counts, *histogram) < 0 or len(histogram) not in (0, CODES):
+            raise ValueError("no sums of a tensor")
+        return Sums(counts[0], signal, noise, output, max_abs, counts[1], histogram)
 
 
 def summarise(tensors: Iterable[tuple[str, Sums]]) -> dict[str, Any]:
@@ -188,7 +189,7 @@ class Account:
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Account:
-        """Read what asdict gave; KeyError, TypeError, ValueError for others."""
+        """Read what asdict gave; one of json_text.MISSHAPEN for others."""
         entry = dict(entry)
         name, fmt, against = (str(entry[key]) for key in ("name", "format", "against"))
         adapter = entry.get("adapter")

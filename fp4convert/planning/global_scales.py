@@ -33,6 +33,7 @@ from fp4convert.storage.source import Source, read_each
 OPTION = "--global-scale"
 SMALLEST = 2.0**-100  # it, its inverse and 2688 times that are far inside float32
 NEARBY = 4  # float32 numbers on either side, among which is the amax of a stored scale
+LARGEST = 1e300  # of float32 it is infinity, which is refused
 SHOWN = 10  # names of a list
 NOT_QUANTIZED = frozenset({"no-weights", "not-an-artifact"})  # of files and checkpoints
 MEASURE = "Leave it out: global scales are then measured."
@@ -142,7 +143,8 @@ def _json_numbers(path: str) -> dict[str, float]:
             detail = f"{OPTION} {path}: {module!r} has {json.dumps(number)}; expected a number"
             raise InputError("bad-global-scale", detail, "Give a float32 multiplier.", module)
         with np.errstate(over="ignore"):
-            numbers[module] = float(np.float32(min(float(number), math.inf)))
+            # an integer may be beyond every float
+            numbers[module] = float(np.float32(max(min(number, LARGEST), -LARGEST)))
     return numbers
 
 

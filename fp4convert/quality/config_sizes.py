@@ -56,7 +56,7 @@ def find_odd_sizes(
 
     shapes  of every matrix, by the module that holds it: (rows, columns)
     """
-    if config.get("model_type") not in DECODERS or not config.keys() >= WHOLE:
+    if str(config.get("model_type")) not in DECODERS or not config.keys() >= WHOLE:
         return
     numbers, told, layers = _read(config), set[str](), _int(config, "num_hidden_layers")
     doubled = _read_twice(shapes, numbers.hidden)

@@ -7,6 +7,7 @@ those that share a scale with them.  report/catalogue.toml explains each finding
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,15 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.errors import Finding, Level
+from fp4convert.errors import Finding, InputError, Level
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, LARGEST_CODE, block_steps
 from fp4convert.numerics.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Format
 from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
 from fp4convert.recipes.recipe import gather_groups, group_members, scale_groups
+from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import read_each, stored_float
 
+MOST_LABEL_NBYTES = 1 << 12  # of a module's label, which is JSON
 LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
 SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
@@ -148,6 +151,7 @@ def check_scales(
             detail += "; engines that fuse them use only one"
             findings.append(Finding(level, "group-scales-differ", next(iter(scales)), detail))
     findings += [*check_other_scales(artifact), *_check_cache(artifact)]
+    findings += _check_labels(artifact, modules)
     # Input scales in the same way.
     inputs = read_input_scales(artifact, _modules_with_groups(artifact, modules))
     for module, scale in inputs.items():
@@ -296,6 +300,35 @@ def check_other_scales(artifact: Artifact) -> Iterator[Finding]:
         if negative := int(np.count_nonzero(values < 0)):
             detail = f"{negative} of its {values.size} scales are negative"
             yield Finding("error", "scale-negative", module, detail)
+
+
+def _check_labels(artifact: Artifact, modules: Collection[str]) -> Iterator[Finding]:
+    """Check that a module's label names the format of its tensors.
+
+    modules  whose labels are read from the Hub, where each is a request
+    """
+    table, source = artifact.spelling.TRAITS.fp8, artifact.source
+    if not table or not table.mark:
+        return
+    labelled = []
+    for module, packed in artifact.packed.items():
+        ending, label = table.mark(packed.form)
+        ref = artifact.tensors.get(packed.stem + ending)
+        if ref is not None and (not source.is_streamed or module in modules):
+            labelled.append((module, ref, json.loads(label)["format"]))
+
+    def read(each: tuple[str, TensorRef, str]) -> bytes:
+        return source.read_range(each[1], 0, min(each[1].nbytes, MOST_LABEL_NBYTES)).tobytes()
+
+    stored = read_each(source, read, labelled)
+    for text, (module, ref, expected) in zip(stored, labelled, strict=True):
+        try:
+            found = parse_json_object(text, ref.name).get("format")
+        except InputError as error:
+            found = error.message
+        if found != expected:
+            detail = f"{ref.name} says {found!r}, and its tensors are {expected}"
+            yield Finding("error", "label-differs", module, f"{detail}: ComfyUI reads the label")
 
 
 def _check_cache(artifact: Artifact) -> Iterator[Finding]:

@@ -19,6 +19,8 @@ from fp4convert.errors import InputError
 
 FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
 TEXT_LIMIT = 1 << 28  # bytes of a file of text: the index of a million tensors takes half of it
+# What reading a document in another shape than was written raises, huge numbers included.
+MISSHAPEN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
 
 

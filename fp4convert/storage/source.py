@@ -18,7 +18,7 @@ from typing import BinaryIO, Protocol, TypeVar
 
 from fp4convert.errors import InputError
 from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE
-from fp4convert.storage.json_text import TEXT_LIMIT, read_text_file
+from fp4convert.storage.json_text import MISSHAPEN, TEXT_LIMIT, read_text_file
 from fp4convert.storage.safetensors import Header, TensorRef
 
 CACHED = re.compile(r"models--(?:[\w.-]+?--)?(.+)")  # a repository in the Hub's cache
@@ -296,5 +296,5 @@ def commit_begun(output: Path | None, repo: str) -> str | None:
         if not output or plan["source"]["repo"] != repo:
             return None
         return str(plan["source"]["revision"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, *MISSHAPEN):
         return None  # no plan, or a damaged one, which open_output judges

@@ -331,11 +331,20 @@ def test_a_foreign_artifact_written_by_hand_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}]
+    ("config", "words"),
+    [
+        ({}, "no record or names of"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "a checkpoint of GPTQ"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8"}},
+            "its record is of modelopt with 'W4A8_NVFP4_FP8', which fp4convert does not read",
+        ),
+    ],
 )
-def test_what_is_no_artifact_is_bad_input(config, tmp_path):
+def test_what_is_no_artifact_is_bad_input(config, words, tmp_path):
     outcome = run("inspect", write_checkpoint(tmp_path / "m", llama_shards(), config), "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "not-an-artifact")
+    assert words in outcome.json["error"]["message"]
 
 
 def test_a_layout_that_nobody_knows_is_bad_input(source_of_minilm, tmp_path):

@@ -2,6 +2,7 @@
 followed.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -101,6 +102,29 @@ def test_a_hash_that_is_another_has_its_task_done_again(sha256, source, out, cle
     is_redone(source, out, clean, "unfinished", "damaged")
 
 
+ACCOUNTS = {
+    "a-list": [["m", {}]],
+    "elements": {"sums": {"elements": 0}},
+    "histogram-short": {"sums": {"histogram": [1, 2]}},
+    "histogram-negative": {"sums": {"histogram": [-1] * 16}},
+    "clipped": {"sums": {"clipped": 1e999}},
+    "noise": {"sums": {"noise": 10**400}},
+    "adapter": {"adapter": [1.0]},
+    "exact": {"exact": [float("inf"), 1]},
+}
+
+
+@pytest.mark.parametrize("change", ACCOUNTS)
+def test_an_account_that_is_none_has_its_task_done_again(change, source, out, clean):
+    entry, changed = json.loads(record_of(out).read_text()), ACCOUNTS[change]
+    (module, account), *_ = entry["accounts"].items()
+    if isinstance(changed, dict):
+        sums = {**account["sums"], **changed.get("sums", {})}
+        changed = {**entry["accounts"], module: {**account, **changed, "sums": sums}}
+    record_of(out).write_text(json.dumps({**entry, "accounts": changed}))
+    is_redone(source, out, clean, "unfinished")
+
+
 def test_a_record_is_parsed_once_as_long_as_it_stays_the_same(tmp_path, monkeypatch):
     plan = Manifest({}, {}, (), {}, None, RECORD)
     task, parsed, parse = TaskFiles("a", {"m": 1}), [], Done.from_json
@@ -160,6 +184,27 @@ def test_a_plan_that_was_changed_is_refused_by_every_command_that_writes(change,
         assert (outcome.code, error["code"]) == (5, "other-plan")
         assert "plan.json is damaged" in error["message"]
     assert contents(out) == before
+
+
+IMPOSSIBLE = {
+    **{key: CHANGES[key] for key in ("size", "file-nul", "file-surrogate", "last-nul")},
+    **{key: CHANGES[key] for key in ("last-folder", "text-number", "text-surrogate")},
+    "size-negative": lambda plan: plan["tasks"][0]["files"].update({FIRST: -1}),
+    "outside": lambda plan: plan.update(last="../thesis.txt"),
+}
+
+
+@pytest.mark.parametrize("change", IMPOSSIBLE)
+def test_what_no_plan_has_is_refused_whatever_its_hash_says(change, out):
+    path = out / STATE / "plan.json"
+    plan = json.loads(path.read_text())
+    IMPOSSIBLE[change](plan)
+    del plan["sha256"]
+    plan["sha256"] = hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+    path.write_text(json.dumps(plan))
+    (out / RECORD).unlink()
+    merged = run("merge", out, "--json")
+    assert (merged.code, merged.json["error"]["code"]) == (5, "other-plan")
 
 
 def replace(path: Path, make: str, elsewhere: Path) -> None:

@@ -247,7 +247,9 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [0, -1.0, 1e-46, 1e39, float("nan"), float("inf"), True, "1", None]
+    "number",
+    [0, -1.0, 1e-46, 1e39, 10**400, -(10**400), float("nan"), float("inf"), True, "1", None],
+    ids=lambda number: str(number)[:9],
 )
 def test_what_is_no_scale_is_refused(source, tmp_path, number):
     scales = {**multipliers(source, tmp_path / "first"), DOWN: number}

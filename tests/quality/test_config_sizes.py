@@ -156,3 +156,8 @@ def test_a_record_over_the_tensors_of_another_dialect_is_an_error(artifacts, tmp
     config = json.loads((artifacts / "compressed-tensors" / "config.json").read_text())
     (folder / "hf_quant_config.json").unlink()
     assert ("error", "nothing-quantized") in judged(folder, config)
+
+
+def test_a_config_of_another_kind_says_nothing():
+    shapes = {"model.layers.0.mlp.down_proj": (64, 128)}
+    assert list(find_odd_sizes(shapes, {**CONFIG, "model_type": ["llama"]})) == []

@@ -139,6 +139,10 @@ def ignore_in_ours(folder: Folder) -> None:
     folder.records[OURS]["ignore"].append(DENSE)
 
 
+def label(folder: Folder, text: bytes) -> None:
+    folder.put(f"{DENSE}.comfy_quant", ("U8", (len(text),), text))
+
+
 def omit_from_index(folder: Folder) -> None:
     split_in_two(folder)
     del folder.records[INDEX]["weight_map"][f"{DENSE}.weight_scale"]
@@ -358,6 +362,15 @@ LIES = [
         (ERROR, "ignored-but-quantized", DENSE),
     ),
     Lie("ours ignores it", "comfy", ignore_in_ours, (ERROR, "ignored-but-quantized", DENSE)),
+    Lie(
+        "the label is of another format",
+        "comfy",
+        lambda f: label(f, b'{"format":"float8_e4m3fn"}'),
+        (ERROR, "label-differs", DENSE),
+    ),
+    Lie(
+        "the label is none", "comfy", lambda f: label(f, b"nvfp4"), (ERROR, "label-differs", DENSE)
+    ),
     Lie(
         "ignore is no pattern",
         "ct",

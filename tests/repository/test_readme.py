@@ -37,7 +37,7 @@ OTHERS = {  # options of pip, docker, git and engines
         "--rm",
         "--user",
     ),
-    *("--merge", "--kv-cache-dtype", "--model", "--model-path", "--prompt"),
+    *("--merge", "--kv-cache-dtype", "--model", "--model-path", "--prompt", "--input", "--target"),
     *("--outfile", "--outtype", "--local-dir"),
 }
 

@@ -25,6 +25,7 @@ from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, WEI
 from fp4convert.storage.hub.api import AGAIN, POLL_SECONDS, Asker, Patience, hub_headers
 from fp4convert.storage.hub.hashes import hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
+from fp4convert.storage.json_text import MISSHAPEN
 
 BRANCH = "main"
 # Of an earlier artifact in another dialect: it would contradict ours.
@@ -351,7 +352,7 @@ class Pusher:
             return bool(json.loads(data)["producer"]["name"] == "fp4convert")
         except SourceError as error:
             raise OutputError("hub-unreachable", f"{self.repo}: {error.message}", AGAIN) from None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except MISSHAPEN:
             return False
 
     def _look(self, revision: str) -> Head:
