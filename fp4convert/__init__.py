@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fp4convert.calibration.result import Calibrated
     from fp4convert.commands.analysis import analyze
+    from fp4convert.commands.attestation import attest
     from fp4convert.commands.calibration import calibrate
     from fp4convert.commands.convert import (
         dequantize,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 _HOMES = {  # module -> its public names
     "calibration.result": ("Calibrated",),
     "commands.analysis": ("analyze",),
+    "commands.attestation": ("attest",),
     "commands.calibration": ("calibrate",),
     "commands.convert": (
         "dequantize",
@@ -105,6 +107,7 @@ __all__ = [
     "Verified",
     "__version__",
     "analyze",
+    "attest",
     "calibrate",
     "compare",
     "dequantize",

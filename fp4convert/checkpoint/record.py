@@ -28,6 +28,7 @@ ADAPTER = "adapter"  # the key of what was merged
 DECODED = "decoded"  # the key of tensors that were of formats which the dialect lacks
 GOAL = "target"  # the key of what formats of modules were chosen for
 OPTIONS = "options"  # the key of those that the bytes depend on
+TRANSCODED = "transcoded"  # in OPTIONS, the key of what transcode was told after quantize
 MIXED = "mixed"  # the format of an artifact whose modules have several forms
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fp4convert.cli.options import Command, Shown
 from fp4convert.commands.options import (
     AnalyzeOptions,
+    AttestOptions,
     CalibrateOptions,
     CompareOptions,
     EvaluateOptions,
@@ -157,6 +158,13 @@ def _reproduce(options: ReproduceOptions) -> Shown:
     return Shown(document, draw_results.draw_reproduced, document["reproduced"])
 
 
+def _attest(options: AttestOptions) -> Shown:
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import attestation
+
+    return Shown(attestation.attest.run(options), draw_results.draw_attested)
+
+
 def _evaluate(options: EvaluateOptions) -> Shown:
     from fp4convert.cli import draw_quality
     from fp4convert.commands import evaluation
@@ -217,6 +225,7 @@ COMMANDS: dict[str, Command[Any]] = {  # in the order and under the headings of 
     "verify": Command(VerifyOptions, _verify, CHECK, hidden=LOOKING),
     "compare": Command(CompareOptions, _compare, CHECK, hidden=LOOKING),
     "reproduce": Command(ReproduceOptions, _reproduce, CHECK, hidden=frozenset({"force"})),
+    "attest": Command(AttestOptions, _attest, CHECK),
     "evaluate": Command(EvaluateOptions, _evaluate, CHECK),
     "analyze": Command(AnalyzeOptions, _analyze, PREPARE),
     "calibrate": Command(CalibrateOptions, _calibrate, PREPARE),

@@ -155,6 +155,8 @@ def _checked_text(checked: Document) -> str:
     """Say what was looked at, and what not."""
     hashed = f"{checked['files']} files hashed" if checked["files"] else "no hashes are recorded"
     read = f"scales of {checked['modules']} modules read"
+    if word := checked["signature"]:
+        read = f"{read}, signature {word}"
     if checked["source"]:
         return f"{hashed}, {read}, {checked['tensors']} tensors compared with {checked['source']}"
     return f"{hashed}, {read}; values were not compared: add --source"

@@ -63,6 +63,10 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
     """Draw whether an artifact came out again, and where not."""
     differing, count = found["differing"], found["files"]
     by = f" (made by fp4convert {found['made_by']})" if found["made_by"] else ""
+    read, recorded = found["source_revision"], found["recorded_revision"]
+    if read and recorded and read != recorded:
+        where = f"read from {found['source']} at commit {read}"
+        screen.line(f"{where}: the recorded one, {recorded}, is not there", "yellow")
     if found["reproduced"]:
         screen.line(f"reproduced: all {count} files came out again, byte for byte{by}", "green")
         return
@@ -74,6 +78,13 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
         screen.line(f"  {entry['file']} {what}{where}")
     if found["record"]:
         screen.line(f"  the record differs in {', '.join(found['record'])}")
+
+
+def draw_attested(screen: Screen, signed: Document) -> None:
+    """Draw what was signed."""
+    screen.unwrapped(signed["signature"], "bold")
+    more = ", as the record has them" if signed["recorded"] else "; it has no record to compare"
+    screen.line(f"  signed: {signed['files']} files{more}")
 
 
 def _draw_fidelity(screen: Screen, result: Document) -> None:

@@ -189,6 +189,14 @@ class VerifyOptions(AccessOptions):
             panel=QUALITY,
         ),
     ] = None
+    public_key: Annotated[
+        Reference | None,
+        Option(
+            "Whose signature the artifact must have: a public key in PEM.",
+            parse=Path,
+            panel=QUALITY,
+        ),
+    ] = None
     report: Page = None
     sarif: Sarif = None
     phases: Phases | None = None
@@ -363,6 +371,31 @@ class ReproduceOptions(DeviceOptions):
         ),
     ] = None
     recipe: RecipeName = None
+
+
+@dataclass(eq=False, repr=False)
+class AttestOptions:
+    """Sign the files of an artifact, as OpenSSF model signing does.
+
+    The signature, model.sig, has the hash of every file beside it. verify checks it.
+
+    Example: fp4convert attest ./Llama-3.1-8B-NVFP4 --key private.pem
+    """
+
+    artifact: Annotated[
+        Reference, Option("The folder of an artifact on this disk.", parse=Path, is_argument=True)
+    ]
+    _: KW_ONLY
+    key: Annotated[
+        Reference,
+        Option(
+            "Private key in PEM of an elliptic curve: P-256, P-384 or P-521; no password.",
+            parse=Path,
+            panel=TARGET,
+        ),
+    ]
+    force: Annotated[bool, Option("Replace the signature that is there.", panel=OUTPUT)] = False
+    phases: Phases | None = None
 
 
 @dataclass(eq=False, repr=False)

@@ -6,6 +6,7 @@ Shards are uploaded as they are finished, and one commit names them all when the
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.work import Work
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import Share
 from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
-from fp4convert.storage.checkpoint_files import CARD
+from fp4convert.storage.checkpoint_files import CARD, SIGNATURE
+from fp4convert.storage.disk import hash_file
 from fp4convert.storage.open import open_source
 
 if TYPE_CHECKING:  # what only a push loads
@@ -108,17 +110,55 @@ def _publish(work: Work, settings: Settings) -> Result:
     try:
         pusher.begin()
         result = work.carry_out(replace(settings, on_named=pusher.add))
-        evaluated = evaluation_in(options.folder / CARD)
-        by = options.that_make_bytes()
-        made_by = CardRequest(repo, by, _fidelity_rows(result), evaluated)
-        card = make_card(work.plan, result, work.source, made_by)
-        files = work.ended_files()
+        files, card = work.ended_files(), None
+        files = _add_signatures(options.folder, files, work.artifacts())
+        if SIGNATURE not in files:
+            evaluated = evaluation_in(options.folder / CARD)
+            by = options.that_make_bytes()
+            made_by = CardRequest(repo, by, _fidelity_rows(result), evaluated)
+            card = make_card(work.plan, result, work.source, made_by)
         nbytes = sum((options.folder / file).stat().st_size for file in files if file != CARD)
-        settings.phases.begin("upload", nbytes + len(card.encode("utf-8", "replace")))
+        settings.phases.begin("upload", nbytes + len((card or "").encode("utf-8", "replace")))
         pushed = pusher.commit(options.folder, files, card, settings.phases.report)
         return replace(result, pushed=pushed)
     finally:
         pusher.stop()
+
+
+def _add_signatures(
+    folder: Path, files: dict[str, str], artifacts: Iterable[str]
+) -> dict[str, str]:
+    """Add the signatures that lie beside the files, if any.
+
+    With one beside all of them the model card is the folder's own, as it was signed.
+
+    artifacts  folders of artifacts in it; "" for itself
+    Raises     InputError where one is not of exactly the files beside it
+    """
+    for part in sorted({"", *artifacts}, reverse=True):  # what lies in others first
+        place = folder / part / SIGNATURE
+        if not place.is_file():
+            continue
+        from fp4convert.quality.signature import read_statement
+
+        card = folder / part / CARD
+        begin = f"{part}/" if part else ""
+        files = {**files, f"{begin}{CARD}": hash_file(card)} if card.is_file() else files
+        beside = {
+            file.removeprefix(begin): sha256
+            for file, sha256 in files.items()
+            if file.startswith(begin)
+        }
+        signed = read_statement(place.read_bytes()).files
+        odd = sorted(name for name in {*beside, *signed} if beside.get(name) != signed.get(name))
+        if odd:
+            detail = f"{place} does not sign what is pushed, {odd[0]!r} first"
+            again = shell_line("fp4convert", "attest", place.parent, "--force", "--key", "FILE")
+            raise InputError(
+                "signature-stale", f"{detail}; expected these files", f"Sign it again: {again}"
+            )
+        files = {**files, f"{begin}{SIGNATURE}": hash_file(place)}
+    return files
 
 
 def _fidelity_rows(result: Result) -> list[tuple[object, ...]] | None:

@@ -88,7 +88,7 @@ def verify(options: VerifyOptions) -> Verified:
     original = _original(options, artifact)
     outputs = Outputs(known) if known else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
-    gate = verification.Gate(*errors, engine)
+    gate = verification.Gate(*errors, engine, as_path(options.public_key))
     verified = verification.verify(artifact, original, gate, outputs, phases)
     if page:
         options.tell(save_page(page, artifact, original, verified=verified))

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from fp4convert.checkpoint.record import OPTIONS
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.checkpoint.record import OPTIONS, TRANSCODED
 from fp4convert.commands.options import ReproduceOptions, public
-from fp4convert.conversion.options import FILES, QuantizeOptions
-from fp4convert.conversion.work import prepare
+from fp4convert.conversion.options import FILES, QuantizeOptions, TranscodeOptions
+from fp4convert.conversion.repacking import prepare_transcode, transcode
+from fp4convert.conversion.work import Work, prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
 from fp4convert.errors import InputError, OutputError, shell_line
+from fp4convert.execution.plan_file import read_ended
+from fp4convert.execution.settings import OnNamed, Settings
 from fp4convert.process import keeping_nothing
-from fp4convert.recipes.options import declared_in
+from fp4convert.progress import Phases
+from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.storage.checkpoint_files import GGUF, RECORD, UNDIGESTED, WEIGHTS
 from fp4convert.storage.disk import hash_file, read_blocks
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.open import open_source
+from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import read_header
 from fp4convert.storage.source import Source, read_whole
 
 NUMBER = re.compile(r"\d\.\d{16}e[+-]\d\d")  # as options.py writes a size
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @public(ReproduceOptions)
@@ -45,11 +50,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     """
     started = time.monotonic()
     record, folder = _read_record(options)
-    expected = record.get("files")
-    if not isinstance(expected, dict) or not isinstance(record.get(OPTIONS), dict):
-        detail = f"{options.artifact}: its {RECORD} does not say by which options it was made"
-        better = "Give one that quantize of this version or a newer one wrote."
-        raise InputError("not-reproducible", f"{detail}; expected files and {OPTIONS}", better)
+    expected = _expected(options, record)
     differing: dict[str, str | None] = {}  # file -> the first tensor that differs
 
     def compare(path: Path, file: str, sha256: str) -> None:
@@ -61,25 +62,30 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="fp4convert-") as scratch:
         asked = _asked(options, record, Path(scratch, "out"))
-        settings = replace(options.settings(options.device), keeps=False, on_named=compare)
+        steps = _steps(record[OPTIONS])
+        settings = options.settings(options.device)
         settings.phases.begin("plan")
-        work = prepare(asked, settings.phases)
+        origin = _origin(record)
+        work = _prepare(asked, origin["repo"], settings.phases)
+        _compare_taken(options, record[OPTIONS], work)
         _refuse_own_weights(work.source, options, expected)
         try:
-            work.carry_out(settings)
+            last = _carry_out(work, steps, settings, compare)
         except OutputError as error:
             better = "Point TMPDIR to a folder on a disk with room, and run it again."
             raise OutputError(error.code, error.message, better) from error
-        found = work.ended_files()
-        made = parse_json_object(Path(scratch, "out", RECORD).read_bytes(), RECORD)
+        found = read_ended(last)[1]
+        made = parse_json_object((last / RECORD).read_bytes(), RECORD)
     differing |= dict.fromkeys(expected.keys() - found.keys())
     differing |= dict.fromkeys(found.keys() - expected.keys() - {RECORD, *UNDIGESTED})
-    told = [key for key in {**record, **made} if record.get(key) != made.get(key)]
-    words = [key for key in told if key not in ("files", "producer", "source")]
+    keys = {**record, **made}.keys() - {"files", "producer", "source"}
+    words = sorted(key for key in keys if _placeless(record.get(key)) != _placeless(made.get(key)))
     version = record.get("producer")
     return {
         "artifact": os.fspath(options.artifact),
         "source": os.fspath(asked.source),
+        "source_revision": work.source.checkpoint.revision,
+        "recorded_revision": origin["revision"],
         "made_by": version.get("version") if isinstance(version, Mapping) else None,
         "files": len(expected),
         "differing": [
@@ -90,6 +96,36 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         "reproduced": not differing and not words,
         "seconds": round(time.monotonic() - started, 3),
     }
+
+
+def _expected(options: ReproduceOptions, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hashes of a record that tells enough; else InputError."""
+    files = record.get("files")
+    if isinstance(files, dict) and isinstance(record.get(OPTIONS), dict):
+        return files
+    detail = f"{options.artifact}: its {RECORD} does not say by which options it was made"
+    better = "Give one that quantize of this version or a newer one wrote."
+    raise InputError("not-reproducible", f"{detail}; expected files and {OPTIONS}", better)
+
+
+def _origin(record: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the repository and the commit of the weights, where it has them."""
+    known: Any = record.get("source")
+    found = {
+        key: known.get(key) if isinstance(known, dict) else None for key in ("repo", "revision")
+    }
+    return {key: value if isinstance(value, str) else None for key, value in found.items()}
+
+
+def _placeless(value: Any) -> Any:
+    """Leave out where things lay: of what was in them there are hashes."""
+    if isinstance(value, list):
+        return list(map(_placeless, value))
+    if isinstance(value, dict):
+        return {
+            key: _placeless(each) for key, each in value.items() if key not in ("repo", "revision")
+        }
+    return value
 
 
 def _read_record(options: ReproduceOptions) -> tuple[dict[str, Any], Path | None]:
@@ -124,16 +160,17 @@ def _no_record(options: ReproduceOptions, why: str | None) -> InputError:
 
 def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -> QuantizeOptions:
     """Return the options that made an artifact, with the files given now."""
-    words = {name: _checked(name, value) for name, value in record[OPTIONS].items()}
+    first = {name: value for name, value in record[OPTIONS].items() if name != TRANSCODED}
+    words = {name: _checked(name, value) for name, value in first.items()}
     for name in FILES:
         given = getattr(options, name) or None
         _compare_file(name, given, words.get(name))
         if given is not None:
             words[name] = given
-    origin = record.get("source")
-    origin = origin if isinstance(origin, dict) else {}
-    repo = origin.get("repo") if isinstance(origin.get("repo"), str) else None
-    source = options.source or repo
+        else:
+            words |= {name: _repository(words[name])} if name in words else {}
+    origin = _origin(record)
+    source = options.source or origin["repo"]
     if not source or (not options.source and os.path.exists(source)):
         detail = f"{options.artifact} was made from a folder, whose place its record does not say"
         raise InputError("no-source", detail, "Name it: --source SOURCE.")
@@ -145,8 +182,75 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
         for each in (*declared_in(AccessOptions), *declared_in(DeviceOptions))
         if each.name not in (*FILES, "revision", "subfolder", "force")
     }
-    revision = str(origin["revision"]) if source == repo and origin.get("revision") else None
+    revision = None if os.path.exists(source) else origin["revision"]
     return QuantizeOptions(source, output=output, revision=revision, **{**how, **words})
+
+
+def _prepare(asked: QuantizeOptions, repo: str | None, phases: Phases) -> Work:
+    """Plan the work, at the recorded commit where the source has it.
+
+    Another repository than the recorded one is else read at its main branch.
+
+    Raises  what `prepare` raises
+    """
+    try:
+        return prepare(asked, phases)
+    except InputError as error:
+        if error.code != "no-revision" or os.fspath(asked.source) == repo:
+            raise
+    return prepare(replace(asked, revision=None), phases)
+
+
+def _steps(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what transcode was told, each time; none for what quantize made.
+
+    Raises  InputError for what it does not write in a record, and for a template
+    """
+    steps = recorded.get(TRANSCODED, [])
+    for step in steps if isinstance(steps, list) else [None]:
+        if isinstance(step, dict) and step.get("template") is True:
+            detail = "it was carried into a GGUF file by transcode with a --template"
+            better = "Reproduce what it was made from; then transcode that with the same file."
+            raise InputError(
+                "not-reproducible", f"{detail}, of which the record has nothing", better
+            )
+        known = {"dialect", "format", "scale_layout", "keep_dtype"}
+        words = step if isinstance(step, dict) else {}
+        is_known = {"dialect"} <= words.keys() <= known
+        if not is_known or not all(isinstance(value, str) for value in words.values()):
+            detail = f"{RECORD}: {TRANSCODED} has {str(step)[:80]!r}"
+            detail = f"{detail}, which this version of transcode does not write"
+            raise InputError("not-reproducible", detail, "Install the version that made it.")
+    return list(steps)
+
+
+def _carry_out(
+    work: Work, steps: Sequence[Mapping[str, Any]], settings: Settings, compare: OnNamed
+) -> Path:
+    """Quantize, and transcode as often as was done; only the last is compared.
+
+    Files of the last go as they come; what is carried on stays until it is.
+    Returns  the folder of the last
+    """
+    last = replace(settings, keeps=False, on_named=compare)
+    work.carry_out(settings if steps else last)
+    folder = work.options.folder
+    for number, step in enumerate(steps, 1):
+        artifact = open_artifact(os.fspath(folder))
+        options = TranscodeOptions(folder, folder.with_name(f"{number}"), **step)
+        output = Path(options.output)
+        plan = prepare_transcode(artifact, options)
+        transcode(artifact, plan, output, last if number == len(steps) else settings)
+        shutil.rmtree(folder)
+        folder = output
+    return folder
+
+
+def _repository(value: Any) -> Any:
+    """Return the name of a repository in a record; other values as they are."""
+    if isinstance(value, list):
+        return [_repository(each) for each in value]
+    return value["repo"] if isinstance(value, dict) else value
 
 
 def _own_source(options: ReproduceOptions) -> InputError:
@@ -163,30 +267,35 @@ def _checked(name: str, value: object) -> Any:
 
     Raises  InputError for what quantize does not write there
     """
-    declared = {each.name: each for each in declared_in(QuantizeOptions)}.get(name)
     makes_bytes = {*QuantizeOptions("", format="nvfp4").that_make_bytes(), "config", "format"}
-    is_known = declared is not None and name in makes_bytes
+    known = {each.name: each for each in declared_in(QuantizeOptions) if each.name in makes_bytes}
     if name == "target_size" and isinstance(value, str) and NUMBER.fullmatch(value):
         value = float(value)
-    entry = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if name in FILES and isinstance(entry, dict):
-        is_sound = entry == {"folder": True} or isinstance(entry.get("sha256"), str)
-    elif name in FILES:  # a recipe of ours, a number; never a path
-        is_name = name == "recipe" and isinstance(value, str) and value.isidentifier()
-        is_hub = isinstance(entry, str) and HUB_NAME.fullmatch(entry) and not os.path.exists(entry)
-        is_sound = is_name or isinstance(value, float) or bool(is_hub)
-    elif isinstance(value, list):
-        is_sound = bool(declared and declared.option.is_several)
-        is_sound = is_sound and all(isinstance(each, str) for each in value)
+    declared = known.get(name)
+    if declared is not None and declared.option.is_several:
+        entries = value if isinstance(value, list) else [None]
     else:
-        kinds = get_args(declared.type) or (declared.type,) if declared else ()
-        is_sound = any(isinstance(value, kind) for kind in kinds if isinstance(kind, type))
-        is_sound = is_sound or (float in kinds and isinstance(value, int))
-    if not (is_known and is_sound):
+        entries = [value]
+    if declared is None or not all(_is_written(declared, entry) for entry in entries):
         detail = f"{RECORD}: its {OPTIONS} have {name!r}: {str(value)[:80]!r}"
         detail = f"{detail}, which this version of quantize does not write"
         raise InputError("not-reproducible", detail, "Install the version that made it.")
     return value
+
+
+def _is_written(declared: Declared, entry: object) -> bool:
+    """Tell whether quantize writes such a value of an option; never a path."""
+    if declared.name in FILES and isinstance(entry, dict):
+        if not all(isinstance(each, str) for each in entry.values()):
+            return False
+        repo = entry.get("repo", "")
+        is_hub = re.fullmatch(REPOSITORY, repo) and not os.path.exists(repo)
+        keys = {"repo", "taken"} if is_hub else {"taken"}
+        return entry.keys() in (keys, {"sha256"})
+    if declared.name in FILES and isinstance(entry, str):  # a recipe of ours
+        return declared.option.is_recipe and entry.isidentifier()
+    kinds = (str,) if declared.option.is_several else get_args(declared.type) or (declared.type,)
+    return any(isinstance(entry, kind) for kind in kinds if isinstance(kind, type))
 
 
 def _compare_file(name: str, given: Any, recorded: Any) -> None:
@@ -200,15 +309,35 @@ def _compare_file(name: str, given: Any, recorded: Any) -> None:
     if not isinstance(entry, dict):
         return
     sha256 = str(entry.get("sha256", ""))
-    if path is None:
+    if path is None and "repo" not in entry:
         of = f" (sha256 {sha256[:12]}...)" if sha256 else ""
         detail = f"the artifact was made with a {flag} of its own{of}, which the record has not"
         raise InputError("reproduce-file", detail, f"Give it: {shell_line(flag, 'PATH')}")
-    if sha256 and os.path.isdir(path):
+    if path is None or not sha256:  # what is taken of a folder a plan tells
+        return
+    if os.path.isdir(path):
         raise InputError("reproduce-file", f"{flag} {path} is a folder; expected a file")
-    if sha256 and os.path.isfile(path) and (found := hash_file(Path(path))) != sha256:
+    if os.path.isfile(path) and (found := hash_file(Path(path))) != sha256:
         detail = f"{flag} {path} has the sha256 {found[:12]}..., not {sha256[:12]}..."
         raise InputError("reproduce-file", detail, "Give the file that it was made with.")
+
+
+def _compare_taken(options: ReproduceOptions, recorded: Mapping[str, Any], work: Work) -> None:
+    """Raise InputError for a folder or repository that gives something else."""
+    now = work.plan.asked or {}
+    for name in FILES:
+        entries = [recorded.get(name), now.get(name)]
+        then, found = (each[0] if isinstance(each, list) else each for each in entries)
+        if not isinstance(then, dict) or "taken" not in then:
+            continue
+        if not isinstance(found, dict) or found.get("taken") != then["taken"]:
+            given = getattr(options, name)
+            path = given[0] if isinstance(given, tuple | list) and given else given
+            detail = (
+                f"--{name.replace('_', '-')} {path or then.get('repo')} is not the one that was"
+            )
+            detail += " used: what is taken of it has another sha256 than the record has"
+            raise InputError("reproduce-file", detail, "Give the one that it was made with.")
 
 
 def _refuse_own_weights(

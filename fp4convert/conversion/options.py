@@ -4,7 +4,7 @@ The docstring of a class is the help of its command.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -420,13 +420,16 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             for name, value in values.items()
         }
 
-    def as_recorded(self, calibration: str | None = None) -> dict[str, object]:
+    def as_recorded(
+        self, calibration: str | None = None, taken: Mapping[str, str] | None = None
+    ) -> dict[str, object]:
         """Return what our record says of the options that the bytes depend on.
 
-        Those that are not their defaults; of a file its sha256 and of a folder a word, for a path
-        is nobody's business.
+        Those that are not their defaults; of a file its sha256, and of a folder or a repository
+        that of what is taken of it, for a path is nobody's business.
 
         calibration  the sha256 of the file of statistics, which may be large, where it is known
+        taken        such hashes, by option
         """
         declared = {each.name: each for each in declared_in(QuantizeOptions)}
         given = self.that_make_bytes() | {"config": self.config, "format": self.format}
@@ -437,7 +440,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         if self.target_size is not None:  # equally long for every size, which it is part of
             given["target_size"] = f"{self.target_size:.16e}"
         return {
-            name: _described(value, name in FILES)
+            name: _described(value, name in FILES, (taken or {}).get(name))
             for name, value in given.items()
             if value not in (None, False, ()) and value != declared[name].default
         }
@@ -447,20 +450,20 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 FILES = ("calibration", "lora", "global_scale", "input_scale", "recipe", "config")
 
 
-def _described(value: object, may_be_file: bool) -> object:
+def _described(value: object, may_be_file: bool, taken: str | None) -> object:
     """Say an option's value in JSON, without a path."""
     if isinstance(value, tuple):
-        return [_described(each, may_be_file) for each in value]
+        return [_described(each, may_be_file, taken) for each in value]
     if not may_be_file or not isinstance(value, str | os.PathLike):
         return value
     if not os.path.exists(value):
         try:  # a number, as the command line has it
             return float(os.fspath(value))
-        except ValueError:
-            return value
+        except ValueError:  # a recipe, or a repository
+            return {"repo": value, "taken": taken} if "/" in str(value) else value
     from fp4convert.storage.disk import hash_file
 
-    return {"sha256": hash_file(Path(value))} if os.path.isfile(value) else {"folder": True}
+    return {"sha256": hash_file(Path(value))} if os.path.isfile(value) else {"taken": taken}
 
 
 @dataclass(eq=False, repr=False)

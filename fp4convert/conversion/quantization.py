@@ -6,8 +6,11 @@ which a Quantizer carries out.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -34,12 +37,14 @@ from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.options import (
     ACTIVATION_BITS,
     CACHES,
+    FILES,
     VIAS,
     QuantizeOptions,
     chosen_adapter,
 )
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
+from fp4convert.execution.finish import SHA256_DIGITS
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import begin, carry_out
 from fp4convert.execution.quantizer import Quantizer
@@ -99,7 +104,7 @@ def prepare_quantize(
         plan = with_statistics(replace(plan, goal=goal), scalars.calibration, is_fitted)
     # Whoever names an engine does not ask what others do with the result.
     traps = () if options.engine else engine_warnings(plan, source.checkpoint)
-    asked = options_recorded(options, source, recipe.target)
+    asked = options_recorded(options, source, recipe.target, plan)
     plan = replace(plan, warnings=(*plan.warnings, *traps), asked=asked)
     if isinstance(source, PaddedSource):
         refuse_bad_splits(plan, int(options.pad_for_tp or 0))
@@ -112,9 +117,28 @@ def prepare_quantize(
     return plan
 
 
-def options_recorded(options: QuantizeOptions, source: Source, target: Target) -> dict[str, object]:
-    """Return what our record says of the options."""
-    asked = options.as_recorded(target.calibration)
+def options_recorded(
+    options: QuantizeOptions, source: Source, target: Target, plan: Plan | None = None
+) -> dict[str, object]:
+    """Return what our record says of the options.
+
+    plan  with what was taken of folders and repositories; None where only the size counts
+    """
+    taken = dict.fromkeys(FILES, "0" * SHA256_DIGITS)
+    if plan is not None:
+        told: dict[str, Callable[[], object]] = {
+            "lora": lambda: plan.adapter and sorted(plan.adapter.sha256.items()),
+            "global_scale": lambda: [[one.name, one.amaxes] for one in plan.steps if one.amaxes],
+            "input_scale": lambda: [
+                [one.name, one.scalar] for one in plan.steps if one.scalar is not None
+            ],
+            "config": lambda: source.checkpoint.config,
+        }
+        for name, values in told.items():
+            if getattr(options, name):
+                text = json.dumps(values(), sort_keys=True)
+                taken[name] = hashlib.sha256(text.encode()).hexdigest()
+    asked = options.as_recorded(target.calibration, taken)
     if not source.checkpoint.repo:  # the folder itself is named again
         asked.pop("subfolder", None)
     return asked

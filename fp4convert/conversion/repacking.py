@@ -24,6 +24,7 @@ from fp4convert.checkpoint.record import (
     ADAPTER,
     DECODED,
     OPTIONS,
+    TRANSCODED,
     describe_groups,
     folds_recorded,
 )
@@ -170,15 +171,23 @@ def prepare_transcode(
     lost = [name for name, reason in left_out.items() if reason == PLACELESS]
     what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"
     notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
-    return replace(plan, warnings=(*plan.warnings, *notes), left_out=left_out)
+    plan = replace(plan, warnings=(*plan.warnings, *notes), asked=_asked(artifact, options))
+    return replace(plan, left_out=left_out)
 
 
 def _asked(artifact: Artifact, options: TranscodeOptions) -> dict[str, object] | None:
-    """Return the options by which quantize would write it, if any."""
-    known, changed = artifact.record.get(OPTIONS), options.format or options.scale_layout
-    if not isinstance(known, dict) or changed or options.keep_dtype:
+    """Return the options of the quantize that was first, and of all after it.
+
+    None where they are not known
+    """
+    known = artifact.record.get(OPTIONS)
+    if not isinstance(known, dict):
         return None
-    return {**known, "dialect": options.dialect}
+    earlier = known.get(TRANSCODED, [])
+    told = {name: getattr(options, name) for name in ("dialect", "format", "scale_layout")}
+    told |= {"keep_dtype": options.keep_dtype, "template": options.template is not None or None}
+    step = {name: value for name, value in told.items() if value is not None}
+    return {**known, TRANSCODED: [*(earlier if isinstance(earlier, list) else ()), step]}
 
 
 def _cast_to(artifact: Artifact, word: str | None) -> Format | None:

@@ -45,7 +45,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.settings import OnNamed, Settings
 from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Shard, Task
-from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE
+from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE, SIGNATURE
 from fp4convert.storage.disk import (
     Mark,
     fsync_folder,
@@ -371,7 +371,10 @@ class OutputFolder:
         if others := self.leases.wait_for_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
             raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
-        for file in (old.last, *find_forgotten(self.root, old, self.manifest, settings)):
+        forgotten = find_forgotten(self.root, old, self.manifest, settings)
+        if (self.root / SIGNATURE).exists():
+            settings.tell(f"{self.root / SIGNATURE} goes: what it signs is replaced")
+        for file in (old.last, *forgotten, SIGNATURE):
             with write_errors_at(self.root / file):
                 (self.root / file).unlink(missing_ok=True)
 

@@ -39,7 +39,7 @@ from fp4convert.execution.settings import Result, Settings, UnsoundShardError, s
 from fp4convert.execution.workers import Crew, Worker, read_again_if_damaged
 from fp4convert.planning.steps import Action, Plan, Task
 from fp4convert.process import memory_nbytes
-from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD
+from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, SIGNATURE
 from fp4convert.storage.source import Source, stopping
 
 OPTIONS = "the options"
@@ -77,7 +77,8 @@ class Job:
 
     @property
     def sidecars(self) -> list[str]:
-        return [file for file in self.source.checkpoint.sidecars if file not in self.replaced]
+        left = self.replaced | {SIGNATURE}  # which is of the source's files
+        return [file for file in self.source.checkpoint.sidecars if file not in left]
 
     @property
     def tasks(self) -> tuple[TaskFiles, ...]:

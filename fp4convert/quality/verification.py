@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
 from fp4convert.quality.engine_check import check_engine
+from fp4convert.quality.signature import check_signature, open_verifier
 from fp4convert.quality.source_compare import (
     Distance,
     Outputs,
@@ -34,7 +36,7 @@ from fp4convert.quality.source_compare import (
 )
 from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine
-from fp4convert.storage.checkpoint_files import RECORD, REPORT, UNDIGESTED
+from fp4convert.storage.checkpoint_files import RECORD, REPORT, SIGNATURE, UNDIGESTED
 from fp4convert.storage.disk import hash_stream
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, stopping
@@ -75,13 +77,15 @@ class TensorError:
 class Gate:
     """What `passed` asks of every tensor; None asks nothing.
 
-    engine  that is to load it
+    engine      that is to load it
+    public_key  of whoever must have signed it
     """
 
     min_sqnr_db: float | None = None
     max_nmse: float | None = None
     max_output_error: float | None = None
     engine: tuple[Engine, Version | None] | None = None
+    public_key: Path | None = None
 
     @property
     def given(self) -> dict[str, float]:
@@ -93,8 +97,11 @@ class Gate:
         }
         return {option: value for option, value in asked.items() if value is not None}
 
-    def check(self, has_source: bool) -> None:
-        """Raise InputError for a gate without a source, or an idle number."""
+    def check(self, has_source: bool, has_inputs: bool) -> None:
+        """Raise InputError for a gate without a source, or an idle number.
+
+        has_inputs  of layers, of a calibration
+        """
         if self.given and not has_source:
             verb = "needs" if len(self.given) == 1 else "need"
             detail = f"{' and '.join(self.given)} {verb} the original weights"
@@ -111,6 +118,13 @@ class Gate:
                 detail = f"{option} {value:g} is {100 * value:g} %"
                 detail += "; expected a fraction from 0 to 1"
                 raise InputError("bad-gate", detail, f"For {value:g} %: {option} {value / 100:g}")
+        if not has_inputs and self.max_output_error is not None:
+            detail = f"{OUTPUT_GATE} needs the inputs of the layers"
+            step = "Add --calibration FILE; or --min-sqnr instead."
+            raise InputError("no-calibration", detail, step)
+        if has_inputs and not has_source:
+            detail = "--calibration needs the original weights"
+            raise InputError("no-source", detail, "Add --source SOURCE.")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -120,7 +134,8 @@ class Verified:
     recorded  the summary of quantization_report.json; None where the artifact has none
     inputs, calibration  by which outputs were measured, as describe_inputs tells it; None where
                          they were not
-    checked  how many files were hashed, modules' scales read and tensors compared; and the source
+    checked  how many files were hashed, modules' scales read and tensors compared; the source, and
+             what became of the signature
     verdict  a sentence, where the source is another model's
     """
 
@@ -178,13 +193,8 @@ def verify(
              another model
     """
     phases = phases or Phases()
-    gate.check(source is not None)
-    if outputs is None and gate.max_output_error is not None:
-        detail = f"{OUTPUT_GATE} needs the inputs of the layers"
-        raise InputError("no-calibration", detail, "Add --calibration FILE; or --min-sqnr instead.")
-    if source is None and outputs:
-        detail = "--calibration needs the original weights"
-        raise InputError("no-source", detail, "Add --source SOURCE.")
+    gate.check(source is not None, outputs is not None)
+    verifier = open_verifier(artifact.source, gate.public_key) if gate.public_key else None
     pairs = pair_with_source(artifact, source, outputs) if source else None
     # 1. Records, names and scales; a source that has the modules decides what scales alone cannot.
     known = {pair.ours.module for pair in pairs.pairs} if pairs else set()
@@ -193,8 +203,10 @@ def verify(
     judged = judge(artifact, related, list(artifact.modules), sampled, phases)
     findings = [*judged.findings, *check_headers(artifact)]
     findings += check_engine(artifact, findings, gate.engine)  # to which hashes are nothing
-    # 2. The hashes of files, and the tensors that were kept.
-    findings += [*_check_hashes(artifact, phases), *_check_kept(artifact, phases)]
+    # 2. The hashes of files, the signature, and the tensors that were kept.
+    findings += _check_hashes(artifact, hashes := dict[str, str](), phases)
+    signed = check_signature(artifact, verifier, hashes, phases)
+    findings += [*signed.findings, *_check_kept(artifact, phases)]
     # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages
@@ -220,7 +232,7 @@ def verify(
         is_healthy(findings),
         recorded.summary if recorded else None,
         **(describe_inputs(outputs.calibration) if outputs else {}),
-        checked=_count_checked(artifact, source, found),
+        checked={**_count_checked(artifact, source, found), "signature": signed.word},
         verdict=None if pairs is None else _name_other_source(pairs, judged),
     )
 
@@ -364,10 +376,12 @@ def _recorded_hashes(artifact: Artifact) -> dict[str, str]:
     return {file: sha256 for file, sha256 in files if file not in UNDIGESTED}
 
 
-def _check_hashes(artifact: Artifact, phases: Phases) -> Iterator[Finding]:
+def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> Iterator[Finding]:
     """Check that every file is there, is what was written, and is recorded.
 
     The model card is everybody's.
+
+    found  gets the sha256 of every file that is read
     """
     if not artifact.record:
         detail = "the artifact records no hashes, so its files could not be compared with them"
@@ -379,12 +393,12 @@ def _check_hashes(artifact: Artifact, phases: Phases) -> Iterator[Finding]:
     for file, sha256 in hashes.items():
         try:
             with artifact.source.open_file(file) as stream:
-                is_same = hash_stream(stream, partial(phases.report, file)) == sha256
+                found[file] = hash_stream(stream, partial(phases.report, file))
         except InputError as error:
             detail = f"{file} is recorded and cannot be read: {error.message}"
             yield Finding("error", "file-missing", None, detail)
             continue
-        if not is_same:
+        if found[file] != sha256:
             detail = f"{file} is not the file that was written: its sha256 differs"
             yield Finding("error", "hash-mismatch", None, detail)
     checkpoint = artifact.source.checkpoint
@@ -393,7 +407,7 @@ def _check_hashes(artifact: Artifact, phases: Phases) -> Iterator[Finding]:
             detail = f"{file} holds weights, and the record does not name it"
             yield Finding("error", "file-unrecorded", None, detail)
     for file in checkpoint.sidecars:
-        if file not in hashes and file not in (RECORD, *UNDIGESTED):
+        if file not in hashes and file not in (RECORD, SIGNATURE, *UNDIGESTED):
             detail = f"{file} was added later: the record does not name it"
             yield Finding("warning", "file-unrecorded", None, detail)
 

@@ -20,6 +20,7 @@ RECORD = "quantization_config.json"
 
 CARD = "README.md"  # the model card: for people, who edit it
 REPORT = "quantization_report.json"  # how much was lost: error_report.py
+SIGNATURE = "model.sig"  # of all other files, as the package model-signing names it
 UNDIGESTED = frozenset({CARD, REPORT})  # no engine reads them, and no digest counts them
 
 GGUF = ".gguf"

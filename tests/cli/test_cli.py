@@ -36,6 +36,7 @@ COMMANDS = (
     "verify",
     "compare",
     "reproduce",
+    "attest",
     "dequantize",
     "merge",
     "transcode",

@@ -4,9 +4,18 @@ the work.
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from checkpoints import FIRST, run, start, write_llama, write_zeros
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from fakehub import TOKEN
 from pushing import FastTime, check_secrets
 
@@ -217,3 +226,40 @@ def test_the_progress_of_an_upload_ends_at_all_of_it(hub, source, tmp_path, monk
         if line.startswith("upload: ")
     ]
     assert "(100 %)" in told[-2]
+
+
+def test_a_signature_goes_along_with_exactly_the_files_that_it_signs(hub, source, tmp_path):
+    """And what is downloaded again is accepted by model-signing's own command line; a later push
+    without a signature takes the stale one away.
+    """
+    out, key, public = tmp_path / "q", tmp_path / "private.pem", tmp_path / "public.pem"
+    private = ec.generate_private_key(ec.SECP256R1())
+    key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    told = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    public.write_bytes(told)
+    assert push(source, *NVFP4, "-o", out).code == 0
+    (out / "README.md").write_text("# Edited, then signed\n")
+    assert run("attest", out, "--key", key).code == 0
+    assert push(source, *NVFP4, "-o", out, *PUSH).code == 0
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name, data in hub.read("me/q").items():
+        (copy / name).write_bytes(data)
+    assert (copy / "README.md").read_text() == "# Edited, then signed\n"
+    words = [sys.executable, "-m", "model_signing", "verify", "key", copy, "--public_key", public]
+    ended = subprocess.run([*words, "--signature", copy / "model.sig"], check=False)
+    assert ended.returncode == 0
+    outcome = run("verify", "me/q", "--json")
+    assert (outcome.code, outcome.json["checked"]["signature"]) == (0, "not checked")
+    outcome = run("verify", "me/q", "--public-key", public, "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "signature-hub")
+    # The card is edited again: what is signed is not what would be pushed.
+    commits = len(hub.repos["me/q"].commits)
+    (out / "README.md").write_text("# Edited again\n")
+    refused = push(source, *NVFP4, "-o", out, *PUSH)
+    assert (refused.code, refused.json["error"]["code"]) == (2, "signature-stale")
+    assert "'README.md'" in refused.json["error"]["message"]
+    assert len(hub.repos["me/q"].commits) == commits
+    (out / "model.sig").unlink()
+    assert push(source, *NVFP4, "-o", out, *PUSH).code == 0
+    assert "model.sig" not in hub.read("me/q")

@@ -6,15 +6,18 @@ The expected hashes are those of the files themselves, by hashlib.
 import hashlib
 import json
 import shutil
+from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
-from checkpoints import bf16, run, write_llama
+from checkpoints import bf16, run, weight, write_llama, write_single
 from cpu_levels import every_level
 from made_up_inputs import calibrate
 from peft_models import make_llama, write_adapter
 from safetensors.torch import load_file
 
+from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.numerics.backends.cpu import Cpu
 
@@ -37,6 +40,9 @@ HOSTILE = (  # in a record: what no quantize of ours writes there
     *(("source", "x"), ("revision", "x"), ("push_to_hub", "a/b"), ("workers", 9)),
     *(("recipe", "/etc/passwd"), ("calibration", "/etc/passwd"), ("lora", ["/etc/passwd"])),
     *(("format", ["nvfp4"]), ("exclude", 5), ("exclude", [1, None]), ("lora", {"sha256": 5})),
+    *(("input_scale", {"taken": 5}), ("global_scale", {"repo": "../x", "taken": "a"})),
+    *(("global_scale", {"folder": True}), ("calibration", {"sha256": "a", "path": "/etc/passwd"})),
+    *(("lora", "/etc/passwd"), ("keep_packed", "yes"), ("passes", 1.5), ("damping", "0.1")),
     *(("input_scale", [1]), ("target_size", "x"), ("target_bits", []), ("subfolder", {})),
 )
 
@@ -79,16 +85,23 @@ def test_every_option_that_changes_bytes_is_recorded():
     """Of a file its hash and of a folder a word; no path."""
     text = Path(__file__)
     options = QuantizeOptions(
-        "source", format="nvfp4", exclude="*.x", calibration=text, global_scale=text.parent
+        "source",
+        format="nvfp4",
+        exclude="*.x",
+        calibration=text,
+        global_scale=text.parent,
+        input_scale="me/other",
     )
     sha256 = hashlib.sha256(text.read_bytes()).hexdigest()
-    recorded = options.as_recorded()
+    recorded = options.as_recorded(taken={"global_scale": "ab", "input_scale": "cd"})
     assert recorded["calibration"] == {"sha256": sha256}
-    assert recorded["global_scale"] == {"folder": True}
+    assert recorded["global_scale"] == {"taken": "ab"}
+    assert recorded["input_scale"] == {"repo": "me/other", "taken": "cd"}
     assert recorded["exclude"] == ["*.x"]
     assert str(text.parent) not in json.dumps(recorded)
     # Whatever is not said is as by default.
-    again = QuantizeOptions("source", **(recorded | {"calibration": text, "global_scale": text}))
+    given = {"calibration": text, "global_scale": text, "input_scale": "me/other"}
+    again = QuantizeOptions("source", **(recorded | given))
     differ = {
         name
         for name, value in again.that_make_bytes().items()
@@ -240,3 +253,172 @@ def test_what_cannot_be_reproduced_is_refused(source, tmp_path):
     without = refused(*at, "--global-scale", artifact / "config.json")
     assert without[:2] == (2, "reproduce-file")
     assert "made without" in without[2]
+
+
+def changed(source: Path, folder: Path) -> Path:
+    """A copy with every weight doubled, in the first shard."""
+    copy = shutil.copytree(source, folder)
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    data = shard.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    values = np.frombuffer(data[begin:], np.uint16)
+    shard.write_bytes(
+        data[:begin] + np.where(values & 0x7FFF, values + 0x80, 0).astype("<u2").tobytes()
+    )
+    return copy
+
+
+def test_a_folder_that_gives_other_scales_is_refused_and_a_copy_is_not(source, tmp_path):
+    """Its place is nobody's business, and its other files do not matter: what is taken counts."""
+    doubled = changed(source, tmp_path / "doubled")
+    scales = [
+        made(each, tmp_path / f"s{n}", "--format", "nvfp4")
+        for n, each in enumerate((source, doubled))
+    ]
+    inputs = ("--format", "nvfp4", "--activations", "4", "--input-scale")
+    numbers = [made(source, tmp_path / f"i{n}", *inputs, n) for n in ("0.5", "0.25")]
+    for option, (right, wrong), more in (
+        ("--global-scale", scales, ()),
+        ("--input-scale", numbers, ("--activations", "4")),
+    ):
+        artifact = tmp_path / option[2:]
+        made(source, artifact, "--format", "nvfp4", option, right, *more)
+        asked = json.loads((artifact / RECORD).read_text())["options"][option[2:].replace("-", "_")]
+        assert [len(asked["taken"]), *asked] == [64, "taken"]
+        again = ("reproduce", artifact, "--source", source, "--json", option)
+        copy = shutil.copytree(right, tmp_path / f"copy{option}")
+        (copy / "README.md").write_text("moved")
+        assert run(*again, copy).json["reproduced"] is True
+        assert run(*again[:-1]).json["error"]["code"] == "reproduce-file"
+        error = run(*again, wrong).json["error"]
+        assert (error["code"], error["exit"]) == ("reproduce-file", 2)
+        assert f"{option} {wrong} is not the one that was used" in error["message"]
+
+
+def test_another_adapter_is_refused(tmp_path):
+    source = make_llama(tmp_path / "source")
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+    adapters = [write_adapter(source, tmp_path / f"lora{n}", config, seed=n) for n in range(2)]
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4", "--lora", adapters[0])
+    words = ("reproduce", artifact, "--source", source, "--json", "--lora")
+    assert run(*words, shutil.copytree(adapters[0], tmp_path / "copy")).json["reproduced"] is True
+    error = run(*words, adapters[1]).json["error"]
+    assert error["code"] == "reproduce-file"
+    assert f"--lora {adapters[1]} is not the one that was used" in error["message"]
+
+
+def test_another_repository_is_read_at_the_recorded_commit_where_it_has_it(hub, source, tmp_path):
+    commit = hub.add("org/m", source)
+    artifact = made("org/m", tmp_path / "out", "--format", "nvfp4")
+    assert run("reproduce", artifact, "--json").json["source_revision"] == commit
+    hub.add("me/copy", source)
+    newer = hub.add("me/copy", changed(source, tmp_path / "changed"))
+    copy, again = hub.repos["me/copy"], ("reproduce", artifact, "--source", "me/copy")
+    copy.commits[commit] = hub.repos["org/m"].commits[commit]
+    found = run(*again, "--json")
+    assert (found.code, found.json["source_revision"]) == (0, commit)
+    del copy.commits[commit]
+    found = run(*again, "--json")
+    assert (found.code, found.json["reproduced"]) == (6, False)
+    told = (found.json["source_revision"], found.json["recorded_revision"])
+    assert told == (newer, commit)
+    text = " ".join(run(*again).out.split())
+    assert f"read from me/copy at commit {newer}: the recorded one, {commit}, is not there" in text
+    # The recorded repository without its commit is no other one.
+    hub.add("org/m", source)
+    del hub.repos["org/m"].commits[commit]
+    assert run("reproduce", artifact, "--json").json["error"]["code"] == "no-revision"
+
+
+def test_scales_of_a_repository_are_compared_with_those_that_were_taken(hub, source, tmp_path):
+    scales = made(source, tmp_path / "scales", "--format", "nvfp4")
+    hub.add("me/scales", scales)
+    words = ("--format", "nvfp4", "--global-scale", "me/scales")
+    artifact = made(source, tmp_path / "out", *words)
+    asked = json.loads((artifact / RECORD).read_text())["options"]["global_scale"]
+    assert (asked["repo"], len(asked["taken"])) == ("me/scales", 64)
+    again = ("reproduce", artifact, "--source", source, "--json")
+    assert run(*again).json["reproduced"] is True
+    assert run(*again, "--global-scale", scales).json["reproduced"] is True
+    hub.add("me/scales", made(changed(source, tmp_path / "c"), tmp_path / "o", "--format", "nvfp4"))
+    assert run(*again).json["error"]["code"] == "reproduce-file"
+
+
+def test_a_subfolder_of_a_repository_is_recorded(hub, source, tmp_path):
+    shutil.copytree(source, tmp_path / "repo" / "inner")
+    (tmp_path / "repo" / "README.md").write_text("x")
+    hub.add("org/m", tmp_path / "repo")
+    words = ("--format", "nvfp4", "--subfolder", "inner")
+    artifact = made("org/m", tmp_path / "out", *words)
+    assert json.loads((artifact / RECORD).read_text())["options"]["subfolder"] == "inner"
+    assert run("reproduce", artifact, "--json").json["reproduced"] is True
+
+
+TRANSCODED = {
+    "nvfp4": ("--format", "nvfp4"),
+    "nvfp4, 4 bits": ("--format", "nvfp4", "--activations", "4"),
+    "mxfp4": ("--format", "mxfp4"),
+    "fp8": ("--format", "fp8"),
+    "mxfp8": ("--format", "mxfp8"),
+    "cache": ("--format", "nvfp4", "--kv-cache", "fp8"),
+}
+
+
+@pytest.mark.sweep(30)
+@pytest.mark.parametrize("pair", list(permutations(DIALECTS, 2)), ids="-".join)
+@pytest.mark.parametrize("name", TRANSCODED)
+def test_what_was_transcoded_is_reproduced(name, pair, source, tmp_path):
+    """Every pair of dialects that transcode allows, also where quantize gives other bytes there."""
+    own, other = pair
+    words = ("quantize", source, "-q", "--json", *TRANSCODED[name])
+    if run(*words, "--dialect", own, "-o", tmp_path / "own").code:
+        return
+    if run("transcode", tmp_path / "own", "--dialect", other, "-o", tmp_path / "t", "-q").code:
+        return
+    outcome = run("reproduce", tmp_path / "t", "--source", source, "--json")
+    assert outcome.code == 0, outcome
+    assert outcome.json["reproduced"] is True
+
+
+def test_several_steps_and_their_options_are_done_again(tmp_path, monkeypatch):
+    """A scale as its reciprocal and back is another one: the way counts, not the end."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    tensors = {"model.layers.0.self_attn.o_proj.weight": weight()}
+    tensors["model.embed_tokens.weight"] = ("F32", (32, 64), b"\1\2\3\x3e" * (32 * 64))
+    source = write_single(tmp_path / "source", tensors, {"model_type": "llama"})
+    made(source, tmp_path / "0", "--format", "mxfp4")
+    steps = (
+        ("--dialect", "plain", "--scale-layout", "128x4"),
+        ("--dialect", "compressed-tensors", "--format", "nvfp4"),
+        ("--dialect", "modelopt", "--keep-dtype", "fp16"),
+        ("--dialect", "compressed-tensors"),
+    )
+    for number, step in enumerate(steps):
+        words = ("transcode", tmp_path / f"{number}", "-o", tmp_path / f"{number + 1}", *step, "-q")
+        assert run(*words).code == 0
+    artifact = tmp_path / f"{len(steps)}"
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    again = ("reproduce", artifact, "--source", source, "--json")
+    assert run(*again).json["reproduced"] is True
+    assert not list(scratch.iterdir())
+    shard = sorted(artifact.glob("*.safetensors"))[0]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    found = run(*again).json
+    assert [each["file"] for each in found["differing"]] == [shard.name]
+    record = json.loads((artifact / RECORD).read_text())
+    asked = record["options"]
+    for steps in (
+        [*asked["transcoded"][:-1], {"dialect": "gguf", "template": True}],
+        "plain",
+        [5],
+        [{}],
+        [{"dialect": 5}],
+        [{"dialect": "plain", "output": "/tmp/x"}],
+    ):
+        asked["transcoded"] = steps
+        (artifact / RECORD).write_text(json.dumps(record))
+        error = run(*again).json["error"]
+        assert (error["code"], error["exit"]) == ("not-reproducible", 2)

@@ -43,6 +43,7 @@ HOMES = {
     "gguf": ("storage.gguf",),
     "ray": ("conversion.ray_workers",),
     "plotly": ("report.html",),
+    "model_signing": ("quality.signature",),
     "rich": ("cli.",),
     "typer": ("cli.",),
     "ctypes": ("numerics.backends.", "storage.system", "process"),

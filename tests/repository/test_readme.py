@@ -39,6 +39,7 @@ OTHERS = {  # options of pip, docker, git and engines
     ),
     *("--merge", "--kv-cache-dtype", "--model", "--model-path", "--prompt", "--input", "--target"),
     *("--outfile", "--outtype", "--local-dir"),
+    *("--signature", "--public", "--ignore-paths"),  # model_signing's; --public_key ends so early
 }
 
 

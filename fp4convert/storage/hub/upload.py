@@ -21,15 +21,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
-from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, WEIGHTS
+from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, SIGNATURE, WEIGHTS
 from fp4convert.storage.hub.api import AGAIN, POLL_SECONDS, Asker, Patience, hub_headers
 from fp4convert.storage.hub.hashes import hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
 from fp4convert.storage.json_text import MISSHAPEN
 
 BRANCH = "main"
-# Of an earlier artifact in another dialect: it would contradict ours.
-ENGINE_RECORD = "hf_quant_config.json"
+# Of an earlier artifact, in another dialect or signed: they would contradict ours.
+STALE = frozenset({"hf_quant_config.json", SIGNATURE})
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
 Progress = Callable[[str, int], None]
 
@@ -182,7 +182,7 @@ class Pusher:
         self,
         folder: Path,
         files: Mapping[str, str],
-        card: str,
+        card: str | None,
         report: Progress = lambda name, nbytes: None,
     ) -> str:
         """Make sure that every file is up, and name them in one commit.
@@ -190,6 +190,7 @@ class Pusher:
         Returns its address.
 
         files   name in the folder -> sha256; a README.md among them gives way to the card
+        card    the text of README.md; None for the folder's own, if any
         report  is called with the name and the bytes of each file that is up
         Raises  AccessError where the token may not write any more; OutputError where somebody else
                 has committed since `begin`, where the Hub refuses the card or a file, or does not
@@ -199,13 +200,14 @@ class Pusher:
 
         wares = []
         for name, sha256 in sorted(files.items()):
-            if name != CARD:
+            if name != CARD or card is None:
                 wares.append(Ware(name, folder / name, sha256))
                 if not (folder / name).is_file():
                     detail = f"{folder}: {name!r} is not there any more; expected what was written"
                     raise OutputError("file-gone", detail, AGAIN)
-        data = card.encode("utf-8", "replace")
-        wares.append(Ware(CARD, data, hashlib.sha256(data).hexdigest()))
+        if card is not None:
+            data = card.encode("utf-8", "replace")
+            wares.append(Ware(CARD, data, hashlib.sha256(data).hexdigest()))
         try:
             for ware in wares:
                 # Wait for a file on its way; send it where it did not arrive.
@@ -306,7 +308,7 @@ class Pusher:
             for name in head.files
             if self._was_ours
             and name not in ours
-            and (self._is_weights(name) or PurePosixPath(name).name == ENGINE_RECORD)
+            and (self._is_weights(name) or PurePosixPath(name).name in STALE)
             and _folder_of(name) in self._folders
         )
         if not missing and not stale:

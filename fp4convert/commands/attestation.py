@@ -1,0 +1,97 @@
+"""attest(): sign the files of an artifact."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.commands.options import AttestOptions, public
+from fp4convert.errors import InputError, OutputError, shell_line
+from fp4convert.process import keeping_nothing
+from fp4convert.progress import Phases
+from fp4convert.quality.signature import read_statement, sign_folder
+from fp4convert.storage.checkpoint_files import SIGNATURE
+from fp4convert.storage.disk import fsync_folder, write_errors_at
+
+
+@public(AttestOptions)
+@keeping_nothing()
+def attest(options: AttestOptions) -> dict[str, Any]:
+    """Sign the files of an artifact: the command `attest`.
+
+    The signature, model.sig, is of every file beside it, by the package model-signing.
+    Returns  what `attest --json` prints
+    Raises   InputError for what is no finished artifact, has damaged files, or for a key that
+             cannot sign; OutputError for a signature that is there, or cannot be written
+    """
+    started = time.monotonic()
+    folder, key = Path(os.path.expanduser(options.artifact)), Path(os.path.expanduser(options.key))
+    place = folder / SIGNATURE
+    _check_places(folder, key, options.force)
+    artifact = _open_whole(folder)
+    phases = options.phases or Phases()
+    phases.begin("sign")
+    data = sign_folder(folder, key)
+    statement = read_statement(data)
+    recorded = artifact.record.get("files")
+    for file, sha256 in recorded.items() if isinstance(recorded, dict) else ():
+        if statement.files.get(file) != sha256:
+            detail = f"{folder / file} is not what the record says; expected the file as written"
+            step = f"See: {shell_line('fp4convert', 'verify', folder)}"
+            raise InputError("not-signable", f"{detail}. Nothing is signed", step)
+    temp = folder / f".{SIGNATURE}.{os.getpid()}.tmp"
+    with write_errors_at(place):
+        try:
+            with temp.open("wb") as out:
+                out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temp, place)
+            fsync_folder(folder)
+        finally:
+            temp.unlink(missing_ok=True)
+    return {
+        "artifact": os.fspath(folder),
+        "signature": os.fspath(place),
+        "files": len(statement.files),
+        "recorded": isinstance(recorded, dict),
+        "public_key": statement.hint,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _check_places(folder: Path, key: Path, is_forced: bool) -> None:
+    """Refuse a place without an artifact of its own, before any work."""
+    if not folder.is_dir():
+        what = "is one file" if folder.is_file() else "is no folder on this disk"
+        detail = f"{folder} {what}; expected the folder of an artifact"
+        raise InputError("not-signable", detail)
+    if Path(os.path.realpath(key)).is_relative_to(Path(os.path.realpath(folder))):
+        detail = f"--key {key} lies in {folder}, which is there to be published"
+        raise InputError("signature-key", f"{detail}; expected a private key elsewhere", "Move it.")
+    place = folder / SIGNATURE
+    if os.path.lexists(place) and not is_forced:
+        detail = f"{place} is there already; it is not overwritten"
+        raise OutputError("output-exists", detail, "Replace it: --force.")
+    if not os.access(folder, os.W_OK):
+        detail = f"{place}: {folder} cannot be written to; expected a folder of yours"
+        raise OutputError("cannot-write", detail)
+
+
+def _open_whole(folder: Path) -> Any:
+    """Open an artifact that is finished and sound.
+
+    Raises  InputError
+    """
+    try:
+        artifact = open_artifact(os.fspath(folder))
+    except InputError as error:
+        if error.code == "pipeline":
+            step = f"Sign its folders: {shell_line('fp4convert', 'attest', folder / 'transformer')}"
+            raise InputError(error.code, error.message, step) from None
+        raise
+    artifact.refuse_unsound()
+    return artifact
