@@ -43,7 +43,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     The command `reproduce`.
 
     Every shard passes through a file in the folder for temporary files, which is removed as soon
-    as its hash is known.
+    as its hash is known; what transcode carried on lies there whole until it is carried on again.
     Returns  what `reproduce --json` prints; `reproduced` is False where the command exits with 6
     Raises   Fp4Error, as `quantize` does; InputError for a record that does not tell enough, and
              for a file that differs from the one that the artifact was made with
