@@ -17,6 +17,7 @@ from fp4convert.conversion.options import FILES, QuantizeOptions
 from fp4convert.conversion.work import prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
 from fp4convert.errors import InputError, OutputError, shell_line
+from fp4convert.execution.settings import Elsewhere
 from fp4convert.process import keeping_nothing
 from fp4convert.recipes.options import declared_in
 from fp4convert.storage.checkpoint_files import GGUF, RECORD, UNDIGESTED, WEIGHTS
@@ -61,7 +62,8 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="fp4convert-") as scratch:
         asked = _asked(options, record, Path(scratch, "out"))
-        settings = replace(options.settings(options.device), keeps=False, on_named=compare)
+        settings = options.settings(options.device)
+        settings = replace(settings, elsewhere=Elsewhere("", compare), on_named=compare)
         settings.phases.begin("plan")
         work = prepare(asked, settings.phases)
         _refuse_own_weights(work.source, options, expected)
