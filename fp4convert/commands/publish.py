@@ -165,7 +165,7 @@ def _publish(work: Work, settings: Settings) -> Result:
         gone = {}
         if options.no_keep:
             planned = {
-                os.path.join(place, file): nbytes
+                f"{place}/{file}" if place else file: nbytes
                 for place, job in work.jobs().items()
                 for task in job.tasks
                 for file, nbytes in task.files.items()
