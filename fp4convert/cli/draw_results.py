@@ -53,6 +53,8 @@ def draw_result(screen: Screen, result: Document) -> None:
             screen.line(f"  {name}: {fidelity_text(fidelity)}")
     if pushed := result.get("pushed"):
         screen.line(f"  pushed: {pushed}")
+    if gone := result.get("hub_bytes"):
+        screen.line(f"  {size_text(gone)} of it are there alone, and not in {result['output']}")
     if carried := result.get("carried"):
         _draw_carried(screen, carried)
     if not share:

@@ -27,7 +27,7 @@ from fp4convert.conversion.work import Work, prepare
 from fp4convert.conversion.work_options import WorkOptions
 from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution import finish
-from fp4convert.execution.job import check_output
+from fp4convert.execution.job import check_output, list_peaks
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
 from fp4convert.numerics.formats import GLOBAL_RANGE
@@ -79,10 +79,13 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
     """
     work, settings = _plan(options, is_dry=True)
     if options.push_to_hub is not None:
-        publish.make_pusher(work, settings)
+        settings = publish.leaving(work, settings, publish.make_pusher(work, settings))
     if options.ray is None:  # a dry run asks no cluster
         work.check(settings)
     found = _preview(lambda: work.check_output(settings), lambda: work.describe(settings))
+    if options.no_keep:
+        peaks = list_peaks(work.jobs().values(), settings.shards_at_once)
+        found["peak_disk_bytes"] = peaks[-1]
     return {**found, "engine": work.verdict.as_json()} if work.verdict else found
 
 
@@ -93,7 +96,8 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     """
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
     given, options = options, choose_options(options)
-    if options.private or options.report is not None:
+    to_hub = options.private or options.no_keep or options.disk is not None
+    if to_hub or options.report is not None:
         publish.check_destinations(options, settings.share, is_dry)
     if options.ray is not None:
         import_ray()

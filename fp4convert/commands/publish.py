@@ -5,6 +5,7 @@ Shards are uploaded as they are finished, and one commit names them all when the
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.work import Work
+from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.errors import InputError, shell_line
-from fp4convert.execution.settings import Result, Settings
+from fp4convert.execution.job import list_peaks
+from fp4convert.execution.output_check import free_beside
+from fp4convert.execution.settings import Elsewhere, Result, Settings
 from fp4convert.execution.share import Share
 from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
 from fp4convert.storage.checkpoint_files import CARD, SIGNATURE
-from fp4convert.storage.disk import hash_file
+from fp4convert.storage.disk import hash_file, nbytes_there
 from fp4convert.storage.open import open_source
 
 if TYPE_CHECKING:  # what only a push loads
@@ -33,11 +37,27 @@ def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bo
     Raises  InputError for options that contradict one another, for a page in the output, or where
             nothing whole is made to show; OutputError for a page that cannot be written
     """
-    if options.private and options.push_to_hub is None:
-        detail = "--private needs --push-to-hub, which is not given"
-        raise InputError("repo-name", detail, "Name it: --push-to-hub ORG/NAME.")
+    for flag, is_given in (("--private", options.private), ("--no-keep", options.no_keep)):
+        if is_given and options.push_to_hub is None:
+            detail = f"{flag} needs --push-to-hub, which is not given"
+            raise InputError("repo-name", detail, "Name it: --push-to-hub ORG/NAME.")
+    if options.no_keep and (options.join or options.ray):
+        flag = "--join" if options.join else "--ray"
+        detail = f"--no-keep with {flag}: shards leave the folder that several processes share"
+        raise InputError("no-keep", f"{detail}; expected one process", f"Leave {flag} out.")
+    if options.disk is not None and not (options.no_keep and options.disk > 0):
+        detail = f"--disk {options.disk:g} is for --no-keep, which is not given"
+        if options.no_keep:
+            detail = f"--disk {options.disk:g}: expected more than 0 GB"
+        raise InputError("no-keep", detail, "See: fp4convert quantize --help.")
     if options.report is None:
         return
+    if options.no_keep:
+        verify = shell_line(
+            "fp4convert", "verify", str(options.push_to_hub), "--source", options.source
+        )
+        detail = f"--report {options.report}: with --no-keep no artifact is left here to show"
+        raise InputError("report", detail, f"Afterwards: {verify} --report FILE.html")
     page = Path(options.report)
     if is_dry or share is not None:
         made = "a dry run makes nothing" if is_dry else "a part is not the whole"
@@ -99,6 +119,32 @@ def make_pusher(work: Work, settings: Settings) -> Pusher:
     return Pusher(repo, options.private, options.known_token, settings.tell, work.names())
 
 
+def leaving(work: Work, settings: Settings, pusher: Pusher) -> Settings:
+    """Return how to work where shards leave the disk for the Hub, if they do.
+
+    As many are begun at once as have room; one at least, for want of room is told elsewhere.
+    Raises  InputError where --disk has no room for one
+    """
+    options = work.options
+    if not options.no_keep:
+        return settings
+    peaks = list_peaks(work.jobs().values(), settings.shards_at_once)
+    there = [Path(place, file) for place, _, files in os.walk(options.folder) for file in files]
+    room = free_beside(options.folder) + sum(nbytes_there(path) or 0 for path in there)
+    if options.disk is not None:
+        given = as_nbytes(options.disk, "disk")
+        if given < peaks[0]:
+            detail = f"--disk {options.disk:g}: the largest shard and all small files together"
+            step = f"Give at least --disk {math.ceil(peaks[0] / 1e6) / 1e3:g}."
+            raise InputError("no-keep", f"{detail} need {peaks[0]:,} bytes", step)
+        room = min(room, given)
+    return replace(
+        settings,
+        elsewhere=Elsewhere(pusher.repo, pusher.send, pusher.find_lost),
+        at_once=max(1, sum(peak <= room for peak in peaks)),
+    )
+
+
 def _publish(work: Work, settings: Settings) -> Result:
     """Carry out the work and upload what it makes, in one commit."""
     from fp4convert.report.model_card import CardRequest, evaluation_in, make_card
@@ -106,6 +152,7 @@ def _publish(work: Work, settings: Settings) -> Result:
     options, repo = work.options, str(work.options.push_to_hub)
     pusher = make_pusher(work, settings)
     work.check(settings)
+    settings = leaving(work, settings, pusher)
     work.begin(settings)
     try:
         pusher.begin()
@@ -117,10 +164,23 @@ def _publish(work: Work, settings: Settings) -> Result:
             by = options.that_make_bytes()
             made_by = CardRequest(repo, by, _fidelity_rows(result), evaluated)
             card = make_card(work.plan, result, work.source, made_by)
-        nbytes = sum((options.folder / file).stat().st_size for file in files if file != CARD)
-        settings.phases.begin("upload", nbytes + len((card or "").encode("utf-8", "replace")))
-        pushed = pusher.commit(options.folder, files, card, settings.phases.report)
-        return replace(result, pushed=pushed)
+        sizes = {file: nbytes_there(options.folder / file) for file in files}
+        gone = {}
+        if options.no_keep:
+            planned = {
+                f"{place}/{file}" if place else file: nbytes
+                for place, job in work.jobs().items()
+                for task in job.tasks
+                for file, nbytes in task.files.items()
+            }
+            gone = {file: planned[file] for file in files if sizes[file] is None}
+        sizes |= gone
+        if card is not None:
+            sizes[CARD] = len(card.encode("utf-8", "replace"))
+        settings.phases.begin("upload", sum(nbytes or 0 for nbytes in sizes.values()))
+        report = settings.phases.report
+        pushed = pusher.commit(options.folder, files, card, report, gone)
+        return replace(result, pushed=pushed, hub_bytes=sum(gone.values()) or None)
     finally:
         pusher.stop()
 

@@ -21,7 +21,7 @@ from fp4convert.conversion.work import Work, prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
 from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.execution.plan_file import read_ended
-from fp4convert.execution.settings import OnNamed, Settings
+from fp4convert.execution.settings import Elsewhere, OnNamed, Settings
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import Declared, declared_in
@@ -232,7 +232,7 @@ def _carry_out(
     Files of the last go as they come; what is carried on stays until it is.
     Returns  the folder of the last
     """
-    last = replace(settings, keeps=False, on_named=compare)
+    last = replace(settings, elsewhere=Elsewhere("", compare), on_named=compare)
     work.carry_out(settings if steps else last)
     folder = work.options.folder
     for number, step in enumerate(steps, 1):

@@ -82,6 +82,9 @@ class PipelineConversion:
         beside = f"{len(left_out)} weight files next to {PIPELINE} are not part of the pipeline"
         return [f"{beside} and are left out, the first {left_out[0]!r}", *lines]
 
+    def jobs(self) -> dict[str, Job]:
+        return {"": self._copying(), **{name: one.job for name, one in self.conversions.items()}}
+
     def names(self) -> list[str]:
         parts = [
             f"{name}/{file}"
@@ -183,7 +186,7 @@ class PipelineConversion:
             for name, conversion in self.conversions.items():
                 with named_component(name), write_errors_at(self.options.folder):
                     self._reopen(conversion)
-                    if conversion.begin(settings).missing():
+                    if conversion.begin(self._within(settings, name)).missing():
                         # Done again after it was whole: nothing loads it meanwhile.
                         self._end.unlink(missing_ok=True)
             yield folder
@@ -236,8 +239,9 @@ class PipelineConversion:
         for name, conversion in self.conversions.items():
             try:
                 with named_component(name):
+                    own = self._within(settings, name)
                     results[name] = conversion.carry_out(
-                        replace(settings, on_named=partial(hear_name, name))
+                        replace(own, on_named=partial(hear_name, name))
                     )
             except NumericError as error:
                 unsound.append(error)
@@ -246,13 +250,20 @@ class PipelineConversion:
             raise summarize(unsound)
         return results
 
+    def _within(self, settings: Settings, name: str) -> Settings:
+        """Return how a component is converted: its files are known by its folder."""
+        if settings.elsewhere is None:
+            return settings
+        return replace(settings, elsewhere=settings.elsewhere.below(name))
+
     def next_steps(self, is_absolute: bool = False) -> list[str]:
-        output, original = self.options.folder, self.options.source
+        output, original = self.options.place, self.options.source
         if is_absolute:
-            output, original = Path(os.path.abspath(output)), absolute(original)
+            original = absolute(original)
+            output = output if self.options.no_keep else Path(os.path.abspath(output))
         verify, source = ("fp4convert", "verify", output), ("--source", original)
         lines = [shell_line(*verify, "--subfolder", name, *source) for name in self.conversions]
-        if self.verdict:  # then each ends with the line that loads it
+        if self.verdict and not self.options.no_keep:  # then each ends with the line that loads it
             lines += [one.next_steps(is_absolute)[-1] for one in self.conversions.values()]
         return lines
 

@@ -51,6 +51,9 @@ class Conversion:
     def warnings(self) -> list[str]:
         return [*self.plan.warnings, *(self.fitted.words if self.fitted else ())]
 
+    def jobs(self) -> dict[str, Job]:
+        return {"": self.job}
+
     def names(self) -> list[str]:
         manifest = self.job.manifest()
         return [*manifest.files, manifest.last]
@@ -87,17 +90,20 @@ class Conversion:
         return quantize_together(self.options, formats, (self.source, self.plan), settings)
 
     def next_steps(self, is_absolute: bool = False) -> list[str]:
-        output, original = self.options.folder, self.options.source
+        output, original = self.options.place, self.options.source
         if self.options.subfolder and not self.source.is_streamed:
             original = Path(original, self.options.subfolder)
         if is_absolute:
-            output, original = Path(os.path.abspath(output)), absolute(original)
+            original = absolute(original)
+            output = output if self.options.no_keep else Path(os.path.abspath(output))
         words: list[object] = ["fp4convert", "verify", output]
         if not self.options.subfolder or not self.source.is_streamed:
             words += ["--source", original]
             for adapter in one_adapter(self.options.lora):
                 words += ["--lora", absolute(adapter) if is_absolute else adapter]
         checkpoint, folder = self.source.checkpoint, str(output)
+        if self.options.no_keep:  # nothing here can be loaded
+            return [shell_line(*words)]
         if self.verdict is None:
             return [shell_line(*words), *serve_lines(self.plan, checkpoint, folder)]
         line = serve_line(

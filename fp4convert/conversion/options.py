@@ -365,6 +365,21 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     private: Annotated[
         bool, Option("With --push-to-hub: make the repository private.", panel=HUB)
     ] = False
+    no_keep: Annotated[
+        bool,
+        Option(
+            "With --push-to-hub: a shard leaves this disk as soon as it is uploaded.", panel=HUB
+        ),
+    ] = False
+    disk: Annotated[
+        float | None,
+        Option(
+            "With --no-keep: GB that the output folder has at most. Default: what is free.",
+            least=0,
+            panel=HUB,
+            value="<gb>",
+        ),
+    ] = None
     report: Page = None
 
     def __post_init__(self) -> None:
@@ -402,6 +417,11 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             raise InputError("output-in-source", detail, step)
         return Path(name)
 
+    @property
+    def place(self) -> Path | str:
+        """Return where its result is afterwards: the folder, or the repository."""
+        return str(self.push_to_hub) if self.no_keep else self.folder
+
     def that_make_bytes(self) -> dict[str, object]:
         """Return the options by name that the bytes depend on.
 
@@ -409,6 +429,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         """
         how = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
         where = {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
+        where |= {"no_keep", "disk"}
         names = [each.name for each in declared_in(QuantizeOptions)]
         values = {
             name: getattr(self, name)

@@ -15,6 +15,7 @@ from fp4convert.conversion.quantization import padded_as_asked, prepare_quantize
 from fp4convert.conversion.weight_losses import removed_if_refused
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
@@ -49,6 +50,9 @@ class Work(Protocol):
     @property
     def warnings(self) -> list[str]:
         """Return what a person should know before."""
+
+    def jobs(self) -> dict[str, Job]:
+        """Return what writes files, by its folder in the result."""
 
     def names(self) -> list[str]:
         """Return every file that it writes."""

@@ -37,14 +37,14 @@ def ignore(line: str) -> None:
     """Do nothing with a line for people."""
 
 
-def as_nbytes(gigabytes: float) -> int:
+def as_nbytes(gigabytes: float, what: str = "memory") -> int:
     """Return bytes for GB; inf is as many as there are.
 
     Raises  InputError below 0 and for NaN
     """
     if not gigabytes >= 0:
         raise InputError(
-            "usage", f"{gigabytes:g} GB of memory; expected 0 or more", "Give a number of GB."
+            "usage", f"{gigabytes:g} GB of {what}; expected 0 or more", "Give a number of GB."
         )
     return int(min(gigabytes, MOST_MEMORY) * 10**9)
 

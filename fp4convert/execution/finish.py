@@ -54,20 +54,25 @@ class Ending:
 def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
     """Find tasks whose files are not what was written.
 
-    Files that others wrote are read, but for those that are as they were sealed.
+    Files that others wrote are read, but for those that are as they were sealed.  Of those that
+    went elsewhere whoever has them is asked.
     """
     records = {task.key: folder.record_of(task) for task in folder.manifest.tasks}
     sizes: dict[str, int] = {}
+    gone: dict[str, tuple[int, str]] = {}
     for task in folder.manifest.tasks:
         if done := records[task.key]:
             if done.is_gone:
                 folder.hashes |= done.files
+                gone |= {file: (task.files[file], done.files[file]) for file in task.files}
             sizes |= task.files
             for file, sha256 in done.files.items():
                 if file not in folder.hashes and is_sealed(
                     folder.root / file, sha256, done.seals.get(file)
                 ):
                     folder.hashes[file] = sha256
+    if gone and folder.elsewhere:
+        folder.hashes |= dict.fromkeys(folder.elsewhere.find_lost(gone), "")
     unread = [file for file in sizes if file not in folder.hashes]
     is_over = threading.Event()
 

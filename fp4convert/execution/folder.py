@@ -10,6 +10,10 @@
   OUT/.fp4convert/ended.json        {"plan": id, "files": {file: sha256}} of everything, written
                                     when the last file was
   OUT/.fp4convert/measured/         what --target-size measured of each shard: weight_losses.py
+  OUT/.fp4convert/hub.json          the repository to which shards have gone, instead of staying
+
+A shard that goes elsewhere is sent while it is on its way, never gets its name in OUT, and is
+removed when its record says so: a process that dies between leaves what `sweep` removes.
 
 Any number of processes may carry out the same plan at once.  Nothing foreign is ever removed.
 """
@@ -20,6 +24,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +40,7 @@ from fp4convert.execution.output_check import (
 )
 from fp4convert.execution.plan_file import (
     DONE,
+    HUB,
     PLAN,
     STATE,
     Done,
@@ -42,7 +48,7 @@ from fp4convert.execution.plan_file import (
     TaskFiles,
     read_manifest,
 )
-from fp4convert.execution.settings import OnNamed, Settings
+from fp4convert.execution.settings import Elsewhere, OnNamed, Settings
 from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Shard, Task
 from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE, SIGNATURE
@@ -51,6 +57,7 @@ from fp4convert.storage.disk import (
     fsync_folder,
     fsync_parents,
     hash_file,
+    is_sealed,
     nbytes_there,
     seal,
     write_errors_at,
@@ -60,6 +67,7 @@ from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
 
 PLANNING = "plan"  # the claim of whoever writes plan.json
 READ_NBYTES = 1 << 20
+POLL_SECONDS = 0.1  # in which an interrupt ends a wait
 
 
 class TaskWriter:
@@ -120,7 +128,7 @@ class OutputFolder:
              had sealed it
     on_named called with the path, the name and the sha256 of every file that has got its final
              name, by several threads at times
-    keeps    whether files of tasks stay then
+    elsewhere  where shards go; None where they stay
     """
 
     root: Path
@@ -128,7 +136,7 @@ class OutputFolder:
     leases: Leases
     hashes: dict[str, str] = field(default_factory=dict)
     on_named: OnNamed = lambda path, file, sha256: None
-    keeps: bool = True
+    elsewhere: Elsewhere | None = None
     # Records of finished tasks, by key: who waits for others looks often.
     _parsed: dict[str, tuple[Mark, Done]] = field(default_factory=dict)
 
@@ -160,7 +168,7 @@ class OutputFolder:
         if done.files.keys() != task.files.keys():
             return None
         if done.is_gone:
-            return None if self.keeps else done
+            return None if self.elsewhere is None else done
         for file, nbytes in task.files.items():
             found = nbytes_there(self.root / file)
             if found is None or (found != nbytes and file != CARD):
@@ -255,32 +263,84 @@ class OutputFolder:
             len(writer.taken_over),
             len(writer.saturated),
         )
-        self.settle(TaskFiles.of(task), done, lambda file: writer.shards[file].path)
+        self.settle(TaskFiles.of(task), done, lambda file: writer.shards[file].path, check)
 
-    def settle(self, task: TaskFiles, done: Done, place: Callable[[str], Path]) -> None:
+    def settle(
+        self,
+        task: TaskFiles,
+        done: Done,
+        place: Callable[[str], Path],
+        check: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         """Give a task's files their final names and record that it is done.
 
-        Where another process did so first, our files go.
+        Those that go elsewhere are sent there, recorded and removed.  Where another process did
+        so first, our files go.
 
         place  where each file is
+        check  is called while a file is sent; what it raises ends the wait
         """
-        first = self.record_of(task)
-        for file, sha256 in done.files.items():
-            if first is None:
+        is_first = self.record_of(task) is None
+        if is_first and self.elsewhere and task.may_leave:
+            self._send_away(self.elsewhere, task, done, place, check)
+        elif is_first:
+            for file, sha256 in done.files.items():
                 self._give_name(place(file), file, sha256)
-            else:
-                with write_errors_at(place(file)):
-                    place(file).unlink()
-        if first is None:
             seals = {
                 file: seal(self.root / file, sha256, self.temps)
                 for file, sha256 in done.files.items()
             }
-            done = replace(done, seals=seals, is_gone=not self.keeps)
-            self.put(f"{DONE}/{task.key}.json", done.as_json())
-            for file in () if self.keeps else done.files:
-                (self.root / file).unlink()
+            self.put(f"{DONE}/{task.key}.json", replace(done, seals=seals).as_json())
+        else:
+            for file in done.files:
+                with write_errors_at(place(file)):
+                    place(file).unlink()
         self.leases.drop(task.key)
+
+    def _send_away(
+        self,
+        elsewhere: Elsewhere,
+        task: TaskFiles,
+        done: Done,
+        place: Callable[[str], Path],
+        check: Callable[[int], None],
+    ) -> None:
+        """Send a task's files elsewhere; then record that, and remove them."""
+        sent = [elsewhere.send(place(file), file, sha256) for file, sha256 in done.files.items()]
+        for future in filter(None, sent):
+            while not wait([future], POLL_SECONDS).done:
+                check(0)
+            future.result()
+        self.put(f"{DONE}/{task.key}.json", replace(done, seals={}, is_gone=True).as_json())
+        self.hashes |= done.files
+        for file in done.files:
+            with write_errors_at(place(file)):
+                place(file).unlink(missing_ok=True)
+
+    def send_kept(self) -> None:
+        """Send away what an earlier run has kept of what now goes elsewhere.
+
+        What it had not finished, or is not what it wrote, is removed.
+        """
+        if self.elsewhere is None or self.leases.others():
+            return
+        for task in filter(lambda task: task.may_leave, self.manifest.tasks):
+            done = self.record_of(task)
+            if done and not done.is_gone and self._is_as_written(done):
+                self._send_away(self.elsewhere, task, done, self.root.joinpath, lambda nbytes: None)
+            elif done is None or not done.is_gone:
+                self.forget(task)
+            for file in task.files:
+                with write_errors_at(self.root / file):
+                    (self.root / file).unlink(missing_ok=True)
+
+    def _is_as_written(self, done: Done) -> bool:
+        """Tell whether the files of a task are what it wrote."""
+        return all(
+            is_sealed(self.root / file, sha256, done.seals.get(file))
+            or _hash_temp(self.root / file) == sha256
+            for file, sha256 in done.files.items()
+        )
 
     def write_texts(self, texts: dict[str, str]) -> None:
         """Write small files of ours, each under its final name at once."""
@@ -352,6 +412,8 @@ class OutputFolder:
                 fsync_parents(self.state)
             if old is None or old.plan_id != self.manifest.plan_id:
                 self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
+            if settings.elsewhere and settings.elsewhere.name:
+                self.put(HUB, json.dumps({"repo": settings.elsewhere.name}))
 
     def sweep(self) -> None:
         """Remove files on their way that no living process fills."""
@@ -424,7 +486,7 @@ def open_output(
         if not (root / PLAN_FILE).exists():
             check_output(root, manifest, settings, more_nbytes)
     with entered(root, manifest) as folder:
-        folder.on_named, folder.keeps = settings.on_named, settings.keeps
+        folder.on_named, folder.elsewhere = settings.on_named, settings.elsewhere
         folder.begin(settings, more_nbytes)
         yield folder
 

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -33,8 +33,14 @@ from fp4convert.execution.finish import (
 )
 from fp4convert.execution.folder import OutputFolder, TaskWriter, open_output
 from fp4convert.execution.leases import do_together
-from fp4convert.execution.output_check import missing_nbytes
-from fp4convert.execution.plan_file import Manifest, TaskFiles, nbytes_written, read_ended
+from fp4convert.execution.output_check import needed_nbytes
+from fp4convert.execution.plan_file import (
+    LARGE_NBYTES,
+    Manifest,
+    TaskFiles,
+    nbytes_written,
+    read_ended,
+)
 from fp4convert.execution.settings import Result, Settings, UnsoundShardError, summarize
 from fp4convert.execution.workers import Crew, Worker, read_again_if_damaged
 from fp4convert.planning.steps import Action, Plan, Task
@@ -43,8 +49,9 @@ from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, SIGNATURE
 from fp4convert.storage.source import Source, stopping
 
 OPTIONS = "the options"
-LARGE_NBYTES = 16 << 20  # of a file copied by itself: after an interruption little is done again
 CACHED_SHARE = 0.5  # of the memory: a source that is read twice stays in the page cache
+STATE_NBYTES = 1 << 20  # of .fp4convert, and as much again for each file and step:
+FILE_NBYTES, STEP_NBYTES = 8 << 10, 2 << 10
 TRIES = 3  # to write files that afterwards are what was written
 RARE: dict[str, Action] = {  # what tensors became beside the usual
     "transcoded": "transcode",
@@ -109,6 +116,29 @@ class Job:
             return self.output_nbytes
         copied = [file for task in self.tasks for file in task.files]
         return self.output_nbytes + record_nbytes(self.record, [*copied, *self.texts])
+
+    @property
+    def staying_nbytes(self) -> int:
+        """Count what stays where shards go elsewhere, at most.
+
+        Small files, and what we note of the work
+        """
+        small = sum(task.nbytes for task in self.tasks if not task.may_leave)
+        texts = self.result_nbytes - sum(task.nbytes for task in self.tasks)
+        states = STATE_NBYTES + 2 * texts  # plan.json has them, too
+        files = sum(len(task.files) for task in self.tasks) + len(self.texts)
+        return small + states + FILE_NBYTES * files + STEP_NBYTES * sum(1 for _ in self.plan.steps)
+
+    @property
+    def leaving(self) -> tuple[list[int], int]:
+        """Return the sizes of all shards, and of the largest copy.
+
+        Shards from the largest on; 0 without a large copy
+        """
+        own = {task.key for task in self.plan.tasks}
+        shards = [task.nbytes for task in self.tasks if task.key in own]
+        copies = [task.nbytes for task in self.tasks if task.key not in own and task.may_leave]
+        return sorted(shards, reverse=True), max(copies, default=0)
 
     def manifest(self) -> Manifest:
         """Describe the job for the output folder, to know it again and to end it."""
@@ -232,6 +262,7 @@ class _Run:
         Raises   NumericError, after all sound shards are written, where weights are NaN or Inf
         """
         folder = self._folder
+        folder.send_kept()
         self._settings.phases.begin(self._worker.action, sum(self._sizes.values()))
         while True:
             do_together(self._find_left, self._do_free, self._tell_whom)
@@ -376,6 +407,20 @@ class _Run:
         return bool(harmed)
 
 
+def list_peaks(jobs: Iterable[Job], most: int) -> list[int]:
+    """List the bytes on the disk at most where shards leave it.
+
+    jobs     are carried out one after another
+    Returns  what 1, 2, ... `most` shards begun at once come to; one copy is beside them
+    """
+    staying, leaving = zip(*((job.staying_nbytes, job.leaving) for job in jobs), strict=True)
+    moving = [
+        max(sum(shards[:count]) + copy_nbytes for shards, copy_nbytes in leaving)
+        for count in range(1, most + 1)
+    ]
+    return [sum(staying) + nbytes for nbytes in moving]
+
+
 def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:
     """Begin the output folder with the plan, for others to carry out.
 
@@ -390,7 +435,7 @@ def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager
 
     Raises  what carry_out does at first
     """
-    more_nbytes = _check_places(job, output)
+    more_nbytes = _check_places(job, output, settings)
     manifest = replace(job.manifest(), root=os.path.abspath(output), next=settings.next)
     return open_output(output, manifest, settings, more_nbytes)
 
@@ -400,7 +445,7 @@ def check_output(job: Job, output: Path, settings: Settings) -> None:
 
     Raises  InputError and OutputError, as carry_out does at first
     """
-    more_nbytes = _check_places(job, output)
+    more_nbytes = _check_places(job, output, settings)
     if (output / PLAN_FILE).exists():
         manifest = job.manifest()
     else:  # no other plan to know this one from: a large model's hashes take long
@@ -408,7 +453,7 @@ def check_output(job: Job, output: Path, settings: Settings) -> None:
     output_check.check_output(output, manifest, settings, more_nbytes)
 
 
-def _check_places(job: Job, output: Path) -> int:
+def _check_places(job: Job, output: Path, settings: Settings) -> int:
     """Check that the result has room beside the source's files.
 
     Returns  bytes that the parts write to the same disk
@@ -418,7 +463,8 @@ def _check_places(job: Job, output: Path) -> int:
             detail = f"{file}: the source has a folder where the result has a file; expected none"
             raise InputError("file-name", detail, "Rename it.")
     refuse_inside(job.source, output)
-    return sum(missing_nbytes(output / folder, part) for folder, part in job.parts.items())
+    own = replace(settings, at_once=1)
+    return sum(needed_nbytes(output / folder, part, own) for folder, part in job.parts.items())
 
 
 def refuse_inside(source: Source, output: Path) -> None:

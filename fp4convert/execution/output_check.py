@@ -69,6 +69,12 @@ def refuse_all_links(root: Path, manifest: Manifest) -> None:
     refuse_linked_folders(root, manifest.files)
 
 
+def free_beside(root: Path) -> int:
+    """Count the free bytes of the disk that an output lies on, or will lie on."""
+    with write_errors_at(root):
+        return free_nbytes(_nearest(root))
+
+
 def _nearest(root: Path) -> Path:
     """Return the folder that is there, of an output or above it."""
     return next(place for place in (root, *root.absolute().parents) if os.path.lexists(place))
@@ -122,13 +128,19 @@ def missing_nbytes(root: Path, manifest: Manifest) -> int:
     return manifest.nbytes - sum(nbytes_there(path) or 0 for path in written)
 
 
+def needed_nbytes(root: Path, manifest: Manifest, settings: Settings) -> int:
+    """Count the bytes that a plan will still take of the disk at once."""
+    missing = missing_nbytes(root, manifest)
+    if settings.elsewhere is None:
+        return missing
+    sizes = sorted(task.nbytes for task in manifest.tasks if task.may_leave)
+    return min(missing, manifest.nbytes - sum(sizes[: -settings.shards_at_once]))
+
+
 def check_space(root: Path, manifest: Manifest, settings: Settings, more_nbytes: int) -> None:
     """Raise OutputError where the disk has too little room."""
-    needed = missing_nbytes(root, manifest) + more_nbytes
-    if not settings.keeps:
-        sizes = sorted(sum(task.files.values()) for task in manifest.tasks)
-        needed = min(needed, sum(sizes[-settings.shards_at_once :]) + more_nbytes)
-    free = free_nbytes(_nearest(root))
+    needed = needed_nbytes(root, manifest, settings) + more_nbytes
+    free = free_beside(root)
     if needed > free:
         detail = f"{root} needs {needed:,} bytes, its disk has {free:,} free"
         next_step = "Free some space, or choose another disk: -o FOLDER."

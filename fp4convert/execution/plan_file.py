@@ -13,12 +13,21 @@ from typing import NamedTuple
 from fp4convert.errors import OutputError
 from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Task
-from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE, REPORT, UNDIGESTED, WEIGHTS
+from fp4convert.storage.checkpoint_files import (
+    GGUF,
+    HUB_FILE,
+    PLAN_FILE,
+    REPORT,
+    UNDIGESTED,
+    WEIGHTS,
+)
 from fp4convert.storage.disk import Mark, write_errors_at
 from fp4convert.storage.json_text import MISSHAPEN, read_text_file
 
 STATE, PLAN = PLAN_FILE.split("/")
+HUB = HUB_FILE.split("/")[1]
 ENDED = "ended.json"
+LARGE_NBYTES = 16 << 20  # of a file copied by itself: after an interruption little is done again
 DONE = "done"  # the folder of records
 
 
@@ -31,6 +40,18 @@ class TaskFiles(NamedTuple):
     @staticmethod
     def of(task: Task) -> TaskFiles:
         return TaskFiles(task.key, {shard.file: shard.nbytes for shard in task.shards})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def may_leave(self) -> bool:
+        """Tell whether nothing here needs its files: weights, large copies."""
+        return all(
+            nbytes >= LARGE_NBYTES or file.endswith((WEIGHTS, GGUF))
+            for file, nbytes in self.files.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +101,7 @@ class Done:
 def nbytes_written(tasks: Iterable[TaskFiles], texts: Mapping[str, str]) -> int:
     """Count the bytes of the files of tasks, and of small files of ours."""
     small = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts.values())
-    return small + sum(sum(task.files.values()) for task in tasks)
+    return small + sum(task.nbytes for task in tasks)
 
 
 @dataclass(frozen=True, slots=True)

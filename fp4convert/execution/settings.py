@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,36 @@ AGAIN = (
     " command with "
 )
 FILES_A_SHARD = 8  # that may be open: what is read, written and hashed, with some to spare
-OnNamed = Callable[[Path, str, str], None]
+OnNamed = Callable[[Path, str, str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where shards go as soon as they are finished, instead of staying.
+
+    name       of the repository, if it is one
+    send       called with the path, the name and the sha256 of each, by several threads at times;
+               returns what to wait for before the file goes, or None; what that raises ends the run
+    find_lost  is given the size and the sha256 of files that went, by name, and returns those that
+               are not there any more
+    """
+
+    name: str
+    send: Callable[[Path, str, str], Future[None] | None]
+    find_lost: Callable[[Mapping[str, tuple[int, str]]], set[str]] = lambda files: set()
+
+    def below(self, folder: str) -> Elsewhere:
+        """Return the same for the files of a folder in it."""
+
+        def find_lost(files: Mapping[str, tuple[int, str]]) -> set[str]:
+            lost = self.find_lost({f"{folder}/{file}": known for file, known in files.items()})
+            return {file for file in files if f"{folder}/{file}" in lost}
+
+        return Elsewhere(
+            self.name,
+            lambda path, file, sha256: self.send(path, f"{folder}/{file}", sha256),
+            find_lost,
+        )
 
 
 class UnsoundShardError(Exception):
@@ -48,9 +78,10 @@ class Settings:
     share       the part of the tasks that this process does; None for all that nobody else does
     tell        gets a line for people when everything has to wait
     next        commands that whoever ends the work may run after it; `merge` prints them
-    keeps       whether files of tasks stay in the folder once on_named has seen them
+    elsewhere   where shards go; None where they stay
+    at_once     shards that may be begun at once, where less than usual
     on_named    called with the path, the name and the sha256 of every file that this process has
-                finished, by several threads at times
+                given its final name, by several threads at times
     """
 
     device: str = "auto"
@@ -61,14 +92,16 @@ class Settings:
     share: Share | None = None
     tell: Callable[[str], None] = lambda line: None
     next: tuple[str, ...] = ()
-    keeps: bool = True
+    elsewhere: Elsewhere | None = None
+    at_once: int | None = None
     on_named: OnNamed = lambda path, file, sha256: None
 
     @property
     def shards_at_once(self) -> int:
         """Count the shards that may be filled, hashed and flushed at once."""
         files = most_files() // FILES_A_SHARD or 1
-        return min(2 * processors(), files) if most_files() else 2 * processors()
+        most = min(2 * processors(), files) if most_files() else 2 * processors()
+        return most if self.at_once is None else min(most, self.at_once)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -81,6 +114,7 @@ class Result:
     adopted_bytes    of the source, whose result an earlier run or another process wrote
     share            which part, and how many shards it wrote; None for the whole
     pushed           address of the commit that holds it on the Hub; None where it is here alone
+    hub_bytes        of it that have left this disk for the Hub; None where all is here
     components       of a pipeline: the name and the result of each conversion it was made of
     method           by which weights were rounded; None where none were
     fidelity         the summary of its report; None where nothing was rounded, or after a part
@@ -107,6 +141,7 @@ class Result:
     carried: dict[str, object] | None = None
     share: dict[str, int] | None = None
     pushed: str | None = None
+    hub_bytes: int | None = None
     components: list[dict[str, object]] | None = None
     method: str | None = None
     fidelity: dict[str, object] | None = None
@@ -130,7 +165,16 @@ class Result:
     def as_json(self) -> dict[str, object]:
         """Return the document; some keys stand only where they mean something."""
         rare = (
-            *("carried", "share", "pushed", "components", "method", "fidelity", "adapter"),
+            *(
+                "carried",
+                "share",
+                "pushed",
+                "hub_bytes",
+                "components",
+                "method",
+                "fidelity",
+                "adapter",
+            ),
             *("saturated", "experts", "warnings", "next", "engine"),
         )
         return {

@@ -14,6 +14,7 @@ from fp4convert.storage.safetensors import Header
 
 # In a folder that fp4convert writes: the plan being carried out, or carried out.
 PLAN_FILE = ".fp4convert/plan.json"
+HUB_FILE = ".fp4convert/hub.json"  # the repository to which the shards have gone
 
 CONFIG = "config.json"
 RECORD = "quantization_config.json"

@@ -17,6 +17,7 @@ from fp4convert.process import bus_errors, outlive_bus_errors
 from fp4convert.storage.checkpoint_files import (
     CONFIG,
     GGUF,
+    HUB_FILE,
     PIPELINE,
     PLAN_FILE,
     UNFINISHED,
@@ -212,10 +213,13 @@ class LocalSource:
         index = find_index(names)
         weight_map = read_index(read_whole(self, index), index) if index else None
         shards = [str(self._single)]
-        if not self._single:
-            shards = choose_shards(self._folder, names, weight_map, may_lack)
-        if not shards and not may_lack:
-            raise no_weights(self._folder, names, self._step_to_weights(names))
+        try:
+            if not self._single:
+                shards = choose_shards(self._folder, names, weight_map, may_lack)
+            if not shards and not may_lack:
+                raise no_weights(self._folder, names, self._step_to_weights(names))
+        except InputError as error:
+            raise self._explain_gone(error) from None
         headers = tuple(self._header(name) for name in shards)
         homes = find_homes(headers)
         sidecars, left_out = sort_others(self._files(), shards)
@@ -234,6 +238,15 @@ class LocalSource:
             unindexed=check_index(homes, weight_map, index) if weight_map and index else (),
             stamps=self._stamps_of(*shards, *sidecars),
         )
+
+    def _explain_gone(self, error: InputError) -> InputError:
+        """Say of shards that are missing that they are on the Hub, if they are."""
+        if error.code not in ("missing-shard", "no-weights") or not self.has_file(HUB_FILE):
+            return error
+        repo = str(parse_json_object(read_whole(self, HUB_FILE), HUB_FILE).get("repo"))
+        detail = f"{self._folder}: its shards are not here: --no-keep has sent them to {repo}"
+        step = f"Name the repository: {repo}; or run its command without --no-keep."
+        return InputError("shards-gone", detail, step)
 
     def _step_to_weights(self, names: Collection[str]) -> str:
         """Tell what to give instead of a folder without weights; "" for any."""

@@ -30,12 +30,14 @@ class UploadHub(FakeHub):
 
     card_errors    what it finds wrong with every model card
     takes_unsent   large files count as stored: they came by another way
+    keeps_bytes    of large files; else their hashes are all that it has, and nothing can be read
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.card_errors: list[str] = []
         self.takes_unsent = False
+        self.keeps_bytes = True
         self._folder = tempfile.TemporaryDirectory()
         self.stored: dict[str, Path] = {}
 
@@ -248,5 +250,5 @@ class _UploadStorage(_Writing, Storage):
         oid = parts.path.rpartition("/")[2]
         if hashlib.sha256(body).hexdigest() != oid:
             return 400, "BadDigest", {}
-        self.fake.stored[oid] = self.fake.keep(body)
+        self.fake.stored[oid] = self.fake.keep(body) if self.fake.keeps_bytes else Path()
         return 200, "", {}

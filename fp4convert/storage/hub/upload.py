@@ -7,7 +7,9 @@ began; bytes travel by huggingface_hub.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import json
 import queue
 import threading
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -31,20 +34,18 @@ BRANCH = "main"
 # Of an earlier artifact, in another dialect or signed: they would contradict ours.
 STALE = frozenset({"hf_quant_config.json", SIGNATURE})
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
+ASKED_AT_ONCE = 256  # objects, as huggingface_hub asks
 Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Ware:
-    """One file for the repository."""
+    """One file for the repository; without content one that left this disk."""
 
     name: str
-    content: Path | bytes
+    content: Path | bytes | None
     sha256: str
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+    nbytes: int
 
 
 class Head(NamedTuple):
@@ -61,7 +62,7 @@ class Head(NamedTuple):
         nbytes, oid = self.files.get(ware.name, (-1, ""))
         if nbytes < 0 or nbytes != ware.nbytes:
             return False
-        if len(oid) == len(ware.sha256):
+        if len(oid) == len(ware.sha256) or ware.content is None:
             return oid == ware.sha256
         data = ware.content if isinstance(ware.content, bytes) else ware.content.read_bytes()
         found = hasher(len(data), oid)
@@ -103,7 +104,9 @@ class Pusher:
         self._asker = Asker(repo, token, self._patience, tell)
         self._parent: Head | None = None
         self._was_ours = False
-        self._queue: queue.SimpleQueue[tuple[Ware, Future[None], bool] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Future[None], bool] | None] = (
+            queue.SimpleQueue()
+        )
         self._started: dict[str, Future[None]] = {}
         self._worker: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -176,7 +179,48 @@ class Pusher:
 
         path  stays as it is until then
         """
-        self._start(Ware(name, path, sha256), is_early=True).add_done_callback(self._tell_failure)
+        self._start(self._upload, _ware(path, name, sha256), is_early=True).add_done_callback(
+            self._tell_failure
+        )
+
+    def send(self, path: Path, name: str, sha256: str) -> Future[None]:
+        """Upload a finished file that is removed then; any thread may.
+
+        Returns  what ends once the Hub says that it holds the file, or fails
+        """
+        return self._start(self._give_away, _ware(path, name, sha256), is_early=True)
+
+    def find_lost(self, files: Mapping[str, tuple[int, str]]) -> set[str]:
+        """Return the files that the Hub holds under no name.
+
+        A file that was sent lies there before a commit names it, but need not for ever.
+
+        files   name -> size and sha256
+        Raises  as `begin` does
+        """
+        from huggingface_hub import constants
+        from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info
+
+        asked = {
+            name: known for name, known in files.items() if self._begun.files.get(name) != known
+        }
+        infos = [UploadInfo(nbytes, b"", bytes.fromhex(oid)) for nbytes, oid in asked.values()]
+        held: set[str] = set()
+        for start in range(0, len(infos), ASKED_AT_ONCE):
+            call = partial(
+                post_lfs_batch_info,
+                infos[start : start + ASKED_AT_ONCE],
+                token=None,
+                repo_type="model",
+                repo_id=self.repo,
+                revision=BRANCH,
+                endpoint=constants.ENDPOINT,
+                headers=self._headers,
+            )
+            # By git LFS: what the server has comes back without an action.
+            objects, _, _ = self._asker.ask("it does not say what it holds", call)
+            held |= {found["oid"] for found in objects if not found.get("actions")}
+        return {name for name, (_, oid) in asked.items() if oid not in held}
 
     def commit(
         self,
@@ -184,6 +228,7 @@ class Pusher:
         files: Mapping[str, str],
         card: str | None,
         report: Progress = lambda name, nbytes: None,
+        gone: Mapping[str, int] | None = None,
     ) -> str:
         """Make sure that every file is up, and name them in one commit.
 
@@ -192,30 +237,35 @@ class Pusher:
         files   name in the folder -> sha256; a README.md among them gives way to the card
         card    the text of README.md; None for the folder's own, if any
         report  is called with the name and the bytes of each file that is up
+        gone    bytes of the files that were sent and are not in the folder any more
         Raises  AccessError where the token may not write any more; OutputError where somebody else
                 has committed since `begin`, where the Hub refuses the card or a file, or does not
                 answer
         """
         from huggingface_hub import constants
 
-        wares = []
+        wares, gone = [], gone or {}
         for name, sha256 in sorted(files.items()):
-            if name != CARD or card is None:
-                wares.append(Ware(name, folder / name, sha256))
+            if name in gone:
+                wares.append(Ware(name, None, sha256, gone[name]))
+            elif name != CARD or card is None:
                 if not (folder / name).is_file():
                     detail = f"{folder}: {name!r} is not there any more; expected what was written"
                     raise OutputError("file-gone", detail, AGAIN)
+                wares.append(_ware(folder / name, name, sha256))
         if card is not None:
             data = card.encode("utf-8", "replace")
-            wares.append(Ware(CARD, data, hashlib.sha256(data).hexdigest()))
+            wares.append(Ware(CARD, data, hashlib.sha256(data).hexdigest(), len(data)))
         try:
             for ware in wares:
                 # Wait for a file on its way; send it where it did not arrive.
                 with suppress(Fp4Error):
                     if started := self._started.get(ware.name):
                         self._wait(started)
-                self._wait(self._start(ware))
+                if ware.content is not None:
+                    self._wait(self._start(self._upload, ware))
                 report(ware.name, ware.nbytes)
+            self._name_absent([ware for ware in wares if ware.content is None])
             head = self._asker.ask("the commit cannot be made", lambda: self._commit_once(wares))
         finally:
             self.stop()
@@ -236,11 +286,14 @@ class Pusher:
         if self._worker is not None:
             self._worker.join(timeout=0.5)
 
-    def _start(self, ware: Ware, is_early: bool = False) -> Future[None]:
+    def _start(
+        self, do: Callable[[Ware], None], ware: Ware, is_early: bool = False
+    ) -> Future[None]:
         """Hand a file to the one thread that uploads.
 
         The others stay free for signals and for work.
 
+        do        what becomes of it
         is_early  there is another time for it: it is not tried once the Hub was given up
         """
         with self._starting:
@@ -248,15 +301,15 @@ class Pusher:
                 self._worker = threading.Thread(target=self._work, name="push", daemon=True)
                 self._worker.start()
         future = self._started[ware.name] = Future()
-        self._queue.put((ware, future, is_early))
+        self._queue.put((partial(do, ware), future, is_early))
         return future
 
     def _work(self) -> None:
-        for ware, future, is_early in iter(self._queue.get, None):
+        for do, future, is_early in iter(self._queue.get, None):
             try:
                 if self._failure is not None and is_early:
                     raise self._failure
-                self._upload(ware)
+                do()
                 future.set_result(None)
             except Exception as error:  # a bug of ours, too, comes to light in `commit`
                 if isinstance(error, OutputError) and error.code == "hub-unreachable":
@@ -275,23 +328,64 @@ class Pusher:
 
     def _upload(self, ware: Ware) -> None:
         """Upload a file, unless the Hub has it."""
-        from huggingface_hub import CommitOperationAdd
-
         if self._begun.holds(ware) or self._uploaded.get(ware.name, ("", None))[0] == ware.sha256:
             return
-        _check_name(ware.name)
-        content = ware.content if isinstance(ware.content, bytes) else ware.content.absolute()
-        operation = CommitOperationAdd(ware.name, content)
-        operation.upload_info.sha256 = bytes.fromhex(ware.sha256)  # it need not hash it again
-        # An empty list of what git ignores: a repository's own would leave files out in silence.
-        options = {"revision": BRANCH, "free_memory": False, "gitignore_content": ""}
-        api = self._asker.api
+        operation = _operation(ware)
         self._asker.ask(
-            f"{ware.name} cannot be uploaded",
-            lambda: api.preupload_lfs_files(self.repo, [operation], **options),
-            ware.nbytes,
+            f"{ware.name} cannot be uploaded", partial(self._preupload, operation), ware.nbytes
         )
         self._uploaded[ware.name] = ware.sha256, operation
+
+    def _preupload(self, *operations: Any) -> None:
+        """Send files as huggingface_hub does; small ones wait.
+
+        The Hub decides which are small: their bytes come with the commit.
+        """
+        # An empty list of what git ignores: a repository's own would leave files out in silence.
+        self._asker.api.preupload_lfs_files(
+            self.repo, operations, revision=BRANCH, free_memory=False, gitignore_content=""
+        )
+
+    def _give_away(self, ware: Ware) -> None:
+        """Upload a file that will not stay; the Hub must say that it has it.
+
+        By the Hub's plain storage of large files, whatever else is installed: what it has of
+        these, it says before a commit names them.
+        """
+        if self._begun.holds(ware):
+            return
+
+        def send() -> None:
+            operation = _operation(ware)
+            with open(operation.path_or_fileobj, "rb") as stream:
+                operation.path_or_fileobj = stream
+                self._preupload(operation)
+
+        self._asker.ask(f"{ware.name} cannot be uploaded", send, ware.nbytes)
+        if self.find_lost({ware.name: (ware.nbytes, ware.sha256)}):
+            found = f"{self.repo}: the Hub takes {ware.name} for a small file, which only a commit"
+            detail = f"{found} brings there; --no-keep expects one of its storage of large files"
+            next_step = (
+                "Add *.safetensors and *.gguf to .gitattributes there; or leave --no-keep out."
+            )
+            raise OutputError("push-small", detail, next_step)
+
+    def _name_absent(self, wares: list[Ware]) -> None:
+        """Prepare the commit to name files that left this disk.
+
+        Raises  OutputError where the Hub does not hold one
+        """
+        if lost := self.find_lost({ware.name: (ware.nbytes, ware.sha256) for ware in wares}):
+            found = f"{self.repo}: the Hub does not hold {len(lost)} files any more"
+            detail = f"{found}, the first {min(lost)}; expected what was sent"
+            raise OutputError(
+                "push-lost", detail, "Run the same command again: it makes them again."
+            )
+        operations = [(ware, _operation(ware)) for ware in wares if not self._begun.holds(ware)]
+        if operations:
+            call = partial(self._preupload, *(operation for _, operation in operations))
+            self._asker.ask("the Hub does not say how it takes files", call)
+        self._uploaded |= {ware.name: (ware.sha256, operation) for ware, operation in operations}
 
     def _commit_once(self, wares: list[Ware]) -> Head:
         """Return a commit that holds every file; make it if need be.
@@ -385,6 +479,38 @@ class Pusher:
         if self._parent is None:
             raise RuntimeError("begin comes first")
         return self._parent
+
+
+class _Absent(io.BufferedIOBase):
+    """A file whose bytes are not on this disk: nobody may ask for them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def tell(self) -> int:
+        raise OSError(errno.ENOENT, "it is not on this disk any more", self._name)
+
+
+def _ware(path: Path, name: str, sha256: str) -> Ware:
+    return Ware(name, path, sha256, path.stat().st_size)
+
+
+def _operation(ware: Ware) -> Any:
+    """Return huggingface_hub's operation, without hashing the file again."""
+    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub.lfs import UploadInfo
+
+    _check_name(ware.name)
+    if ware.content is None:
+        operation = CommitOperationAdd(ware.name, b"")
+        operation.upload_info = UploadInfo(ware.nbytes, b"", bytes.fromhex(ware.sha256))
+        absent: Any = _Absent(ware.name)
+        operation.path_or_fileobj = absent
+        return operation
+    content = ware.content if isinstance(ware.content, bytes) else ware.content.absolute()
+    operation = CommitOperationAdd(ware.name, content)
+    operation.upload_info.sha256 = bytes.fromhex(ware.sha256)
+    return operation
 
 
 def _folder_of(name: str) -> str:
