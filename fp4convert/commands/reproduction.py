@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -21,7 +21,7 @@ from fp4convert.conversion.work import Work, prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
 from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.execution.plan_file import read_ended
-from fp4convert.execution.settings import Elsewhere, OnNamed, Settings
+from fp4convert.execution.settings import Elsewhere, Settings
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import Declared, declared_in
@@ -225,7 +225,10 @@ def _steps(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _carry_out(
-    work: Work, steps: Sequence[Mapping[str, Any]], settings: Settings, compare: OnNamed
+    work: Work,
+    steps: Sequence[Mapping[str, Any]],
+    settings: Settings,
+    compare: Callable[[Path, str, str], None],
 ) -> Path:
     """Quantize, and transcode as often as was done; only the last is compared.
 
