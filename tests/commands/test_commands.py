@@ -25,7 +25,15 @@ import fp4convert
 from fp4convert.calibration.result import Calibrated
 from fp4convert.cli.app import make_app
 from fp4convert.cli.commands import COMMANDS
-from fp4convert.commands import analysis, calibration, convert, evaluation, quality, reproduction
+from fp4convert.commands import (
+    analysis,
+    attestation,
+    calibration,
+    convert,
+    evaluation,
+    quality,
+    reproduction,
+)
 from fp4convert.conversion import repacking
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.work_options import AccessOptions
@@ -77,7 +85,7 @@ def test_docstrings_tell_every_option(command):
 def test_every_command_that_computes_has_its_function():
     tells = {"doctor", "recipes", "explain"}  # these show what is known
     assert set(COMMANDS) - tells == set(OPTIONS)
-    homes = (analysis, calibration, convert, evaluation, quality, reproduction)
+    homes = (analysis, attestation, calibration, convert, evaluation, quality, reproduction)
     for name in OPTIONS:
         assert any(getattr(home, name, None) is getattr(fp4convert, name) for home in homes)
 
