@@ -24,6 +24,7 @@ from liars import (
     VALUE,
     Folder,
     Lie,
+    from_128x4,
     make,
     split_in_two,
     to_8x4,
@@ -139,6 +140,11 @@ def ignore_in_ours(folder: Folder) -> None:
     folder.records[OURS]["ignore"].append(DENSE)
 
 
+def comfy_linear(folder: Folder) -> None:
+    for name in folder.names(".weight_scale"):
+        folder.store(name, from_128x4(folder.bytes_of(name)))
+
+
 def label(folder: Folder, text: bytes) -> None:
     folder.put(f"{DENSE}.comfy_quant", ("U8", (len(text),), text))
 
@@ -210,6 +216,7 @@ LIES = [
         partial(without_ours, partial(rearrange, "128x4")),
         (ERROR, "scale-layout", None),
     ),
+    Lie("comfy linear", "comfy", comfy_linear, (ERROR, "scale-layout", None)),
     Lie("plain is 8x4", "plain", partial(plain_says, "128x4"), (ERROR, "scale-layout", None)),
     Lie(
         "plain 8x4 says linear",

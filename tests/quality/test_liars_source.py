@@ -17,7 +17,6 @@ from liars import (
     OURS,
     Folder,
     Lie,
-    from_128x4,
     make,
     split_in_two,
     write_minilm,
@@ -59,11 +58,6 @@ def swap_nibbles(key: str, folder: Folder) -> None:
 def swap_one(folder: Folder) -> None:
     packed = folder.bytes_of(f"{DENSE}.weight_packed")
     folder.store(f"{DENSE}.weight_packed", packed >> 4 | packed << 4)
-
-
-def comfy_linear(folder: Folder) -> None:
-    for name in folder.names(".weight_scale"):
-        folder.store(name, from_128x4(folder.bytes_of(name)))
 
 
 def rearrange_one(order: str, folder: Folder) -> None:
@@ -111,7 +105,6 @@ LIES = [
         for key in PACKED
     ),
     Lie("swapped in one module", "ct", swap_one, (ERROR, "nibble-order", DENSE)),
-    Lie("comfy linear", "comfy", comfy_linear, (ERROR, "scale-layout", None)),
     *(
         Lie(f"one {order}", "ct", partial(rearrange_one, order), (ERROR, "scale-layout", DENSE))
         for order in ORDERS
