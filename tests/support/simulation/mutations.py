@@ -93,9 +93,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "done-before-names": Mutation(
         FOLDER,
-        "        first = self.record_of(task)\n",
-        "        first = self.record_of(task)\n"
-        "        if first is None:\n"
+        "        elif is_first:\n",
+        "        elif is_first:\n"
         '            self.put(f"{DONE}/{task.key}.json", done.as_json())\n',
         "a task is recorded before its files have their names",
     ),
