@@ -94,8 +94,7 @@ MUTATIONS: dict[str, Mutation] = {
     "done-before-names": Mutation(
         FOLDER,
         "        elif is_first:\n",
-        "        elif is_first:\n"
-        '            self.put(f"{DONE}/{task.key}.json", done.as_json())\n',
+        '        elif is_first:\n            self.put(f"{DONE}/{task.key}.json", done.as_json())\n',
         "a task is recorded before its files have their names",
     ),
     "shards-in-place": Mutation(
