@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -114,7 +113,7 @@ class Pieces:
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
         self._granted: tuple[Hold, ...] = ()
-        self._asked: deque[Hold] = deque()  # for room, in the order of their asking
+        self._asked: list[Hold] = []  # for room, in the order of their asking
         self._streams = 0  # under way
 
     def take_buffer(self, nbytes: int) -> memoryview:
@@ -269,8 +268,8 @@ class Pieces:
     def room_for(self, nbytes: int, ranges: Iterable[Piece] = ()) -> Iterator[None]:
         """Hold memory for bytes that are read more than once.
 
-        Waits until they fit beside what others hold, who are served in the order of their asking;
-        one always may.  What one had at once, others may have at once after it.
+        Waits until they fit beside what others hold, who are served in the order of their asking,
+        those of one file in its order; one always may.  What one had at once, others may have at once after it.
 
         ranges  of which every byte will be read again: they stay
         """
@@ -292,13 +291,24 @@ class Pieces:
     def _grant(self) -> None:
         """Give room to those who have asked for it first."""
         while self._asked:
-            nbytes = self._asked[0].nbytes + sum(hold.nbytes for hold in self._granted)
+            hold = self._next_asked()
+            nbytes = hold.nbytes + sum(other.nbytes for other in self._granted)
             if self._granted and nbytes > self._groups_nbytes:
                 return
-            hold = self._asked.popleft()
+            self._asked.remove(hold)
             self._granted += (hold,)
             self._groups_nbytes = max(self._groups_nbytes, min(nbytes, self._budget_nbytes))
             hold.is_granted.set()
+
+    def _next_asked(self) -> Hold:
+        """Return who is served next: of the first one's file whoever reads its foremost bytes.
+
+        What lies behind them would wait for the hash, which waits for these.
+        """
+        first = self._asked[0]
+        files = {piece.file for piece in first.ranges[:1]}
+        same = (hold for hold in self._asked if files & {piece.file for piece in hold.ranges[:1]})
+        return min(same, key=lambda hold: hold.ranges[0].start, default=first)
 
     def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
         """Count the memory that is held where these ask for room in turn.

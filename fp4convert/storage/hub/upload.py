@@ -111,6 +111,7 @@ class Pusher:
         self._worker: threading.Thread | None = None
         self._starting = threading.Lock()
         self._failure: OutputError | None = None  # why nothing more is tried before the end
+        self._told: BaseException | None = None  # what people know already
         # Name -> sha256, huggingface_hub's operation.
         self._uploaded: dict[str, tuple[str, Any]] = {}
 
@@ -186,9 +187,12 @@ class Pusher:
     def send(self, path: Path, name: str, sha256: str) -> Future[None]:
         """Upload a finished file that is removed then; any thread may.
 
-        Returns  what ends once the Hub says that it holds the file, or fails
+        Returns  what ends once the Hub says that it holds the file, or fails: its error ends the
+                 run, and is told there alone
         """
-        return self._start(self._give_away, _ware(path, name, sha256), is_early=True)
+        future = self._start(self._give_away, _ware(path, name, sha256), is_early=True)
+        future.add_done_callback(self._note_told)
+        return future
 
     def find_lost(self, files: Mapping[str, tuple[int, str]]) -> set[str]:
         """Return the files that the Hub holds under no name.
@@ -316,9 +320,14 @@ class Pusher:
                     self._failure = error
                 future.set_exception(error)
 
+    def _note_told(self, future: Future[None]) -> None:
+        self._told = future.exception() or self._told
+
     def _tell_failure(self, future: Future[None]) -> None:
-        error = future.exception()
-        if isinstance(error, Fp4Error) and not self._asker.is_stopped:
+        """Tell an error once: all later files have that of the Hub that was given up."""
+        error, told = future.exception(), self._told
+        self._note_told(future)
+        if isinstance(error, Fp4Error) and error is not told and not self._asker.is_stopped:
             self._tell(f"not uploaded yet, and tried again at the end: {error.message}")
 
     def _wait(self, future: Future[None]) -> None:

@@ -357,7 +357,10 @@ def test_two_files_at_once_share_the_memory_and_nothing_comes_twice(file, budget
         stream.end()
 
     with ThreadPoolExecutor(2) as pool:
-        done = [pool.submit(do_file, name) for name in ("f", "g")]
+        with kept.room_for(16 << 10):  # nobody begins before all have asked
+            done = [pool.submit(do_file, name) for name in ("f", "g")]
+            while len(kept._asked) + len(kept._granted) < 5:
+                time.sleep(0.001)
         assert not [future.exception(60) for future in done if future.exception(60)]
     assert not wrong
     assert sorted(fetched) == sorted(set(fetched))
