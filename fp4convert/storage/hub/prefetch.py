@@ -269,7 +269,8 @@ class Pieces:
         """Hold memory for bytes that are read more than once.
 
         Waits until they fit beside what others hold, who are served in the order of their asking,
-        those of one file in its order; one always may.  What one had at once, others may have at once after it.
+        those of one file in its order; one always may.  What one had at once, others may have at
+        once after it.
 
         ranges  of which every byte will be read again: they stay
         """
