@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from textwrap import wrap
 from typing import Any
 
@@ -30,14 +32,16 @@ SIDES = {
     "dialect": "dialect",
     "scale_rule": "scale rule",
     "scale_layout": "scale layout",
+    "bytes": "size",
     "quantized": "quantized",
     "bits_per_weight": "bits per weight",
     "sqnr_db_mean": "SQNR dB, mean",
     "sqnr_db_min": "SQNR dB, worst",
     "worst": "worst tensor",
     "output_error": "output error",
+    "best": "best on",
 }
-FORMS = {"bits_per_weight": ".3f", "sqnr_db_mean": ".2f", "sqnr_db_min": ".2f", "output_error": ""}
+FORMS = {"bits_per_weight": ".3f", "sqnr_db_mean": ".2f", "sqnr_db_min": ".2f"}
 WIDEST = 130  # of a sentence, also in a pipe
 WHOLE = ("format", "rule", "block", "bits/weight", "SQNR dB", "output error", "")
 KIND = ("kind", "matrices", "weights")
@@ -163,46 +167,62 @@ def _checked_text(checked: Document) -> str:
 
 
 def draw_comparison(screen: Screen, found: Document) -> None:
-    """Draw two artifacts, the layers that differ most, and the verdict."""
-    # both artifacts as a whole
-    sides = [
-        (words, *(_side_text(found[side], key) for side in "ab")) for key, words in SIDES.items()
+    """Draw the artifacts, the layers that differ most, and the verdict."""
+    # the artifacts as a whole
+    sides = found["artifacts"]
+    rows = [
+        (words, *(_side_text(side, key) for side in sides.values())) for key, words in SIDES.items()
     ]
-    screen.table(("", "a", "b"), sides)
+    screen.table(("", *sides), rows)
     screen.line("")
     # linear layers
-    lost = ("SQNR dB", "output error")
-    headings = ("linear layers that differ most", "a", *lost, "b", *lost, "b - a", "better")
+    lost = ("SQNR dB", "output error") if len(sides) == 2 else ("output error",)
+    headings = [word for letter in sides for word in (letter, *lost)]
     ranked = sorted(found["tensors"], key=_output_difference, reverse=True)
-    screen.table(headings, [_contrast_row(tensor) for tensor in ranked[:MOST_COMPARED]])
+    screen.table(
+        ("linear layers that differ most", *headings, "best"),
+        [_contrast_row(tensor, lost) for tensor in ranked[:MOST_COMPARED]],
+    )
     if len(ranked) > MOST_COMPARED:
-        screen.line(f"and {len(ranked) - MOST_COMPARED} more: --json has them all")
-    # how many are quantized, and which are better
+        screen.line(f"and {len(ranked) - MOST_COMPARED} more: --json has them all, --report, too")
+    # how many are quantized, and which are best
     totals = found["totals"]
-    counts = [f"quantized by both {totals['quantized_by_both']}"]
-    for side in "ab":
-        if alone := totals[f"quantized_by_{side}_alone"]:
-            counts.append(f"by {side} alone {alone}")
+    counts = [f"quantized by all {totals['quantized_by_all']}"]
+    for letter, alone in totals["quantized_by_one"].items():
+        if alone:
+            counts.append(f"by {letter} alone {alone}")
     screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
-    is_judged = any(tensor["better"] for tensor in found["tensors"])
-    if is_judged:
-        mean = number(totals["difference_db_mean"], "+.2f")
-        better = f"a is better on {totals['better_a']}, b on {totals['better_b']}"
-        how = f"equal on {totals['equal']}, by output error; SQNR of b - a {mean} dB on average"
-        screen.line(f"{better}, {how}; {_inputs_text(found)}", "bold")
-    if both := found.get("predictions"):
-        rows = [evaluation_rows(both[side]) for side in "ab"]
-        screen.table(
-            ("predictions", "a", "b"), [(key, *(row[key] for row in rows)) for key in rows[0]]
-        )
-        better = {"equal": "a and b are equal"}.get(both["better"], f"{both['better']} is better")
-        screen.line(f"{better} by mean KL divergence", "bold")
-    for side in "ab":
-        findings = found[side]["findings"]
-        draw_findings(screen, ({**one, "detail": f"{side}: {one['detail']}"} for one in findings))
+    if totals["judged"]:
+        best = ", ".join(f"{letter} on {side['best']}" for letter, side in sides.items())
+        how = f"several alike on {totals['shared']}, by output error"
+        screen.line(f"best: {best}; {how}; {_inputs_text(found)}", "bold")
+        for letter, side in sides.items():
+            if letter != "a" and (mean := side["difference_db_mean"]) is not None:
+                screen.line(f"SQNR of {letter} - a: {mean:+.2f} dB on average")
+    _draw_predictions(screen, sides)
+    for letter, side in sides.items():
+        told = ({**one, "detail": f"{letter}: {one['detail']}"} for one in side["findings"])
+        draw_findings(screen, told)
     if not found["passed"]:
-        why = "modules with findings were not compared" if is_judged else "no verdict"
+        why = "modules with findings were not compared" if totals["judged"] else "no verdict"
         draw_verdict(screen, False, "", f"failed: {why}")
+
+
+def _draw_predictions(screen: Screen, sides: Document) -> None:
+    """Draw what the predictions of each artifact lose, where a text was read."""
+    if not all("predictions" in side for side in sides.values()):
+        return
+    known = {letter: side["predictions"] for letter, side in sides.items()}
+    rows = [evaluation_rows(each) for each in known.values()]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    table = [(key, *(row.get(key, "-") for row in rows)) for key in keys]
+    screen.table(("predictions", *known), table)
+    means = {letter: each["kl"]["mean"] for letter, each in known.items()}
+    ranked = sorted(means, key=means.__getitem__)
+    words = ranked[0]
+    for before, after in pairwise(ranked):
+        words += f" {'=' if means[before] == means[after] else '<'} {after}"
+    screen.line(f"mean KL divergence, least first: {words}", "bold")
 
 
 def _side_text(side: Document, key: str) -> str:
@@ -211,26 +231,35 @@ def _side_text(side: Document, key: str) -> str:
     if value is None:
         return "-"
     if key in FORMS:
-        return percent(value) if key == "output_error" else format(value, FORMS[key])
+        return format(value, FORMS[key])
+    if key in ("output_error", "bytes"):
+        return percent(value) if key == "output_error" else size_text(value)
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
 def _output_difference(tensor: Document) -> float:
-    """Return the difference of output errors; infinity where one is unknown."""
-    a, b = ((tensor[side] or {}).get("output_error") for side in "ab")
-    return math.inf if a is None or b is None else abs(a - b)
+    """Return how far output errors are apart; infinity where one is unknown."""
+    errors = [(held or {}).get("output_error") for held in tensor["held"].values()]
+    known = [error for error in errors if error is not None]
+    return math.inf if len(known) < len(errors) else max(known) - min(known)
 
 
-def _contrast_row(tensor: Document) -> list[str]:
-    """Return the cells of a linear layer that two artifacts hold."""
+def _contrast_row(tensor: Document, lost: Sequence[str]) -> list[str]:
+    """Return the cells of a linear layer that artifacts hold."""
     cells = [tensor["name"]]
-    for side in "ab":
-        if held := tensor[side]:
-            lost = (number(held["sqnr_db"], ".2f"), percent(held["output_error"]))
-            cells += [held["stored"], *lost]
-        else:
-            cells += ["not there", "-", "-"]
-    return [*cells, number(tensor["difference_db"], "+.2f"), tensor["better"] or "-"]
+    for held in tensor["held"].values():
+        if not held:
+            cells += ["not there", *("-" for _ in lost)]
+            continue
+        known = {
+            "SQNR dB": number(held["sqnr_db"], ".2f"),
+            "output error": percent(held["output_error"]),
+        }
+        cells += [held["stored"], *(known[key] for key in lost)]
+    best = tensor["best"]
+    if best is None:
+        return [*cells, "-"]
+    return [*cells, "all" if len(best) == len(tensor["held"]) else ", ".join(best)]
 
 
 CODE_KINDS = {

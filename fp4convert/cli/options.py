@@ -148,7 +148,7 @@ def parameter_of(declared: Declared) -> Parameter:
     how: dict[str, Any] = {
         "help": help_with_words(option) if option.value else option.help,
         "min": option.least,
-        "metavar": name.upper() if option.is_argument else _value_text(declared, plain),
+        "metavar": _argument_text(declared) or _value_text(declared, plain),
         "rich_help_panel": option.panel or None,
     }
     if plain is Path:
@@ -165,6 +165,14 @@ def parameter_of(declared: Declared) -> Parameter:
     return Parameter(
         name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[kind, made]
     )
+
+
+def _argument_text(declared: Declared) -> str:
+    """Return what stands for an argument in help; "" for an option."""
+    if not declared.option.is_argument:
+        return ""
+    name = declared.name.upper()
+    return f"{name.removesuffix('S')}..." if declared.option.is_several else name
 
 
 def _value_text(declared: Declared, plain: type) -> str | None:

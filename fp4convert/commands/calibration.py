@@ -90,8 +90,8 @@ def has_text(options: TextOptions) -> bool:
     """
     if any(one is not None for one in (options.text, options.dataset, options.self_generate)):
         return True
-    for name in ("samples", "sequence_length", "device", "hold"):
-        if getattr(options, name) != getattr(TextOptions, name):
+    for name in ("samples", "sequence_length", "device", "hold", "by_layer"):
+        if getattr(options, name) != getattr(type(options), name):
             detail = f"--{name.replace('_', '-')} is for predictions, and there is no text"
             raise InputError("idle-option", detail, "Add --text FILE, or leave it out.")
     return False

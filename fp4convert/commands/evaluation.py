@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.adapters.peft import Adapter, open_recorded
@@ -67,7 +66,6 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     shown = open_artifact(os.fspath(options.artifact), options.access()) if page else None
     source = open_model(os.fspath(options.source), options.original_access())
     task = _task(options, source, artifact, feed, phases)
-    task = replace(task, is_by_layer=options.by_layer)
     found = evaluation.evaluate(side_by_side.compare_models(task), gate)
     if page and shown:
         original = pad_as_recorded(shown.record, source)
@@ -80,26 +78,26 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     return found
 
 
-def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> dict[str, Any]:
-    """Evaluate both artifacts of `compare` on one text, one after the other.
+def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[dict[str, Any]]:
+    """Evaluate the artifacts of `compare` on one text, one after the other.
 
     feed     that of feed_of
-    Returns  the figures of a and b, and which is better: "a", "b" or "equal", by mean KL
+    Returns  the figures of each
     Raises   what `evaluate` does
     """
     from fp4convert.calibration import side_by_side
     from fp4convert.quality import evaluation
 
     source = open_model(os.fspath(options.source), options.original_access())
-    found: dict[str, Any] = {}
-    for name, reference in (("a", options.a), ("b", options.b)):
+    found = []
+    for reference in options.artifacts:
         artifact = open_model(os.fspath(reference), options.access())
-        measured = side_by_side.compare_models(_task(options, source, artifact, feed, phases))
+        task = _task(options, source, artifact, feed, phases)
+        measured = side_by_side.compare_models(task)
         figures = evaluation.evaluate(measured, evaluation.EvaluationGate()).as_json()
-        keys = ("kl", "top1", "ppl", "activations", "kv_cache", "tokens", "windows")
-        found[name] = {key: figures[key] for key in keys}
-    a, b = (found[name]["kl"]["mean"] for name in "ab")
-    return {**found, "better": "equal" if a == b else "a" if a < b else "b"}
+        keys = ("kl", "top1", "ppl", "activations", "kv_cache", "tokens", "windows", "by_layer")
+        found.append({key: figures[key] for key in keys})
+    return found
 
 
 def _task(
@@ -124,6 +122,7 @@ def _task(
         phases=phases,
         tell=options.tell,
         adapter=_adapter_of(options, record),
+        is_by_layer=options.by_layer,
     )
 
 

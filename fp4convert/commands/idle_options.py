@@ -29,8 +29,9 @@ def refuse_idle_options(options: object) -> None:
         idle += [] if getattr(options, "push_to_hub", None) else ["token"]
     for name in idle:
         if getattr(options, name) not in ("", declared[name].default):
-            what = " and ".join(str(getattr(options, each)) for each in read)
-            detail = f"--{name} is for the Hub, and {what} {'is' if len(read) == 1 else 'are'} here"
+            given = _given(options, read)
+            verb = "is" if len(given) == 1 else "are"
+            detail = f"--{name} is for the Hub, and {' and '.join(given)} {verb} here"
             step = f"Leave --{name} out; a repository is named as ORG/NAME."
             raise InputError("idle-option", f"{detail}, on this disk", step)
 
@@ -40,9 +41,9 @@ def _refuse_idle_config(options: AccessOptions) -> None:
     named = [each.name for each in declared_in(type(options)) if each.option.is_argument]
     if hasattr(options, "recipe") and hasattr(options, "artifact"):  # reproduce reads a source
         named = ["source"]
-    given = [os.fspath(one) for name in named if (one := getattr(options, name)) is not None]
     if options.config is None or not _are_here(options, named):
         return
+    given = _given(options, named)
     folders = (os.listdir(place) if os.path.isdir(place) else [place] for place in given)
     if not any(name.endswith(GGUF) for names in folders for name in names):
         detail = f"--config is for GGUF files, and {' and '.join(given)} is none"
@@ -51,5 +52,11 @@ def _refuse_idle_config(options: AccessOptions) -> None:
 
 def _are_here(options: AccessOptions, names: list[str]) -> bool:
     """Tell whether all that is named is on this disk."""
-    given = (getattr(options, name, None) for name in names)
-    return all(one is None or os.path.exists(one) for one in given)
+    return all(map(os.path.exists, _given(options, names)))
+
+
+def _given(options: AccessOptions, names: list[str]) -> list[str]:
+    """Return what the options of those names name, each of several."""
+    found = (getattr(options, name, None) for name in names)
+    several = (one if isinstance(one, tuple) else (one,) for one in found)
+    return [os.fspath(one) for each in several for one in each if one is not None]

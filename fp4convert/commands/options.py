@@ -62,6 +62,11 @@ Merged = Annotated[
     ),
 ]
 
+ByLayer = Annotated[
+    bool,
+    Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY),
+]
+
 
 class Public(Protocol[P, O_contra, R_co]):
     """A public function, called with options by name or run with all."""
@@ -400,23 +405,27 @@ class AttestOptions:
 
 @dataclass(eq=False, repr=False)
 class CompareOptions(WindowOptions):
-    """Show which of two artifacts is better, and by how much.
+    """Show which of several artifacts is best, and by how much.
 
-    Both are measured against one source, tensor by tensor, and with a text by their predictions.
+    All are measured against one source, tensor by tensor, and with a text by their predictions.
     Exit code 6 when one of them is not of that source.
 
-    Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
+    Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M --report page.html
     """
 
-    a: ArtifactArgument
-    b: Annotated[
-        Reference,
-        Option("Another artifact of the same model, in any format or dialect.", is_argument=True),
+    artifacts: Annotated[
+        Iterable[Reference],
+        Option(
+            "Two or more artifacts of one model, in any formats and dialects.",
+            parse=str,
+            is_argument=True,
+            is_several=True,
+        ),
     ]
     _: KW_ONLY
     source: Annotated[
         Reference,
-        Option("The original checkpoint, to measure both against.", parse=str, panel=TARGET),
+        Option("The original checkpoint, to measure all against.", parse=str, panel=TARGET),
     ]
     lora: Merged = ()
     calibration: Annotated[
@@ -425,6 +434,15 @@ class CompareOptions(WindowOptions):
             "Measure output errors for the inputs that a calibration file recorded.",
             parse=Path,
             panel=QUALITY,
+        ),
+    ] = None
+    by_layer: ByLayer = False
+    report: Annotated[
+        Reference | None,
+        Option(
+            "Write an HTML page of all artifacts, and its figures beside it as .csv and .json.",
+            parse=Path,
+            panel=OUTPUT,
         ),
     ] = None
     phases: Phases | None = None
@@ -447,10 +465,7 @@ class EvaluateOptions(WindowOptions):
         Option("The original checkpoint, to compare with.", parse=str, panel=TARGET),
     ]
     lora: Merged = ()
-    by_layer: Annotated[
-        bool,
-        Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY),
-    ] = False
+    by_layer: ByLayer = False
     max_kl: Annotated[
         float | None,
         Option("Fail when the mean KL divergence is above this many nats.", panel=QUALITY),

@@ -99,15 +99,16 @@ def verify(options: VerifyOptions) -> Verified:
 
 @public(CompareOptions)
 @keeping_nothing()
+@uncollected()
 def compare(options: CompareOptions) -> dict[str, Any]:
-    """Put two artifacts side by side against one source.
+    """Put artifacts of one source side by side.
 
     The command `compare`.
 
-    They may be of any formats, dialects and makers; a revision is that of both.
+    They may be of any formats, dialects and makers; a revision is that of all.
     Returns  what `compare --json` prints
-    Raises   Fp4Error, as `inspect` does; InputError for an artifact that is not sound, or of
-             another source; with a text what `evaluate` raises
+    Raises   Fp4Error, as `inspect` does; InputError for fewer than two, for an artifact that is
+             not sound, or of another source; with a text what `evaluate` raises
     """
     from fp4convert.calibration.calibration_file import open_calibration
     from fp4convert.commands.calibration import feed_of, has_text
@@ -115,27 +116,44 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     from fp4convert.quality import comparison
     from fp4convert.quality.source_compare import Outputs
 
+    given = tuple(options.artifacts)
+    if not 2 <= len(given) <= len(comparison.LETTERS):
+        detail = f"{len(given)} artifacts are given; expected 2 to {len(comparison.LETTERS)}"
+        raise InputError("usage", detail, "Name them: fp4convert compare A B --source SOURCE.")
+    page = as_path(options.report)
+    if page:
+        from fp4convert.report.comparison_page import check_comparison
+
+        check_comparison(page, [options.folder_of(one) for one in given])
     feed = feed_of(options, "compare --text") if has_text(options) else None
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
     phases = _begin(options)
-    opened = (_open_first(options, each) for each in (options.a, options.b))
-    a, b = (_with_adapter(each, options) for each in opened)
+    opened = [_with_adapter(_open_first(options, each), options) for each in given]
     source = open_original(os.fspath(options.source), options.original_access())
-    if a.record.get(PADDING) != b.record.get(PADDING):
-        detail = f"{options.a} and {options.b} have zeros for different ranks of tensor parallelism"
-        raise InputError("pad-differs", f"{detail}; expected two of the same sizes")
-    source = pad_as_recorded(a.record, source)
-    if feed is None:
-        return comparison.compare((a, b), source, Outputs(known), phases)
-    from fp4convert.commands.evaluation import predictions_of
-
-    for artifact in (a, b):
+    paddings = [artifact.record.get(PADDING) for artifact in opened]
+    for at, padding in enumerate(paddings):
+        if padding != paddings[0]:
+            detail = f"{given[0]} and {given[at]} have zeros for different ranks"
+            detail = f"{detail} of tensor parallelism"
+            raise InputError("pad-differs", f"{detail}; expected artifacts of the same sizes")
+    source = pad_as_recorded(opened[0].record, source)
+    for artifact in opened:
         artifact.refuse_unsound()  # before the longer part of the work
-    predictions = predictions_of(options, feed, phases)
-    phases.begin("headers")
-    found = comparison.compare((a, b), source, Outputs(known), phases)
-    return {**found, "predictions": predictions}
+    predictions: list[dict[str, Any]] = []
+    if feed is not None:
+        from fp4convert.commands.evaluation import predictions_of
+
+        predictions = predictions_of(options, feed, phases)
+        phases.begin("headers")
+    found = comparison.compare(opened, source, Outputs(known), phases)
+    for letter, figures in zip(found["artifacts"], predictions, strict=False):
+        found["artifacts"][letter]["predictions"] = figures
+    if page:
+        from fp4convert.report.comparison_page import save_comparison
+
+        options.tell(save_comparison(page, found))
+    return found
 
 
 def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:

@@ -17,6 +17,7 @@ from fp4convert.recipes.options import (
     MACHINES,
     OUTPUT,
     TARGET,
+    Declared,
     Option,
     Reference,
     declared_in,
@@ -57,39 +58,44 @@ def take_references(options: "AccessOptions") -> None:
     """
     for each in declared_in(type(options)):
         given = getattr(options, each.name)
-        if each.type not in (Reference, Reference | None) and each.name != "subfolder":
-            continue
-        if given is None:
-            continue
-        given, flag = os.fspath(given), f"--{each.name.replace('_', '-')}"
-        if not given and not each.option.is_argument:
-            raise InputError("usage", f"{flag} is empty", "Give a name, or leave it out.")
-        longest = max(len(os.fsencode(part)) for part in given.split("/"))
-        if longest > LONGEST_NAME and each.name != "output":  # which whoever makes it tells
-            detail = f"{given[:60]}... has a name of more than {LONGEST_NAME} bytes"
-            if each.option.is_argument:
-                raise InputError("no-source", f"{detail}, more than disks allow")
-            raise InputError("usage", f"{detail}, more than disks allow", f"Check {flag}.")
-        if each.name == "subfolder" or not isinstance(getattr(options, each.name), str):
-            continue
-        if not given.startswith(("~", "http")) and not given.endswith("/"):
-            continue  # what it is already: nearly always
-        from fp4convert.storage.open import read_reference
+        if each.type == Iterable[Reference]:
+            several = (given,) if isinstance(given, str | os.PathLike) else given
+            setattr(options, each.name, tuple(_take_one(options, each, one) for one in several))
+        elif given is not None and (
+            each.type in (Reference, Reference | None) or each.name == "subfolder"
+        ):
+            setattr(options, each.name, _take_one(options, each, given))
 
-        place = read_reference(given)
-        setattr(options, each.name, place.reference)
-        for name in ("revision", "subfolder"):
-            found, known = getattr(place, name), getattr(options, name)
-            if found and not each.option.is_argument:
-                detail = f"{given} names the {name} {found}, which --{each.name} does not take"
-                raise InputError(
-                    "usage", detail, f"Name the repository: {shell_line(place.reference)}"
-                )
-            if found and known not in (None, found):
-                detail = f"{given} names the {name} {found}, and {known} is given"
-                raise InputError("usage", f"{detail}; expected one of them", f"Leave --{name} out.")
-            if found:
-                setattr(options, name, found)
+
+def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Reference:
+    """Return what one reference of an option leads to; set what else it names."""
+    text, flag = os.fspath(given), f"--{each.name.replace('_', '-')}"
+    if not text and not each.option.is_argument:
+        raise InputError("usage", f"{flag} is empty", "Give a name, or leave it out.")
+    longest = max(len(os.fsencode(part)) for part in text.split("/"))
+    if longest > LONGEST_NAME and each.name != "output":  # which whoever makes it tells
+        detail = f"{text[:60]}... has a name of more than {LONGEST_NAME} bytes"
+        if each.option.is_argument:
+            raise InputError("no-source", f"{detail}, more than disks allow")
+        raise InputError("usage", f"{detail}, more than disks allow", f"Check {flag}.")
+    if each.name == "subfolder" or not isinstance(given, str):
+        return given
+    if not given.startswith(("~", "http")) and not given.endswith("/"):
+        return given  # what it is already: nearly always
+    from fp4convert.storage.open import read_reference
+
+    place = read_reference(given)
+    for name in ("revision", "subfolder"):
+        found, known = getattr(place, name), getattr(options, name)
+        if found and not each.option.is_argument:
+            detail = f"{given} names the {name} {found}, which --{each.name} does not take"
+            raise InputError("usage", detail, f"Name the repository: {shell_line(place.reference)}")
+        if found and known not in (None, found):
+            detail = f"{given} names the {name} {found}, and {known} is given"
+            raise InputError("usage", f"{detail}; expected one of them", f"Leave --{name} out.")
+        if found:
+            setattr(options, name, found)
+    return place.reference
 
 
 Force = Annotated[

@@ -1,8 +1,8 @@
-"""Compare two artifacts of one source.
+"""Compare artifacts of one source with each other.
 
-What is compared is every linear layer that either of them has quantized; one that an artifact keeps
-as it is loses nothing there.  The better one is that with the lesser output error: SQNR is of the
-weights as they are stored, which folds change.
+What is compared is every linear layer that one of them has quantized; those that keep it as it is
+lose nothing there.  The best one is that with the least output error: SQNR is of the weights as
+they are stored, which folds change.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from string import ascii_lowercase
 from typing import Any
 
 from fp4convert.calibration.input_power import describe_inputs
@@ -26,11 +27,12 @@ from fp4convert.quality.source_compare import (
     mean_output_error,
     pair_with_source,
 )
+from fp4convert.recipes.options import one_of
 from fp4convert.storage.source import Source
 
 # Codes of findings which say that a tensor may not be the source's.
 DOUBTS = ("kept-differs", "kept-missing", "not-measurable", "source-differs")
-A, B, EQUAL = "a", "b", "equal"
+LETTERS = ascii_lowercase  # which name the artifacts, in their order
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +58,28 @@ class _Side:
         sqnr_db              None where nothing was lost, or nothing can be said
         nmse, output_error   0 where nothing was lost; None where nothing can be said
         """
-        packed = self.artifact.modules.get(module) or self.artifact.others.get(module)
-        sqnr_db = nmse = output_error = None
-        if packed is None or module not in self.distances:
-            linear = self.kept.get(module)
-            if linear is None:
-                return None
-            stored, nbits = linear.coding.word, 8.0 * linear.nbytes
-            if not self.doubted & {linear.home.name, module}:
-                nmse = output_error = 0.0
-        else:
+        packed, linear = self.artifact.packed.get(module), self.kept.get(module)
+        if packed is not None:
             # Of a stack of matrices, the share that is this module's.
             stored = packed.form.format.name
             share = math.prod(packed.shape) / math.prod(packed.stored_shape)
             of_activations = self.artifact.spelling.TRAITS.companions
             refs = [ref for ref in packed.refs if not ref.name.endswith(of_activations)]
             nbits = 8 * share * sum(ref.nbytes for ref in refs)
-            distance = self.distances[module]
-            if math.isfinite(distance.sums.noise):
-                sqnr_db = distance.sums.sqnr_db
-                nmse = 0.0 if distance.sums.noise == 0 else distance.sums.nmse
-                output_error = distance.output_error
+        elif linear is not None:
+            stored, nbits = linear.coding.word, 8.0 * linear.nbytes
+        else:
+            return None
+        sqnr_db = nmse = output_error = None
+        distance = self.distances.get(module)
+        if distance is None:
+            names = {module} if linear is None else {module, linear.home.name}
+            if not self.doubted & names:
+                nmse = output_error = 0.0
+        elif math.isfinite(distance.sums.noise):
+            sqnr_db = distance.sums.sqnr_db
+            nmse = 0.0 if distance.sums.noise == 0 else distance.sums.nmse
+            output_error = distance.output_error
         return {
             "stored": stored,
             "bits_per_weight": nbits / elements,
@@ -87,17 +90,18 @@ class _Side:
 
 
 def compare(
-    artifacts: tuple[Artifact, Artifact],
+    artifacts: Sequence[Artifact],
     source: Source,
     outputs: Outputs | None = None,
     phases: Phases | None = None,
 ) -> dict[str, Any]:
     """Make the document of `compare --json`.
 
-    outputs  whose inputs output errors are for; Gaussians where it is None
-    phases   learns how far the reading is
-    Raises   InputError where an artifact is not sound, nothing is quantized in either, or a
-             calibration is of another source
+    artifacts  as many as there are LETTERS at most
+    outputs    whose inputs output errors are for; Gaussians where it is None
+    phases     learns how far the reading is
+    Raises     InputError where an artifact is not sound, nothing is quantized in any, or a
+               calibration is of another source
     """
     outputs = outputs or Outputs()
     for artifact in artifacts:
@@ -110,24 +114,23 @@ def compare(
         if pair.ours.coding.is_packed
     }
     if not compared:
-        detail = f"neither {artifacts[0].source.name} nor {artifacts[1].source.name}"
-        detail += f" has quantized a linear layer of {source.name}"
+        names = one_of(artifact.source.name for artifact in artifacts)
+        detail = f"none of {names} has quantized a linear layer of {source.name}"
         next_step = "Give the weights that they were made from: --source SOURCE."
         raise InputError("nothing-in-common", detail, next_step)
     phases = phases or Phases()
-    a, b = (
-        _measure_side(one, phases, f"measure {name}")
-        for one, name in zip(paired, (A, B), strict=True)
-    )
-    rows = [_describe_row(linear, a, b) for linear in compared.values()]
+    sides = {
+        letter: _measure_side(one, phases, f"measure {letter}")
+        for letter, one in zip(LETTERS, paired, strict=False)
+    }
+    rows = [_describe_row(linear, sides) for linear in compared.values()]
     return {
         "source": source.name,
         **describe_inputs(outputs.calibration),
-        A: _describe_side(a, A, rows),
-        B: _describe_side(b, B, rows),
+        "artifacts": {letter: _describe_side(side, letter, rows) for letter, side in sides.items()},
         "tensors": rows,
-        "totals": _describe_totals(rows),
-        "passed": is_healthy(a.findings) and is_healthy(b.findings),
+        "totals": _describe_totals(rows, list(sides)),
+        "passed": all(is_healthy(side.findings) for side in sides.values()),
     }
 
 
@@ -142,84 +145,91 @@ def _measure_side(pairs: SourcePairs, phases: Phases, verb: str) -> _Side:
     return _Side(pairs.artifact, distances, kept, tuple(findings), doubted)
 
 
-def _describe_row(linear: Linear, side_a: _Side, side_b: _Side) -> dict[str, Any]:
-    """Describe one linear layer beside itself.
+def _describe_row(linear: Linear, sides: Mapping[str, _Side]) -> dict[str, Any]:
+    """Describe one linear layer as each artifact holds it.
 
-    difference_db is of B over A; None where one of them lost nothing, or is not there.  better is
-    None, too, where one of them is not the source's.
+    held   by letter; None where an artifact lacks it.  difference_db is its SQNR over that of the
+           first artifact, None where one of them lost nothing or nothing can be said
+    best   the letters of the least output error; None where fewer than two can be judged
     """
     elements = math.prod(linear.shape)
-    a, b = side_a.describe(linear.module, elements), side_b.describe(linear.module, elements)
-    difference_db = better = None
-    if a and b:
-        if a["sqnr_db"] is not None and b["sqnr_db"] is not None:
-            difference_db = b["sqnr_db"] - a["sqnr_db"]
-        names = {linear.name, linear.module}
-        is_doubted = side_a.doubted & names or side_b.doubted & names
-        if not is_doubted and a["output_error"] is not None and b["output_error"] is not None:
-            better = A if a["output_error"] < b["output_error"] else B
-            better = EQUAL if a["output_error"] == b["output_error"] else better
+    held = {letter: side.describe(linear.module, elements) for letter, side in sides.items()}
+    first = (held[LETTERS[0]] or {}).get("sqnr_db")
+    errors = {}
+    for letter, one in held.items():
+        if one is None:
+            continue
+        is_known = first is not None and one["sqnr_db"] is not None
+        one["difference_db"] = one["sqnr_db"] - first if is_known else None
+        is_doubted = sides[letter].doubted & {linear.name, linear.module}
+        if not is_doubted and one["output_error"] is not None:
+            errors[letter] = one["output_error"]
+    best = None
+    if len(errors) > 1:
+        least = min(errors.values())
+        best = [letter for letter, error in errors.items() if error == least]
     return {
         "name": linear.name,
         "weights": elements,
-        A: a,
-        B: b,
+        "held": held,
         "quantized_by": [
-            name for name, side in ((A, side_a), (B, side_b)) if linear.module in side.distances
+            letter for letter, side in sides.items() if linear.module in side.distances
         ],
-        "difference_db": difference_db,
-        "better": better,
+        "best": best,
     }
 
 
-def _describe_side(side: _Side, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _describe_side(side: _Side, letter: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Describe an artifact and what it loses.
 
-    SQNR is over what both have quantized, all else over what is compared.
+    SQNR is over what all have quantized, all else over what is compared.
     """
     artifact = side.artifact
-    own = [(row["weights"], row[name]) for row in rows if row[name]]
-    both = [
-        (row[name]["sqnr_db"], row["name"])
-        for row in rows
-        if row["quantized_by"] == [A, B] and row[name]["sqnr_db"] is not None
+    own = [(row, row["held"][letter]) for row in rows if row["held"][letter]]
+    shared = [
+        (held["sqnr_db"], row["name"])
+        for row, held in own
+        if len(row["quantized_by"]) == len(row["held"]) and held["sqnr_db"] is not None
     ]
-    formats = dict.fromkeys(packed.form.format.name for packed in artifact.packed.values())
-    least, worst = min(both, default=(None, None))
-    weights = sum(elements for elements, _ in own)
-    nbits = math.fsum(elements * held["bits_per_weight"] for elements, held in own)
+    differences = [held["difference_db"] for _, held in own if held["difference_db"] is not None]
+    formats = [packed.form.format.name for packed in artifact.packed.values()]
+    formats += [held["stored"] for row, held in own if letter in row["quantized_by"]]
+    least, worst = min(shared, default=(None, None))
+    weights = sum(row["weights"] for row, _ in own)
+    nbits = math.fsum(row["weights"] * held["bits_per_weight"] for row, held in own)
     return {
         "artifact": artifact.source.name,
-        "formats": list(formats),
+        "formats": list(dict.fromkeys(formats)),
         "dialect": artifact.dialect,
         "scale_rule": artifact.record.get("scale_rule"),
         "scale_layout": artifact.scale_layout,
+        "bytes": artifact.source.checkpoint.nbytes,
         "quantized": len(side.distances),
         "bits_per_weight": nbits / weights if weights else None,
-        "sqnr_db_mean": _mean([sqnr_db for sqnr_db, _ in both]),
+        "sqnr_db_mean": _mean([sqnr_db for sqnr_db, _ in shared]),
         "sqnr_db_min": least,
         "worst": worst,
+        "difference_db_mean": _mean(differences),
         "output_error": mean_output_error(
-            (elements, held["output_error"]) for elements, held in own
+            (row["weights"], held["output_error"]) for row, held in own
         ),
+        "best": sum(row["best"] == [letter] for row in rows),
         "findings": [asdict(finding) for finding in side.findings],
     }
 
 
-def _describe_totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count the layers by who quantized them, and who is better."""
+def _describe_totals(rows: list[dict[str, Any]], letters: list[str]) -> dict[str, Any]:
+    """Count the layers by who quantized them, and those without one best.
+
+    judged  of which the best is known; shared, where several are best
+    """
     quantized_by = [row["quantized_by"] for row in rows]
-    better = [row["better"] for row in rows]
-    differences = [row["difference_db"] for row in rows if row["difference_db"] is not None]
     return {
         "compared": len(rows),
-        "quantized_by_both": quantized_by.count([A, B]),
-        "quantized_by_a_alone": quantized_by.count([A]),
-        "quantized_by_b_alone": quantized_by.count([B]),
-        "better_a": better.count(A),
-        "better_b": better.count(B),
-        "equal": better.count(EQUAL),
-        "difference_db_mean": _mean(differences),
+        "quantized_by_all": quantized_by.count(letters),
+        "quantized_by_one": {letter: quantized_by.count([letter]) for letter in letters},
+        "judged": sum(row["best"] is not None for row in rows),
+        "shared": sum(len(row["best"] or ()) > 1 for row in rows),
     }
 
 

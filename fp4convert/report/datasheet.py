@@ -88,8 +88,8 @@ def make_datasheet(
             is_good = is_good and evaluated["passed"]
             words = "passed" if is_good else "failed"
             findings = [*findings, *evaluated["findings"]]
-    words += _count_levels(findings)
-    explained = _explain(fold_findings(findings, how_many, most))
+    words += count_levels(findings)
+    explained = explain_findings(fold_findings(findings, how_many, most))
     document = {
         "title": artifact.source.name,
         "verdict": {"is_good": is_good, "words": words},
@@ -113,10 +113,10 @@ def make_datasheet(
         "findings": explained,
         "producer": f"fp4convert {version('fp4convert')}",
     }
-    return {key: _make_visible(value) for key, value in document.items()}
+    return {key: make_visible(value) for key, value in document.items()}
 
 
-def _count_levels(findings: Sequence[Mapping[str, Any]]) -> str:
+def count_levels(findings: Sequence[Mapping[str, Any]]) -> str:
     """Count errors and warnings, behind a colon; "" where there are none."""
     levels = Counter(finding["level"] for finding in findings)
     counts = [
@@ -127,7 +127,7 @@ def _count_levels(findings: Sequence[Mapping[str, Any]]) -> str:
     return f": {', '.join(counts)}" if counts else ""
 
 
-def _explain(findings: Iterable[FoldedFinding]) -> list[Document]:
+def explain_findings(findings: Iterable[FoldedFinding]) -> list[Document]:
     """Put beside each finding what it means and what to do."""
     known = explanations("findings")
     explained = []
@@ -286,7 +286,7 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
         packed = artifact.packed.get(error.name.removesuffix(WEIGHT))
         formats.append(packed.form.format.name if packed else usual)
     columns_of_numbers = {
-        key: [_round(getattr(error, key)) for error in errors]
+        key: [round_figure(getattr(error, key)) for error in errors]
         for key in ("sqnr_db", "mse", "max_abs", "cosine", "saturated", "zero")
     }
     names = [error.name for error in errors]
@@ -345,12 +345,12 @@ def _groups(artifact: Artifact) -> Document:
     }
 
 
-def _round(value: float | None) -> float | None:
+def round_figure(value: float | None) -> float | None:
     """Round to a few digits; None for what is no finite number."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
-def _make_visible(value: Any) -> Any:
+def make_visible(value: Any) -> Any:
     """Return the same document with its text made visible.
 
     Whatever acts on what stands around it is shown as what it is.
@@ -358,5 +358,5 @@ def _make_visible(value: Any) -> Any:
     if isinstance(value, str):
         return escape(value)
     if isinstance(value, dict):
-        return {escape(key): _make_visible(each) for key, each in value.items()}
-    return [_make_visible(each) for each in value] if isinstance(value, list | tuple) else value
+        return {escape(key): make_visible(each) for key, each in value.items()}
+    return [make_visible(each) for each in value] if isinstance(value, list | tuple) else value

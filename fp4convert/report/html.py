@@ -1,4 +1,4 @@
-"""Write a data sheet as one page of HTML that fetches nothing.
+"""Write a document as one page of HTML that fetches nothing.
 
 Whatever a checkpoint says reaches the page as JSON in which no sign has a meaning in HTML, and from
 there as text.  The page allows its own two scripts, by their hashes, and no address: neither a name
@@ -31,6 +31,7 @@ GENERATOR = (
     '<meta name="generator" content="fp4convert">\n'
 )
 PLOTLY = "plotly.min.js"
+REPORT, COMPARISON = "report", "comparison"  # kinds of pages
 PAGE = Paper("--report", "FILE.html", GENERATOR)
 # Signs that mean something in HTML, or end a line of a script.
 SIGNS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
@@ -59,16 +60,21 @@ def save_page(path: Path, artifact: Artifact, source: Source | None, **found: An
     return f"report: {path}, {size_text(path.stat().st_size)}"
 
 
-def write_page(document: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a data sheet, whole or not at all.
+def write_page(document: Mapping[str, Any], path: Path, kind: str = REPORT) -> None:
+    """Write a page, whole or not at all.
 
-    Raises  OutputError where it cannot be written
+    document, kind  as make_page takes them
+    Raises          OutputError where it cannot be written
     """
-    write_paper(path, make_page(document), PAGE)
+    write_paper(path, make_page(document, kind), PAGE)
 
 
-def make_page(document: Mapping[str, Any]) -> str:
-    """Return the text of the page of a data sheet."""
+def make_page(document: Mapping[str, Any], kind: str = REPORT) -> str:
+    """Return the text of a page.
+
+    document  what its script reads: a data sheet, or what comparison_page makes
+    kind      of page: its own HTML and script are in page/, by that name
+    """
 
     def read(file: str) -> str:
         return _own_file(file).read_text(encoding="utf-8")
@@ -76,16 +82,16 @@ def make_page(document: Mapping[str, Any]) -> str:
     # Nothing in a script ends the element that it stands in, and only these two may run.
     slots, allowed = {}, []
     plotly = _find_plotly().read_text(encoding="utf-8")
-    for slot, script in (("plotly", plotly), ("script", read("report.js"))):
+    for slot, script in (("plotly", plotly), ("script", read("common.js") + read(f"{kind}.js"))):
         slots[slot] = re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
         digest = base64.b64encode(hashlib.sha256(slots[slot].encode()).digest()).decode()
         allowed.append(f"'sha256-{digest}'")
     slots["policy"] = f"default-src 'none'; script-src {' '.join(allowed)}; {_POLICIES}"
-    slots["style"] = read("report.css")
+    slots["style"] = read("page.css")
     slots["title"] = html.escape(str(document["title"]))
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     slots["data"] = text.translate(SIGNS)
-    return _SLOT.sub(lambda slot: slots[slot[1]], read("report.html"))
+    return _SLOT.sub(lambda slot: slots[slot[1]], read(f"{kind}.html"))
 
 
 def _own_file(file: str) -> Traversable:

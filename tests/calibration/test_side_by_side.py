@@ -150,22 +150,34 @@ def test_two_artifacts_are_ranked_by_predictions(own: bool, tmp_path: Path, text
     feed = ("--self-generate", 2) if own else ("--text", text)
     compared = run("compare", *paths, *window, *feed, "--json")
     assert compared.code == 0, compared.err
-    both = compared.json["predictions"]
+    both = {name: side["predictions"] for name, side in compared.json["artifacts"].items()}
     for name, path in zip("ab", paths, strict=True):
         alone = run("evaluate", path, *window, *feed, "--json").json
         assert both[name] == {key: alone[key] for key in both[name]}
     assert both["b"]["kl"]["mean"] < both["a"]["kl"]["mean"]
-    assert both["better"] == "b"
-    shown = run("compare", *paths, *window, *feed)
-    assert "b is better by mean KL divergence" in shown.out
-    twins = run("compare", paths[0], paths[0], *window, *feed, "--json")
-    assert twins.json["predictions"]["better"] == "equal"
+    shown = run("compare", *paths, paths[0], *window, *feed)
+    assert "mean KL divergence, least first: b < a = c" in shown.out
+
+
+def test_what_each_layer_costs_is_beside_the_others(tmp_path: Path, text: Path) -> None:
+    source, paths = make_model(tmp_path / "m", "Llama"), [tmp_path / name for name in "ab"]
+    for path, fmt in zip(paths, ("mxfp4", "nvfp4"), strict=True):
+        assert run("quantize", source, "--format", fmt, "-o", path).code == 0
+    words = ("--sequence-length", LENGTH, "--source", source, "--text", text, "--by-layer")
+    page = tmp_path / "page.html"
+    compared = run("compare", *paths, *words, "--report", page, "--json")
+    for name, path in zip("ab", paths, strict=True):
+        alone = run("evaluate", path, *words, "--json").json
+        predictions = compared.json["artifacts"][name]["predictions"]
+        assert predictions["by_layer"] == alone["by_layer"] != []
+    assert "KL of the predictions with one layer quantized alone" in page.read_text()
 
 
 def test_options_of_a_text_need_one(tmp_path: Path) -> None:
     source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
     assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
-    for option in (("--samples", 4), ("--sequence-length", 16), ("--hold", 2), ("--device", "cpu")):
+    options = (("--samples", 4), ("--sequence-length", 16), ("--hold", 2), ("--device", "cpu"))
+    for option in (*options, ("--by-layer",)):
         refused = run("compare", artifact, artifact, "--source", source, *option, "--json")
         assert (refused.code, refused.json["error"]["code"]) == (2, "idle-option")
         assert option[0] in refused.json["error"]["message"]

@@ -80,7 +80,7 @@ def test_from_python(places):
     with pytest.raises(fp4convert.InputError, match="--revision is for the Hub, and M is here"):
         fp4convert.inspect("M", revision="v1")
     with pytest.raises(fp4convert.InputError, match="Q and M are here"):
-        fp4convert.compare("Q", "M", source="M", token="hf_x")
+        fp4convert.compare(["Q", "M"], source="M", token="hf_x")
 
 
 def test_what_is_nowhere_is_told_first(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_export import GROUP_SIZES, export_mlx
 from tiny_models import (
     differing,
     fp4convert,
@@ -30,7 +31,6 @@ pytestmark = [
 ]
 
 MODULES = 14
-GROUP_SIZES = {"mxfp4": 32, "nvfp4": 16}
 EMBEDDINGS = {"model.embed_tokens.weight", "lm_head.weight"}
 every_format = pytest.mark.parametrize("fmt", GROUP_SIZES)
 
@@ -66,33 +66,16 @@ def restored(
 @pytest.fixture(scope="module")
 def owns(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Format -> what mlx-lm's own conversion writes, embeddings and head quantized as well."""
-    return {fmt: make_mlx(source, fmt, tmp_path_factory.mktemp(fmt)) for fmt in GROUP_SIZES}
+    return {fmt: export_mlx(source, fmt, tmp_path_factory.mktemp(fmt)) for fmt in GROUP_SIZES}
 
 
 @pytest.fixture(scope="module")
 def linears(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same with the embeddings left alone, which no other engine reads in four bits."""
     return {
-        fmt: make_mlx(source, fmt, tmp_path_factory.mktemp(fmt), left="embed")
+        fmt: export_mlx(source, fmt, tmp_path_factory.mktemp(fmt), left="embed")
         for fmt in GROUP_SIZES
     }
-
-
-def make_mlx(source: Path, fmt: str, folder: Path, left: str = "-") -> Path:
-    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-
-    model, config = load_model(source)
-    quantized, record = quantize_model(
-        model,
-        config,
-        GROUP_SIZES[fmt],
-        4,
-        mode=fmt,
-        quant_predicate=lambda name, module: left not in name,
-    )
-    save_model(folder, quantized)
-    save_config(record, folder / "config.json")
-    return folder
 
 
 def _restored(artifact: Path, folder: Path, dtype: str = "fp32") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quark_export import export_quark
 from tiny_models import (
     differing,
     fp4convert,
@@ -82,26 +83,9 @@ def restored(
 def exports(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What Quark itself exports: MXFP4 weights, the same with MXFP4 activations, and NVFP4."""
     return {
-        name: _export(source, scheme, tmp_path_factory.mktemp(name))
+        name: export_quark(source, scheme, tmp_path_factory.mktemp(name))
         for name, scheme in SCHEMES.items()
     }
-
-
-def _export(source: Path, scheme: str, folder: Path) -> Path:
-    import torch
-    from quark.torch import ModelQuantizer, export_safetensors
-    from quark.torch.quantization.config import template
-    from quark.torch.quantization.config.config import QConfig
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    quantizer = ModelQuantizer(
-        QConfig(global_quant_config=getattr(template, scheme)().config, exclude=["lm_head"])
-    )
-    frozen = quantizer.freeze(quantizer.quantize_model(model, [torch.arange(1, 17).reshape(1, -1)]))
-    with torch.no_grad():
-        export_safetensors(frozen, str(folder))
-    return folder
 
 
 def _restored(artifact: Path, folder: Path, dtype: str = "fp32") -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""compare: two artifacts of one source, beside what NumPy says of their dequantized weights."""
+"""compare: artifacts of one source, beside what NumPy says of their dequantized weights."""
 
+import csv
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +47,14 @@ def mxfp4(source, tmp_path_factory) -> Path:
     return make(source, tmp_path_factory.mktemp("m") / "mxfp4", "mxfp4", "--scale-rule", "floor")
 
 
-def compare(a: Path, b: Path, source: Path, *options: object) -> dict:
-    outcome = run("compare", a, b, "--source", source, *options, "--json")
+def compare(artifacts: Sequence[Path], source: Path, *options: object) -> dict:
+    outcome = run("compare", *artifacts, "--source", source, *options, "--json")
     assert outcome.code == (0 if outcome.json["passed"] else 6), outcome
     return outcome.json
+
+
+def best_on(document: dict) -> dict[str, int]:
+    return {letter: side["best"] for letter, side in document["artifacts"].items()}
 
 
 def nbits(folder: Path, module: str) -> int:
@@ -62,7 +68,7 @@ def nbits(folder: Path, module: str) -> int:
 
 
 def test_both_are_what_numpy_says_they_are(source, nvfp4, mxfp4, tmp_path):
-    document = compare(nvfp4, mxfp4, source)
+    document = compare((nvfp4, mxfp4), source)
     before = {name: values_of(tensor) for name, tensor in read_folder(source).items()}
     values = {"a": restored(nvfp4, tmp_path / "a"), "b": restored(mxfp4, tmp_path / "b")}
     sizes, all_db, powers = [], {"a": [], "b": []}, {"a": [], "b": []}
@@ -71,20 +77,22 @@ def test_both_are_what_numpy_says_they_are(source, nvfp4, mxfp4, tmp_path):
         x = before[row["name"]]
         for side, folder in (("a", nvfp4), ("b", mxfp4)):
             nmse = ((x - values[side][row["name"]]) ** 2).sum() / (x**2).sum()
-            assert row[side]["nmse"] == pytest.approx(nmse, rel=1e-9)
-            assert row[side]["sqnr_db"] == pytest.approx(-10 * math.log10(nmse), rel=1e-9)
-            assert row[side]["output_error"] == pytest.approx(math.sqrt(nmse), rel=1e-9)
+            assert row["held"][side]["nmse"] == pytest.approx(nmse, rel=1e-9)
+            assert row["held"][side]["sqnr_db"] == pytest.approx(-10 * math.log10(nmse), rel=1e-9)
+            assert row["held"][side]["output_error"] == pytest.approx(math.sqrt(nmse), rel=1e-9)
             assert (
-                row[side]["bits_per_weight"]
+                row["held"][side]["bits_per_weight"]
                 == nbits(folder, row["name"].removesuffix(".weight")) / x.size
             )
-            all_db[side].append(row[side]["sqnr_db"])
+            all_db[side].append(row["held"][side]["sqnr_db"])
             powers[side].append(nmse)
-        assert row["difference_db"] == row["b"]["sqnr_db"] - row["a"]["sqnr_db"] < -1
-        assert (row["better"], row["weights"], row["quantized_by"]) == ("a", x.size, ["a", "b"])
+        difference = row["held"]["b"]["sqnr_db"] - row["held"]["a"]["sqnr_db"]
+        assert row["held"]["b"]["difference_db"] == difference < -1
+        assert row["held"]["a"]["difference_db"] == 0
+        assert (row["best"], row["weights"], row["quantized_by"]) == (["a"], x.size, ["a", "b"])
         sizes.append(x.size)
     for side in "ab":
-        own = document[side]
+        own = document["artifacts"][side]
         assert own["sqnr_db_mean"] == pytest.approx(np.mean(all_db[side]))
         assert own["sqnr_db_min"] == min(all_db[side])
         assert own["worst"] == document["tensors"][all_db[side].index(min(all_db[side]))]["name"]
@@ -92,34 +100,43 @@ def test_both_are_what_numpy_says_they_are(source, nvfp4, mxfp4, tmp_path):
             math.sqrt(np.average(powers[side], weights=sizes))
         )
         assert own["findings"] == []
-    assert (document["a"]["formats"], document["a"]["dialect"], document["a"]["scale_rule"]) == (
+    assert (
+        document["artifacts"]["a"]["formats"],
+        document["artifacts"]["a"]["dialect"],
+        document["artifacts"]["a"]["scale_rule"],
+    ) == (
         ["nvfp4"],
         "modelopt",
         "mse",
     )
-    assert (document["b"]["formats"], document["b"]["scale_rule"]) == (["mxfp4"], "floor")
-    assert document["b"]["bits_per_weight"] == 4.25
-    assert document["a"]["bits_per_weight"] == pytest.approx(4.5 + 32 * 7 / sum(sizes))
-    assert {
-        key: document["totals"][key]
-        for key in ("compared", "quantized_by_both", "better_a", "better_b", "equal")
-    } == {
+    assert (document["artifacts"]["b"]["formats"], document["artifacts"]["b"]["scale_rule"]) == (
+        ["mxfp4"],
+        "floor",
+    )
+    assert document["artifacts"]["b"]["bits_per_weight"] == 4.25
+    assert document["artifacts"]["a"]["bits_per_weight"] == pytest.approx(4.5 + 32 * 7 / sum(sizes))
+    assert document["totals"] == {
         "compared": 7,
-        "quantized_by_both": 7,
-        "better_a": 7,
-        "better_b": 0,
-        "equal": 0,
+        "quantized_by_all": 7,
+        "quantized_by_one": {"a": 0, "b": 0},
+        "judged": 7,
+        "shared": 0,
     }
+    assert best_on(document) == {"a": 7, "b": 0}
 
 
 def test_the_same_codes_in_another_dialect_are_equal(source, mxfp4, tmp_path):
     assert run("transcode", mxfp4, "-o", tmp_path / "quark", "--dialect", "quark", "-q").code == 0
     (tmp_path / "quark" / "quantization_config.json").unlink()  # somebody else's artifact has none
     (tmp_path / "quark" / ".fp4convert" / "plan.json").unlink()
-    document = compare(mxfp4, tmp_path / "quark", source)
-    assert (document["totals"]["equal"], document["totals"]["difference_db_mean"]) == (7, 0)
-    assert {row["better"] for row in document["tensors"]} == {"equal"}
-    assert (document["b"]["dialect"], document["b"]["scale_rule"]) == ("quark", None)
+    document = compare((mxfp4, tmp_path / "quark"), source)
+    assert document["totals"]["shared"] == document["totals"]["judged"] == 7
+    assert document["artifacts"]["b"]["difference_db_mean"] == 0
+    assert all(row["best"] == ["a", "b"] for row in document["tensors"])
+    assert (document["artifacts"]["b"]["dialect"], document["artifacts"]["b"]["scale_rule"]) == (
+        "quark",
+        None,
+    )
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -127,29 +144,28 @@ def test_what_only_one_has_quantized_loses_nothing_in_the_other(is_first, source
     part = make(source, tmp_path / "part", "mxfp4", "--exclude", "*.down_proj")
     pair = (part, nvfp4) if is_first else (nvfp4, part)
     kept, packed = ("a", "b") if is_first else ("b", "a")
-    document = compare(*pair, source)
+    document = compare(pair, source)
     (row,) = (row for row in document["tensors"] if row["name"] == f"{DOWN}.weight")
-    assert row[kept] == {
+    assert row["held"][kept] == {
         "stored": "bf16",
         "bits_per_weight": 16,
         "sqnr_db": None,
         "nmse": 0,
         "output_error": 0,
+        "difference_db": None,
     }
-    assert row[packed]["stored"] == "nvfp4"
-    assert (row["better"], row["difference_db"], row["quantized_by"]) == (kept, None, [packed])
+    assert row["held"][packed]["stored"] == "nvfp4"
+    assert (row["best"], row["quantized_by"]) == ([kept], [packed])
+    assert row["held"][packed]["difference_db"] == (None if is_first else 0)
     totals = document["totals"]
-    assert (
-        totals["compared"],
-        totals["quantized_by_both"],
-        totals[f"quantized_by_{packed}_alone"],
-    ) == (7, 6, 1)
-    assert (totals[f"better_{kept}"], totals[f"better_{packed}"]) == (1, 6)
+    assert (totals["compared"], totals["quantized_by_all"]) == (7, 6)
+    assert totals["quantized_by_one"] == {packed: 1, kept: 0}
+    assert best_on(document) == {kept: 1, packed: 6}
     weights = {row["name"]: row["weights"] for row in document["tensors"]}
     down = weights.pop(f"{DOWN}.weight")
     expected = (4.25 * sum(weights.values()) + 16 * down) / (sum(weights.values()) + down)
-    assert document[kept]["bits_per_weight"] == pytest.approx(expected)
-    assert document[kept]["quantized"] == 6
+    assert document["artifacts"][kept]["bits_per_weight"] == pytest.approx(expected)
+    assert document["artifacts"][kept]["quantized"] == 6
 
 
 def test_what_stays_and_is_not_the_sources_is_told_and_judged_by_nobody(source, nvfp4, tmp_path):
@@ -159,12 +175,13 @@ def test_what_stays_and_is_not_the_sources_is_told_and_judged_by_nobody(source, 
     (part / SECOND).write_bytes(
         pack_shard({**held, f"{DOWN}.weight": (dtype, shape, bytes(2) + data[2:])})
     )
-    document = compare(nvfp4, part, source)
-    assert [(each["code"], each["tensor"]) for each in document["b"]["findings"]] == [
+    document = compare((nvfp4, part), source)
+    assert [(each["code"], each["tensor"]) for each in document["artifacts"]["b"]["findings"]] == [
         ("kept-differs", f"{DOWN}.weight")
     ]
     (row,) = (row for row in document["tensors"] if row["name"] == f"{DOWN}.weight")
-    assert (row["b"]["nmse"], row["b"]["output_error"], row["better"]) == (None, None, None)
+    b = row["held"]["b"]
+    assert (b["nmse"], b["output_error"], row["best"]) == (None, None, None)
     told = run("compare", nvfp4, part, "--source", source)
     assert told.code == 6
     assert told.out.splitlines()[-1] == "failed: modules with findings were not compared"
@@ -181,20 +198,20 @@ def test_a_source_of_the_same_shapes_and_other_weights_gives_no_verdict(
     other = write_single(
         tmp_path / "other", tensors, json.loads((source / "config.json").read_text())
     )
-    document = compare(nvfp4, mxfp4, other)
+    document = compare((nvfp4, mxfp4), other)
     assert not document["passed"]
     for side in "ab":
         codes = {
             each["tensor"]
-            for each in document[side]["findings"]
+            for each in document["artifacts"][side]["findings"]
             if each["code"] == "source-differs"
         }
         assert codes == {row["name"] for row in document["tensors"]}
-    assert {row["better"] for row in document["tensors"]} == {None}
+    assert {row["best"] for row in document["tensors"]} == {None}
     told = run("compare", nvfp4, mxfp4, "--source", other)
     lines = told.out.splitlines()
     assert (told.code, lines[-1]) == (6, "failed: no verdict")
-    assert "better on" not in told.out
+    assert "best: " not in told.out
     assert sum("source-differs" in line for line in lines) <= 4, "alike findings are one line"
     assert any("of them): a: its values" in line for line in lines)
 
@@ -206,30 +223,32 @@ def test_with_a_calibration_the_better_one_is_that_for_its_inputs(source, mxfp4,
         source, tmp_path / "i", "mxfp4", "--scale-rule", "importance", "--calibration", file
     )
     plain = make(source, tmp_path / "p", "mxfp4")
-    document = compare(plain, other, source, "--calibration", file)
+    document = compare((plain, other), source, "--calibration", file)
     assert document["inputs"] == "calibration, gram diag"
-    assert document["totals"]["better_b"] == 7
-    assert document["totals"]["difference_db_mean"] < 0
+    assert best_on(document) == {"a": 0, "b": 7}
+    assert document["artifacts"]["b"]["difference_db_mean"] < 0
     verified = run("verify", other, "--source", source, "--calibration", file, "--json").json[
         "tensors"
     ]
     errors = {entry["name"]: entry["output_error"] for entry in verified}
-    assert {row["name"]: row["b"]["output_error"] for row in document["tensors"]} == errors
-    assert compare(plain, other, source)["totals"]["better_a"] == 7
+    assert {row["name"]: row["held"]["b"]["output_error"] for row in document["tensors"]} == errors
+    assert best_on(compare((plain, other), source)) == {"a": 7, "b": 0}
 
 
 def test_a_person_sees_both_and_the_difference(source, nvfp4, mxfp4):
-    document = compare(nvfp4, mxfp4, source)
+    document = compare((nvfp4, mxfp4), source)
     lines = run("compare", nvfp4, mxfp4, "--source", source).out.splitlines()
     shown = {line.partition("  ")[0]: line for line in lines}
     assert shown["dialect"].split() == ["dialect", "modelopt", "compressed-tensors"]
     assert shown["bits per weight"].split()[-1] == "4.250"
     for row in document["tensors"]:
         (line,) = (line for line in lines if line.startswith(f"{row['name']} "))
-        assert line.split()[-2:] == [f"{row['difference_db']:+.2f}", "a"]
-        assert f" {row['a']['sqnr_db']:.2f} " in line
-        assert f" {row['b']['sqnr_db']:.2f} " in line
-    assert any(line.startswith("a is better on 7, b on 0, equal on 0") for line in lines)
+        assert line.split()[-1] == "a"
+        assert f" {row['held']['a']['sqnr_db']:.2f} " in line
+        assert f" {row['held']['b']['sqnr_db']:.2f} " in line
+    assert any(line.startswith("best: a on 7, b on 0; several alike on 0") for line in lines)
+    mean = document["artifacts"]["b"]["difference_db_mean"]
+    assert f"SQNR of b - a: {mean:+.2f} dB on average" in lines
 
 
 def test_experts_are_compared_one_by_one_however_they_are_stored(tmp_path):
@@ -246,9 +265,11 @@ def test_experts_are_compared_one_by_one_however_they_are_stored(tmp_path):
         {"model_type": "gpt_oss", "hidden_size": 64, "num_local_experts": 2},
     )
     stacked = make(source, tmp_path / "s", "mxfp4", "--dialect", "gpt-oss")
-    document = compare(stacked, make(source, tmp_path / "t", "mxfp4"), source)
-    assert document["totals"]["equal"] == document["totals"]["compared"] == 6
-    assert {row[side]["bits_per_weight"] for row in document["tensors"] for side in "ab"} == {4.25}
+    document = compare((stacked, make(source, tmp_path / "t", "mxfp4")), source)
+    assert document["totals"]["shared"] == document["totals"]["compared"] == 6
+    assert {
+        row["held"][side]["bits_per_weight"] for row in document["tensors"] for side in "ab"
+    } == {4.25}
 
 
 def test_bad_input_is_refused(source, nvfp4, mxfp4, tmp_path):
@@ -276,3 +297,128 @@ def test_random_inputs_are_told_with_the_option_for_recorded_ones(tmp_path):
     assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
     hint = "inputs: gaussian (random; --calibration FILE for recorded ones)"
     assert hint in run("compare", out, out, "--source", source).out
+
+
+def test_four_are_put_beside_each_other(source, nvfp4, mxfp4, tmp_path):
+    """Each by what NumPy makes of its restored weights; the best by the least error."""
+    fp8 = make(source, tmp_path / "fp8", "fp8")
+    amax = make(source, tmp_path / "amax", "nvfp4", "--scale-rule", "amax")
+    folders = dict(zip("abcd", (nvfp4, mxfp4, amax, fp8), strict=True))
+    document = compare(list(folders.values()), source)
+    before = {name: values_of(tensor) for name, tensor in read_folder(source).items()}
+    values = {letter: restored(each, tmp_path / letter) for letter, each in folders.items()}
+    for row in document["tensors"]:
+        x = before[row["name"]]
+        nmse = {
+            letter: ((x - own[row["name"]]) ** 2).sum() / (x**2).sum()
+            for letter, own in values.items()
+        }
+        for letter, expected in nmse.items():
+            assert row["held"][letter]["nmse"] == pytest.approx(expected, rel=1e-9)
+        assert row["best"] == [min(nmse, key=nmse.__getitem__)] == ["d"]
+    sides = document["artifacts"]
+    assert [side["formats"] for side in sides.values()] == [
+        ["nvfp4"],
+        ["mxfp4"],
+        ["nvfp4"],
+        ["fp8"],
+    ]
+    for letter, folder in folders.items():
+        files = folder.glob("*.safetensors")
+        assert sides[letter]["bytes"] == sum(file.stat().st_size for file in files)
+    assert document["totals"]["quantized_by_one"] == dict.fromkeys("abcd", 0)
+
+
+def test_a_doubted_one_leaves_the_others_their_verdict(source, nvfp4, mxfp4, tmp_path):
+    other = {name: (d, s, bf16(*s, seed=99)) for name, (d, s, _) in read_folder(source).items()}
+    config = json.loads((source / "config.json").read_text())
+    foreign = make(write_single(tmp_path / "other", other, config), tmp_path / "f", "nvfp4")
+    document = compare((foreign, nvfp4, mxfp4), source)
+    assert not document["passed"]
+    assert best_on(document) == {"a": 0, "b": 7, "c": 0}
+    told = run("compare", foreign, nvfp4, mxfp4, "--source", source)
+    assert (told.code, told.out.splitlines()[-1]) == (
+        6,
+        "failed: modules with findings were not compared",
+    )
+
+
+def test_integers_beside_four_bits_lose_what_they_lose(tmp_path):
+    """MLX's are no module of a dialect: once they counted as kept, with nothing lost."""
+    source = write_llama(tmp_path / "m")
+    mixed = make(source, tmp_path / "x", "mxfp4", "--dialect", "mlx", "--exclude", "*.down_proj")
+    config = json.loads((mixed / "config.json").read_text())
+    for key in {"quantization", "quantization_config"} & config.keys():
+        config[key][DOWN] = {"bits": 4, "group_size": 32, "mode": "affine"}
+    (mixed / "config.json").write_text(json.dumps(config))
+    (file,) = (each for each in mixed.glob("*.safetensors") if f"{DOWN}.weight" in read_shard(each))
+    shard = read_shard(file)
+    kept = shard.pop(f"{DOWN}.weight")
+    x = values_of(kept).astype(np.float32).reshape(*kept[1])
+    groups = x.reshape(x.shape[0], -1, 32)
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    scales = (high - low) / 15
+    codes = np.clip(np.round((groups - low) / scales), 0, 15).astype(np.uint32)
+    restored_down = (codes * scales + low).reshape(x.shape)
+    words = (codes.reshape(x.shape[0], -1, 8) << (4 * np.arange(8, dtype=np.uint32))).sum(
+        -1, dtype=np.uint32
+    )
+    file.write_bytes(
+        pack_shard(
+            {
+                **shard,
+                f"{DOWN}.weight": ("U32", words.shape, words.tobytes()),
+                f"{DOWN}.scales": ("F32", scales.shape[:2], scales.astype("<f4").tobytes()),
+                f"{DOWN}.biases": ("F32", low.shape[:2], low.astype("<f4").tobytes()),
+            }
+        )
+    )
+    document = compare((make(source, tmp_path / "n", "nvfp4"), mixed), source)
+    (row,) = (row for row in document["tensors"] if row["name"] == f"{DOWN}.weight")
+    nmse = ((x - restored_down) ** 2).sum() / (x**2).sum()
+    assert row["held"]["b"]["nmse"] == pytest.approx(nmse, rel=1e-4)
+
+
+@pytest.mark.parametrize("count", [0, 1, 27])
+def test_fewer_than_two_or_too_many_are_refused(count, source, nvfp4):
+    refused = run("compare", *[nvfp4] * count, "--source", source, "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "usage")
+
+
+def test_the_page_has_its_figures_beside_it(source, nvfp4, mxfp4, tmp_path):
+    page = tmp_path / "page.html"
+    told = run("compare", nvfp4, mxfp4, "--source", source, "--report", page, "--json")
+    document = json.loads((tmp_path / "page.json").read_text())
+    assert document.pop("producer") == "fp4convert compare"
+    assert document == told.json
+    with (tmp_path / "page.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["layer"] for row in rows] == [row["name"] for row in document["tensors"]]
+    for row, known in zip(rows, document["tensors"], strict=True):
+        assert float(row["b_output_error"]) == known["held"]["b"]["output_error"]
+        assert (row["best"], row["a_stored"]) == ("a", "nvfp4")
+    again = run("compare", mxfp4, nvfp4, "--source", source, "--report", page)
+    assert (again.code, page.is_file()) == (0, True), "an earlier page is replaced"
+
+
+def test_what_somebody_else_wrote_beside_the_page_stays(source, nvfp4, mxfp4, tmp_path):
+    words = ("compare", nvfp4, mxfp4, "--source", source, "--json", "--report")
+    mine = tmp_path / "page.csv"
+    mine.write_text("mine")
+    refused = run(*words, tmp_path / "page.html")
+    assert (refused.code, refused.json["error"]["code"]) == (5, "output-exists")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.csv"]
+    assert mine.read_text() == "mine"
+    refused = run(*words, tmp_path / "other.csv")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "usage")
+    refused = run(*words, mxfp4 / "page.html")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "file-in-artifact")
+
+
+def test_a_name_that_a_spreadsheet_would_run_is_text(tmp_path):
+    name = "=HYPERLINK(1).mlp.up_proj.weight"
+    source = write_single(tmp_path / "m", {name: ("BF16", (64, 64), bf16(64, 64))})
+    made = make(source, tmp_path / "q", "mxfp4")
+    page = tmp_path / "p.html"
+    assert run("compare", made, made, "--source", source, "--report", page).code == 0
+    assert (tmp_path / "p.csv").read_text().splitlines()[1].startswith("'=HYPERLINK(1)")

@@ -25,7 +25,13 @@ CUDA = (*cubins.HEADERS, *entry_points.SOURCES)  # compiled on the user's machin
 PAGES = (
     "py.typed",
     "report/catalogue.toml",
-    *(f"report/page/report.{kind}" for kind in ("html", "css", "js")),
+    *(
+        f"report/page/{kind}.{ending}"
+        for kind in ("report", "comparison")
+        for ending in ("html", "js")
+    ),
+    "report/page/common.js",
+    "report/page/page.css",
     "report/page/plotly.min.js",
     "report/page/plotly.LICENSE.txt",
 )

@@ -53,11 +53,10 @@ def export_compressed(
     weights = {
         name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")
     }
-    packed = {
-        name.removesuffix("_packed")
-        for name in read_tensors(folder)
-        if name.endswith(".weight_packed")
-    }
+    stored = read_tensors(folder)
+    packed = {name for name in weights if f"{name}_packed" in stored}
+    if not packed:  # eight bits are not
+        packed = {name for name in weights if f"{name}_scale" in stored}
     return {name: tensor.detach().clone() for name, tensor in weights.items() if name in packed}
 
 

@@ -293,8 +293,6 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     if not found:
         bare = _form(record, {}, kv_cache)
         return everywhere(bare if bare and bare.format.is_fp4 else None)
-    if all(form.format is INT4 for form, _ in found):
-        return ()
     if all(form == found[0][0] for form, _ in found):
         return everywhere(found[0][0])
     groups = []

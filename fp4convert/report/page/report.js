@@ -1,34 +1,11 @@
-// The report of an artifact. Reads the document in #data (datasheet.py), fills the page with text, and lets plotly draw.
-// Nothing from the document becomes HTML: elements get textContent, and plotly, which knows some tags, gets plain().
-"use strict";
-
-const sheet = JSON.parse(document.getElementById("data").textContent);
+// The report of an artifact, whose document datasheet.py makes. Stands behind common.js.
 const { tensors, places, stacks } = sheet;
 const COUNT = tensors.name.length;
 const SCALE = [[0, "#8f2412"], [0.2, "#d4693a"], [0.42, "#efc889"], [0.62, "#e6e3c1"], [0.8, "#a9d3c1"], [1, "#58ab9d"]]; // dark is bad
 const ABOVE = 0.5; // dB above the median that have the best colour: a few that lose less shall not make all others look bad
 const SPAN = 3; // dB that colours span at least: less is no difference to speak of
 const DEEPEST = 20; // and at most
-const ROWS = 25; // of the table, at first and at each asking
-const CONFIG = { displayModeBar: false, responsive: false, doubleClick: false };
 const state = { words: [], below: Infinity, merge: "mean", column: "sqnr_db", isDown: false, shown: ROWS, open: null };
-
-const $ = (id) => document.getElementById(id);
-const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-const number = (value, digits) => (value === null ? "-" : value.toFixed(digits));
-function brief(value) {
-  if (value === null) return "-";
-  return value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2).replace("-", "−") : Number(value.toPrecision(3)).toString();
-}
-
-const share = (value) => (value === null ? "-" : `${(100 * value).toFixed(2)} %`);
-const many = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
-
-function make(tag, about = {}, ...children) {
-  const element = Object.assign(document.createElement(tag), about);
-  element.append(...children);
-  return element;
-}
 
 // ---------------------------------------------------------------------------------------------------------- what it is
 
@@ -159,21 +136,6 @@ function drawMap(box, cells, labels, layers, longest) {
   };
   Plotly.react(box, [trace], layout, CONFIG);
   scaleInPrint(box, layout);
-}
-
-function looks() {
-  return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
-    font: { family: "system-ui, 'DejaVu Sans', sans-serif", size: 12, color: "#777" },
-    hoverlabel: { bgcolor: "#1d1c1a", bordercolor: "#1d1c1a", font: { color: "#f5f3ee", size: 12.5 }, align: "left", namelength: -1 },
-  };
-}
-
-// Drawings have sizes in pixels; a view box lets the print stylesheet fit them to the paper.
-function scaleInPrint(box, { width, height }) {
-  for (const svg of box.querySelectorAll(".main-svg")) svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  box.style.setProperty("--ratio", `${width} / ${height}`);
-  box.style.setProperty("--width", `${width}px`);
 }
 
 function buildMaps() {
@@ -312,7 +274,6 @@ function redraw() {
 }
 
 function listen() {
-  const globbed = (word) => new RegExp(word.split("*").map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&")).join(".*"));
   const filter = () => {
     state.words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean).map(globbed);
     state.below = $("below").value === "" ? Infinity : Number($("below").value);
@@ -321,8 +282,6 @@ function listen() {
     redraw();
     if (COUNT) fillTable();
   };
-  let waiting = 0;
-  const soon = (what) => () => { clearTimeout(waiting); waiting = setTimeout(what, 120); };
   $("tools").addEventListener("input", soon(filter));
   $("tools").addEventListener("submit", (event) => event.preventDefault());
   let width = document.documentElement.clientWidth;
@@ -351,32 +310,6 @@ function buildGroups() {
     $("agreement").append(make("p", { className: "mono", textContent }));
   }
   if (hidden) $("agreement").append(make("p", { textContent: `and ${many(hidden, "group")} more` }));
-}
-
-// Our own words, in which backticks set off code.
-function coded(text) {
-  return text.split("`").map((part, at) => (at % 2 ? make("code", { textContent: part }) : part));
-}
-
-function buildFindings() {
-  const byCode = new Map();
-  for (const finding of sheet.findings) {
-    const key = `${finding.level} ${finding.code}`;
-    byCode.set(key, [...(byCode.get(key) || []), finding]);
-  }
-  const rank = ["error", "warning", "note"];
-  const kinds = [...byCode.values()].sort((a, b) => rank.indexOf(a[0].level) - rank.indexOf(b[0].level));
-  if (!kinds.length) return $("found").append(make("p", { textContent: "None: nothing was found that should be otherwise." }));
-  $("found").append(...kinds.map((kind) => {
-    const [{ level, code, meaning, remedy }] = kind;
-    const named = (tensor) => (tensor ? [make("span", { className: "mono", textContent: tensor }), ": "] : []);
-    const told = kind.slice(0, ROWS).map(({ lead, tensor, detail }) => make("li", {}, lead, ...named(tensor), detail));
-    if (kind.length > ROWS) told.push(make("li", { textContent: `and ${kind.length - ROWS} more` }));
-    const head = make("div", {}, make("span", { className: `pill ${level}`, textContent: level }), make("span", { className: "code", textContent: code }));
-    const parts = [head, make("p", { className: "why" }, ...coded(meaning)), make("ul", {}, ...told)];
-    return make("div", { className: "finding" }, ...parts, make("p", {}, make("b", { textContent: "What to do: " }), ...coded(remedy)));
-  }));
-  $("card").after($("findings")); // what is wrong is read first
 }
 
 function buildAnswers() {

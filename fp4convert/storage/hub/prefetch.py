@@ -302,9 +302,10 @@ class Pieces:
             hold.is_granted.set()
 
     def _next_asked(self) -> Hold:
-        """Return who is served next: of the first one's file whoever reads its foremost bytes.
+        """Return who is served next.
 
-        What lies behind them would wait for the hash, which waits for these.
+        Of the first one's file whoever reads its foremost bytes: what lies behind them would wait
+        for the hash, which waits for these.
         """
         first = self._asked[0]
         files = {piece.file for piece in first.ranges[:1]}

@@ -324,7 +324,7 @@ class Pusher:
         self._told = future.exception() or self._told
 
     def _tell_failure(self, future: Future[None]) -> None:
-        """Tell an error once: all later files have that of the Hub that was given up."""
+        """Tell an error once; all later files of a Hub that was given up have it."""
         error, told = future.exception(), self._told
         self._note_told(future)
         if isinstance(error, Fp4Error) and error is not told and not self._asker.is_stopped:

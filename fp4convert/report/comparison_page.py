@@ -1,0 +1,259 @@
+"""Write a comparison as one page, and its figures beside it as CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fp4convert.checkpoint.module_names import Numbers
+from fp4convert.errors import InputError
+from fp4convert.progress import size_text
+from fp4convert.quality.source_compare import mean_output_error
+from fp4convert.report.datasheet import count_levels, explain_findings, make_visible, round_figure
+from fp4convert.report.html import COMPARISON, PAGE, check_page, write_page
+from fp4convert.report.model_map import find_places, reading_order
+from fp4convert.report.text import Document, escape, fold_findings
+from fp4convert.report.user_files import Paper, check_apart, check_place, write_paper
+
+PRODUCER = "fp4convert compare"
+FIRST_COLUMNS = ("layer", "weights", "best")  # of the CSV
+OF_EACH = ("stored", "bits_per_weight", "sqnr_db", "nmse", "output_error", "difference_db")
+TABLE = Paper("--report", "FILE.html", ",".join(FIRST_COLUMNS) + ",a_stored,")
+FIGURES = Paper("--report", "FILE.html", f'{{\n  "producer": "{PRODUCER}",\n')
+MOST_CHARTS = 24
+FORMULAS = ("=", "+", "-", "@")  # signs that a spreadsheet takes for the beginning of one
+# What the table of layers shows, and how: key, words, kind, digits, and whether the most is best.
+METRICS = (
+    ("output_error", "output error", "share", 0, False),
+    ("sqnr_db", "SQNR, dB", "number", 2, True),
+    ("bits_per_weight", "bits per weight", "number", 3, False),
+    ("stored", "stored as", "text", 0, False),
+)
+
+
+def check_comparison(page: Path, folders: Iterable[Path | None]) -> None:
+    """Raise OutputError where the page or a file beside it cannot be written.
+
+    folders  of the artifacts, where they have one
+    Raises   InputError for a name that a file beside it has, or one in an artifact's folder
+    """
+    table, figures = _beside(page)
+    if page in (table, figures):
+        detail = f"--report {page} is the name of the figures beside the page"
+        raise InputError("usage", f"{detail}; expected FILE.html", "Give --report FILE.html.")
+    for folder in folders:
+        check_apart({PAGE: page, TABLE: table, FIGURES: figures}, folder)
+    check_page(page)
+    check_place(table, TABLE)
+    check_place(figures, FIGURES)
+
+
+def save_comparison(page: Path, found: Document) -> str:
+    """Write the page of `compare`, and its figures beside it; return a line that tells.
+
+    found   the document of `compare --json`
+    Raises  OutputError where a file cannot be written
+    """
+    table, figures = _beside(page)
+    write_paper(table, make_table(found), TABLE)
+    text = json.dumps({"producer": PRODUCER, **found}, indent=2, allow_nan=False)
+    write_paper(figures, f"{text}\n", FIGURES)
+    write_page(make_sheet(found), page, COMPARISON)
+    return f"report: {page}, {size_text(page.stat().st_size)}; figures: {table}, {figures}"
+
+
+def _beside(page: Path) -> tuple[Path, Path]:
+    return page.with_suffix(".csv"), page.with_suffix(".json")
+
+
+def make_table(found: Document) -> str:
+    """Return the CSV: a row for each linear layer, columns for each artifact.
+
+    Empty where nothing can be said.  Layers are named as people see them (text.escape).
+    """
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    letters = list(found["artifacts"])
+    writer.writerow([*FIRST_COLUMNS, *(f"{each}_{key}" for each in letters for key in OF_EACH)])
+    for row in found["tensors"]:
+        name = escape(row["name"])
+        safe = f"'{name}" if name.startswith(FORMULAS) else name
+        cells = [(row["held"][each] or {}).get(key) for each in letters for key in OF_EACH]
+        best = " ".join(row["best"] or ())
+        writer.writerow([safe, row["weights"], best, *cells])
+    return stream.getvalue()
+
+
+def make_sheet(found: Document) -> Document:
+    """Return the keys that page/comparison.js reads."""
+    sides = found["artifacts"]
+    findings = [
+        each._replace(lead=f"{letter}: {each.lead}")
+        for letter, side in sides.items()
+        for each in fold_findings(side["findings"])
+    ]
+    levels = count_levels([each for side in sides.values() for each in side["findings"]])
+    charts = _charts(found)
+    shown = charts[:MOST_CHARTS]
+    more = f" The first {MOST_CHARTS} of {len(charts)} kinds." if len(charts) > len(shown) else ""
+    kl = [_kl_of(side) for side in sides.values()]
+    has_kl = all(each is not None for each in kl)
+    return {
+        key: make_visible(value)
+        for key, value in {
+            "title": f"{len(sides)} artifacts of {found['source']}",
+            "verdict": {
+                "is_good": found["passed"],
+                "words": f"{'of one source' if found['passed'] else 'failed'}{levels}",
+            },
+            "about": f"{found['totals']['compared']:,} linear layers; inputs: {found['inputs']}",
+            "artifacts": [
+                {
+                    "letter": letter,
+                    "name": side["artifact"],
+                    "bits": round_figure(side["bits_per_weight"]),
+                    "output_error": round_figure(side["output_error"]),
+                    "kl": round_figure(mean),
+                }
+                for (letter, side), mean in zip(sides.items(), kl, strict=True)
+            ],
+            "rows": _rows(sides),
+            "against": {
+                "key": "kl" if has_kl else "output_error",
+                "word": "mean KL, nats" if has_kl else "output error",
+                "kind": "number" if has_kl else "share",
+            },
+            "charts": shown,
+            "depth": f"The output error of each kind of module, from the first layer to the "
+            f"last; experts of a layer are one.{more}",
+            "metrics": [
+                dict(zip(("key", "word", "kind", "digits", "is_most"), metric, strict=True))
+                for metric in METRICS
+            ],
+            "layers": {
+                "name": [row["name"] for row in found["tensors"]],
+                "weights": [row["weights"] for row in found["tensors"]],
+                **{key: _columns(found, key) for key, *_ in METRICS},
+            },
+            "findings": explain_findings(findings),
+            "producer": f"fp4convert {version('fp4convert')}",
+        }.items()
+    }
+
+
+def _kl_of(side: Document) -> float | None:
+    return side["predictions"]["kl"]["mean"] if "predictions" in side else None
+
+
+def _columns(found: Document, key: str) -> list[list[Any]]:
+    """Return a figure of every layer, as a list for each artifact."""
+    columns = []
+    for letter in found["artifacts"]:
+        values = [(row["held"][letter] or {}).get(key) for row in found["tensors"]]
+        columns.append(values if key == "stored" else [round_figure(value) for value in values])
+    if key == "stored":
+        return [[value or "not there" for value in column] for column in columns]
+    return columns
+
+
+def _rows(sides: Document) -> list[tuple[str, list[str], list[int]]]:
+    """List what each artifact is and loses.
+
+    Returns  words, a cell for each artifact, and the places of the best ones
+    """
+    every = list(sides.values())
+    rows: list[tuple[str, list[str], list[int]]] = []
+
+    def tell(word: str, cells: Iterable[str]) -> None:
+        rows.append((word, list(cells), []))
+
+    def rank(word: str, values: Sequence[float | None], form: str, is_most: bool = False) -> None:
+        """Tell a figure, and who is best; "-" where it is not known."""
+        known = [value for value in values if value is not None]
+        if not known:
+            return
+        best = max(known) if is_most else min(known)
+        places = [at for at, value in enumerate(values) if value == best]
+        cells = ["-" if value is None else _figure(value, form) for value in values]
+        rows.append((word, cells, places if len(places) < len(values) else []))
+
+    tell("formats", (", ".join(side["formats"]) or "none" for side in every))
+    tell("dialect", (str(side["dialect"]) for side in every))
+    tell("scale rule", (str(side["scale_rule"] or "-") for side in every))
+    rank("bits per weight", [side["bits_per_weight"] for side in every], ".3f")
+    tell("files", (size_text(side["bytes"]) for side in every))
+    tell("quantized layers", (f"{side['quantized']:,}" for side in every))
+    rank("output error", [side["output_error"] for side in every], ".3%")
+    rank("SQNR, mean dB", [side["sqnr_db_mean"] for side in every], ".2f", is_most=True)
+    rank("SQNR, least dB", [side["sqnr_db_min"] for side in every], ".2f", is_most=True)
+    rank("best on, layers", [side["best"] for side in every], ",d", is_most=True)
+    if all("predictions" in side for side in every):
+        known = [side["predictions"] for side in every]
+        rank("mean KL, nats", [each["kl"]["mean"] for each in known], ".5f")
+        rank("KL, 99.9th percentile", [each["kl"]["p999"] for each in known], ".4f")
+        rank("top-1", [each["top1"] for each in known], ".2%", is_most=True)
+        rank("perplexity", [each["ppl"]["artifact"] for each in known], ".4f")
+        tell("perplexity of the source", (f"{each['ppl']['source']:.4f}" for each in known))
+        tell("text", (f"{each['tokens']:,} tokens" for each in known))
+        tell("activations", (f"{each['activations']}-bit" for each in known))
+    return rows
+
+
+def _figure(value: float, form: str) -> str:
+    """Write a number in a form of Python's; % stands apart."""
+    return format(value, form).replace("%", " %")
+
+
+def _charts(found: Document) -> list[Document]:
+    """Return a chart for each kind of module: values of each artifact by layer.
+
+    Kinds of one layer alone have no chart.
+    """
+    sides, rows = found["artifacts"], found["tensors"]
+    held: dict[str, dict[str, dict[Numbers, list[Document]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    for row, place in zip(rows, find_places([row["name"] for row in rows]), strict=True):
+        held[place.tower][place.module][place.layer].append(row)
+    charts = []
+    if all(_costs(side) for side in sides.values()):
+        names = [row["layer"] for row in _costs(next(iter(sides.values())))]
+        values = [[round_figure(row["alone"]) for row in _costs(side)] for side in sides.values()]
+        title = "KL of the predictions with one layer quantized alone, nats"
+        charts.append({"title": title, "layers": names, "values": values, "kind": "number"})
+    for tower, modules in held.items():
+        for module in reading_order(modules):
+            layers = modules[module]
+            if len(layers) < 2:
+                continue
+            order = sorted(layers)
+            charts.append(
+                {
+                    "title": f"{tower}.*.{module}" if tower else module,
+                    "layers": [".".join(map(str, layer)) for layer in order],
+                    "values": [
+                        [round_figure(_error_of(layers[layer], letter)) for layer in order]
+                        for letter in sides
+                    ],
+                    "kind": "share",
+                }
+            )
+    return charts
+
+
+def _costs(side: Document) -> list[Document]:
+    """Return what each layer of an artifact costs, where that was measured."""
+    costs: list[Document] = side.get("predictions", {}).get("by_layer", [])
+    return costs
+
+
+def _error_of(rows: list[Document], letter: str) -> float | None:
+    """Return the output error of an artifact in one place, its experts as one."""
+    held = [(row["weights"], row["held"][letter]) for row in rows]
+    return mean_output_error((weights, one["output_error"]) for weights, one in held if one)
