@@ -1,4 +1,4 @@
-"""Write a comparison as one page, and its figures beside it as CSV and JSON."""
+"""Write a comparison as a page, and its figures as CSV and JSON."""
 
 from __future__ import annotations
 
