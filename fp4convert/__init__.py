@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fp4convert.quality.evaluation import Evaluated
     from fp4convert.quality.verification import Verified
 
-    __version__: str
+__version__ = "0.2.0"
 
 _HOMES = {  # module -> its public names
     "calibration.result": ("Calibrated",),
@@ -128,10 +128,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("fp4convert")
     if name in _HOME:
         return getattr(import_module(f"fp4convert.{_HOME[name]}"), name)
     raise AttributeError(f"module 'fp4convert' has no attribute {name!r}")

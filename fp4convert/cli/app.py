@@ -39,8 +39,7 @@ fp4convert verify ./Qwen3-8B-NVFP4 --source Qwen/Qwen3-8B
 def _print_version(wanted: bool) -> None:
     """Print the version, and which copy of the kernels runs here."""
     if wanted:
-        from importlib.metadata import version
-
+        from fp4convert import __version__
         from fp4convert.numerics.cpu_library import instruction_set
 
         try:
@@ -48,7 +47,7 @@ def _print_version(wanted: bool) -> None:
         except (OSError, RuntimeError):
             kernels = "not installed"
         kernels = kernels.replace(" (", ", ").removesuffix(")")
-        typer.echo(f"fp4convert {version('fp4convert')} (CPU kernels: {kernels})")
+        typer.echo(f"fp4convert {__version__} (CPU kernels: {kernels})")
         raise typer.Exit
 
 

@@ -6,9 +6,9 @@ import platform
 import shutil
 import tempfile
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 
+from fp4convert import __version__
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.gpus import Gpu, dotted
@@ -32,7 +32,7 @@ def examine(folder: Path) -> dict[str, object]:
     except OSError:
         place = free_nbytes = None
     return {
-        "fp4convert": version("fp4convert"),
+        "fp4convert": __version__,
         "python": platform.python_version(),
         "device": ",".join(f"cuda:{gpu.number}" for gpu in found.gpus) or "cpu",
         "driver": found.driver and dotted(found.driver),

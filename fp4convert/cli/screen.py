@@ -62,15 +62,14 @@ class Screen:
         if self.is_quiet:
             detail = "--quiet and --verbose are given; expected one of them"
             raise InputError("usage", detail, "Leave one of them out.")
-        from importlib.metadata import version
-
+        from fp4convert import __version__
         from fp4convert.numerics.cpu_library import instruction_set
         from fp4convert.process import processors
 
         python = ".".join(map(str, sys.version_info[:3]))
         kernels = f"CPU kernels {instruction_set()}"
         count = f"{processors()} processors"
-        self.tell(f"fp4convert {version('fp4convert')}, Python {python}, {kernels}, {count}")
+        self.tell(f"fp4convert {__version__}, Python {python}, {kernels}, {count}")
 
     def end(self) -> None:
         """Tell how long everything took and the memory used, if asked to."""

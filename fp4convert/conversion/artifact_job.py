@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib.metadata import version
 
+from fp4convert import __version__
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
@@ -86,7 +86,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
-    producer = {"name": "fp4convert", "version": version("fp4convert")}
+    producer = {"name": "fp4convert", "version": __version__}
     checkpoint = source.checkpoint
     origin = origin or {"repo": checkpoint.repo, "revision": checkpoint.revision}
     contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)

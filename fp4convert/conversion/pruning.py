@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+from fp4convert import __version__
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.artifact_job import index_text
@@ -143,7 +143,7 @@ def prepare_prune(
             "tokens": calibration.tokens,
         },
         "source": {"repo": checkpoint.repo, "revision": checkpoint.revision},
-        "producer": {"name": "fp4convert", "version": version("fp4convert")},
+        "producer": {"name": "fp4convert", "version": __version__},
     }
     config = _recount(checkpoint.config, rule.counts, routing, is_shorter)
     return Pruning(plan, routing, config, kept, record)

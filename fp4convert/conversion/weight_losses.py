@@ -29,12 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert import __version__
 from fp4convert.calibration.input_power import column_power, weighted
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.encodings.base import Linear
@@ -210,7 +210,7 @@ def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
         bench.granularity,
     ]
     origin = [checkpoint.repo, checkpoint.revision]
-    text = json.dumps([version("fp4convert"), origin, stamps, rules, layers])
+    text = json.dumps([__version__, origin, stamps, rules, layers])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
+from fp4convert import __version__
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.checkpoint.record import MIXED
 from fp4convert.errors import CORRUPT, InputError, NumericError, OutputError, SourceError
@@ -164,7 +164,7 @@ class Job:
                 "dialect": self.plan.target.dialect,
             },
             traits={
-                "the version of fp4convert": version("fp4convert"),
+                "the version of fp4convert": __version__,
                 OPTIONS: _sha256(options),
                 "the source's files or their times": _sha256([stamps, self.sidecars]),
             },

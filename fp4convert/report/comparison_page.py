@@ -7,10 +7,10 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fp4convert import __version__
 from fp4convert.checkpoint.module_names import Numbers
 from fp4convert.errors import InputError
 from fp4convert.progress import size_text
@@ -142,7 +142,7 @@ def make_sheet(found: Document) -> Document:
                 **{key: _columns(found, key) for key, *_ in METRICS},
             },
             "findings": explain_findings(findings),
-            "producer": f"fp4convert {version('fp4convert')}",
+            "producer": f"fp4convert {__version__}",
         }.items()
     }
 

@@ -13,11 +13,11 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
+from fp4convert import __version__
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import read_recorded, shares
 from fp4convert.checkpoint.module_names import (
@@ -111,7 +111,7 @@ def make_datasheet(
         "answers": _answers(evaluated) if evaluated else None,
         "groups": _groups(artifact),
         "findings": explained,
-        "producer": f"fp4convert {version('fp4convert')}",
+        "producer": f"fp4convert {__version__}",
     }
     return {key: make_visible(value) for key, value in document.items()}
 

@@ -11,10 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fp4convert import __version__
 from fp4convert.checkpoint.dialects.forms import granularity_word
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.errors import OutputError, shell_line
@@ -73,8 +73,7 @@ def make_card(plan: Plan, result: Result, source: Source, request: CardRequest) 
     made = f"{len(plan.quantized)} linear layers in {plan.target.format.upper()}"
     parts = [
         f"# {code(request.repo.rpartition('/')[2])}",
-        f"{code(checkpoint.repo or source.name)}{at}, {made}, "
-        f"made by fp4convert {version('fp4convert')}.",
+        f"{code(checkpoint.repo or source.name)}{at}, {made}, made by fp4convert {__version__}.",
         _table(list(_facts(plan, result))),
         "## How it was made",
         _fence("sh", _command(source, request.options)),
@@ -108,7 +107,7 @@ def add_evaluation(path: Path, evaluated: dict[str, Any], source: Source, adapte
     parts = [
         EVALUATION,
         "## Predictions",
-        f"{of} {version('fp4convert')}.",
+        f"{of} {__version__}.",
         f"| | |\n|---|---|\n{rows}",
     ]
     if layers := evaluated["by_layer"]:

@@ -63,8 +63,8 @@ def write_sarif(path: Path, artifact: Artifact | Source, findings: Findings) -> 
 def make_sarif(artifact: Artifact | Source, findings: Findings) -> dict[str, object]:
     """Return the SARIF document of the findings on an artifact."""
     import hashlib
-    from importlib.metadata import version
 
+    from fp4convert import __version__
     from fp4convert.report.explanations import explanations
 
     # A rule for each code.
@@ -112,9 +112,7 @@ def make_sarif(artifact: Artifact | Source, findings: Findings) -> dict[str, obj
             }
         )
     run = {
-        "tool": {
-            "driver": {"name": "fp4convert", "version": version("fp4convert"), "rules": rules}
-        },
+        "tool": {"driver": {"name": "fp4convert", "version": __version__, "rules": rules}},
         "invocations": [{"executionSuccessful": True}],
         "results": results,
     }

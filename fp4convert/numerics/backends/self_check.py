@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -20,6 +19,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert import __version__
 from fp4convert.errors import DeviceError, InputError, shell_line
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.base import Fp8Passes, expected_device
@@ -160,7 +160,7 @@ def _place_of_verdict(gpu: Gpu, paths: list[Path]) -> Path:
     driver = b""
     with suppress(OSError):
         driver = DRIVER.read_bytes()
-    parts = (gpu.name.encode(), driver, version("fp4convert").encode())
+    parts = (gpu.name.encode(), driver, __version__.encode())
     key = hashlib.sha256()
     for part in (*parts, *(path.read_bytes() for path in paths)):
         key.update(hashlib.sha256(part).digest())

@@ -19,10 +19,10 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from fp4convert import __version__
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, SIGNATURE, WEIGHTS
 from fp4convert.storage.hub.api import AGAIN, POLL_SECONDS, Asker, Patience, hub_headers
@@ -431,7 +431,7 @@ class Pusher:
             made = self._asker.api.create_commit(
                 self.repo,
                 operations,
-                commit_message=f"Upload with fp4convert {version('fp4convert')}",
+                commit_message=f"Upload with fp4convert {__version__}",
                 revision=BRANCH,
                 parent_commit=parent.commit or None,
             )
