@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 from browser import SECONDS, Tab, browser
-from checkpoints import run, weight, write_checkpoint, write_llama, write_single
+from checkpoints import run, wait_until, weight, write_checkpoint, write_llama, write_single
 from fakehub import TOKEN
 from fakehub_uploads import UploadHub
 from hostile import NAMES, name_of
@@ -340,7 +340,7 @@ def test_stop_stops_and_start_goes_on(page, hub, tmp_path):
     add_slow(hub, tmp_path / "m")
     page.fill(token=TOKEN, source="org/m", target="me/q")
     page.press("start")
-    page.wait("progress", "quantize: ")
+    wait_until(lambda: [seen for seen in hub.seen if seen.method == "PUT"])  # the first shard
     page.press("stop")
     assert "Next: " in page.wait("progress", "Nothing is committed")
     assert len(hub.repos["me/q"].commits) == 1  # which came with the repository
@@ -361,7 +361,7 @@ def test_closing_the_page_stops_too(page, hub, tmp_path):
     add_slow(hub, tmp_path / "m")
     page.fill(token=TOKEN, source="org/m", target="me/q")
     page.press("start")
-    page.wait("progress", "quantize: ")
+    wait_until(lambda: [seen for seen in hub.seen if seen.method == "PUT"])  # the first shard
     page.tab.call("Page.navigate", url="about:blank")
     deadline, seen = time.monotonic() + SECONDS, -1
     while seen != len(hub.seen):  # until nothing more is asked for
