@@ -42,7 +42,7 @@ fuzz: $(VENV)/test.stamp
 	for target in $(TARGET); do PYTHONPATH=tests/support $(BIN)/python -m fuzzing --target $$target --seconds $(SECONDS) || exit; done
 
 # Installs the tools (Debian's names; asks for root) and runs the tests that need them.
-system: $(VENV)/test.stamp
+system: $(VENV)/test.stamp .venv-space/space.stamp
 	apt-get install --yes --quiet chromium fonts-dejavu-core gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user strace
 	$(PIP_INSTALL) cmake ziglang
 	$(BIN)/pytest -m system
@@ -53,6 +53,12 @@ gpu:
 	for part in first bytes whole variants page; do \
 		OUT=$(CURDIR)/build/gpu PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/gpu/first_run/first_run.sh $$part; \
 	done
+
+# What the Space runs in: deploy/space/requirements.txt, with fp4convert from here.
+.venv-space/space.stamp: deploy/space/requirements.txt $(SOURCES)
+	$(PYTHON) -m venv .venv-space
+	.venv-space/bin/python -m pip install --quiet --editable . --requirement deploy/space/requirements.txt
+	touch $@
 
 fix: $(VENV)/test.stamp
 	$(BIN)/ruff format .
@@ -151,7 +157,7 @@ bench-peers: .venv-peers/peers.stamp .venv-autoround/peers.stamp
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-autoround .venv-site .venv-engines build MiniLM-NVFP4
+	rm -rf $(VENV) .venv-peers .venv-autoround .venv-site .venv-space .venv-engines build MiniLM-NVFP4
 
 $(VENV)/bin/python:
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"

@@ -15,7 +15,8 @@ import yaml
 from checkpoints import read_folder, run, write_llama
 from paths import ROOT
 
-ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+PLACE = ROOT / "deploy" / "action"
+ACTION = yaml.safe_load((PLACE / "action.yml").read_text(encoding="utf-8"))
 STEPS = {step["id"]: step for step in ACTION["runs"]["steps"]}
 
 FILES = ("GITHUB_OUTPUT", "GITHUB_PATH", "GITHUB_STEP_SUMMARY")
@@ -75,9 +76,11 @@ class Runner:
 
     def word(self, name: str) -> str:
         context, _, key = name.strip().partition(".")
-        return {"inputs": self.inputs, "github": {"action_path": str(ROOT)}, "env": self.variables}[
-            context
-        ].get(key, "")
+        return {
+            "inputs": self.inputs,
+            "github": {"action_path": str(PLACE)},
+            "env": self.variables,
+        }[context].get(key, "")
 
 
 @pytest.fixture
@@ -192,11 +195,22 @@ def test_the_install_step_makes_an_environment_whose_command_comes_first(wheel, 
     assert (tmp_path / "temp" / "fp4convert" / "bin" / "fp4convert").exists()
 
 
-def test_without_a_package_the_actions_own_checkout_is_installed():
-    assert Runner.filled(Runner.__new__(Runner), "x") == "x"
-    job = object.__new__(Runner)
-    job.inputs, job.variables = {"package": "", "index": ""}, {}
-    assert job.filled(STEPS["install"]["env"]["PACKAGE"]) == str(ROOT)
+@pytest.mark.parametrize("package", ["", "a wheel.whl"])
+def test_without_a_package_the_actions_own_checkout_is_installed(package, tmp_path):
+    """What the step tells pip: environments are made whose python only writes down its words."""
+    python = tmp_path / "tools" / "python3"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nmkdir -p "$3/bin" && cp "$0-made" "$3/bin/python"\n')
+    made = python.with_name("python3-made")
+    made.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" > told\n")
+    for file in (python, made):
+        file.chmod(0o755)
+    path = os.pathsep.join([str(python.parent), os.environ["PATH"]])
+    ended = Runner(tmp_path, {"source": "model", "package": package}, PATH=path).step("install")
+    assert ended.code == 0, ended.log
+    *words, told = (tmp_path / "told").read_text().splitlines()
+    assert words[:3] == ["-m", "pip", "install"]
+    assert told == package if package else Path(told).resolve() == ROOT
 
 
 def test_inputs_reach_steps_as_variables_alone_and_every_one_is_used():
@@ -227,5 +241,8 @@ def test_the_page_lists_every_input_with_its_default():
     uses = [next(step for step in steps if "source" in step.get("with", {})) for steps in examples]
     assert all(set(step["with"]) <= set(ACTION["inputs"]) for step in uses)
     # In another's repository "./" is not this one.
-    assert [step["uses"] for step in uses] == ["OWNER/fp4convert@TAG", "./fp4convert"]
+    assert [step["uses"] for step in uses] == [
+        "OWNER/fp4convert/deploy/action@TAG",
+        "./fp4convert/deploy/action",
+    ]
     assert examples[1][1]["with"]["path"] == "fp4convert"

@@ -12,7 +12,7 @@ import tomllib
 import pytest
 from paths import ROOT
 
-TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+TEXT = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
 LINES = [
     line for line in TEXT.replace("\\\n", " ").splitlines() if line and not line.startswith("#")
 ]

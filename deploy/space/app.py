@@ -1,0 +1,150 @@
+"""A page that plans conversions and streams them into a repository; fp4convert does all of it."""
+
+import hashlib
+import html
+import os
+import re
+import shutil
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+
+import fp4convert
+
+ENGINES = ["vllm", "sglang", "tensorrt-llm", "transformers", "llama.cpp", "mlx"]
+ENGINES += ["comfyui", "diffusers"]
+TABLE = ["pattern", "count", "action", "format", "reason", "group", "source_bytes", "output_bytes"]
+REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+PLACE = tempfile.TemporaryDirectory(prefix="fp4convert-space-")
+ABOUT = Path(__file__).with_name("README.md").read_text("utf-8").split("<!--page-->")[1]
+ONE = threading.Lock()  # whoever converts has it
+RUNS: dict[str, list["Run"]] = {}  # by the session of a page
+
+
+class Run(fp4convert.Phases):
+    """What one press of a button told and made, and whether it shall stop."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda line, tensor: self.lines.append(f"{line}  {tensor}"), says_all=True)
+        self.lines: list[str] = []
+        self.made = dict.fromkeys(("summary", "link", "digest", "card"), "") | {"modules": []}
+        self.is_stopped = threading.Event()
+
+    def report(self, tensor: str, nbytes: int) -> None:
+        if self.is_stopped.is_set():
+            raise fp4convert.OutputError("stopped", "Nothing is committed.", "Start goes on.")
+        super().report(tensor, nbytes)
+
+    def carry_out(self, button: str, token: str, *fields: Any) -> None:
+        """Do it, and tell how it failed; a traceback goes to the log, without the token."""
+        try:
+            (plan if button == "Plan" else convert)(self, **read_fields(token.strip(), *fields))
+            self.end()
+        except fp4convert.Fp4Error as error:
+            self.lines.append(f"{error.message}\nNext: {error.next_step}")
+        except Exception:
+            print(traceback.format_exc().replace(token.strip() or "\0", "***"), flush=True)
+            self.lines.append("A bug of ours.\nNext: report it, with the log of this Space.")
+
+
+def read_fields(token: str, source: str, target: str, *rest: Any) -> dict[str, Any]:
+    """Return the words of `quantize`; without a push where none can be."""
+    for name in (source, target or source):  # a folder would be read from this machine
+        if not REPOSITORY.fullmatch(name):
+            raise fp4convert.InputError("usage", f"{name!r}; expected ORG/NAME", "Copy its name.")
+    words = {name: rest[at] or None for at, name in enumerate(("engine", "format", "revision"))}
+    key = hashlib.sha256(repr((source, target, rest)).encode()).hexdigest()
+    words |= {"source": source, "token": token or None, "output": Path(PLACE.name, "runs", key)}
+    if target and (token or os.environ.get("HF_TOKEN")):
+        disk = min(40.0, 0.9 * shutil.disk_usage(PLACE.name).free / 1e9)  # a free Space has 50 GB
+        words |= {"push_to_hub": target, "private": rest[3], "no_keep": True, "disk": disk}
+    return words
+
+
+def plan(run: Run, **words: Any) -> None:
+    """Show what `quantize` would do: a summary, and a row for every kind of module."""
+    found = fp4convert.preview_quantize(**words, phases=run)
+    sizes = (found[f"{part}_bytes"] / 1e9 for part in ("source", "output", "peak_disk"))
+    before, after, peak = (f"{gigabytes:,.3f} GB" for gigabytes in sizes)
+    bits = f"{found['bits_per_weight'] or 16:.2f} bits a quantized weight"
+    lines = [f"{found['format']} in dialect {found['dialect']}", f"{before} become {after}, {bits}"]
+    if "disk" in words:
+        refused = found.get("error", {"message": "which has room"})["message"]
+        lines += [f"at most {peak} on this disk at once: {refused}"]
+    if asked := found.get("engine"):
+        lines += [f"{asked['engine']} {asked['versions']} {asked['why']}"]
+    run.made["summary"] = "\n".join(lines + [f"warning: {line}" for line in found["warnings"]])
+    rows = [[row[name] or "" for name in TABLE] for row in found["patterns"]]
+    run.made["modules"] = [[f"{x:,}" if isinstance(x, int) else x for x in row] for row in rows]
+
+
+def convert(run: Run, **words: Any) -> None:
+    """Convert into the target, and look at what it has then; small files stay until the next."""
+    if "push_to_hub" not in words:
+        raise fp4convert.InputError("no-token", "Target or token is empty.", "Fill in both.")
+    with ONE:
+        for other in {*words["output"].parent.glob("*")} - {words["output"]}:
+            shutil.rmtree(other)  # what an earlier, unfinished run left
+        plan(run, **words)
+        told = {"tell": run.lines.append, "warn": run.lines.extend, "phases": run}
+        made = fp4convert.quantize(**words, **told)
+        url = html.escape(made.pushed)
+        run.made |= {"link": f'<a href="{url}" target="_blank">{url}</a>', "digest": made.digest}
+        there = {"revision": url.rpartition("/")[2], "token": words["token"]}
+        found = fp4convert.inspect(words["push_to_hub"], engine=words["engine"], **there)
+        run.lines += [each["detail"] for each in found["findings"]] or ["inspect: healthy"]
+        card = hf_hub_download(words["push_to_hub"], "README.md", local_dir=PLACE.name, **there)
+        run.made["card"] = Path(card).read_text("utf-8")
+
+
+def page() -> Any:
+    """Make the page; what comes of a checkpoint is plain text in it."""
+    import gradio as gr
+
+    def follow(request: gr.Request, button: str, *fields: Any) -> Any:
+        RUNS.setdefault(str(request.session_hash), []).append(run := Run())
+        thread = threading.Thread(target=run.carry_out, args=(button, *fields), daemon=True)
+        thread.start()
+        is_over, was = False, {}
+        while not is_over:
+            thread.join(0.5)
+            is_over = not thread.is_alive()
+            now = {"progress": "\n".join(run.lines[-400:]), **run.made}
+            yield {shown[part]: now[part] for part in now if now[part] != was.get(part)}
+            was = now | {"progress": None}  # which always goes along
+
+    def stop(request: gr.Request) -> None:
+        for run in RUNS.pop(str(request.session_hash), []):
+            run.is_stopped.set()
+
+    def box(label: str, **how: Any) -> gr.Textbox:
+        return gr.Textbox(label=label, elem_id=label.lower(), min_width=280, **how)
+
+    with gr.Blocks(title="fp4convert", analytics_enabled=False) as blocks:
+        gr.Markdown(ABOUT)
+        with gr.Row():
+            form = [box("Token", type="password"), box("Source"), box("Target")]
+            form += [gr.Dropdown([*ENGINES, ""], label="Engine", allow_custom_value=True)]
+            form += [gr.Dropdown(["", "nvfp4", "mxfp4"], label="Format")]
+            form += [box("Revision"), gr.Checkbox(label="Private")]
+        with gr.Row():
+            buttons = [gr.Button(name, elem_id=name.lower()) for name in ("Plan", "Start", "Stop")]
+        shown = {"progress": box("Progress", lines=6), "summary": box("Summary", lines=3)}
+        shown["modules"] = gr.Dataframe(headers=TABLE, elem_id="modules", wrap=True)
+        shown |= {"link": gr.HTML(elem_id="link"), "digest": box("Digest"), "card": box("Card")}
+        off: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
+        for each in buttons[:2]:
+            each.click(follow, [each, *form], [*shown.values()], concurrency_id=each.value, **off)
+        buttons[2].click(stop, queue=False, **off)
+        blocks.unload(stop)
+    return blocks.queue(max_size=20, api_open=False)
+
+
+if __name__ == "__main__":
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before it is imported
+    os.chdir(tempfile.mkdtemp(dir=PLACE.name))  # where ORG/NAME is no folder
+    page().launch(run_history=False, footer_links=[], ssr_mode=False)
