@@ -55,10 +55,11 @@ def check_comparison(page: Path, folders: Iterable[Path | None]) -> None:
 
 
 def save_comparison(page: Path, found: Document) -> str:
-    """Write the page of `compare`, and its figures beside it; return a line that tells.
+    """Write the page of `compare`, and its figures beside it.
 
-    found   the document of `compare --json`
-    Raises  OutputError where a file cannot be written
+    found    the document of `compare --json`
+    Returns  a line that tells of them
+    Raises   OutputError where a file cannot be written
     """
     table, figures = _beside(page)
     write_paper(table, make_table(found), TABLE)
@@ -211,9 +212,9 @@ def _figure(value: float, form: str) -> str:
 
 
 def _charts(found: Document) -> list[Document]:
-    """Return a chart for each kind of module: values of each artifact by layer.
+    """Return a chart for each kind of module.
 
-    Kinds of one layer alone have no chart.
+    It has the values of each artifact by layer; kinds of one layer alone have no chart.
     """
     sides, rows = found["artifacts"], found["tensors"]
     held: dict[str, dict[str, dict[Numbers, list[Document]]]] = defaultdict(
