@@ -15,8 +15,16 @@ from huggingface_hub import hf_hub_download
 
 import fp4convert
 
-ENGINES = ["vllm", "sglang", "tensorrt-llm", "transformers", "llama.cpp", "mlx"]
-ENGINES += ["comfyui", "diffusers"]
+ENGINES = [
+    "vllm",
+    "sglang",
+    "tensorrt-llm",
+    "transformers",
+    "llama.cpp",
+    "mlx",
+    "comfyui",
+    "diffusers",
+]
 TABLE = ["pattern", "count", "action", "format", "reason", "group", "source_bytes", "output_bytes"]
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 PLACE = tempfile.TemporaryDirectory(prefix="fp4convert-space-")
@@ -41,25 +49,26 @@ class Run(fp4convert.Phases):
 
     def carry_out(self, button: str, token: str, *fields: Any) -> None:
         """Do it, and tell how it failed; a traceback goes to the log, without the token."""
+        token = token.strip() or os.environ.get("HF_TOKEN", "")
         try:
-            (plan if button == "Plan" else convert)(self, **read_fields(token.strip(), *fields))
+            (plan if button == "Plan" else convert)(self, **read_fields(token, *fields))
             self.end()
         except fp4convert.Fp4Error as error:
             self.lines.append(f"{error.message}\nNext: {error.next_step}")
         except Exception:
-            print(traceback.format_exc().replace(token.strip() or "\0", "***"), flush=True)
+            print(traceback.format_exc().replace(token or "\0", "***"), flush=True)
             self.lines.append("A bug of ours.\nNext: report it, with the log of this Space.")
 
 
 def read_fields(token: str, source: str, target: str, *rest: Any) -> dict[str, Any]:
     """Return the words of `quantize`; without a push where none can be."""
-    for name in (source, target or source):  # a folder would be read from this machine
-        if not REPOSITORY.fullmatch(name):
-            raise fp4convert.InputError("usage", f"{name!r}; expected ORG/NAME", "Copy its name.")
+    for what, name in (("Source", source), ("Target", target or source)):
+        if not REPOSITORY.fullmatch(name):  # a folder would be read from this machine
+            raise fp4convert.InputError("usage", f"{what} {name!r}; expected ORG/NAME", "Copy it.")
     words = {name: rest[at] or None for at, name in enumerate(("engine", "format", "revision"))}
     key = hashlib.sha256(repr((source, target, rest)).encode()).hexdigest()
     words |= {"source": source, "token": token or None, "output": Path(PLACE.name, "runs", key)}
-    if target and (token or os.environ.get("HF_TOKEN")):
+    if target and token:
         disk = min(40.0, 0.9 * shutil.disk_usage(PLACE.name).free / 1e9)  # a free Space has 50 GB
         words |= {"push_to_hub": target, "private": rest[3], "no_keep": True, "disk": disk}
     return words
@@ -138,7 +147,7 @@ def page() -> Any:
         shown |= {"link": gr.HTML(elem_id="link"), "digest": box("Digest"), "card": box("Card")}
         off: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
         for each in buttons[:2]:
-            each.click(follow, [each, *form], [*shown.values()], concurrency_id=each.value, **off)
+            each.click(follow, [each, *form], [*shown.values()], concurrency_limit=None, **off)
         buttons[2].click(stop, queue=False, **off)
         blocks.unload(stop)
     return blocks.queue(max_size=20, api_open=False)

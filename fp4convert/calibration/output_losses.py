@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
 from fp4convert.numerics.matrices import InMemory
 from fp4convert.progress import Phases
 from fp4convert.recipes.recipe import Recipe
-from fp4convert.storage.disk import write_errors_at
+from fp4convert.storage.disk import replace_file
 
 MOST_TOKENS = 8192  # of the samples, spread evenly over them
 HIDDEN_NBYTES = 8 * 10**9  # of hidden states of all runs that go on together
@@ -163,10 +162,7 @@ def measure_losses(run: LossRun) -> Losses:
             folder = run.state / "runs"
             folder.mkdir(exist_ok=True)
             found = _Runs(run, lanes, batches, folder).measure()
-            with write_errors_at(kept):
-                temp = kept.with_suffix(".new")
-                temp.write_text(json.dumps(found))
-                os.replace(temp, kept)
+            replace_file(kept, json.dumps(found).encode())
         for lane, loss in zip(lanes, found, strict=True):
             for module in lane.part.modules:
                 own = losses.setdefault(module, {})

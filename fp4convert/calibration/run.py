@@ -64,7 +64,7 @@ from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases, size_text, tokens_text
 from fp4convert.recipes.options import one_of
 from fp4convert.recipes.recipe import model_recipe
-from fp4convert.storage.disk import write_errors_at
+from fp4convert.storage.disk import replace_file, write_errors_at
 from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.source import Source, stopping
 
@@ -347,10 +347,7 @@ class _LayerRun:
             "seen": [*(name for name in linears if f"{name}.tokens" in arrays), *inputs],
             "experts": sum(len(v) for k, v in arrays.items() if k.endswith(".expert_tokens")),
         }
-        temp = self.state / "remark.new"
-        with write_errors_at(temp):
-            temp.write_text(json.dumps(remark))
-            os.replace(temp, remark_file(self.state, number))
+        replace_file(remark_file(self.state, number), json.dumps(remark).encode())
 
     def finish(self, samples: Samples, begun: float) -> Calibrated:
         """Join the parts to the file."""

@@ -123,6 +123,13 @@ def compare_models(task: Task) -> Measured:
         return _Run(task, models, batches_of(samples), folder).measure(len(samples))
 
 
+def check_models(task: Task) -> None:
+    """Raise InputError where compare_models would, for models that are not the same."""
+    import_transformers()
+    with TemporaryDirectory(prefix="fp4convert-") as name:
+        _open_both(task, Path(name), find_device(task.device))
+
+
 def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton, Skeleton]:
     """Build both models; InputError unless they are the same."""
     copy_texts(task.source, folder / "source")

@@ -26,6 +26,7 @@ SCALES = {"fp8_e4m3": "-eeeemmm", "e8m0": "eeeeeeee"}  # of a scale that is posi
 SHOWN = 2  # bytes at the beginning of a block, before the dots
 MOST_PATTERNS = 24  # of modules that are shown
 MOST_SHOWN, MOST_COMPARED = 5, 10  # tensors
+MOST_BESIDE = 6  # artifacts beside each other; more are below each other, without their layers
 SIDES = {
     "artifact": "artifact",
     "formats": "formats",
@@ -41,6 +42,7 @@ SIDES = {
     "output_error": "output error",
     "best": "best on",
 }
+SHORT = ("artifact", "formats", "bits_per_weight", "sqnr_db_mean", "output_error", "best")
 FORMS = {"bits_per_weight": ".3f", "sqnr_db_mean": ".2f", "sqnr_db_min": ".2f"}
 WIDEST = 130  # of a sentence, also in a pipe
 WHOLE = ("format", "rule", "block", "bits/weight", "SQNR dB", "output error", "")
@@ -170,12 +172,37 @@ def draw_comparison(screen: Screen, found: Document) -> None:
     """Draw the artifacts, the layers that differ most, and the verdict."""
     # the artifacts as a whole
     sides = found["artifacts"]
-    rows = [
-        (words, *(_side_text(side, key) for side in sides.values())) for key, words in SIDES.items()
+    columns = [
+        [letter, *(_side_text(side, key) for key in SIDES)] for letter, side in sides.items()
     ]
-    screen.table(("", *sides), rows)
-    screen.line("")
-    # linear layers
+    if len(sides) <= MOST_BESIDE:
+        screen.table(("", *sides), [*zip(SIDES.values(), *(c[1:] for c in columns), strict=True)])
+        screen.line("")
+        _draw_layers(screen, found)
+    else:
+        kept = [1 + list(SIDES).index(key) for key in SHORT]
+        headings = ("", *(SIDES[key] for key in SHORT))
+        screen.table(headings, [(column[0], *(column[at] for at in kept)) for column in columns])
+    # how many are quantized, and which are best
+    totals = found["totals"]
+    counts = [f"quantized by all {totals['quantized_by_all']}"]
+    for letter, alone in totals["quantized_by_one"].items():
+        if alone:
+            counts.append(f"by {letter} alone {alone}")
+    screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
+    _draw_best(screen, found)
+    _draw_predictions(screen, sides)
+    for letter, side in sides.items():
+        told = ({**one, "detail": f"{letter}: {one['detail']}"} for one in side["findings"])
+        draw_findings(screen, told)
+    if not found["passed"]:
+        why = "modules with findings were not compared" if totals["judged"] else "no verdict"
+        draw_verdict(screen, False, "", f"failed: {why}")
+
+
+def _draw_layers(screen: Screen, found: Document) -> None:
+    """Draw the linear layers that differ most."""
+    sides = found["artifacts"]
     lost = ("SQNR dB", "output error") if len(sides) == 2 else ("output error",)
     headings = [word for letter in sides for word in (letter, *lost)]
     ranked = sorted(found["tensors"], key=_output_difference, reverse=True)
@@ -185,27 +212,19 @@ def draw_comparison(screen: Screen, found: Document) -> None:
     )
     if len(ranked) > MOST_COMPARED:
         screen.line(f"and {len(ranked) - MOST_COMPARED} more: --json has them all, --report, too")
-    # how many are quantized, and which are best
-    totals = found["totals"]
-    counts = [f"quantized by all {totals['quantized_by_all']}"]
-    for letter, alone in totals["quantized_by_one"].items():
-        if alone:
-            counts.append(f"by {letter} alone {alone}")
-    screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
-    if totals["judged"]:
-        best = ", ".join(f"{letter} on {side['best']}" for letter, side in sides.items())
-        how = f"several alike on {totals['shared']}, by output error"
-        screen.line(f"best: {best}; {how}; {_inputs_text(found)}", "bold")
-        for letter, side in sides.items():
-            if letter != "a" and (mean := side["difference_db_mean"]) is not None:
-                screen.line(f"SQNR of {letter} - a: {mean:+.2f} dB on average")
-    _draw_predictions(screen, sides)
+
+
+def _draw_best(screen: Screen, found: Document) -> None:
+    """Draw on how many layers each is best, where that can be said."""
+    sides, totals = found["artifacts"], found["totals"]
+    if not totals["judged"]:
+        return
+    best = ", ".join(f"{letter} on {side['best']}" for letter, side in sides.items())
+    how = f"several alike on {totals['shared']}, by output error"
+    screen.line(f"best: {best}; {how}; {_inputs_text(found)}", "bold")
     for letter, side in sides.items():
-        told = ({**one, "detail": f"{letter}: {one['detail']}"} for one in side["findings"])
-        draw_findings(screen, told)
-    if not found["passed"]:
-        why = "modules with findings were not compared" if totals["judged"] else "no verdict"
-        draw_verdict(screen, False, "", f"failed: {why}")
+        if letter != "a" and (mean := side["difference_db_mean"]) is not None:
+            screen.line(f"SQNR of {letter} - a: {mean:+.2f} dB on average")
 
 
 def _draw_predictions(screen: Screen, sides: Document) -> None:

@@ -14,7 +14,7 @@ from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.signature import read_statement, sign_folder
 from fp4convert.storage.checkpoint_files import SIGNATURE
-from fp4convert.storage.disk import fsync_folder, write_errors_at
+from fp4convert.storage.disk import replace_file
 
 
 @public(AttestOptions)
@@ -42,17 +42,7 @@ def attest(options: AttestOptions) -> dict[str, Any]:
             detail = f"{folder / file} is not what the record says; expected the file as written"
             step = f"See: {shell_line('fp4convert', 'verify', folder)}"
             raise InputError("not-signable", f"{detail}. Nothing is signed", step)
-    temp = folder / f".{SIGNATURE}.{os.getpid()}.tmp"
-    with write_errors_at(place):
-        try:
-            with temp.open("wb") as out:
-                out.write(data)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temp, place)
-            fsync_folder(folder)
-        finally:
-            temp.unlink(missing_ok=True)
+    replace_file(place, data)
     return {
         "artifact": os.fspath(folder),
         "signature": os.fspath(place),

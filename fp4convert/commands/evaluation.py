@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.adapters.peft import Adapter, open_recorded
@@ -82,21 +83,32 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
     """Evaluate the artifacts of `compare` on one text, one after the other.
 
     feed     that of feed_of
-    Returns  the figures of each
+    Returns  the figures of each, and the lines that were told of it
     Raises   what `evaluate` does
     """
     from fp4convert.calibration import side_by_side
     from fp4convert.quality import evaluation
+    from fp4convert.quality.comparison import LETTERS
 
     source = open_model(os.fspath(options.source), options.original_access())
-    found = []
+    tasks = []
     for reference in options.artifacts:
         artifact = open_model(os.fspath(reference), options.access())
-        task = _task(options, source, artifact, feed, phases)
-        measured = side_by_side.compare_models(task)
+        tasks.append(_task(options, source, artifact, feed, phases))
+    for task in tasks:  # before any of them runs
+        side_by_side.check_models(task)
+    found = []
+    for letter, task in zip(LETTERS, tasks, strict=False):
+        notes: list[str] = []
+
+        def tell(line: str, letter: str = letter, notes: list[str] = notes) -> None:
+            notes.append(line)
+            options.tell(f"{letter}: {line}")
+
+        measured = side_by_side.compare_models(replace(task, tell=tell))
         figures = evaluation.evaluate(measured, evaluation.EvaluationGate()).as_json()
         keys = ("kl", "top1", "ppl", "activations", "kv_cache", "tokens", "windows", "by_layer")
-        found.append({key: figures[key] for key in keys})
+        found.append({**{key: figures[key] for key in keys}, "notes": notes})
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
+from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.commands.options import (
     CompareOptions,
     InspectOptions,
@@ -99,7 +100,6 @@ def verify(options: VerifyOptions) -> Verified:
 
 @public(CompareOptions)
 @keeping_nothing()
-@uncollected()
 def compare(options: CompareOptions) -> dict[str, Any]:
     """Put artifacts of one source side by side.
 
@@ -127,28 +127,27 @@ def compare(options: CompareOptions) -> dict[str, Any]:
         check_comparison(page, [options.folder_of(one) for one in given])
     feed = feed_of(options, "compare --text") if has_text(options) else None
     calibration = as_path(options.calibration)
-    known = None if calibration is None else open_calibration(calibration)
+    outputs = Outputs(None if calibration is None else open_calibration(calibration))
     phases = _begin(options)
-    opened = [_with_adapter(_open_first(options, each), options) for each in given]
-    source = open_original(os.fspath(options.source), options.original_access())
-    paddings = [artifact.record.get(PADDING) for artifact in opened]
-    for at, padding in enumerate(paddings):
-        if padding != paddings[0]:
-            detail = f"{given[0]} and {given[at]} have zeros for different ranks"
-            detail = f"{detail} of tensor parallelism"
-            raise InputError("pad-differs", f"{detail}; expected artifacts of the same sizes")
-    source = pad_as_recorded(opened[0].record, source)
-    for artifact in opened:
-        artifact.refuse_unsound()  # before the longer part of the work
+    with uncollected():
+        opened = _with_adapters([_open_first(options, each) for each in given], options)
+        source = open_original(os.fspath(options.source), options.original_access())
+        paddings = [artifact.record.get(PADDING) for artifact in opened]
+        for at, padding in enumerate(paddings):
+            if padding != paddings[0]:
+                detail = f"{given[0]} and {given[at]} have zeros for different ranks"
+                detail = f"{detail} of tensor parallelism"
+                raise InputError("pad-differs", f"{detail}; expected artifacts of the same sizes")
+        source = pad_as_recorded(opened[0].record, source)
+        paired, compared = comparison.pair_all(opened, source, outputs)
     predictions: list[dict[str, Any]] = []
     if feed is not None:
         from fp4convert.commands.evaluation import predictions_of
 
         predictions = predictions_of(options, feed, phases)
         phases.begin("headers")
-    found = comparison.compare(opened, source, Outputs(known), phases)
-    for letter, figures in zip(found["artifacts"], predictions, strict=False):
-        found["artifacts"][letter]["predictions"] = figures
+    with uncollected():
+        found = comparison.compare(paired, compared, outputs, phases, predictions)
     if page:
         from fp4convert.report.comparison_page import save_comparison
 
@@ -178,6 +177,19 @@ def _with_adapter(artifact: Artifact, options: VerifyOptions | CompareOptions) -
 
     access = options.original_access()
     return replace(artifact, adapter=open_recorded(given[0], artifact.record, access))
+
+
+def _with_adapters(artifacts: list[Artifact], options: CompareOptions) -> list[Artifact]:
+    """Let those know the adapter that were made with one.
+
+    Raises  InputError where none of them was
+    """
+    if not any(ADAPTER in artifact.record for artifact in artifacts):
+        return [_with_adapter(artifacts[0], options), *artifacts[1:]]
+    return [
+        _with_adapter(artifact, options) if ADAPTER in artifact.record else artifact
+        for artifact in artifacts
+    ]
 
 
 def _original(options: InspectOptions | VerifyOptions, artifact: Artifact) -> Source | None:

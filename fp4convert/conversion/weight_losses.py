@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +52,7 @@ from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
 from fp4convert.numerics.matrices import InMemory
 from fp4convert.progress import Phases
 from fp4convert.quality.losses import RowSample, sample_matrix
-from fp4convert.storage.disk import write_errors_at
+from fp4convert.storage.disk import replace_file
 from fp4convert.storage.json_text import MISSHAPEN, read_text_file
 from fp4convert.storage.source import ASKED_AT_ONCE, Source, stopping
 
@@ -233,11 +232,8 @@ def _keep(bench: Bench, key: str, losses: Losses) -> None:
     """Write the losses of a shard, for later runs and other processes."""
     if bench.output is None or not bench.is_kept:
         return
-    final = bench.output / STATE / FOLDER / f"{key}.json"
-    temp = final.with_name(f".{key}-{os.getpid()}.new")
-    with write_errors_at(final):
-        temp.write_text(json.dumps(losses, sort_keys=True), encoding="utf-8")
-        os.replace(temp, final)
+    text = json.dumps(losses, sort_keys=True)
+    replace_file(bench.output / STATE / FOLDER / f"{key}.json", text.encode())
 
 
 def _measure_shard(bench: Bench, own: Sequence[Candidate]) -> Losses:

@@ -90,6 +90,12 @@ def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Ref
         if found and not each.option.is_argument:
             detail = f"{given} names the {name} {found}, which --{each.name} does not take"
             raise InputError("usage", detail, f"Name the repository: {shell_line(place.reference)}")
+        if found and each.option.is_several:
+            detail = f"{given} names the {name} {found}, and --{name} is that of all artifacts"
+            step = (
+                f"Name the repository, {shell_line(place.reference)}, or a folder with its files."
+            )
+            raise InputError("usage", f"{detail}; expected ORG/NAME", step)
         if found and known not in (None, found):
             detail = f"{given} names the {name} {found}, and {known} is given"
             raise InputError("usage", f"{detail}; expected one of them", f"Leave --{name} out.")

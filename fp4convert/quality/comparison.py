@@ -8,6 +8,7 @@ they are stored, which folds change.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from string import ascii_lowercase
@@ -89,21 +90,17 @@ class _Side:
         }
 
 
-def compare(
-    artifacts: Sequence[Artifact],
-    source: Source,
-    outputs: Outputs | None = None,
-    phases: Phases | None = None,
-) -> dict[str, Any]:
-    """Make the document of `compare --json`.
+def pair_all(
+    artifacts: Sequence[Artifact], source: Source, outputs: Outputs
+) -> tuple[list[SourcePairs], list[Linear]]:
+    """Put artifacts beside their source, of which no weight is read yet.
 
     artifacts  as many as there are LETTERS at most
-    outputs    whose inputs output errors are for; Gaussians where it is None
-    phases     learns how far the reading is
+    outputs    whose inputs output errors are for
+    Returns    each beside the source, and the source's layers that one of them has quantized
     Raises     InputError where an artifact is not sound, nothing is quantized in any, or a
                calibration is of another source
     """
-    outputs = outputs or Outputs()
     for artifact in artifacts:
         artifact.refuse_unsound()
     paired = [pair_with_source(artifact, source, outputs) for artifact in artifacts]
@@ -118,16 +115,38 @@ def compare(
         detail = f"none of {names} has quantized a linear layer of {source.name}"
         next_step = "Give the weights that they were made from: --source SOURCE."
         raise InputError("nothing-in-common", detail, next_step)
-    phases = phases or Phases()
+    return paired, list(compared.values())
+
+
+def compare(
+    paired: Sequence[SourcePairs],
+    compared: Sequence[Linear],
+    outputs: Outputs,
+    phases: Phases,
+    predictions: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Make the document of `compare --json`.
+
+    paired, compared  what pair_all returned with these outputs
+    phases            learns how far the reading is
+    predictions       the figures of each artifact's, where a text was read
+    """
     sides = {
         letter: _measure_side(one, phases, f"measure {letter}")
         for letter, one in zip(LETTERS, paired, strict=False)
     }
-    rows = [_describe_row(linear, sides) for linear in compared.values()]
+    rows = [_describe_row(linear, sides) for linear in compared]
+    artifacts = {letter: _describe_side(side, letter, rows) for letter, side in sides.items()}
+    for letter, figures in zip(artifacts, predictions, strict=False):
+        artifacts[letter]["predictions"] = figures
+    names = Counter(side["artifact"] for side in artifacts.values())
+    for letter, side in artifacts.items():
+        if names[side["artifact"]] > 1:
+            side["artifact"] += f" ({letter})"
     return {
-        "source": source.name,
+        "source": _full_name(paired[0].source),
         **describe_inputs(outputs.calibration),
-        "artifacts": {letter: _describe_side(side, letter, rows) for letter, side in sides.items()},
+        "artifacts": artifacts,
         "tensors": rows,
         "totals": _describe_totals(rows, list(sides)),
         "passed": all(is_healthy(side.findings) for side in sides.values()),
@@ -193,15 +212,16 @@ def _describe_side(side: _Side, letter: str, rows: list[dict[str, Any]]) -> dict
     ]
     differences = [held["difference_db"] for _, held in own if held["difference_db"] is not None]
     formats = [packed.form.format.name for packed in artifact.packed.values()]
+    rule = artifact.record.get("scale_rule")
     formats += [held["stored"] for row, held in own if letter in row["quantized_by"]]
     least, worst = min(shared, default=(None, None))
     weights = sum(row["weights"] for row, _ in own)
     nbits = math.fsum(row["weights"] * held["bits_per_weight"] for row, held in own)
     return {
-        "artifact": artifact.source.name,
+        "artifact": _full_name(artifact.source),
         "formats": list(dict.fromkeys(formats)),
         "dialect": artifact.dialect,
-        "scale_rule": artifact.record.get("scale_rule"),
+        "scale_rule": rule if isinstance(rule, str) else None,
         "scale_layout": artifact.scale_layout,
         "bytes": artifact.source.checkpoint.nbytes,
         "quantized": len(side.distances),
@@ -231,6 +251,14 @@ def _describe_totals(rows: list[dict[str, Any]], letters: list[str]) -> dict[str
         "judged": sum(row["best"] is not None for row in rows),
         "shared": sum(len(row["best"] or ()) > 1 for row in rows),
     }
+
+
+def _full_name(source: Source) -> str:
+    """Name a source as nobody else's: a repository with its commit."""
+    checkpoint = source.checkpoint
+    if checkpoint.repo is None:
+        return source.name
+    return f"{checkpoint.repo}@{checkpoint.revision}" if checkpoint.revision else checkpoint.repo
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -69,7 +69,7 @@ class Distance:
         return math.sqrt(found) if math.isfinite(found) else None
 
     def check(self, name: str) -> Finding | None:
-        """Check that the values are the source's, rounded to four bits.
+        """Check that the values are the source's, rounded to its format.
 
         name  of the tensor
         """
@@ -77,7 +77,7 @@ class Distance:
             detail = "its values or the source's are not finite"
             return Finding("error", "not-measurable", name, detail)
         if self.sums.noise > DIFFERENT * self.sums.signal:
-            detail = "its values do not match the source in any four-bit form"
+            detail = "its values are not the source's, rounded to its format"
             return Finding("error", "source-differs", name, detail)
         return None
 

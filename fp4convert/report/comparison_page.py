@@ -24,10 +24,11 @@ from fp4convert.report.user_files import Paper, check_apart, check_place, write_
 PRODUCER = "fp4convert compare"
 FIRST_COLUMNS = ("layer", "weights", "best")  # of the CSV
 OF_EACH = ("stored", "bits_per_weight", "sqnr_db", "nmse", "output_error", "difference_db")
-TABLE = Paper("--report", "FILE.html", ",".join(FIRST_COLUMNS) + ",a_stored,")
+TABLE = Paper("--report", "FILE.html", '"layer","weights","best","a_stored",')
 FIGURES = Paper("--report", "FILE.html", f'{{\n  "producer": "{PRODUCER}",\n')
 MOST_CHARTS = 24
-FORMULAS = ("=", "+", "-", "@")  # signs that a spreadsheet takes for the beginning of one
+# Signs that a spreadsheet takes for the beginning of a formula, wide ones among them.
+FORMULAS = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
 # What the table of layers shows, and how: key, words, kind, digits, and whether the most is best.
 METRICS = (
     ("output_error", "output error", "share", 0, False),
@@ -43,13 +44,13 @@ def check_comparison(page: Path, folders: Iterable[Path | None]) -> None:
     folders  of the artifacts, where they have one
     Raises   InputError for a name that a file beside it has, or one in an artifact's folder
     """
+    check_page(page)
     table, figures = _beside(page)
     if page in (table, figures):
         detail = f"--report {page} is the name of the figures beside the page"
         raise InputError("usage", f"{detail}; expected FILE.html", "Give --report FILE.html.")
     for folder in folders:
         check_apart({PAGE: page, TABLE: table, FIGURES: figures}, folder)
-    check_page(page)
     check_place(table, TABLE)
     check_place(figures, FIGURES)
 
@@ -62,9 +63,9 @@ def save_comparison(page: Path, found: Document) -> str:
     Raises   OutputError where a file cannot be written
     """
     table, figures = _beside(page)
-    write_paper(table, make_table(found), TABLE)
     text = json.dumps({"producer": PRODUCER, **found}, indent=2, allow_nan=False)
     write_paper(figures, f"{text}\n", FIGURES)
+    write_paper(table, make_table(found), TABLE)
     write_page(make_sheet(found), page, COMPARISON)
     return f"report: {page}, {size_text(page.stat().st_size)}; figures: {table}, {figures}"
 
@@ -79,13 +80,14 @@ def make_table(found: Document) -> str:
     Empty where nothing can be said.  Layers are named as people see them (text.escape).
     """
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
+    writer = csv.writer(stream, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     letters = list(found["artifacts"])
     writer.writerow([*FIRST_COLUMNS, *(f"{each}_{key}" for each in letters for key in OF_EACH)])
     for row in found["tensors"]:
         name = escape(row["name"])
         safe = f"'{name}" if name.startswith(FORMULAS) else name
-        cells = [(row["held"][each] or {}).get(key) for each in letters for key in OF_EACH]
+        held = [(row["held"][each] or {}).get(key) for each in letters for key in OF_EACH]
+        cells = ["" if value is None else value for value in held]
         best = " ".join(row["best"] or ())
         writer.writerow([safe, row["weights"], best, *cells])
     return stream.getvalue()
@@ -93,7 +95,7 @@ def make_table(found: Document) -> str:
 
 def make_sheet(found: Document) -> Document:
     """Return the keys that page/comparison.js reads."""
-    sides = found["artifacts"]
+    sides, rows = found["artifacts"], found["tensors"]
     findings = [
         each._replace(lead=f"{letter}: {each.lead}")
         for letter, side in sides.items()
@@ -124,7 +126,10 @@ def make_sheet(found: Document) -> Document:
                 }
                 for (letter, side), mean in zip(sides.items(), kl, strict=True)
             ],
-            "rows": _rows(sides),
+            "rows": _rows(sides, _is_fair(found)),
+            "fairness": ""
+            if _is_fair(found)
+            else "No means are ranked: not every artifact has a figure for each of these layers.",
             "against": {
                 "key": "kl" if has_kl else "output_error",
                 "word": "mean KL, nats" if has_kl else "output error",
@@ -138,8 +143,9 @@ def make_sheet(found: Document) -> Document:
                 for metric in METRICS
             ],
             "layers": {
-                "name": [row["name"] for row in found["tensors"]],
-                "weights": [row["weights"] for row in found["tensors"]],
+                "name": [row["name"] for row in rows],
+                "weights": [row["weights"] for row in rows],
+                "best": [[list(sides).index(each) for each in row["best"] or ()] for row in rows],
                 **{key: _columns(found, key) for key, *_ in METRICS},
             },
             "findings": explain_findings(findings),
@@ -163,9 +169,16 @@ def _columns(found: Document, key: str) -> list[list[Any]]:
     return columns
 
 
-def _rows(sides: Document) -> list[tuple[str, list[str], list[int]]]:
+def _is_fair(found: Document) -> bool:
+    """Tell whether each artifact is the source's, and has a loss in every layer."""
+    held = [one for row in found["tensors"] for one in row["held"].values()]
+    return found["passed"] and all(one and one["output_error"] is not None for one in held)
+
+
+def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int]]]:
     """List what each artifact is and loses.
 
+    is_fair  whether means can be ranked
     Returns  words, a cell for each artifact, and the places of the best ones
     """
     every = list(sides.values())
@@ -180,7 +193,9 @@ def _rows(sides: Document) -> list[tuple[str, list[str], list[int]]]:
         if not known:
             return
         best = max(known) if is_most else min(known)
-        places = [at for at, value in enumerate(values) if value == best]
+        # One that lost nothing has no SQNR: what is not known is not worse.
+        is_ranked = is_fair and len(known) == len(values)
+        places = [at for at, value in enumerate(values) if value == best and is_ranked]
         cells = ["-" if value is None else _figure(value, form) for value in values]
         rows.append((word, cells, places if len(places) < len(values) else []))
 
@@ -203,6 +218,9 @@ def _rows(sides: Document) -> list[tuple[str, list[str], list[int]]]:
         tell("perplexity of the source", (f"{each['ppl']['source']:.4f}" for each in known))
         tell("text", (f"{each['tokens']:,} tokens" for each in known))
         tell("activations", (f"{each['activations']}-bit" for each in known))
+        tell("KV cache", (each["kv_cache"] or "16-bit" for each in known))
+        if any(each["notes"] for each in known):
+            tell("known", ("; ".join(each["notes"]) or "-" for each in known))
     return rows
 
 

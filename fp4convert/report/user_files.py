@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4convert.errors import InputError, OutputError
-from fp4convert.storage.disk import write_errors_at
+from fp4convert.storage.disk import replace_file, temp_beside, write_errors_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +90,17 @@ def check_place(path: Path, kind: Paper) -> None:
             )
             next_step = f"Choose another: {kind.option} {kind.example}."
             raise OutputError("output-exists", detail, next_step)
-    temp = _beside(path)
+    temp = temp_beside(Path(os.path.realpath(path)))
     with write_errors_at(path):
         temp.touch()
         temp.unlink()
 
 
-def _beside(path: Path) -> Path:
-    """Return where a file is written before it takes its name.
-
-    A link is not replaced, but what it leads to.
-    """
-    target = Path(os.path.realpath(path))
-    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
-
-
 def write_paper(path: Path, text: str, kind: Paper) -> None:
     """Write a file in UTF-8, in place of an earlier one of its kind.
 
+    A link stays, and what it leads to is replaced.
     Raises  OutputError where it cannot be written, or something else is there
     """
     check_place(path, kind)
-    temp = _beside(path)
-    with write_errors_at(path):
-        try:
-            temp.write_text(text, encoding="utf-8")
-            os.replace(temp, os.path.realpath(path))
-        finally:
-            temp.unlink(missing_ok=True)
+    replace_file(Path(os.path.realpath(path)), text.encode())

@@ -95,6 +95,30 @@ def reserve(fd: int, nbytes: int) -> None:
             raise
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file whole or not at all, in place of one of that name.
+
+    A link of that name is replaced, too: nothing is written where it leads.
+    Raises  what write_errors_at raises
+    """
+    temp = temp_beside(path)
+    with write_errors_at(path):
+        try:
+            with temp.open("wb") as out:
+                out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temp, path)
+            fsync_folder(path.parent)
+        finally:
+            temp.unlink(missing_ok=True)
+
+
+def temp_beside(path: Path) -> Path:
+    """Return where a file is written before it takes its name."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
 def fsync_folder(folder: Path) -> None:
     """Have the names in a folder on the disk, where it can.
 

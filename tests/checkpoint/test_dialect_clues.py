@@ -426,7 +426,7 @@ def ct_groups(*groups: tuple[str, list[str]]) -> dict:
             ],
         ),
         ([("float-quantized", ["Linear"])], [(Form(FP8, granularity="row"), ("*",))]),
-        ([("pack-quantized", ["lm_head"])], []),
+        ([("pack-quantized", ["lm_head"])], [(Form(INT4, granularity=(1, 32)), ("*",))]),
     ],
 )
 def test_groups_of_several_formats(groups, expected):

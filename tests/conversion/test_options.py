@@ -142,7 +142,7 @@ def test_two_revisions_are_not_one():
     assert InspectOptions(page, revision="v1").revision == "v1"
     for bad in (
         lambda: InspectOptions(page, revision="v2"),
-        lambda: CompareOptions(page, page.replace("v1", "v2"), source="S"),
+        lambda: CompareOptions([page, "A"], source="S"),
         lambda: VerifyOptions("A", source=page),
     ):
         with pytest.raises(InputError) as refused:

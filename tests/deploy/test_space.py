@@ -84,7 +84,7 @@ def test_its_head_and_its_requirements_agree():
     pinned = dict(
         line.split("==") for line in (SPACE / "requirements.txt").read_text().splitlines()
     )
-    assert pinned == {"gradio": told["sdk_version"], "fp4convert": fp4convert.__version__}
+    assert pinned == {"gradio": told["sdk_version"]}  # fp4convert is on no index yet
     assert (told["sdk"], told["app_file"]) == ("gradio", "app.py")
     assert len(told["short_description"]) <= 60  # the Hub refuses more
 
@@ -126,13 +126,17 @@ def test_a_run_that_shall_stop_ends_the_conversion(app, tmp_path):
     assert not list(out.rglob("*.safetensors"))
 
 
-def test_a_traceback_has_no_token(app, capsys, monkeypatch):
+@pytest.mark.parametrize("typed", [f" {TOKEN} ", ""])
+def test_a_traceback_has_no_token(typed, app, capsys, monkeypatch):
+    """Neither one that is typed nor the Space's own."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN if not typed else "")
+
     def fail(**words: object) -> None:
         raise RuntimeError(f"Authorization: Bearer {words['token']}")
 
     monkeypatch.setattr(app.fp4convert, "preview_quantize", fail)
     run = app.Run()
-    run.carry_out("Plan", f" {TOKEN} ", "org/m", "", "vllm", "", "", False)
+    run.carry_out("Plan", typed, "org/m", "", "vllm", "", "", False)
     said = capsys.readouterr()
     assert "RuntimeError: Authorization: Bearer ***" in said.out
     assert TOKEN not in said.out + said.err + "".join(run.lines)
@@ -352,6 +356,26 @@ def test_stop_stops_and_start_goes_on(page, hub, tmp_path):
     out = tmp_path / "plain"
     plain = run("quantize", "org/m", "--for", "vllm", "-o", out, "--token", TOKEN, "--json").json
     assert digest == plain["digest"]
+
+
+@pytest.mark.system
+def test_a_run_that_waits_for_another_can_be_stopped(page, hub, tmp_path):
+    """Of another session: nothing of it is committed when its turn comes."""
+    add_slow(hub, tmp_path / "m")
+    page.fill(token=TOKEN, source="org/m", target="me/q")
+    page.press("start")
+    wait_until(lambda: [seen for seen in hub.seen if seen.method == "PUT"])
+    with browser() as second:
+        other = Page(page.address, page.log, second)
+        other.fill(token=TOKEN, source="org/m", target="me/other")
+        other.press("start")
+        time.sleep(1)
+        other.press("stop")
+        hub.nbytes_per_second = None
+        page.wait("card")
+        assert "Next: " in other.wait("progress", "Nothing is committed")
+    assert len(hub.repos["me/q"].commits) > 1
+    assert "me/other" not in hub.repos or len(hub.repos["me/other"].commits) == 1
 
 
 @pytest.mark.system

@@ -85,7 +85,8 @@ def test_what_does_not_load_is_told(make: Callable[[Path], Any], fmt, tmp_path):
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-def test_what_becomes_nan_is_told(fmt, tmp_path):
+def test_what_computes_garbage_is_told(fmt, tmp_path):
+    """Scales that transformers leaves as memory was: NaN in most runs."""
     import torch
 
     engine = make_nomic_bert(tmp_path / "m")
@@ -93,6 +94,10 @@ def test_what_becomes_nan_is_told(fmt, tmp_path):
     is_bad = fmt == "nvfp4"
     assert any("transformers" in warning for warning in made.json["warnings"]) is is_bad
     assert said(tmp_path / "q") == ({("error", "engine-refuses")} if is_bad else set())
+    assert run("dequantize", tmp_path / "q", "-o", tmp_path / "back", "-q").code == 0
     with torch.no_grad():
-        states = loaded(engine, tmp_path / "q")(input_ids=torch.arange(1, 9)[None])[0]
-    assert bool(states.isfinite().all()) is not is_bad
+        states, expected = (
+            loaded(engine, tmp_path / name)(input_ids=torch.arange(1, 9)[None])[0].float()
+            for name in ("q", "back")
+        )
+    assert torch.allclose(states, expected, rtol=0.05, atol=0.05) is not is_bad

@@ -193,7 +193,7 @@ def test_right_kernels_pass_and_are_not_checked_twice(machine, tmp_path, monkeyp
     monkeypatch.setattr(self_check, "find_difference", lambda gpu: "anew")
     changes = {
         "another driver": lambda: (tmp_path / "driver").write_text("NVRM version: 580.1"),
-        "another version": lambda: monkeypatch.setattr(self_check, "version", lambda name: "9.9"),
+        "another version": lambda: monkeypatch.setattr(self_check, "__version__", "9.9"),
         "another GPU": lambda: monkeypatch.setattr(
             machine, "properties", lambda n: {**Machine.properties(machine, n), "name": b"Other"}
         ),

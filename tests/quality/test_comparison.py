@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from checkpoints import (
 )
 from made_up_inputs import calibrate
 from restored_artifacts import restored
+
+from fp4convert.report.comparison_page import make_sheet
 
 DOWN = f"{LAYER}.mlp.down_proj"
 
@@ -415,10 +418,65 @@ def test_what_somebody_else_wrote_beside_the_page_stays(source, nvfp4, mxfp4, tm
     assert (refused.code, refused.json["error"]["code"]) == (2, "file-in-artifact")
 
 
+@pytest.mark.parametrize("place", [".", "..", "/"])
+def test_a_page_that_is_a_folder_is_refused(place, source, nvfp4, mxfp4):
+    words = ("compare", nvfp4, mxfp4, "--source", source, "--json", "--report", place)
+    refused = run(*words)
+    assert (refused.code, refused.json["error"]["code"]) == (5, "cannot-write")
+
+
+def test_a_record_with_odd_words_is_compared_all_the_same(source, nvfp4, mxfp4, tmp_path):
+    copy = shutil.copytree(nvfp4, tmp_path / "odd")
+    file = copy / "quantization_config.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "scale_rule": [1]}))
+    told = run("compare", copy, mxfp4, "--source", source)
+    assert told.code == 0, told
+    assert compare((copy, mxfp4), source)["artifacts"]["a"]["scale_rule"] is None
+
+
+def test_artifacts_of_one_name_are_told_apart(source, nvfp4, mxfp4, tmp_path):
+    one, other = (
+        shutil.copytree(folder, tmp_path / kind / "M-FP4")
+        for kind, folder in (("n", nvfp4), ("m", mxfp4))
+    )
+    sides = compare((one, other), source)["artifacts"]
+    assert [side["artifact"] for side in sides.values()] == ["M-FP4 (a)", "M-FP4 (b)"]
+
+
+def test_means_are_ranked_where_each_has_every_layer_alone(source, nvfp4, mxfp4, tmp_path):
+    """One that loses nothing has no SQNR, and is not worse for that."""
+    pair = compare((nvfp4, mxfp4), source)
+    best = {word: places for word, _, places in make_sheet(pair)["rows"]}
+    assert (best["output error"], best["bits per weight"], best["SQNR, mean dB"]) == ([0], [1], [0])
+    part = make(source, tmp_path / "part", "mxfp4", "--exclude", "*.down_proj")
+    held = read_shard(part / SECOND)
+    dtype, shape, data = held[f"{DOWN}.weight"]
+    odd = {**held, f"{DOWN}.weight": (dtype, shape, bytes(2) + data[2:])}
+    (part / SECOND).write_bytes(pack_shard(odd))
+    sheet = make_sheet(compare((nvfp4, part), source))
+    assert sheet["fairness"]
+    assert all(places == [] for word, _, places in sheet["rows"] if word != "best on, layers")
+
+
+def test_many_artifacts_are_below_each_other_on_a_terminal(source, nvfp4, mxfp4):
+    told = run("compare", *[nvfp4, mxfp4] * 4, "--source", source)
+    lines = told.out.splitlines()
+    assert [line[0] for line in lines[1:9]] == list("abcdefgh")
+    assert max(map(len, lines[:9])) <= 100
+
+
+def test_an_address_with_a_revision_is_not_taken_for_all(source, nvfp4):
+    address = "https://huggingface.co/o/A/tree/v1"
+    refused = run("compare", address, nvfp4, "--source", source, "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "usage")
+    assert "--revision is that of all artifacts" in refused.json["error"]["message"]
+
+
 def test_a_name_that_a_spreadsheet_would_run_is_text(tmp_path):
     name = "=HYPERLINK(1).mlp.up_proj.weight"
     source = write_single(tmp_path / "m", {name: ("BF16", (64, 64), bf16(64, 64))})
     made = make(source, tmp_path / "q", "mxfp4")
     page = tmp_path / "p.html"
     assert run("compare", made, made, "--source", source, "--report", page).code == 0
-    assert (tmp_path / "p.csv").read_text().splitlines()[1].startswith("'=HYPERLINK(1)")
+    assert (tmp_path / "p.csv").read_text().splitlines()[1].startswith("\"'=HYPERLINK(1)")

@@ -36,7 +36,7 @@ def test_phases_end_with_all_bytes_done(made):
         "inspect": watched(fp4convert.inspect, a),
         "verify": watched(fp4convert.verify, a),
         "by source": watched(fp4convert.verify, a, source=source),
-        "compare": watched(fp4convert.compare, a, made["mxfp4"], source=source),
+        "compare": watched(fp4convert.compare, [a, made["mxfp4"]], source=source),
     }
     assert {name: list(found) for name, found in seen.items()} == {
         "inspect": ["scales"],

@@ -2,6 +2,7 @@
 it.
 """
 
+import errno
 import hashlib
 import os
 import sys
@@ -85,3 +86,28 @@ def test_a_refusal_names_the_path_and_what_was_needed(tmp_path):
     assert caught.value.code == "cannot-write"
     assert str(tmp_path / "none" / "a") in caught.value.message
     assert "1,234 bytes" in caught.value.message
+
+
+def test_a_small_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    disk.replace_file(path, b"first")
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OutputError, match="No space") as caught:
+            disk.replace_file(path, b"second")
+    assert caught.value.code == "disk-full"
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("f", b"first")]
+    disk.replace_file(path, b"second")
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("f", b"second")]
+
+
+def test_nothing_is_written_where_a_link_of_that_name_leads(tmp_path):
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    (tmp_path / "f").symlink_to(tmp_path / "theirs")
+    disk.replace_file(tmp_path / "f", b"ours")
+    assert not (tmp_path / "f").is_symlink()
+    assert [(tmp_path / name).read_bytes() for name in ("f", "theirs")] == [b"ours", b"theirs"]

@@ -24,6 +24,7 @@ function fillHead() {
   $("title").textContent = sheet.title;
   $("verdict").append(make("span", { className: `pill ${sheet.verdict.is_good ? "good" : "error"}`, textContent: sheet.verdict.words }));
   $("about").textContent = sheet.about;
+  $("fairness").textContent = sheet.fairness;
   $("producer").textContent = sheet.producer;
   const heads = artifacts.map(({ name }, at) => make("th", { scope: "col" }, letterOf(at), name));
   $("glance").tHead.append(make("tr", {}, make("th"), ...heads));
@@ -131,11 +132,12 @@ function fillTable() {
   $("matches").textContent = wanted.length === layers.name.length ? all : `${wanted.length.toLocaleString("en")} of ${all}`;
 }
 
-// The artifacts that are best in a row, where not all are.
+// The artifacts that are best in a row, where not all are; one that lost nothing has no SQNR, and is not worse for that.
 function bestOf(row, metric) {
+  if (metric.key === "output_error") return layers.best[row].length === artifacts.length ? [] : layers.best[row];
   const values = artifacts.map((_, at) => layers[metric.key][at][row]);
   const known = values.filter((value) => value !== null);
-  if (known.length < 2) return [];
+  if (known.length < values.length) return [];
   const best = metric.is_most ? Math.max(...known) : Math.min(...known);
   const found = values.map((value, at) => (value === best ? at : -1)).filter((at) => at >= 0);
   return found.length === artifacts.length ? [] : found;
