@@ -15,16 +15,7 @@ from huggingface_hub import hf_hub_download
 
 import fp4convert
 
-ENGINES = [
-    "vllm",
-    "sglang",
-    "tensorrt-llm",
-    "transformers",
-    "llama.cpp",
-    "mlx",
-    "comfyui",
-    "diffusers",
-]
+FOR = ["vllm", "sglang", "tensorrt-llm", "transformers", "llama.cpp", "mlx", "comfyui", "diffusers"]
 TABLE = ["pattern", "count", "action", "format", "reason", "group", "source_bytes", "output_bytes"]
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 PLACE = tempfile.TemporaryDirectory(prefix="fp4convert-space-")
@@ -137,7 +128,7 @@ def page() -> Any:
         gr.Markdown(ABOUT)
         with gr.Row():
             form = [box("Token", type="password"), box("Source"), box("Target")]
-            form += [gr.Dropdown([*ENGINES, ""], label="Engine", allow_custom_value=True)]
+            form += [gr.Dropdown([*FOR, ""], label="Engine", allow_custom_value=True)]
             form += [gr.Dropdown(["", "nvfp4", "mxfp4"], label="Format")]
             form += [box("Revision"), gr.Checkbox(label="Private")]
         with gr.Row():

@@ -124,7 +124,7 @@ def compare_models(task: Task) -> Measured:
 
 
 def check_models(task: Task) -> None:
-    """Raise InputError where compare_models would, for models that are not the same."""
+    """Raise InputError where compare_models would: models are not the same."""
     import_transformers()
     with TemporaryDirectory(prefix="fp4convert-") as name:
         _open_both(task, Path(name), find_device(task.device))

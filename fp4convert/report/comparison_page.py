@@ -170,7 +170,7 @@ def _columns(found: Document, key: str) -> list[list[Any]]:
 
 
 def _is_fair(found: Document) -> bool:
-    """Tell whether each artifact is the source's, and has a loss in every layer."""
+    """Tell whether each artifact is of the source and whole."""
     held = [one for row in found["tensors"] for one in row["held"].values()]
     return found["passed"] and all(one and one["output_error"] is not None for one in held)
 

@@ -75,7 +75,7 @@ def test_it_is_short_and_uses_public_names_alone():
 
 
 def test_it_offers_every_engine(app):
-    assert [engine.key for engine in known_engines()] == app.ENGINES
+    assert [engine.key for engine in known_engines()] == app.FOR
 
 
 def test_its_head_and_its_requirements_agree():
