@@ -4,9 +4,18 @@ import subprocess
 import sys
 
 import pytest
-from checkpoints import write_llama
+from checkpoints import run, write_llama
 
 PLAIN = ("--format", "nvfp4")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A source, and what was made of it."""
+    folder = tmp_path_factory.mktemp("folders")
+    source = write_llama(folder / "m")
+    assert run("quantize", source, *PLAIN, "-o", folder / "q").code == 0
+    return source, folder / "q"
 
 
 @pytest.mark.parametrize(
@@ -23,13 +32,11 @@ PLAIN = ("--format", "nvfp4")
     ],
     ids=" ".join,
 )
-def test_development_mode_has_nothing_to_say(words, hub, tmp_path, monkeypatch):
+def test_development_mode_has_nothing_to_say(words, folders, hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    source = write_llama(tmp_path / "m")
-    made = [sys.executable, "-m", "fp4convert", "quantize", source, *PLAIN, "-o", tmp_path / "q"]
-    subprocess.run([*map(str, made), "-q"], check=True, stdout=subprocess.DEVNULL)
+    source, made = folders
     hub.add("org/m", source)
-    hub.add("org/q", tmp_path / "q")
+    hub.add("org/q", made)
     places = {"OUT": str(tmp_path / "out"), "M": str(source)}
     command = [sys.executable, "-X", "dev", "-m", "fp4convert"]
     command += [places.get(word, word) for word in words]
