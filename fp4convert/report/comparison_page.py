@@ -24,7 +24,8 @@ from fp4convert.report.user_files import Paper, check_apart, check_place, write_
 PRODUCER = "fp4convert compare"
 FIRST_COLUMNS = ("layer", "weights", "best")  # of the CSV
 OF_EACH = ("stored", "bits_per_weight", "sqnr_db", "nmse", "output_error", "difference_db")
-TABLE = Paper("--report", "FILE.html", '"layer","weights","best","a_stored",')
+_FIRST = "".join(f'"{name}",' for name in (*FIRST_COLUMNS, f"a_{OF_EACH[0]}"))
+TABLE = Paper("--report", "FILE.html", _FIRST)
 FIGURES = Paper("--report", "FILE.html", f'{{\n  "producer": "{PRODUCER}",\n')
 MOST_CHARTS = 24
 # Signs that a spreadsheet takes for the beginning of a formula, wide ones among them.
