@@ -73,6 +73,7 @@ class Process:
         self.is_over = False
         self.is_torn = False  # its last write is
         self.frozen_until = 0.0
+        self.parked: list[tuple[Task, int]] = []  # its threads meanwhile, each with its token
         self.frozen_seconds = 0.0
         self.last_frozen = -1e9
         self.ended = 0.0
@@ -83,6 +84,7 @@ class Process:
         self.fds: dict[int, Handle] = {}
         self.next_fd = FIRST_FD
         self.looks: dict[int, float] = {}  # claims of the dead: since when it knows them
+        self.opened: dict[str, float] = {}  # files: when it opened them last
         self._run = run
         task = Task(world.scheduler, self, self._main)
         self.tasks = [task]
@@ -124,6 +126,18 @@ class Process:
         self.frozen_until = max(self.frozen_until, now + seconds)
         self.frozen_seconds += seconds
         self.last_frozen = self.frozen_until
+
+    def thaw(self, seconds: float) -> None:
+        """Go on within so many seconds, where it would stand still for longer."""
+        scheduler = self.world.scheduler
+        until = scheduler.now + seconds
+        if self.is_over or self.frozen_until <= until:
+            return
+        self.frozen_seconds -= self.frozen_until - until
+        self.frozen_until = self.last_frozen = until
+        for task, token in self.parked:
+            scheduler.wake_at(until, task, token)
+        self.parked.clear()
 
     def open(self, node: Node, path: str, can_write: bool) -> int:
         fd = self.next_fd

@@ -200,7 +200,6 @@ MUTATIONS: dict[str, Mutation] = {
         '        if is_empty or (owner is not None and owner.get("worker") == self.name):',
         "        if True:",
         "a process that slept takes the claim of the one that follows it",
-        within=4000,
     ),
     "not-looked-at-again": Mutation(
         LEASES,

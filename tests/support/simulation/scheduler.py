@@ -110,9 +110,7 @@ class Scheduler:
         task.token += 1
         task.is_woken = False
         if seconds is not None:
-            self._count += 1
-            until = self.now + max(0.0, seconds)
-            heappush(self._timers, (until, self._count, task, task.token))
+            self.wake_at(self.now + max(0.0, seconds), task, task.token)
         self.hub.switch()
         if task.process.is_over:
             raise GreenletExit
@@ -122,6 +120,11 @@ class Scheduler:
         task.token += 1
         task.is_woken = True
         self._ready.append(task)
+
+    def wake_at(self, when: float, task: Task, token: int) -> None:
+        """Wake a thread then, unless the wait of that token has ended before."""
+        self._count += 1
+        heappush(self._timers, (when, self._count, task, token))
 
     def run(self) -> None:
         """Run threads until every process is over."""
@@ -146,8 +149,8 @@ class Scheduler:
                 continue
             if process.frozen_until > self.now:
                 task.token += 1
-                self._count += 1
-                heappush(self._timers, (process.frozen_until, self._count, task, task.token))
+                process.parked.append((task, task.token))
+                self.wake_at(process.frozen_until, task, task.token)
                 continue
             task.switch()
             if self.broken:

@@ -198,6 +198,7 @@ class Files:
             if node.is_folder and can_write:
                 raise refuse(errno.EISDIR, path)
             self._renew(process, node)  # close to open: the server is asked
+            process.opened[path] = process.world.scheduler.now
         else:
             fails = self._begin(process, "create", path)
             folder, name = self._parent(process, path)
