@@ -42,31 +42,33 @@ class Run(fp4convert.Phases):
         """Do it, and tell how it failed; a traceback goes to the log, without the token."""
         token = token.strip() or os.environ.get("HF_TOKEN", "")
         try:
-            (plan if button == "Plan" else convert)(self, **read_fields(token, *fields))
+            (plan if button == "Plan" else convert)(self, **read_fields(button, token, *fields))
             self.end()
         except fp4convert.Fp4Error as error:
             self.lines.append(f"{error.message}\nNext: {error.next_step}")
         except Exception:
             print(traceback.format_exc().replace(token or "\0", "***"), flush=True)
-            self.lines.append("A bug of ours.\nNext: report it, with the log of this Space.")
+            found = "Committed; not all can be shown." if self.made["digest"] else "A bug of ours."
+            self.lines.append(f"{found}\nNext: report it, with the log of this Space.")
 
 
-def read_fields(token: str, source: str, target: str, *rest: Any) -> dict[str, Any]:
-    """Return the words of `quantize`; without a push where none can be."""
+def read_fields(button: str, token: str, source: str, target: str, *rest: Any) -> dict[str, Any]:
+    """Return the words of `quantize`; without a push where no target is named."""
     for what, name in (("Source", source), ("Target", target or source)):
         if not REPOSITORY.fullmatch(name):  # a folder would be read from this machine
             raise fp4convert.InputError("usage", f"{what} {name!r}; expected ORG/NAME", "Copy it.")
+    if (target and not token) or (button == "Start" and not target):
+        raise fp4convert.InputError("no-token", "Target or token is empty.", "Fill in both.")
     words = {name: rest[at] or None for at, name in enumerate(("engine", "format", "revision"))}
     key = hashlib.sha256(repr((source, target, rest)).encode()).hexdigest()
     words |= {"source": source, "token": token or None, "output": Path(PLACE.name, "runs", key)}
-    if target and token:
-        disk = min(40.0, 0.9 * shutil.disk_usage(PLACE.name).free / 1e9)  # a free Space has 50 GB
-        words |= {"push_to_hub": target, "private": rest[3], "no_keep": True, "disk": disk}
-    return words
+    return words | ({"push_to_hub": target, "private": rest[3], "no_keep": True} if target else {})
 
 
-def plan(run: Run, **words: Any) -> None:
-    """Show what `quantize` would do: a summary, and a row for every kind of module."""
+def plan(run: Run, **words: Any) -> dict[str, Any]:
+    """Show what `quantize` would do, by kinds of modules; return its words with the disk's GB."""
+    if "push_to_hub" in words:  # a free Space has 50
+        words["disk"] = min(40.0, 0.9 * shutil.disk_usage(PLACE.name).free / 1e9)
     found = fp4convert.preview_quantize(**words, phases=run)
     sizes = (found[f"{part}_bytes"] / 1e9 for part in ("source", "output", "peak_disk"))
     before, after, peak = (f"{gigabytes:,.3f} GB" for gigabytes in sizes)
@@ -75,21 +77,19 @@ def plan(run: Run, **words: Any) -> None:
     if "disk" in words:
         refused = found.get("error", {"message": "which has room"})["message"]
         lines += [f"at most {peak} on this disk at once: {refused}"]
-    if asked := found.get("engine"):
-        lines += [f"{asked['engine']} {asked['versions']} {asked['why']}"]
+    lines += [f"{e['engine']} {e['versions']} {e['why']}" for e in [found.get("engine")] if e]
     run.made["summary"] = "\n".join(lines + [f"warning: {line}" for line in found["warnings"]])
     rows = [[row[name] or "" for name in TABLE] for row in found["patterns"]]
     run.made["modules"] = [[f"{x:,}" if isinstance(x, int) else x for x in row] for row in rows]
+    return words
 
 
 def convert(run: Run, **words: Any) -> None:
     """Convert into the target, and look at what it has then; small files stay until the next."""
-    if "push_to_hub" not in words:
-        raise fp4convert.InputError("no-token", "Target or token is empty.", "Fill in both.")
     with ONE:
         for other in {*words["output"].parent.glob("*")} - {words["output"]}:
             shutil.rmtree(other)  # what an earlier, unfinished run left
-        plan(run, **words)
+        words = plan(run, **words)
         told = {"tell": run.lines.append, "warn": run.lines.extend, "phases": run}
         made = fp4convert.quantize(**words, **told)
         url = html.escape(made.pushed)

@@ -95,26 +95,50 @@ def test_what_is_no_repository_is_refused(app, name, end):
     """A folder's name would be read from the Space's own disk, and pushed."""
     names = {"source": "org/m", "target": "me/q", end: name}.values()
     with pytest.raises(fp4convert.InputError, match="expected ORG/NAME") as caught:
-        app.read_fields(TOKEN, *names, "vllm", "", "", False)
+        app.read_fields("Plan", TOKEN, *names, "vllm", "", "", False)
     assert caught.value.next_step
     assert TOKEN not in json.dumps(caught.value.as_json())
 
 
 def test_the_disk_is_bounded_by_what_is_free(app, monkeypatch):
+    """When a run begins: what an earlier one left is gone by then."""
+
     def disk(free: float) -> float:
         monkeypatch.setattr(app.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
-        return app.read_fields(TOKEN, "org/m", "me/q", "vllm", "", "", True)["disk"]
+        words = app.read_fields("Start", TOKEN, "org/m", "me/q", "vllm", "", "", True)
+        return app.plan(app.Run(), **words)["disk"]
 
+    size = {"source_bytes": 1, "output_bytes": 1, "peak_disk_bytes": 1, "bits_per_weight": 4.5}
+    found = {**size, "format": "nvfp4", "dialect": "d", "warnings": [], "patterns": []}
+    monkeypatch.setattr(app.fp4convert, "preview_quantize", lambda **words: found)
     assert (disk(100e9), disk(10e9)) == (40.0, 9.0)
 
 
-def test_without_a_token_it_plans_no_push(app, monkeypatch):
+def test_a_target_takes_a_token_and_a_start_both(app, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    words = app.read_fields("", "org/m", "me/q", "", "nvfp4", "", False)
+    words = app.read_fields("Plan", "", "org/m", "", "", "nvfp4", "", False)
     assert (words["format"], words["engine"], words["token"]) == ("nvfp4", None, None)
     assert "push_to_hub" not in words
-    with pytest.raises(fp4convert.InputError, match="token"):
-        app.convert(app.Run(), **words)
+    for button, token, target in (("Plan", "", "me/q"), ("Start", "", "me/q"), ("Start", "t", "")):
+        with pytest.raises(fp4convert.InputError, match="Target or token is empty"):
+            app.read_fields(button, token, "org/m", target, "", "nvfp4", "", False)
+
+
+def test_a_card_that_cannot_be_read_leaves_the_commit_told(app, monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("503 Service Unavailable")
+
+    done = SimpleNamespace(pushed="https://hub/me/q/commit/abc", digest="d1")
+    monkeypatch.setattr(app, "plan", lambda run, **words: words)
+    monkeypatch.setattr(app.fp4convert, "quantize", lambda **words: done)
+    monkeypatch.setattr(app.fp4convert, "inspect", lambda *_, **words: {"findings": []})
+    monkeypatch.setattr(app, "hf_hub_download", fail)
+    run = app.Run()
+    run.carry_out("Start", TOKEN, "org/m", "me/q", "vllm", "", "", False)
+    assert run.made["digest"] == "d1"
+    assert "me/q/commit/abc" in run.made["link"]
+    assert run.lines[-1].startswith("Committed; not all can be shown.\nNext: ")
+    assert "503" in capsys.readouterr().out
 
 
 def test_a_run_that_shall_stop_ends_the_conversion(app, tmp_path):
