@@ -122,7 +122,7 @@ class AccessOptions:
     ] = None
     subfolder: Annotated[
         str | None,
-        Option("Folder of the source that holds the checkpoint.", panel=HUB, value="<path>"),
+        Option("Subfolder that holds the checkpoint.", panel=HUB, value="<path>"),
     ] = None
     token: Annotated[
         str | None,

@@ -18,6 +18,8 @@ from fp4convert.quality.checks import is_healthy
 if TYPE_CHECKING:
     from fp4convert.calibration.side_by_side import Measured
 
+MOST_NATS = math.log(np.finfo(np.float64).max)  # of which exp is a number
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationGate:
@@ -100,8 +102,8 @@ def evaluate(measured: Measured, gate: EvaluationGate) -> Evaluated:
     }
     top1 = float(measured.agrees.mean())
     means = [float(losses.mean()) for losses in measured.losses]
-    ppl = {"source": float(np.exp(means[0])), "artifact": float(np.exp(means[1]))}
-    findings = tuple(_check(kl["mean"], top1, float(np.exp(means[1] - means[0])), gate))
+    ppl = {"source": _perplexity(means[0]), "artifact": _perplexity(means[1])}
+    findings = tuple(_check(kl["mean"], top1, _perplexity(means[1] - means[0]), gate))
     return Evaluated(
         tokens=len(measured.kl),
         windows=measured.windows,
@@ -114,6 +116,11 @@ def evaluate(measured: Measured, gate: EvaluationGate) -> Evaluated:
         activations=measured.activations,
         kv_cache=measured.kv_cache,
     )
+
+
+def _perplexity(loss: float) -> float:
+    """Return exp of a mean loss in nats; the largest float where it is larger."""
+    return math.exp(min(loss, MOST_NATS))
 
 
 def _check(kl: float, top1: float, ratio: float, gate: EvaluationGate) -> Iterator[Finding]:
