@@ -191,9 +191,9 @@ class World:
 
     def claim_gone(self, owner: object) -> None:
         """Wake its maker now, perhaps, which sleeps: while others hold what it held."""
-        if isinstance(owner, Process) and owner.frozen_until > self.scheduler.now:
-            if self.chance.random() < 0.7:
-                owner.thaw(self.chance.choice((5.0, 50.0, 300.0)) * self.scheduler.step_seconds)
+        sleeps = isinstance(owner, Process) and owner.frozen_until > self.scheduler.now
+        if sleeps and self.chance.random() < 0.7:
+            owner.thaw(self.chance.choice((5.0, 50.0, 300.0)) * self.scheduler.step_seconds)
 
     def _jump(self, process: Process) -> None:
         if not self.is_network:
