@@ -16,7 +16,8 @@ report/catalogue.toml says what each code means and what to do.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -265,3 +266,18 @@ class Finding:
     code: str
     tensor: str | None
     detail: str
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Make errors say meanwhile what they are of.
+
+    what  such as a component of a pipeline; "" for nothing
+    """
+    try:
+        yield
+    except Fp4Error as error:
+        if not what:
+            raise
+        lines = tuple(f"{what}: {line}" for line in error.lines)
+        raise type(error)(error.code, lines, error.next_step, error.tensor) from None

@@ -198,6 +198,7 @@ def stopped_at(number: int, *words: str, place: str = "", more: str = ""):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("place", ["fp4convert.cli.app", "typer", "fp4convert.cli.screen"])
+@pytest.mark.sweep(2)
 def test_while_the_command_line_is_still_loaded(place, number):
     ended = stopped_at(number, "doctor", "--json", place=place)
     assert ended.returncode == 128 + number

@@ -29,7 +29,7 @@ class Run(fp4convert.Phases):
 
     def __init__(self) -> None:
         super().__init__(lambda line, tensor: self.lines.append(f"{line}  {tensor}"), says_all=True)
-        self.lines: list[str] = []
+        self.lines = ["One conversion runs at a time; others wait."]
         self.made = dict.fromkeys(("summary", "link", "digest", "card"), "") | {"modules": []}
         self.is_stopped = threading.Event()
 
@@ -70,8 +70,7 @@ def plan(run: Run, **words: Any) -> dict[str, Any]:
     if "push_to_hub" in words:  # a free Space has 50
         words["disk"] = min(40.0, 0.9 * shutil.disk_usage(PLACE.name).free / 1e9)
     found = fp4convert.preview_quantize(**words, phases=run)
-    sizes = (found[f"{part}_bytes"] / 1e9 for part in ("source", "output", "peak_disk"))
-    before, after, peak = (f"{gigabytes:,.3f} GB" for gigabytes in sizes)
+    before, after, peak = (f"{found[at] / 1e9:,.3f} GB" for at in (*TABLE[-2:], "peak_disk_bytes"))
     bits = f"{found['bits_per_weight'] or 16:.2f} bits a quantized weight"
     lines = [f"{found['format']} in dialect {found['dialect']}", f"{before} become {after}, {bits}"]
     if "disk" in words:
@@ -79,14 +78,15 @@ def plan(run: Run, **words: Any) -> dict[str, Any]:
         lines += [f"at most {peak} on this disk at once: {refused}"]
     lines += [f"{e['engine']} {e['versions']} {e['why']}" for e in [found.get("engine")] if e]
     run.made["summary"] = "\n".join(lines + [f"warning: {line}" for line in found["warnings"]])
-    rows = [[row[name] or "" for name in TABLE] for row in found["patterns"]]
-    run.made["modules"] = [[f"{x:,}" if isinstance(x, int) else x for x in row] for row in rows]
+    run.made["modules"] = [[row[name] or "" for name in TABLE] for row in found["patterns"]]
     return words
 
 
 def convert(run: Run, **words: Any) -> None:
     """Convert into the target, and look at what it has then; small files stay until the next."""
+    run.begin("wait", 0)
     with ONE:
+        run.report("", 0)  # which looks whether it was stopped
         for other in {*words["output"].parent.glob("*")} - {words["output"]}:
             shutil.rmtree(other)  # what an earlier, unfinished run left
         words = plan(run, **words)

@@ -191,13 +191,13 @@ def draw_comparison(screen: Screen, found: Document) -> None:
             counts.append(f"by {letter} alone {alone}")
     screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
     _draw_best(screen, found)
-    _draw_predictions(screen, sides)
+    _draw_predictions(screen, sides, found["passed"])
     for letter, side in sides.items():
         told = ({**one, "detail": f"{letter}: {one['detail']}"} for one in side["findings"])
         draw_findings(screen, told)
     if not found["passed"]:
-        why = "modules with findings were not compared" if totals["judged"] else "no verdict"
-        draw_verdict(screen, False, "", f"failed: {why}")
+        why = "a module with a finding counts for no best"
+        draw_verdict(screen, False, "", f"failed: {why if totals['judged'] else 'no verdict'}")
 
 
 def _draw_layers(screen: Screen, found: Document) -> None:
@@ -227,7 +227,7 @@ def _draw_best(screen: Screen, found: Document) -> None:
             screen.line(f"SQNR of {letter} - a: {mean:+.2f} dB on average")
 
 
-def _draw_predictions(screen: Screen, sides: Document) -> None:
+def _draw_predictions(screen: Screen, sides: Document, is_ranked: bool) -> None:
     """Draw what the predictions of each artifact lose, where a text was read."""
     if not all("predictions" in side for side in sides.values()):
         return
@@ -236,11 +236,15 @@ def _draw_predictions(screen: Screen, sides: Document) -> None:
     keys = dict.fromkeys(key for row in rows for key in row)
     table = [(key, *(row.get(key, "-") for row in rows)) for key in keys]
     screen.table(("predictions", *known), table)
+    if not is_ranked:
+        return
+    from fp4convert.quality.comparison import is_alike
+
     means = {letter: each["kl"]["mean"] for letter, each in known.items()}
     ranked = sorted(means, key=means.__getitem__)
     words = ranked[0]
     for before, after in pairwise(ranked):
-        words += f" {'=' if means[before] == means[after] else '<'} {after}"
+        words += f" {'=' if is_alike(means[before], means[after]) else '<'} {after}"
     screen.line(f"mean KL divergence, least first: {words}", "bold")
 
 

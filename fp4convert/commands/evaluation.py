@@ -15,6 +15,7 @@ from fp4convert.commands.calibration import feed_of
 from fp4convert.commands.options import CompareOptions, EvaluateOptions, as_path, public
 from fp4convert.conversion.options import one_adapter
 from fp4convert.conversion.work_options import as_nbytes
+from fp4convert.errors import named
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CARD, RECORD
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from fp4convert.calibration.samples import Feed
     from fp4convert.calibration.side_by_side import Task
     from fp4convert.quality.evaluation import Evaluated
+
+
+FEW_TOKENS = 256  # a figure of fewer is chance
 
 
 @public(EvaluateOptions)
@@ -96,7 +100,8 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
         artifact = open_model(os.fspath(reference), options.access())
         tasks.append(_task(options, source, artifact, feed, phases))
     for task in tasks:  # before any of them runs
-        side_by_side.check_models(task)
+        with named(task.artifact.name):
+            side_by_side.check_models(task)
     found = []
     for letter, task in zip(LETTERS, tasks, strict=False):
         notes: list[str] = []
@@ -105,8 +110,11 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
             notes.append(line)
             options.tell(f"{letter}: {line}")
 
-        measured = side_by_side.compare_models(replace(task, tell=tell))
+        with named(task.artifact.name):
+            measured = side_by_side.compare_models(replace(task, tell=tell))
         figures = evaluation.evaluate(measured, evaluation.EvaluationGate()).as_json()
+        if figures["tokens"] < FEW_TOKENS:
+            tell(f"{figures['tokens']} tokens were predicted, too few to rank by")
         keys = ("kl", "top1", "ppl", "activations", "kv_cache", "tokens", "windows", "by_layer")
         found.append({**{key: figures[key] for key in keys}, "notes": notes})
     return found

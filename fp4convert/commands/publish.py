@@ -19,6 +19,7 @@ from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.job import list_peaks
 from fp4convert.execution.output_check import free_beside
+from fp4convert.execution.plan_file import PLAN_FILE
 from fp4convert.execution.settings import Elsewhere, Result, Settings
 from fp4convert.execution.share import Share
 from fp4convert.planning.tensor_parallel import pad_as_recorded
@@ -45,10 +46,10 @@ def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bo
         flag = "--join" if options.join else "--ray"
         detail = f"--no-keep with {flag}: shards leave the folder that several processes share"
         raise InputError("no-keep", f"{detail}; expected one process", f"Leave {flag} out.")
-    if options.disk is not None and not (options.no_keep and options.disk > 0):
+    if options.disk is not None and not (options.no_keep and 0 < options.disk < math.inf):
         detail = f"--disk {options.disk:g} is for --no-keep, which is not given"
         if options.no_keep:
-            detail = f"--disk {options.disk:g}: expected more than 0 GB"
+            detail = f"--disk {options.disk:g}: expected a number of GB above 0"
         raise InputError("no-keep", detail, "See: fp4convert quantize --help.")
     if options.report is None:
         return
@@ -153,9 +154,13 @@ def _publish(work: Work, settings: Settings) -> Result:
     pusher = make_pusher(work, settings)
     work.check(settings)
     settings = leaving(work, settings, pusher)
-    work.begin(settings)
+    # What is begun already has leftovers, which only `begin` clears away.
+    is_begun = (options.folder / PLAN_FILE).exists()
+    (work.begin if is_begun else work.check_output)(settings)
     try:
         pusher.begin()
+        if not is_begun:  # nothing is there before the Hub lets us write
+            work.begin(settings)
         result = work.carry_out(replace(settings, on_named=pusher.add))
         files, card = work.ended_files(), None
         files = _add_signatures(options.folder, files, work.artifacts())
@@ -171,9 +176,10 @@ def _publish(work: Work, settings: Settings) -> Result:
                 f"{place}/{file}" if place else file: nbytes
                 for place, job in work.jobs().items()
                 for task in job.tasks
+                if task.may_leave
                 for file, nbytes in task.files.items()
             }
-            gone = {file: planned[file] for file in files if sizes[file] is None}
+            gone = {file: planned[file] for file in planned.keys() & files if sizes[file] is None}
         sizes |= gone
         if card is not None:
             sizes[CARD] = len(card.encode("utf-8", "replace"))

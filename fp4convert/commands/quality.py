@@ -118,7 +118,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
 
     given = tuple(options.artifacts)
     if not 2 <= len(given) <= len(comparison.LETTERS):
-        detail = f"{len(given)} artifacts are given; expected 2 to {len(comparison.LETTERS)}"
+        detail = f"artifacts given: {len(given)}; expected 2 to {len(comparison.LETTERS)}"
         raise InputError("usage", detail, "Name them: fp4convert compare A B --source SOURCE.")
     page = as_path(options.report)
     if page:

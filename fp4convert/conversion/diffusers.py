@@ -20,13 +20,13 @@ from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.errors import Fp4Error, InputError, NumericError, shell_line
+from fp4convert.errors import InputError, NumericError, named, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job, carry_out, check_output, opened
 from fp4convert.execution.output_check import missing_nbytes
 from fp4convert.execution.plan_file import (
     digest_of,
-    read_ended,
+    read_ended_files,
     read_manifest,
     refuse_linked_folders,
 )
@@ -170,7 +170,7 @@ class PipelineConversion:
         self._refuse_links()
         check_output(self._copying(), self.options.folder, settings)
         for name, conversion in self.conversions.items():
-            with named_component(name):
+            with named(name):
                 if not (conversion.options.folder / PLAN_FILE).exists():
                     conversion.check_output(settings)
 
@@ -184,7 +184,7 @@ class PipelineConversion:
         self._refuse_links()
         with opened(self._copying(), self.options.folder, settings) as folder:
             for name, conversion in self.conversions.items():
-                with named_component(name), write_errors_at(self.options.folder):
+                with named(name), write_errors_at(self.options.folder):
                     self._reopen(conversion)
                     if conversion.begin(self._within(settings, name)).missing():
                         # Done again after it was whole: nothing loads it meanwhile.
@@ -238,7 +238,7 @@ class PipelineConversion:
         unsound: list[NumericError] = []
         for name, conversion in self.conversions.items():
             try:
-                with named_component(name):
+                with named(name):
                     own = self._within(settings, name)
                     results[name] = conversion.carry_out(
                         replace(own, on_named=partial(hear_name, name))
@@ -274,7 +274,7 @@ class PipelineConversion:
             for name, files in own.items()
             for file, sha256 in files.items()
         }
-        return {**parts, **read_ended(self.options.folder)[1]}
+        return {**parts, **read_ended_files(self.options.folder)}
 
     def _copying(self) -> Job:
         """Return the job that copies everything else."""
@@ -306,21 +306,6 @@ class PipelineConversion:
             fidelity=None,
             components=[{"name": name, **result.as_json()} for name, result in results.items()],
         )
-
-
-@contextmanager
-def named_component(component: str) -> Iterator[None]:
-    """Make errors say meanwhile of which component they are.
-
-    component  "" for a checkpoint by itself
-    """
-    try:
-        yield
-    except Fp4Error as error:
-        if not component:
-            raise
-        lines = tuple(f"{component}: {line}" for line in error.lines)
-        raise type(error)(error.code, lines, error.next_step, error.tensor) from None
 
 
 def component_options(options: QuantizeOptions, pipeline: Source, name: str) -> QuantizeOptions:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import usual_activations
-from fp4convert.conversion.diffusers import component_options, named_component
+from fp4convert.conversion.diffusers import component_options
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.errors import ChoiceError, InputError, shell_line
+from fp4convert.errors import ChoiceError, InputError, named, shell_line
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.engine_contents import plan_contents
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
@@ -68,7 +68,7 @@ class Asked(NamedTuple):
 
     def plan(self, name: str, chosen: QuantizeOptions) -> Plan:
         """Plan a part with its own options."""
-        with named_component(name):
+        with named(name):
             own = component_options(chosen, self.source, name) if name else chosen
             return prepare_quantize(self.parts[name], own)
 
@@ -152,7 +152,7 @@ def _check_candidate(asked: Asked, chosen: QuantizeOptions) -> None:
     refuse_idle([plan.idle for plan in plans.values()])
     refuse_empty(asked.source.name, list(plans.values()))
     for name, plan in plans.items():
-        with named_component(name):
+        with named(name):
             _judge_plan(asked.engine, asked.version, plan, asked.parts[name].checkpoint)
 
 

@@ -18,7 +18,7 @@ from fp4convert.conversion.ray_workers import check_cluster, quantize_together
 from fp4convert.errors import shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job, begin, check_output
-from fp4convert.execution.plan_file import read_ended
+from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.planning.serving import serve_line, serve_lines
@@ -121,4 +121,4 @@ class Conversion:
         return f"{words}, subfolder={json.dumps(subfolder)}" if subfolder else words
 
     def ended_files(self) -> dict[str, str]:
-        return read_ended(self.options.folder)[1]
+        return read_ended_files(self.options.folder)

@@ -6,14 +6,14 @@ import os
 from typing import Protocol
 
 from fp4convert.checkpoint.whole_model import refuse_no_model
-from fp4convert.conversion.diffusers import PipelineConversion, component_options, named_component
+from fp4convert.conversion.diffusers import PipelineConversion, component_options
 from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import padded_as_asked, prepare_quantize
 from fp4convert.conversion.weight_losses import removed_if_refused
-from fp4convert.errors import InputError, shell_line
+from fp4convert.errors import InputError, named, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Result, Settings
@@ -135,7 +135,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         )
     conversions = {}
     for name, component in components.items():
-        with named_component(name):
+        with named(name):
             own = component_options(options, source, name)
             plan = prepare_quantize(component, own)
             verdict = check_plan(plan, component.checkpoint, own)

@@ -229,7 +229,6 @@ class _Run:
 
     Tasks that nobody else does, and perhaps the end.
 
-    adopted_nbytes  of the source, whose result an earlier run or another process wrote
     """
 
     def __init__(self, job: Job, worker: Worker, folder: OutputFolder, settings: Settings) -> None:
@@ -248,12 +247,17 @@ class _Run:
             for task in self._mine
         }
         self._unseen = set(self._sizes)  # tasks that nobody is known to have begun
-        self.adopted_nbytes = 0
+        self._adopted: dict[str, int] = {}  # bytes of the source, by the task
         self._has_taken = False  # anything, since it last looked at what is left
         self._unsound: dict[str, NumericError] = {}  # by the tensor
         self._given_up: set[str] = set()  # keys of the tasks that hold these
         self._tries: dict[str, int] = {}
         self._disputed: set[str] = set()
+
+    @property
+    def adopted_nbytes(self) -> int:
+        """Bytes of the source, whose result an earlier run or another process wrote."""
+        return sum(self._adopted.values())
 
     def work(self) -> Ending | None:
         """Do what nobody else does, until the whole or this part is done.
@@ -292,8 +296,8 @@ class _Run:
             is_first, count = len(self._unseen) + len(adopted) == len(self._sizes), len(self._tasks)
             sizes = {shard.file: shard.nbytes for shard in self._source.checkpoint.shards}
             # Shards are named as their sources.
-            shards = [self._tasks[key].shards[0].file for key in adopted & self._tasks.keys()]
-            self.adopted_nbytes += sum(sizes.get(file, 0) for file in shards)
+            shards = {key: self._tasks[key].shards[0].file for key in adopted & self._tasks.keys()}
+            self._adopted |= {key: sizes.get(file, 0) for key, file in shards.items()}
             self._settings.phases.skip(sum(self._sizes[key] for key in adopted))
             if is_first and 0 < len(shards) < count and not self._settings.is_joining:
                 self._settings.tell(f"{len(shards)} of {count} shards are there already")
@@ -396,6 +400,8 @@ class _Run:
             if disputes:
                 self._source.distrust()
             harmed = [task for tasks in disputes.values() for task in tasks]
+        if harmed:
+            self._tell_again(harmed)
         for task in harmed:
             self._tries[task.key] = self._tries.get(task.key, 0) + 1
             if self._tries[task.key] > TRIES:
@@ -405,6 +411,21 @@ class _Run:
                 raise OutputError("damaged", detail, "Choose another disk: -o FOLDER.")
             self._folder.forget(task)
         return bool(harmed)
+
+    def _tell_again(self, harmed: list[TaskFiles]) -> None:
+        """Tell what is made again and why; it counts as work, not as there already."""
+        files = [file for task in harmed for file in task.files]
+        records = [self._folder.record_of(task) for task in harmed]
+        elsewhere = self._folder.elsewhere
+        is_lost = elsewhere is not None and all(done and done.is_gone for done in records)
+        why = "they are not what was written"
+        if is_lost and elsewhere:
+            why = f"{elsewhere.name} does not hold them any more"
+        self._settings.tell(f"made again, the first {files[0]}: {len(files)} files; {why}")
+        for task in harmed:
+            self._adopted.pop(task.key, None)
+        sizes = [self._sizes.get(task.key, 0) for task in harmed]
+        self._settings.phases.begin(self._worker.action, sum(sizes))
 
 
 def list_peaks(jobs: Iterable[Job], most: int) -> list[int]:

@@ -241,6 +241,18 @@ def read_ended(root: Path) -> tuple[Mark | None, dict[str, str]]:
         return None, {}
 
 
+def read_ended_files(root: Path) -> dict[str, str]:
+    """Return the sha256 of every file of a folder that is finished.
+
+    Raises  OutputError where its list cannot be read: nobody may take it for an empty one
+    """
+    mark, files = read_ended(root)
+    if mark is None:
+        detail = f"{root / STATE / ENDED} cannot be read; expected the list of all files"
+        raise OutputError("cannot-read", detail, "Run the same command again.")
+    return files
+
+
 def refuse_foreign(root: Path, is_forced: bool = False) -> None:
     """Raise OutputError where a folder holds anything that is not ours.
 

@@ -18,7 +18,7 @@ from fp4convert.calibration.input_power import describe_inputs
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import linears_stored
-from fp4convert.errors import Finding, InputError
+from fp4convert.errors import Finding, InputError, named
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import is_healthy
 from fp4convert.quality.source_compare import (
@@ -33,6 +33,7 @@ from fp4convert.storage.source import Source
 
 # Codes of findings which say that a tensor may not be the source's.
 DOUBTS = ("kept-differs", "kept-missing", "not-measurable", "source-differs")
+ALIKE = 1e-6  # of a figure: what is closer differs by the rounding of float32 scales alone
 LETTERS = ascii_lowercase  # which name the artifacts, in their order
 
 
@@ -101,9 +102,13 @@ def pair_all(
     Raises     InputError where an artifact is not sound, nothing is quantized in any, or a
                calibration is of another source
     """
+    paired = []
     for artifact in artifacts:
-        artifact.refuse_unsound()
-    paired = [pair_with_source(artifact, source, outputs) for artifact in artifacts]
+        with named(artifact.source.name):
+            artifact.refuse_unsound()
+    for artifact in artifacts:
+        with named(artifact.source.name):
+            paired.append(pair_with_source(artifact, source, outputs))
     compared = {
         pair.theirs.module: pair.theirs
         for one in paired
@@ -155,7 +160,8 @@ def compare(
 
 def _measure_side(pairs: SourcePairs, phases: Phases, verb: str) -> _Side:
     """Measure one artifact, and find what may not be the source's."""
-    found, findings = pairs.compare(phases, verb)
+    with named(pairs.artifact.source.name):
+        found, findings = pairs.compare(phases, verb)
     findings += [doubt for name, distance in found.items() if (doubt := distance.check(name))]
     modules = {pair.theirs.name: pair.ours.module for pair in pairs.pairs}
     distances = {modules[name]: distance for name, distance in found.items()}
@@ -186,7 +192,7 @@ def _describe_row(linear: Linear, sides: Mapping[str, _Side]) -> dict[str, Any]:
     best = None
     if len(errors) > 1:
         least = min(errors.values())
-        best = [letter for letter, error in errors.items() if error == least]
+        best = [letter for letter, error in errors.items() if is_alike(error, least)]
     return {
         "name": linear.name,
         "weights": elements,
@@ -259,6 +265,11 @@ def _full_name(source: Source) -> str:
     if checkpoint.repo is None:
         return source.name
     return f"{checkpoint.repo}@{checkpoint.revision}" if checkpoint.revision else checkpoint.repo
+
+
+def is_alike(a: float, b: float) -> bool:
+    """Tell whether neither of two figures is better."""
+    return math.isclose(a, b, rel_tol=ALIKE)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -14,12 +14,13 @@ from fp4convert import __version__
 from fp4convert.checkpoint.module_names import Numbers
 from fp4convert.errors import InputError
 from fp4convert.progress import size_text
+from fp4convert.quality import comparison
 from fp4convert.quality.source_compare import mean_output_error
 from fp4convert.report.datasheet import count_levels, explain_findings, make_visible, round_figure
-from fp4convert.report.html import COMPARISON, PAGE, check_page, write_page
+from fp4convert.report.html import COMPARISON, PAGE, check_page, make_page
 from fp4convert.report.model_map import find_places, reading_order
 from fp4convert.report.text import Document, escape, fold_findings
-from fp4convert.report.user_files import Paper, check_apart, check_place, write_paper
+from fp4convert.report.user_files import Paper, check_apart, check_place, write_papers
 
 PRODUCER = "fp4convert compare"
 FIRST_COLUMNS = ("layer", "weights", "best")  # of the CSV
@@ -47,7 +48,7 @@ def check_comparison(page: Path, folders: Iterable[Path | None]) -> None:
     """
     check_page(page)
     table, figures = _beside(page)
-    if page in (table, figures):
+    if page.suffix.lower() in (table.suffix, figures.suffix):
         detail = f"--report {page} is the name of the figures beside the page"
         raise InputError("usage", f"{detail}; expected FILE.html", "Give --report FILE.html.")
     for folder in folders:
@@ -65,9 +66,10 @@ def save_comparison(page: Path, found: Document) -> str:
     """
     table, figures = _beside(page)
     text = json.dumps({"producer": PRODUCER, **found}, indent=2, allow_nan=False)
-    write_paper(figures, f"{text}\n", FIGURES)
-    write_paper(table, make_table(found), TABLE)
-    write_page(make_sheet(found), page, COMPARISON)
+    sheet = make_page(make_sheet(found), COMPARISON)
+    write_papers(
+        (page, sheet, PAGE), (table, make_table(found), TABLE), (figures, f"{text}\n", FIGURES)
+    )
     return f"report: {page}, {size_text(page.stat().st_size)}; figures: {table}, {figures}"
 
 
@@ -128,9 +130,7 @@ def make_sheet(found: Document) -> Document:
                 for (letter, side), mean in zip(sides.items(), kl, strict=True)
             ],
             "rows": _rows(sides, _is_fair(found)),
-            "fairness": ""
-            if _is_fair(found)
-            else "No means are ranked: not every artifact has a figure for each of these layers.",
+            "fairness": _fairness(found),
             "against": {
                 "key": "kl" if has_kl else "output_error",
                 "word": "mean KL, nats" if has_kl else "output error",
@@ -176,6 +176,15 @@ def _is_fair(found: Document) -> bool:
     return found["passed"] and all(one and one["output_error"] is not None for one in held)
 
 
+def _fairness(found: Document) -> str:
+    """Return why no means are ranked; "" where they are."""
+    if not found["passed"]:
+        return "No means are ranked: an artifact has failed, as the findings say."
+    if not _is_fair(found):
+        return "No means are ranked: not every artifact has a figure for each of these layers."
+    return ""
+
+
 def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int]]]:
     """List what each artifact is and loses.
 
@@ -196,7 +205,9 @@ def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int
         best = max(known) if is_most else min(known)
         # One that lost nothing has no SQNR: what is not known is not worse.
         is_ranked = is_fair and len(known) == len(values)
-        places = [at for at, value in enumerate(values) if value == best and is_ranked]
+        places = [
+            at for at, value in enumerate(known) if is_ranked and comparison.is_alike(value, best)
+        ]
         cells = ["-" if value is None else _figure(value, form) for value in values]
         rows.append((word, cells, places if len(places) < len(values) else []))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4convert.errors import InputError, OutputError
-from fp4convert.storage.disk import replace_file, temp_beside, write_errors_at
+from fp4convert.storage.disk import replace_files, temp_beside, write_errors_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,5 +102,15 @@ def write_paper(path: Path, text: str, kind: Paper) -> None:
     A link stays, and what it leads to is replaced.
     Raises  OutputError where it cannot be written, or something else is there
     """
-    check_place(path, kind)
-    replace_file(Path(os.path.realpath(path)), text.encode())
+    write_papers((path, text, kind))
+
+
+def write_papers(*papers: tuple[Path, str, Paper]) -> None:
+    """Write files that belong together, each as write_paper does.
+
+    None takes its name before all are on the disk.
+    Raises  what write_paper raises
+    """
+    for path, _, kind in papers:
+        check_place(path, kind)
+    replace_files({Path(os.path.realpath(path)): text.encode() for path, text, _ in papers})

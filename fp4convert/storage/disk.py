@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
@@ -101,17 +101,26 @@ def replace_file(path: Path, data: bytes) -> None:
     A link of that name is replaced, too: nothing is written where it leads.
     Raises  what write_errors_at raises
     """
-    temp = temp_beside(path)
-    with write_errors_at(path):
-        try:
-            with temp.open("wb") as out:
-                out.write(data)
+    replace_files({path: data})
+
+
+def replace_files(files: Mapping[Path, bytes]) -> None:
+    """Write small files as replace_file does; none gets its name before all are there."""
+    temps = {path: temp_beside(path) for path in files}
+    try:
+        for path, temp in temps.items():
+            with write_errors_at(path), temp.open("wb") as out:
+                out.write(files[path])
                 out.flush()
                 os.fsync(out.fileno())
-            os.replace(temp, path)
-            fsync_folder(path.parent)
-        finally:
-            temp.unlink(missing_ok=True)
+        for path, temp in temps.items():
+            with write_errors_at(path):
+                os.replace(temp, path)
+                fsync_folder(path.parent)
+    finally:
+        for temp in temps.values():
+            with suppress(OSError):
+                temp.unlink(missing_ok=True)
 
 
 def temp_beside(path: Path) -> Path:

@@ -177,6 +177,7 @@ def test_logits_are_those_of_the_whole_model(family: Family, records: Path, tmp_
 
 
 @pytest.mark.parametrize("family", SIGHTED, ids=str)
+@pytest.mark.sweep(2)
 def test_figures_are_those_of_whole_models(family: Family, records: Path, tmp_path: Path) -> None:
     """Of all tokens but those in whose places an image is put."""
     import torch
@@ -275,6 +276,7 @@ class Death(BaseException):
 
 
 @pytest.mark.parametrize("done", [0, 2, 3, 4])
+@pytest.mark.sweep(2)
 def test_a_calibration_goes_on_to_the_same_bytes(
     done: int, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (said(picture("a.png"), {"type": "text", "text": "a" * 80}), "at most the 64 that"),
     ],
 )
+@pytest.mark.sweep(4)
 def test_records_that_cannot_be_read(record: dict[str, Any], why: str, llava: Path) -> None:
     pytest.importorskip("soundfile")
     pytest.importorskip("soxr")

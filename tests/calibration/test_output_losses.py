@@ -81,6 +81,7 @@ def losses_in(file: Path, beginnings: list[str]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("name", "layer", "leaves", "axis"), PARTS, ids=str)
+@pytest.mark.sweep(3)
 def test_a_part_alone_costs_what_it_does_in_the_whole_model(
     name: str, layer: int, leaves: list[str], axis: int, tmp_path: Path, words: Path
 ) -> None:

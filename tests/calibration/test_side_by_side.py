@@ -385,6 +385,7 @@ def test_what_is_not_rounded_is_told(tmp_path: Path, text: Path) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.sweep(2)
 def test_every_dialect_says_the_same(fmt: str, tmp_path: Path, text: Path) -> None:
     """Of the same codes and block scales; a divisor as global scale is rounded once more."""
     source, found = make_model(tmp_path / "m", "GptOss", "bfloat16"), {}

@@ -58,6 +58,7 @@ def merged_bytes(base: Path, adapter: Path, scale: float = 1.0) -> dict[str, byt
     [(case, "bf16") for case in CASES]
     + [(case, dtype) for case in ("llama", "embedding", "gpt2") for dtype in ("fp16", "fp32")],
 )
+@pytest.mark.sweep(3)
 def test_merged_weights_are_pefts_byte_for_byte(case, dtype, tmp_path):
     make, config = CASES[case]
     base = make(tmp_path / "base", dtype) if dtype != "bf16" else make(tmp_path / "base")

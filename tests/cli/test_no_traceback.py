@@ -94,6 +94,7 @@ OF_BOTH, OURS = ("config.json", INDEX), (RECORD, REPORT, f"{STATE}/{PLAN}", f"{S
         for file in (*OF_BOTH, *(OURS if command != "dry-run" else ()))
     ],
 )
+@pytest.mark.sweep(3)
 def test_files_of_text_that_are_no_text(command, file, place):
     folder = place / ("m" if command == "dry-run" else "q")
     with (folder / file).open("r+b") as stream:
@@ -104,6 +105,7 @@ def test_files_of_text_that_are_no_text(command, file, place):
         assert "error[too-large]" in done.stderr
 
 
+@pytest.mark.slow
 def test_files_of_options_that_are_no_text(place):
     for name in ("r.toml", "g.json"):
         with (place / name).open("wb") as stream:
@@ -136,6 +138,7 @@ def test_an_output_that_is_a_link_to_itself(here):
     assert ended("quantize", "loop", "--format", "nvfp4").code == 2
 
 
+@pytest.mark.slow
 def test_many_shards_with_few_open_files(tmp_path):
     """40 shards, and 32 files that may be open: mappings of shards are not kept forever."""
     shards = {
@@ -172,6 +175,7 @@ def test_a_machine_that_gives_nothing(limit, place):
     assert done.returncode == 0 or "error[machine-limit]" in done.stderr
 
 
+@pytest.mark.slow
 def test_names_and_numbers_beyond_belief(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     long = "model.layers.0.mlp." + "x" * 1_000_000

@@ -199,6 +199,7 @@ def test_next_lines_of_every_command_run_as_printed(name, shell, tmp_path, monke
 
 
 @pytest.mark.parametrize("name", PLACES)
+@pytest.mark.sweep(2)
 def test_merge_says_what_was_made_from_what_and_for_whom(name, shell, tmp_path, monkeypatch):
     """What whoever began it knew; in any folder."""
     here, there = tmp_path / "here", tmp_path / "there"

@@ -75,6 +75,7 @@ def statement_of(artifact: Path) -> dict:
     return json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
 
 
+@pytest.mark.slow
 def test_the_package_accepts_what_attest_wrote_and_refuses_every_changed_file(artifact, made):
     found = signed(artifact, made)
     told = statement_of(artifact)

@@ -156,6 +156,11 @@ def test_what_the_hub_has_lost_is_made_again(hub, source, tmp_path):
     assert (outcome.code, outcome.json["digest"]) == (0, digest), outcome.err
     assert oids(hub) == files
     assert lost in hub.stored
+    # What is made again was not there already.
+    assert f"made again, the first {FIRST}: 1 files; me/q does not hold them any more" in (
+        " ".join(outcome.err.split())
+    )
+    assert outcome.json["adopted_bytes"] == (source / SECOND).stat().st_size
     assert [oid for oid in puts(hub) if oid in (lost, files[SECOND][1])] == [lost]
 
 
@@ -264,7 +269,8 @@ def test_without_the_option_every_shard_is_made_again_and_kept(hub, source, tmp_
         ((*AWAY, "--report", "page.html"), "report", "--report"),
         ((*PUSH, "--disk", 1), "no-keep", "--no-keep"),
         (("--disk", 1), "no-keep", "--no-keep"),
-        ((*AWAY, "--disk", 0), "no-keep", "more than 0"),
+        ((*AWAY, "--disk", 0), "no-keep", "above 0"),
+        ((*AWAY, "--disk", "inf"), "no-keep", "above 0"),
         ((*AWAY, "--disk", 0.001), "no-keep", "need 1,"),
     ],
 )

@@ -16,8 +16,10 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
 )
-from fakehub import TOKEN
+from fakehub import TOKEN, File
 from pushing import FastTime, check_secrets
+
+from fp4convert.conversion.one_checkpoint import Conversion
 
 NVFP4 = ("--format", "nvfp4", "--json")
 PUSH = ("--push-to-hub", "me/q")
@@ -103,8 +105,44 @@ def test_without_the_right_to_write_nothing_is_converted(hub, source, tmp_path, 
     outcome = run("quantize", source, *NVFP4, "-o", tmp_path / "q", *PUSH)
     assert (outcome.code, outcome.json["error"]["exit"]) == (4, 4)
     assert "hf_of_somebody_else" not in outcome.out + outcome.err
-    assert not list((tmp_path / "q").glob("*.safetensors"))
+    assert not (tmp_path / "q").exists()
     assert hub.repos == {}
+
+
+def test_a_card_that_people_wrote_is_replaced_with_a_word(hub, source, tmp_path):
+    """It stays in the repository's history, at the commit that is told."""
+    push(source, *NVFP4, "-o", tmp_path / "q", *PUSH)
+    (tmp_path / "mine").write_bytes(b"my words")
+    mine = File(tmp_path / "mine", 8, "0" * 40)
+    edited = hub.repos["me/q"].commit({**hub.head("me/q"), "README.md": mine})
+    outcome = push(source, "--format", "nvfp4", "-o", tmp_path / "q", *PUSH)
+    told = f"me/q: other contents are replaced, as commit {edited[:8]} has them: README.md"
+    assert told in " ".join(outcome.err.split())
+    assert b"my words" not in hub.read("me/q")["README.md"]
+
+
+@pytest.mark.parametrize("lost", ["ended.json", "model.safetensors.index.json"])
+def test_what_cannot_be_read_any_more_is_never_left_out_of_a_commit(
+    lost, hub, source, tmp_path, monkeypatch
+):
+    """A list that cannot be read is no empty one: a repository with the card alone was exit 0."""
+    out = tmp_path / "q"
+    place = out / ".fp4convert" / lost if lost == "ended.json" else out / lost
+    real = Conversion.carry_out
+
+    def carry_out(work, settings):
+        result = real(work, settings)
+        place.unlink()
+        return result
+
+    monkeypatch.setattr(Conversion, "carry_out", carry_out)
+    outcome = push(source, *NVFP4, "-o", out, *PUSH)
+    assert (outcome.code, outcome.json["error"]["exit"]) == (5, 5)
+    assert outcome.json["error"]["code"] in ("cannot-read", "file-gone")
+    assert len(hub.repos["me/q"].commits) == 1
+    monkeypatch.setattr(Conversion, "carry_out", real)
+    assert push(source, *NVFP4, "-o", out, *PUSH).code == 0
+    assert set(files_of(out)) <= set(hub.read("me/q"))
 
 
 def test_a_folder_that_is_refused_makes_no_repository(hub, source, tmp_path):

@@ -64,6 +64,7 @@ def made(source: Path, out: Path, *options: object) -> Path:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sweep(3)
 def test_an_honest_artifact_is_reproduced_and_nothing_is_left(name, source, tmp_path, monkeypatch):
     artifact, scratch = made(source, tmp_path / "out", *OPTIONS[name]), tmp_path / "scratch"
     scratch.mkdir()

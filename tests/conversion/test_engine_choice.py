@@ -96,6 +96,7 @@ W4A4 = ("nvfp4", "modelopt", 4)
         ("llama", "vllm --format int4", "unknown-format"),
     ],
 )
+@pytest.mark.sweep(4)
 def test_the_first_choice_that_the_engine_loads_is_taken(name, words, expected, tmp_path):
     source, options = MAKERS[name](tmp_path / "m"), ("--for", *words.split())
     outcome = run("quantize", source, *options, "-o", tmp_path / "out", "--dry-run", "--json")
@@ -289,7 +290,7 @@ def choices_by_hand(engine):
         yield {"engine": word, **{name: value for name, value in given.items() if value}}
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("engine", known_engines(), ids=lambda engine: engine.key)
 def test_what_a_refusal_advises_is_accepted(name, engine, tmp_path):

@@ -58,7 +58,7 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Conversion(family, source, artifact, restored, read_tensors(source))
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 def test_the_plan_is_the_page_that_a_person_read(done: Conversion) -> None:
     assert draw_plan(done.source) == (PLANS / f"{done.family.name}.txt").read_text(), (
         "see: python tests/support/golden_plans.py"

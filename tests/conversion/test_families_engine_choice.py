@@ -16,7 +16,7 @@ REFUSALS = {  # of an engine that has no place for the family, and of its dialec
 }
 
 
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_what_is_made_for_an_engine_is_loaded_by_it(family: Family, tmp_path) -> None:
     source = tmp_path / "source"

@@ -199,6 +199,7 @@ def test_sources_of_that_type_are_turned_back(tmp_path: Path, kind: str) -> None
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("kind", READ)
+@pytest.mark.sweep(4)
 def test_sources_of_that_type_are_quantized_as_their_values(
     tmp_path: Path, kind: str, fmt: str
 ) -> None:

@@ -124,6 +124,20 @@ def test_a_target_takes_a_token_and_a_start_both(app, monkeypatch):
             app.read_fields(button, token, "org/m", target, "", "nvfp4", "", False)
 
 
+def test_a_run_that_was_stopped_while_it_waited_changes_nothing(app, monkeypatch):
+    """Neither what another run has left nor the target."""
+    other = Path(app.PLACE.name, "runs", "other")
+    other.mkdir(parents=True)
+    monkeypatch.setattr(app, "plan", lambda run, **words: pytest.fail("it planned"))
+    run = app.Run()
+    run.is_stopped.set()
+    run.carry_out("Start", TOKEN, "org/m", "me/q", "vllm", "", "", False)
+    assert run.lines[-1].startswith("Nothing is committed")
+    assert run.lines[0].endswith("others wait.")
+    assert other.is_dir()
+    other.rmdir()
+
+
 def test_a_card_that_cannot_be_read_leaves_the_commit_told(app, monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
         raise OSError("503 Service Unavailable")

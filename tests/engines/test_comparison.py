@@ -74,6 +74,7 @@ def _by_mlx(export: Path) -> dict[str, Any]:
     return weights
 
 
+@pytest.mark.slow
 def test_exports_of_four_packages_are_what_their_makers_decode(
     source: Path, tmp_path: Path
 ) -> None:

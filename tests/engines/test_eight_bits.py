@@ -86,6 +86,7 @@ def weights_of(model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("activations", [8, 16])
 @pytest.mark.parametrize("rule", ["default", "mse"])
 @pytest.mark.parametrize("fmt", ["fp8", "mxfp8"])
+@pytest.mark.sweep(3)
 def test_compressed_tensors_decompresses_what_dequantize_writes(
     source: Path, tmp_path: Path, fmt: str, rule: str, activations: int
 ) -> None:

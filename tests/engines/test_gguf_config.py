@@ -44,6 +44,7 @@ def widened(tensors: dict[str, Any]) -> dict[str, Any]:
 
 @every_format
 @every_kind
+@pytest.mark.sweep(3)
 def test_values_names_and_order_are_those_of_transformers(
     make: Any, tmp_path: Path, kind: str, fmt: str
 ) -> None:
@@ -64,6 +65,7 @@ def test_values_names_and_order_are_those_of_transformers(
 
 
 @every_kind
+@pytest.mark.sweep(3)
 def test_transcoded_blocks_are_those_of_the_first_checkpoint(
     make: Any, tmp_path: Path, kind: str
 ) -> None:

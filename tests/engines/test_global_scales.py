@@ -119,6 +119,7 @@ def stacked(order: str, rows: str) -> tuple[dict[str, Any], dict[str, np.ndarray
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("order", ["out_in", "in_out"])
 @pytest.mark.parametrize("rows", ["concatenated", "interleaved"])
+@pytest.mark.sweep(3)
 def test_every_expert_of_a_stack_gets_its_own_scale(order, rows, factor, tmp_path):
     tensors, weights = stacked(order, rows)
     source = write_single(tmp_path / "m", tensors, {**LLAMA, "hidden_size": HIDDEN})

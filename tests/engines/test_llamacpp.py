@@ -116,7 +116,7 @@ def test_engine_runs_the_template_as_transformers_does(tmp_path: Path, kind: str
     assert distance(run_llamacpp(template), expected_by_transformers(checkpoint, weights)) < 0.02
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @every_way
 @every_format
 @every_kind
@@ -220,6 +220,7 @@ def test_engine_runs_mixed_artifacts_as_q8_0(tmp_path: Path, kind: str) -> None:
 @every_way
 @every_format
 @every_kind
+@pytest.mark.sweep(4)
 def test_weights_are_close_to_the_first(make: Make, kind: str, fmt: str, way: str) -> None:
     models = make(kind, fmt)
     weights, before = (
@@ -235,6 +236,7 @@ def test_weights_are_close_to_the_first(make: Make, kind: str, fmt: str, way: st
 @every_way
 @every_format
 @every_kind
+@pytest.mark.sweep(4)
 def test_metadata_is_the_templates(make: Make, kind: str, fmt: str, way: str) -> None:
     """Every key and every value."""
     import gguf
@@ -320,7 +322,7 @@ def test_inspect_and_verify_measure_against_the_template(
     assert all(row["cosine"] > 0.99 for row in report["tensors"])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @every_format
 @every_kind

@@ -329,6 +329,7 @@ def _values_by_mlx(model: Any) -> dict[str, Any]:
 
 @every_format
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.sweep(2)
 def test_mlxs_mixtures_are_read(
     mixtures: dict[tuple[str, str], tuple[Path, Path]], tmp_path: Path, family: str, fmt: str
 ) -> None:

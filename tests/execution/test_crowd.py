@@ -77,7 +77,7 @@ def run_all(commands: list[list[str]], folder: Path, delay: float) -> list[tuple
     ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize(
     ("before", "names", "more"),

@@ -139,6 +139,7 @@ def check_all(kernels: Kernels, values: Values, dtype: str, block: tuple[int, in
 @EVERY_DTYPE
 @EVERY_KIND
 @EVERY_LAYOUT
+@pytest.mark.sweep(6)
 def test_any_values(  # type: ignore[no-untyped-def]
     kernels: Kernels, make, dtype: str, rows: int, columns: int, block: tuple[int, int]
 ) -> None:

@@ -85,6 +85,7 @@ def check(levels, x, q, h, passes):
     [(1, 32, 32), (5, 64, 64), (17, 96, 32), (33, 160, 64), (16, 224, 224), (3, 96, 128)],
 )
 @BOTH
+@pytest.mark.sweep(4)
 def test_every_level_gives_the_bytes_of_the_reference(fmt, rows, columns, width, levels):
     """Also rows that fill no vector, a last block of H that reaches beyond the columns, and codes
     that lie anywhere.
@@ -108,6 +109,7 @@ def test_rows_are_taken_in_panels(fmt, levels, monkeypatch):
 
 
 @BOTH
+@pytest.mark.sweep(2)
 def test_what_is_beyond_float32_gives_the_same_bytes(fmt, levels):
     """Pulls that are infinite or no numbers, subnormal weights, zeros, and scales at either end."""
     chance = np.random.default_rng(0)

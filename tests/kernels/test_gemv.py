@@ -187,7 +187,7 @@ def test_a_vector_does_not_depend_on_its_neighbours(
         assert together[k].tobytes() == alone[0].tobytes(), f"vector {k} of 5"
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @EVERY_X
 @EVERY_W
 def test_nothing_is_read_behind_an_input(library: ctypes.CDLL, fmt: Format, word: str) -> None:

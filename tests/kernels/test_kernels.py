@@ -126,7 +126,7 @@ def reciprocal_differences(values: Values, q: Quantized) -> int:
     )
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("exponent", [-43, -122, -125, -133, -148, -10, -6, 90])
 def test_nvfp4_bf16_within_a_hair_of_a_midpoint(backends: Backends, exponent: int) -> None:
     """Where fl(x / step) reaches a midpoint that x / step does not, or misses it by one float32
@@ -247,7 +247,7 @@ def test_nvfp4_where_quotients_are_7(backends: Backends, dtype: str) -> None:
             check(backends, blocks.reshape(1, -1), dtype, NVFP4, "amax", group_amax)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @EVERY_DTYPE
 @pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
 def test_the_smallest_values_under_every_step(backends: Backends, dtype: str, fmt: Format) -> None:

@@ -185,7 +185,7 @@ def check_case(backends: Backends, fmt: Format, rule: str, case: Case) -> None:
     )
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 @EVERY_SEARCH
 def test_searches_of_hostile_blocks(backends: Backends, fmt: Format, rule: str) -> None:
     @settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -101,7 +101,7 @@ def raw_quantize(
     return Quantized(fmt, (1, values.size), packed.data, scales.data, stored)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @EVERY_RULE
 @EVERY_DTYPE
 def test_any_number_of_blocks_at_any_address(

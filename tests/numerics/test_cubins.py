@@ -200,6 +200,7 @@ def promised(source: str) -> set[str]:
         ("descend.cu", 2),
     ],
 )
+@pytest.mark.slow
 def test_entry_points_are_those_of_the_head_comment(built, source, count):
     names = {kernel.name for kernel in built.kernels if kernel.source == source}
     assert names == promised(source)

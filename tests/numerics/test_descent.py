@@ -94,6 +94,7 @@ def by_brute_force(x, q, h, passes):
 
 @pytest.mark.parametrize("passes", [1, 3])
 @BOTH
+@pytest.mark.sweep(3)
 def test_every_step_is_the_one_of_least_cost(fmt, passes):
     """In one block of H, and in two, of which the last has half its columns."""
     for columns, width, seed in ((64, 64, 0), (96, 64, 1)):
@@ -161,6 +162,7 @@ def weights(columns):
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @BOTH
+@pytest.mark.sweep(2)
 def test_no_row_costs_more_than_it_did(fmt, every):
     """By the cost in float64, of any matrix and any H; and by much less where there is room.
 

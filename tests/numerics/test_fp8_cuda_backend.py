@@ -34,6 +34,7 @@ BLOCKS = [(FP8, (70, 300)), (FP8, (1, 300)), (FP8, (64, 128)), (FP8, (48, 77)), 
 
 @pytest.mark.parametrize("free_nbytes", [0, 1 << 40])
 @pytest.mark.parametrize(("fmt", "dialect"), TARGETS)
+@pytest.mark.sweep(3)
 def test_the_same_artifact_as_on_the_cpu(machine, fmt, dialect, free_nbytes, tmp_path):
     machine.free_nbytes = free_nbytes  # for panels that stay between the passes
     tensors: dict[str, Tensor] = {

@@ -118,6 +118,7 @@ def written(folder: Path, tensors: Tensors, record: dict[str, object] | None) ->
 
 @pytest.mark.parametrize("free_nbytes", [0, 1 << 40])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sweep(4)
 def test_the_same_artifact_as_on_the_cpu(machine, case, free_nbytes, tmp_path):
     make, record, options, kernel = CASES[case]
     machine.free_nbytes = free_nbytes  # for panels that stay between the passes

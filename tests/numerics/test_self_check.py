@@ -205,6 +205,7 @@ def test_right_kernels_pass_and_are_not_checked_twice(machine, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("file", "before", "after", "kernel"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.sweep(3)
 def test_a_wrong_kernel_is_named(machine, tmp_path, file, before, after, kernel):
     break_kernels(machine, tmp_path, file, before, after)
     with pytest.raises(DeviceError) as caught:

@@ -64,6 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sweep(4)
 def test_whatever_step_a_plan_lacks_it_is_refused(case, tmp_path, monkeypatch):
     make, (command, *words) = CASES[case]
     source, out = make(tmp_path / "source"), tmp_path / "out"

@@ -61,6 +61,7 @@ def test_a_plain_llama_has_no_warning(dialect, tmp_path):
         ),
     ],
 )
+@pytest.mark.sweep(3)
 def test_a_trap_is_told_where_all_that_it_names_is_so(source, fmt, dialect, engines, tmp_path):
     folder = write_model(tmp_path / "m", **source)
     expected = ["transformers" if engine == "HF" else engine for engine in engines]

@@ -33,6 +33,7 @@ def write_moe(folder, down_columns=64):
     ],
 )
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
+@pytest.mark.sweep(3)
 def test_what_is_quantized_in_part_is_a_warning_and_for_an_engine_an_error(
     kept, columns, code, dialect, tmp_path
 ):

@@ -141,7 +141,7 @@ def test_shares_are_those_of_the_definition(shape: Shape) -> None:
 # ------------------------------------------------------------------------------------- real weights
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("true", LAYOUTS)
 @pytest.mark.parametrize("fmt", FP4_FORMATS)
 def test_minilm_is_seen_in_every_layout(fmt: str, true: str) -> None:
@@ -305,7 +305,7 @@ def lognormal_rows(fmt: Format) -> list[Bytes]:
     return scales
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("true", LAYOUTS)
 @pytest.mark.parametrize("fmt", FP4_FORMATS)
 def test_lognormal_rows_are_decided(fmt: str, true: str) -> None:

@@ -479,7 +479,7 @@ def of_inspect(finding: dict) -> Finding:
     return Finding(**finding)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
 def test_a_lie_is_seen_alone(lie: Lie, artifacts, tmp_path):
     folder = artifacts[lie.artifact].copy()

@@ -136,7 +136,7 @@ LIES = [
 ]
 
 
-@pytest.mark.sweep(19)
+@pytest.mark.sweep(38)
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
 def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(
     lie: Lie, artifacts, source, tmp_path
@@ -256,7 +256,7 @@ HONEST = [
 ]
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize(("format", "dialect", "activations"), HONEST)
 def test_honest_artifacts_are_healthy(format, dialect, activations, source, tmp_path):
     options = ("--format", format, "--dialect", dialect, "--activations", activations)
@@ -285,7 +285,7 @@ def test_honest_casts_are_healthy(rule, source, tmp_path):
         assert errors(out, source) == []
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize(
     "layout", ["linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended"]
 )

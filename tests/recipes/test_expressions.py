@@ -110,6 +110,7 @@ TEXTS = st.recursive(
 @example("(?<=a)b", "ab")
 @example("a(?<=b)b", "ab")
 @example("(?:a$)*", "a\n")
+@pytest.mark.slow
 def test_it_fits_where_pythons_own_does(text, name):
     expression = Expression(text)
     before = expressions.FEW_WAYS, expressions.MOST_WAYS

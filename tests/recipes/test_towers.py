@@ -54,7 +54,7 @@ def matrices_of(model: Any) -> Iterator[tuple[str, list[str]]]:
             )
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_what_is_beside_the_decoder_stays_and_the_decoder_does_not(model_type):
     model = model_of(model_type)

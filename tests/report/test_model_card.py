@@ -209,6 +209,7 @@ def test_a_hostile_checkpoint(tmp_path):
         b"",
     ],
 )
+@pytest.mark.sweep(3)
 def test_a_damaged_card_of_the_source_is_left_out(readme, tmp_path, caplog):
     card, _ = card_of(write_llama(tmp_path / "m", **{"README.md": readme}), tmp_path / "q")
     known = set(ModelCard(card).data.to_dict())

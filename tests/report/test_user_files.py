@@ -4,10 +4,15 @@ and told before the work.
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 from checkpoints import run, write_llama
+
+from fp4convert.errors import OutputError
+from fp4convert.report.user_files import Paper, write_papers
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +123,29 @@ def test_the_neighbours_of_a_single_file_are_not_its_own(source, tmp_path):
     assert [found["code"] for found in run("verify", weights, "--json").json["findings"]] == [
         "no-hashes"
     ]
+
+
+def test_files_that_belong_together_take_their_names_together(tmp_path, monkeypatch):
+    """A page of other artifacts beside new figures would be believed."""
+    kind = Paper("--report", "FILE", "first")
+    files = [tmp_path / name for name in ("page", "table")]
+    for file in files:
+        file.write_text("first, old")
+    real = os.fsync
+
+    def fail_second(fd: int) -> None:
+        if (
+            os.readlink(f"/proc/self/fd/{fd}").endswith(".tmp")
+            and len(list(tmp_path.iterdir())) > 3
+        ):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fail_second)
+    with pytest.raises(OutputError, match="space"):
+        write_papers(*((file, "first, new", kind) for file in files))
+    assert [file.read_text() for file in files] == ["first, old"] * 2
+    assert sorted(tmp_path.iterdir()) == files
+    monkeypatch.undo()
+    write_papers(*((file, "first, new", kind) for file in files))
+    assert [file.read_text() for file in files] == ["first, new"] * 2

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
-from checkpoints import read_folder, run, write_llama
+from checkpoints import pack_shard, read_folder, read_shard, run, write_llama
 from paths import ROOT
 
 PLACE = ROOT / "deploy" / "action"
@@ -132,6 +132,7 @@ def test_the_artifact_is_that_of_the_command_and_passes_its_gates(runner, tmp_pa
 
 
 @pytest.mark.parametrize("gate", [{"min_sqnr": "60"}, {"max_nmse": "1e-9"}])
+@pytest.mark.sweep(2)
 def test_a_gate_that_is_not_met_fails_the_job_and_says_what_was_found(gate, runner):
     job = runner(**gate)
     assert job.step("quantize").code == 0
@@ -141,6 +142,23 @@ def test_a_gate_that_is_not_met_fails_the_job_and_says_what_was_found(gate, runn
     assert ended.log.startswith("| artifact | not passed |")
     assert "- error" in ended.log
     assert len(ended.log.splitlines()) < 32
+
+
+def test_a_matrix_that_lost_nothing_is_not_the_worst(runner, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for path in (tmp_path / "model").glob("*.safetensors"):
+        held = read_shard(path)
+        if name in held:
+            dtype, shape, data = held[name]
+            path.write_bytes(pack_shard({**held, name: (dtype, shape, bytes(len(data)))}))
+    job = runner()
+    assert job.step("quantize").code == 0
+    log = job.step("verify").log
+    report = run("verify", tmp_path / "artifact", "--source", tmp_path / "model", "--json").json
+    known = [one for one in report["tensors"] if one["sqnr_db"] is not None]
+    worst = min(known, key=lambda one: one["sqnr_db"])["name"]
+    assert worst != name.removesuffix(".weight")
+    assert f" dB ({worst}) |" in log
 
 
 def test_findings_are_written_as_sarif_where_a_file_is_named(runner, tmp_path):

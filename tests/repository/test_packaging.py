@@ -61,6 +61,7 @@ assert recipe.build_recipe(recipe.Target("nvfp4", "modelopt"), {"model_type": "l
 """
 
 
+@pytest.mark.slow
 def test_wheel_carries_library_kernels_and_recipes(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"fp4convert/{name}" for name in CARRIED} <= names

@@ -36,6 +36,7 @@ def run_like_windows(*words: object) -> dict[str, object]:
     return dict(json.loads(found.stdout))
 
 
+@pytest.mark.slow
 def test_bytes_are_the_same_without_what_windows_lacks(tmp_path):
     source = make_llama(tmp_path / "source")
     ours = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "ours", "-q", "--json")

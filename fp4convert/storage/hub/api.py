@@ -46,6 +46,9 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (UnicodeError, "no host can have that name (DNS)"),
 )
 AGAIN = "Run the same command again: what is uploaded is kept."
+REFUSED = "Do what it asks for; then run the same command again: what is uploaded is kept."
+# Of the storage behind the Hub; its other refusals pass, as its links expire.
+FINAL = frozenset({413, 507})
 # The head is not the parent that a commit names: somebody else's, or our own whose reply was lost.
 CHANGED = 412
 CALL_FACTOR = 4  # a call of huggingface_hub makes several requests
@@ -160,11 +163,14 @@ class Asker:
     repo   ORG/NAME
     token  the one that is logged in where it is None
     tell   gets a line for people when something has to wait
+
+    may_write  the Hub has said that the token may: what it refuses now has other reasons
     """
 
     def __init__(
         self, repo: str, token: str | None, patience: Patience, tell: Callable[[str], None]
     ) -> None:
+        self.may_write = False
         self._repo = repo
         self._token = token
         self._tell = tell
@@ -275,28 +281,43 @@ class Asker:
             error = error.__cause__  # an upload's own
         if (response := getattr(error, "response", None)) is not None:
             status, code = response.status_code, response.headers.get("X-Error-Code")
-            host = host_of(constants.ENDPOINT)
+            host = host_of(str(response.url))
+            is_storage = host != host_of(constants.ENDPOINT)
             # The storage's links expire: another try gets a new one.
-            is_storage = host_of(str(response.url)) != host
-            if status in PASSING or status == CHANGED or is_storage:
-                return f"HTTP {status}", pause_of(response.headers.get)
+            is_passing = status in PASSING or status == CHANGED
+            if is_passing or (is_storage and status not in FINAL):
+                of_storage = f" of {host}" if is_storage else ""
+                return f"HTTP {status}{of_storage}", pause_of(response.headers.get)
+            words = clean_words(getattr(error, "server_message", None) or "")
+            said = f": {words}" if words else ""
             if status in (401, 403) and code == "GatedRepo":
                 page = f"{constants.ENDPOINT}/{self._repo}"
                 raise no_access(self._repo, page, status, code) from None
-            if status in (401, 403) or code == "RepoNotFound":
-                expected = "expected a token with write access"
-                detail = f"{self._repo}: {trouble} with this token (HTTP {status}); {expected}"
+            is_refusal = status == 403 and self.may_write and code != "RepoNotFound"
+            if (status in (401, 403) or code == "RepoNotFound") and not is_refusal:
+                detail = f"{self._repo}: {trouble} with this token (HTTP {status}){said}"
+                detail += "; expected a token with write access"
                 next_step = "hf auth login, or set HF_TOKEN; or name a repository of your own."
                 raise AccessError("no-write", detail, next_step) from None
-            detail = f"{self._repo}: {trouble}: {host} answers HTTP {status}"
-            raise OutputError("push-refused", detail, AGAIN) from None
+            detail = f"{self._repo}: {trouble}: {host} answers HTTP {status}{said}"
+            raise OutputError("push-refused", detail, REFUSED if words else AGAIN) from None
         if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
-            words = " ".join(_UNSAID.sub("...", str(error)).split())[:300]
+            words = clean_words(str(error))
             raise OutputError("push-refused", f"{self._repo}: {trouble}: {words}", AGAIN) from None
         if isinstance(error, OSError) and error.filename is not None:
-            detail = f"{error.filename}: cannot be read: {error.strerror}"
-            raise OutputError("cannot-read", detail, AGAIN) from None
+            raise cannot_read(error) from None
         return type(error).__name__, None
+
+
+def clean_words(text: str) -> str:
+    """Return a server's words in one line, without addresses and what looks like a token."""
+    return " ".join(_UNSAID.sub("...", text).split())[:300]
+
+
+def cannot_read(error: OSError) -> OutputError:
+    """Return the error for a file of ours that cannot be read."""
+    detail = f"{error.filename}: cannot be read: {error.strerror}"
+    return OutputError("cannot-read", detail, AGAIN)
 
 
 def _drop_links(tell: Callable[[str], None], record: logging.LogRecord) -> bool:

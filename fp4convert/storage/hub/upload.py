@@ -11,6 +11,7 @@ import errno
 import hashlib
 import io
 import json
+import os
 import queue
 import threading
 import warnings
@@ -25,7 +26,14 @@ from typing import Any, NamedTuple
 from fp4convert import __version__
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, SIGNATURE, WEIGHTS
-from fp4convert.storage.hub.api import AGAIN, POLL_SECONDS, Asker, Patience, hub_headers
+from fp4convert.storage.hub.api import (
+    AGAIN,
+    POLL_SECONDS,
+    Asker,
+    Patience,
+    cannot_read,
+    hub_headers,
+)
 from fp4convert.storage.hub.hashes import hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
 from fp4convert.storage.json_text import MISSHAPEN
@@ -154,6 +162,7 @@ class Pusher:
             lambda: api.create_repo(self.repo, private=visibility, exist_ok=True),
         )
         self._asker.ask("it cannot be written to", lambda: api.auth_check(self.repo, write=True))
+        self._asker.may_write = True
         head = self._look(BRANCH)
         if self._is_private and not head.is_private:
             detail = f"{self.repo} is a public repository; --private expects one that is not"
@@ -315,6 +324,8 @@ class Pusher:
                     raise self._failure
                 do()
                 future.set_result(None)
+            except OSError as error:  # of the Hub, these have been judged
+                future.set_exception(error if error.filename is None else cannot_read(error))
             except Exception as error:  # a bug of ours, too, comes to light in `commit`
                 if isinstance(error, OutputError) and error.code == "hub-unreachable":
                     self._failure = error
@@ -422,6 +433,14 @@ class Pusher:
             raise OutputError("repo-moved", detail, AGAIN)
         if stale:
             self._tell(f"{self.repo}: what an earlier artifact left is removed: {', '.join(stale)}")
+        kept = [
+            ware.name
+            for ware in missing
+            if ware.name in head.files and (ware.name == CARD or not self._was_ours)
+        ]
+        if kept:  # what people write, or what was there before anything of ours
+            found = f"as commit {head.commit[:8]} has them: {', '.join(kept)}"
+            self._tell(f"{self.repo}: other contents are replaced, {found}")
         operations = [
             *(self._uploaded[ware.name][1] for ware in missing),
             *map(CommitOperationDelete, stale),
@@ -501,7 +520,10 @@ class _Absent(io.BufferedIOBase):
 
 
 def _ware(path: Path, name: str, sha256: str) -> Ware:
-    return Ware(name, path, sha256, path.stat().st_size)
+    try:
+        return Ware(name, path, sha256, path.stat().st_size)
+    except OSError as error:
+        raise cannot_read(error) from None
 
 
 def _operation(ware: Ware) -> Any:
@@ -517,7 +539,10 @@ def _operation(ware: Ware) -> Any:
         operation.path_or_fileobj = absent
         return operation
     content = ware.content if isinstance(ware.content, bytes) else ware.content.absolute()
-    operation = CommitOperationAdd(ware.name, content)
+    try:
+        operation = CommitOperationAdd(ware.name, content)
+    except ValueError:  # of names, which are good, or of a path that leads to no file
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(content)) from None
     operation.upload_info.sha256 = bytes.fromhex(ware.sha256)
     return operation
 

@@ -54,7 +54,7 @@ def folder(tmp_path, hub):
     return folder
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "faults",
     [

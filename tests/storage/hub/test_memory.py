@@ -52,6 +52,7 @@ def highest_anonymous(words: list[str]) -> int:
 @pytest.mark.usefixtures("large")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 @pytest.mark.parametrize("memory", ["0.25", "1"])
+@pytest.mark.sweep(2)
 def test_memory_is_what_the_dry_run_says_and_nothing_comes_twice(memory, hub, tmp_path):
     options = ["--format", "nvfp4", "--memory", memory, "--workers", "2", "--json", "-o"]
     words = [sys.executable, "-m", "fp4convert", "quantize", "org/m", *options]

@@ -40,7 +40,7 @@ def hostile(hub, tmp_path):
     return folder
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "command",
     [

@@ -101,7 +101,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_after_exit_3_finished_shards_stay_and_the_next_run_completes(
     name, hub, folder, tmp_path, monkeypatch

@@ -84,6 +84,7 @@ def test_a_stream_stays_a_few_pieces_ahead_and_brings_the_rest_when_it_ends(file
 
 
 @pytest.mark.parametrize("budget", [0, 4 << 10, 1 << 20])
+@pytest.mark.sweep(3)
 def test_a_stream_ends_whatever_the_readers_do(budget, file):
     kept = Pieces(file.read_into, budget)
     stream = Stream(kept, "f", NBYTES, SHA256)

@@ -77,6 +77,7 @@ def passed(proxy, hub, tmp_path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ["http_proxy", "all_proxy"])
 @pytest.mark.parametrize("form", ["http://127.0.0.1:{}", "127.0.0.1:{}", "http://127.0.0.1:{}/"])
+@pytest.mark.sweep(3)
 def test_every_request_takes_the_way_that_is_named(name, form, proxy, hub, tmp_path, monkeypatch):
     monkeypatch.setenv(name, form.format(proxy.server_address[1]))
     through, seen = passed(proxy, hub, tmp_path)

@@ -81,6 +81,7 @@ def _talk(connection: socket.socket, send: Callable[[socket.socket, int], None])
         (end_after_a_byte, "the reply ended early"),
     ],
 )
+@pytest.mark.sweep(2)
 def test_a_server_that_gets_nowhere_is_given_up(send, words):
     told: list[str] = []
     patience = Patience(5.0, 3, first_seconds=0.01, least_nbytes=LEAST, least_seconds=SECONDS)
@@ -152,6 +153,7 @@ def _drip_list(connection: socket.socket) -> None:
     [("storage", "GET", 0), ("storage", "GET", 2), ("hub", "HEAD", 0)],
     ids=["a header", "a shard", "the head of a reply"],
 )
+@pytest.mark.sweep(3)
 def test_a_byte_now_and_then_ends_the_command_with_exit_3(
     where, method, after, hub, tmp_path, monkeypatch
 ):

@@ -114,7 +114,7 @@ def test_ranges_of_a_tensor_are_its_bytes(hub, folder):
         assert bytes(source.read_range(ref, 4, 4)) == b""
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("piece_nbytes", [1, 100, 4096, 1 << 20])
 def test_the_size_of_pieces_changes_no_byte(piece_nbytes, hub, folder, tmp_path, monkeypatch):
     hub.add("org/m", folder)

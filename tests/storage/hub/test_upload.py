@@ -139,8 +139,20 @@ def test_no_right_to_write_to_one_that_can_be_read(hub, made, told, tmp_path):
 
 
 def test_a_right_lost_meanwhile(hub, made, told):
-    hub.fault("status", where="hub", method="POST", match="/commit/", status=403, times=MANY)
+    hub.fault("status", where="hub", method="POST", match="/commit/", status=401, times=MANY)
     assert refusal(AccessError, made, told).exit_code == 4
+
+
+def test_what_the_hub_says_when_it_refuses_is_told(hub, made, told):
+    """It has just said that the token may write: the reason is another one."""
+    words = "Private repository storage limit reached,   see https://hub.example/?token=abc"
+    headers = {"X-Error-Message": words}
+    commit = {"where": "hub", "method": "POST", "match": "/commit/"}
+    hub.fault("status", status=403, headers=headers, times=MANY, **commit)
+    error = refusal(OutputError, made, told)
+    assert error.code == "push-refused"
+    assert "HTTP 403: Private repository storage limit reached, see ..." in error.message
+    assert "token" not in f"{error.message}{error.next_step}"
 
 
 def test_offline(hub, made, told, monkeypatch):

@@ -47,6 +47,15 @@ def test_a_storage_that_takes_nothing_is_given_up(kind, hub, made, told):
     assert list(hub.repos) == [f"{OWNED}/q"]
 
 
+@pytest.mark.parametrize("status", [413, 507])
+def test_a_storage_that_refuses_for_good_is_asked_once(status, hub, made, told):
+    hub.fault("status", status=status, where="storage", method="PUT", times=MANY)
+    error = refusal(OutputError, made, told)
+    assert (error.exit_code, error.code) == (5, "push-refused")
+    assert f"{hub.storage.removeprefix('http://')} answers HTTP {status}" in error.message
+    assert not any("try 2" in line for line in told)
+
+
 def test_a_storage_that_swallows_without_a_word_is_given_up(hasty, hub, made, told, monkeypatch):
     monkeypatch.setattr("fp4convert.storage.hub.api.ANSWER_FACTOR", 1)
     monkeypatch.setattr("fp4convert.storage.hub.api.LEAST_RATE", 1 << 30)

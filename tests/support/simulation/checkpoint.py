@@ -14,6 +14,8 @@ from typing import Any
 
 from checkpoints import bf16, read_folder, run, write_checkpoint
 
+from fp4convert.commands import publish
+from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize, quantize
 from fp4convert.execution.settings import Settings
@@ -21,6 +23,7 @@ from fp4convert.execution.share import Share
 from fp4convert.planning.steps import Plan
 from fp4convert.storage.local import LocalSource
 from simulation.disk import Disk
+from simulation.hub import REPO, TOKEN
 from simulation.invariants import RECORD, REPORT, SOURCE, STATE
 
 ROWS, COLUMNS = 16, 32
@@ -109,6 +112,19 @@ def converts(plan: Plan, out: str, **settings: Any) -> Callable[[], Any]:
         return quantize(LocalSource(Path(SOURCE)), plan, Path(out), Settings(workers=2, **settings))
 
     return convert
+
+
+def pushes(plan: Plan, out: str, no_keep: bool, **settings: Any) -> Callable[[], Any]:
+    """Return what a process does that converts the source and pushes the artifact."""
+
+    def push() -> Any:
+        options = QuantizeOptions(
+            SOURCE, format="nvfp4", output=out, push_to_hub=REPO, token=TOKEN, no_keep=no_keep
+        )
+        work = Conversion(options, LocalSource(Path(SOURCE)), plan)
+        return publish.carry_out(work, Settings(workers=2, **settings))
+
+    return push
 
 
 def part(index: int, count: int) -> Share:

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 SOURCE = "/sim/source"
+WEIGHTS = ".safetensors"
 STATE = ".fp4convert"
+CARD = "README.md"
 RECORD, REPORT = "quantization_config.json", "quantization_report.json"
 LEASE_SECONDS = 60.0  # as docs/resume.md says it
-# A claim that is waited for may itself be guarded by one of a dead process, and a look takes 3 s.
-LONGEST_WAIT = 2 * LEASE_SECONDS + 30.0
+# A claim that is waited for may itself be guarded by one of a dead process; looks are 3 s apart,
+# and a machine believes what it knows of a file on a network for 30 s.
+LONGEST_WAIT = 2 * (LEASE_SECONDS + 3.0) + 30.0
 AT_ONCE = 15.0  # for a dead process of the same machine
 USER = "user"
 
@@ -93,9 +96,17 @@ class Rules:
     def _judge_done(self, process: Process, node: Node) -> None:
         if node.durable != bytes(node.data):
             raise self._break(f"{process} records a task before that record is on the disk")
-        for file, sha256 in json.loads(bytes(node.data))["files"].items():
+        entry = json.loads(bytes(node.data))
+        for file, sha256 in entry["files"].items():
+            if entry.get("is_gone"):
+                if sha256 not in self.world.hub.ever:
+                    raise self._break(f"{process} records {file} as sent, and the Hub lacks it")
+                continue
             found = self.world.disk.find(f"{self.out}/{file}", is_durable=True)
-            if found is None or hashlib.sha256(found.durable).hexdigest() != sha256:
+            # Who slept while another plan took its place tells of what nobody will ask for.
+            is_outlived = not self.is_one_plan and process.last_frozen > 0
+            is_there = found and hashlib.sha256(found.durable).hexdigest() == sha256
+            if not (is_there or is_outlived):
                 raise self._break(f"{process} records {file} as done before it is on the disk")
 
     def removed(self, process: Process, path: str, node: Node, target: str = "") -> None:
@@ -103,7 +114,8 @@ class Rules:
         self._refuse_elsewhere(process, path, node)
         file = self._inside(path)
         if file is None or not file.startswith(f"{STATE}/"):
-            if target or (self.is_one_plan and file not in (RECORD, REPORT)):
+            is_kept = self.is_one_plan and not self.world.hub.has_had(bytes(node.data))
+            if target or (is_kept and file not in (RECORD, REPORT)):
                 raise self._break(f"{process} takes {path} away")
             self._final.pop(node.inode, None)
             return
@@ -159,10 +171,26 @@ class Rules:
                 continue
             node = self.world.disk.find(f"{self.out}/{file}", is_durable=True)
             if node is None:
-                if self.is_one_plan:
+                if self.is_one_plan and not self._is_elsewhere(file):
                     raise self._break(f"{who}, and {file} is not on the disk")
             elif node.durable not in wanted:
                 raise self._break(f"{who}, and {file} holds other bytes")
+
+    def _is_elsewhere(self, file: str) -> bool:
+        """Tell whether a file may have left the disk for the Hub."""
+        return any(self.world.hub.has_had(data) for data in self.wanted[file])
+
+    def committed(
+        self, process: Process, before: dict[str, bytes], after: dict[str, bytes]
+    ) -> None:
+        """Judge a commit: the whole artifact, and nothing of anybody else's."""
+        for file, wanted in self.wanted.items():
+            found = after.get(file)
+            if found is None or (file != REPORT and found not in wanted):
+                raise self._break(f"{process} commits without {file}, or with other bytes")
+        for file, data in before.items():
+            if file not in self.wanted and file != CARD and after.get(file) != data:
+                raise self._break(f"{process} commits a change of {file}, which is not its own")
 
     def check_left(self, harmed: set[str]) -> None:
         """Judge what a power cut left.
@@ -185,11 +213,16 @@ class Rules:
                     data = bytes(found.data) if found else b""
                     if (
                         self.is_one_plan
+                        and sha256 not in self.world.hub.ever
                         and each not in harmed
                         and hashlib.sha256(data).hexdigest() != sha256
                     ):
                         raise self._break(f"the power cut takes {each}, which was finished")
-        lost = [file for file in self.wanted if file not in files and file != REPORT]
+        lost = [
+            file
+            for file in self.wanted
+            if file not in files and file != REPORT and not self._is_elsewhere(file)
+        ]
         if RECORD in files and lost and self.is_one_plan:
             raise self._break(f"the power cut leaves {RECORD} and takes {lost[0]}")
 

@@ -32,6 +32,7 @@ class Task(greenlet):
         self.process = process
         self.token = 0  # of the wait that a timer would end
         self.is_woken = False
+        self.is_due = False  # its wait is over, and it has not had its turn yet
 
 
 class Scheduler:
@@ -108,7 +109,7 @@ class Scheduler:
         if task.process.is_over:
             raise GreenletExit
         task.token += 1
-        task.is_woken = False
+        task.is_woken = task.is_due = False
         if seconds is not None:
             self.wake_at(self.now + max(0.0, seconds), task, task.token)
         self.hub.switch()
@@ -117,9 +118,11 @@ class Scheduler:
         return task.is_woken
 
     def wake(self, task: Task) -> None:
-        task.token += 1
         task.is_woken = True
-        self._ready.append(task)
+        if not task.is_due:  # else its seconds have just passed, and it goes on anyway
+            task.token += 1
+            task.is_due = True
+            self._ready.append(task)
 
     def wake_at(self, when: float, task: Task, token: int) -> None:
         """Wake a thread then, unless the wait of that token has ended before."""
@@ -133,6 +136,7 @@ class Scheduler:
                 _, _, task, token = heappop(self._timers)
                 if task.token == token:
                     task.token += 1
+                    task.is_due = True
                     self._ready.append(task)
             if not self._ready:
                 if not self._timers or self._timers[0][0] > MOST_SECONDS:

@@ -25,10 +25,13 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
+import huggingface_hub.lfs
 import safetensors
 from greenlet import getcurrent
+from huggingface_hub import HfApi
 
-from simulation import scheduler
+import fp4convert.storage.hub.http
+from simulation import hub, scheduler
 from simulation.machines import FIRST_FD
 from simulation.scheduler import Task
 from simulation.streams import PROC, open_stream
@@ -220,6 +223,12 @@ def _substitutes() -> Iterator[tuple[Any, str, Any]]:
     yield os.path, "realpath", _realpath(os.path.realpath)
     yield mmap, "mmap", _inside(_map, mmap.mmap)
     yield platform, "node", _inside(lambda task: task.process.machine.host, platform.node)
+    for name in hub.CALLS:
+        yield HfApi, name, _inside(hub.answered(name), getattr(HfApi, name))
+    name = "post_lfs_batch_info"
+    yield huggingface_hub.lfs, name, _inside(hub.answered(name), getattr(huggingface_hub.lfs, name))
+    reader = fp4convert.storage.hub.http.RangeReader
+    yield fp4convert.storage.hub.http, "RangeReader", _inside(hub.Ranges, reader)
     real_open = safetensors.safe_open
     yield safetensors, "safe_open", lambda *a, **k: _safe_open(real_open, *a, **k)
     real_version = cache(importlib.metadata.version)
@@ -238,6 +247,7 @@ def _hash_of(future: Any) -> int:
 @contextmanager
 def installed() -> Iterator[None]:
     """Answer the calls of simulated threads from their world, in here."""
+    huggingface_hub.get_session()  # one for all, with locks of the real system
     substitutes = list(_substitutes())
     before: list[tuple[Any, str, Any]] = []
     by_real: dict[int, Any] = {}

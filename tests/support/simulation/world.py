@@ -13,9 +13,10 @@ from typing import Any
 from fp4convert.execution.finish import merge
 from fp4convert.planning.steps import Plan
 from fp4convert.progress import Phases
-from simulation.checkpoint import Wanted, converts, part, put_source
+from simulation.checkpoint import Wanted, converts, part, pushes, put_source
 from simulation.disk import Disk, Node
-from simulation.invariants import SOURCE, STATE, Rules
+from simulation.hub import Hub
+from simulation.invariants import REPORT, SOURCE, STATE, WEIGHTS, Rules
 from simulation.machines import Machine, Process
 from simulation.scheduler import Scheduler, Violation
 from simulation.system import NS, Files
@@ -94,6 +95,11 @@ class World:
         self.disk.put("/sim/work/theirs.txt", b"not ours")
         self.out = chance.choice(("/sim/work/out", "/sim/work/new/deep/out"))
         self.plans = ["a", "b"] if chance.random() < 0.15 else ["a"]
+        # Of every five worlds one pushes, and of these every other keeps no shard.
+        self.is_pushing, self.keeps = seed % 5 == 4, seed % 10 != 9
+        if self.is_pushing:
+            self.plans = ["a"]
+        self.hub = Hub(self)
         names: dict[str, set[bytes]] = {}
         for plan in self.plans:
             for file, data in wanted[plan].files.items():
@@ -106,6 +112,7 @@ class World:
         self.troubles: list[Trouble] = []
         self.was_troubled = False
         self.has_faults = False
+        self.was_crowded = False  # several at once, of which --no-keep lets one work
         self.harmed: set[str] = set()
         self.outcomes: dict[str, int] = {}
 
@@ -230,10 +237,21 @@ class World:
             self.disk.cut_power()
         self.rules.check_left(self.harmed)
 
+    def _of_hub(self, call: Callable[[], None]) -> Callable[[Process], None]:
+        def happen(process: Process) -> None:
+            self.scheduler.note(process, "the Hub", call.__name__)
+            call()
+
+        return happen
+
     def _plan_faults(self, processes: int) -> None:
         chance = self.chance
         kinds = (self._kill, self._kill, self._freeze, self._fail, self._fail, self._cut_power)
         kinds += (self._jump, self._fill_disk)
+        if self.is_pushing:
+            hub = self.hub
+            calls = (hub.fail, hub.fail, hub.fail, hub.lose, hub.let_others_commit)
+            kinds += tuple(self._of_hub(call) for call in calls)
         for _ in range(chance.choice((0, 1, 1, 2, 3))):
             step = self.scheduler.steps + chance.randrange(STEPS * processes)
             self.faults.append((step, chance.choice(kinds)))
@@ -253,19 +271,25 @@ class World:
     def _start_some(self) -> list[Process]:
         chance = self.chance
         count = chance.choice((1, 2, 2, 2, 3))
+        self.was_crowded |= count > 1 and not self.keeps
         shares = chance.random() < 0.15
         started = []
         for number in range(count):
             name = chance.choice(self.plans)
             plan, what = self._plans[name], chance.choice(("run", "run", "run", "join"))
-            if shares:
+            if self.is_pushing and (not self.keeps or chance.random() < 0.8):
+                joins = self.keeps and what == "join"
+                run = pushes(plan, self.out, not self.keeps, is_joining=joins)
+                what = "push"
+            elif shares:
                 run = converts(plan, self.out, share=part(number, count)) if count > 1 else None
                 what = f"part {number} of {count}"
             elif what == "join":
                 run = converts(plan, self.out, is_joining=True)
             else:
                 run = converts(plan, self.out, is_forced=len(self.plans) > 1)
-            if run is None or (chance.random() < 0.15 and self.disk.find(self.out)):
+            is_merged = chance.random() < 0.15 and self.disk.find(self.out) and self.keeps
+            if run is None or is_merged:
                 run, what = (lambda: merge(Path(self.out), Phases())), "merge"
             started.append(self.start(chance.choice(self.machines), what, name, run))
         return started
@@ -291,11 +315,20 @@ class World:
                 raise Violation(f"{process} ends with another digest")
             if not digest and "part" not in process.what:
                 raise Violation(f"{process} ends without a digest")
+            if process.what.startswith("push"):
+                self._check_pushed()
         elif process.what.startswith("merge") and process.outcome in MERGES:
             return
-        elif not (self.has_faults or self.is_network or len(self.plans) > 1):
+        elif not (self.has_faults or self.is_network or len(self.plans) > 1 or self.was_crowded):
             words = f"{process.outcome}: {process.words}"
             raise Violation(f"{process} is refused without a fault: {words}")
+
+    def _check_pushed(self) -> None:
+        """Judge the head of the repository after a push that ended well."""
+        for file, data in self.wanted["a"].files.items():
+            found = self.hub.head.files.get(file)
+            if found is None or (file != REPORT and found != data):
+                raise Violation(f"a push ends well, and the repository's {file} is another")
 
     def _meddle(self) -> None:
         """Do what people do in between: add a file, damage one."""
@@ -353,6 +386,7 @@ class World:
             self._go_on()
             self.faults.clear()
             self.troubles.clear()
+            self.hub.troubles.clear()
             self.disk.free_nbytes = 1 << 40
             self.scheduler.now += self.chance.choice((0.0, 1.0, 100.0))
             self._meddle()
@@ -364,17 +398,20 @@ class World:
         if self.rules.is_one_plan:
             self.rules.kept = self._finished()
         run = converts(self._plans[name], self.out, is_forced=len(self.plans) > 1)
-        last, before = (
-            self.start(self.chance.choice(self.machines), "last", name, run),
-            self.scheduler.now,
-        )
+        if self.is_pushing:
+            run = pushes(self._plans[name], self.out, not self.keeps)
+        what, before = "push" if self.is_pushing else "last", self.scheduler.now
+        last = self.start(self.chance.choice(self.machines), what, name, run)
         self._go_on()
         if last.outcome != "ok" or last.result.digest != self.wanted[name].digest:
             raise Violation(f"the last run ends otherwise: {last.outcome} {last.words}")
         seconds = self.scheduler.now - before
         if seconds > 300.0:
             raise Violation(f"the last run takes {seconds:.0f} seconds, alone")
-        self.rules.check_end(self.wanted[name].files, last)
+        files = self.wanted[name].files
+        if self.is_pushing and not self.keeps:
+            files = {file: data for file, data in files.items() if not file.endswith(WEIGHTS)}
+        self.rules.check_end(files, last)
         if self.rules.is_one_plan:
             self.rules.check_durable("the last run is over")
         self._check_others()
