@@ -19,12 +19,11 @@ from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.job import list_peaks
 from fp4convert.execution.output_check import free_beside
-from fp4convert.execution.plan_file import PLAN_FILE
 from fp4convert.execution.settings import Elsewhere, Result, Settings
 from fp4convert.execution.share import Share
 from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
-from fp4convert.storage.checkpoint_files import CARD, SIGNATURE
+from fp4convert.storage.checkpoint_files import CARD, PLAN_FILE, SIGNATURE
 from fp4convert.storage.disk import hash_file, nbytes_there
 from fp4convert.storage.open import open_source
 

@@ -34,6 +34,7 @@ class Mutation:
 
 FOLDER, LEASES = "execution/folder.py", "execution/leases.py"
 DISK, FINISH, WRITER = "storage/disk.py", "execution/finish.py", "storage/shard_writer.py"
+UPLOAD, PUBLISH = "storage/hub/upload.py", "commands/publish.py"
 JOB, PLAN = "execution/job.py", "execution/plan_file.py"
 
 MUTATIONS: dict[str, Mutation] = {
@@ -222,6 +223,39 @@ MUTATIONS: dict[str, Mutation] = {
         "                if not folder.missing() and not self._forget_harmed():",
         "                if not self._forget_harmed():",
         "the record is written while shards are missing",
+        within=4000,
+    ),
+    "sent-without-a-wait": Mutation(
+        FOLDER,
+        "            future.result()\n        self.put(",
+        "            pass\n        self.put(",
+        "a shard leaves the disk though the Hub has not taken it",
+    ),
+    "believes-that-the-hub-keeps": Mutation(
+        UPLOAD,
+        "        return {name for name, (_, oid) in asked.items() if oid not in held}",
+        "        return set()",
+        "what the Hub has lost is never made again",
+        within=4000,
+    ),
+    "an-unread-list-is-empty": Mutation(
+        PLAN,
+        "    if mark is None:\n        detail = f",
+        "    if False:\n        detail = f",
+        "a commit names the card alone, as the list of files could not be read",
+        within=4000,
+    ),
+    "forgets-what-was-sent": Mutation(
+        PUBLISH,
+        "        sizes |= gone\n",
+        "        gone = {}\n",
+        "files that left the disk are not in the commit",
+    ),
+    "takes-its-own-for-stale": Mutation(
+        UPLOAD,
+        "            and name not in ours\n",
+        "",
+        "a second push removes the weights of the first",
         within=4000,
     ),
 }
