@@ -2,6 +2,7 @@
 what they show, commands and options exist.
 """
 
+import importlib.util
 import os
 import re
 import shlex
@@ -212,3 +213,23 @@ def test_examples_of_other_models_do_what_is_said(name, expected, tmp_path):
         row["format"] for row in planned["patterns"] for _ in range(row["count"]) if row["format"]
     ]
     assert Counter(kinds) == expected
+
+
+def test_every_link_is_absolute_for_the_package_index():
+    """Which has README.md alone."""
+    spec = importlib.util.spec_from_file_location("links", ROOT / "deploy" / "absolute_links.py")
+    links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(links)
+    place = "https://github.com/owner/fp4convert"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = links.absolute(readme, place, "v1.2.3")
+    targets = re.findall(r"\]\(([^)\s]+)", text)
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    ours = [target for target in targets if target.startswith(place)]
+    assert len(ours) > 20
+    for target in ours:
+        kind, tag, path = target.removeprefix(f"{place}/").split("/", 2)
+        file = ROOT / path.partition("#")[0]
+        assert (kind, tag) == ("raw" if file.suffix == ".png" else "blob", "v1.2.3")
+        assert file.is_file()
+    assert text.count("\n") == readme.count("\n")
