@@ -341,13 +341,11 @@ def _regular(folder: Path, name: str) -> Path:
 
     Links may lead inside it, or into the blobs of the Hub's own cache.
     """
-    path, root = folder / name, folder.resolve()
-    caches = [place for place in (root, *root.parents) if place.parent.name == "snapshots"]
-    allowed = [root, *(place.parent.parent / "blobs" for place in caches)]
+    path = folder / name
     try:
         name.encode("utf-8")
-        target = path.resolve()
-        mode = path.stat().st_mode
+        mode = path.stat().st_mode  # a file that is not there costs no more: records may name many
+        target, root = path.resolve(), folder.resolve()
     except UnicodeEncodeError:
         detail = f"the name of {name!r} is not UTF-8; expected one that records can hold"
         raise InputError("file-name", detail, "Rename it.") from None
@@ -355,6 +353,8 @@ def _regular(folder: Path, name: str) -> Path:
         # RuntimeError: a link that leads to itself; ValueError: NUL.
         words = getattr(error, "strerror", None) or error
         raise InputError("unreadable", f"{name} cannot be read: {words}") from None
+    caches = [place for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    allowed = [root, *(place.parent.parent / "blobs" for place in caches)]
     if not any(target.is_relative_to(place) for place in allowed):
         detail = f"{name} is a link to {target}, outside the folder; expected a file in it"
         raise InputError("link-outside", detail)
