@@ -20,13 +20,13 @@ from fp4convert.conversion.repacking import prepare_transcode, transcode
 from fp4convert.conversion.work import Work, prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
 from fp4convert.errors import InputError, OutputError, shell_line
-from fp4convert.execution.plan_file import read_ended
+from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Elsewhere, Settings
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.storage.checkpoint_files import GGUF, RECORD, UNDIGESTED, WEIGHTS
-from fp4convert.storage.disk import hash_file, read_blocks
+from fp4convert.storage.disk import hash_file, nbytes_there, read_blocks
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import read_header
@@ -74,7 +74,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         except OutputError as error:
             better = "Point TMPDIR to a folder on a disk with room, and run it again."
             raise OutputError(error.code, error.message, better) from error
-        found = read_ended(last)[1]
+        found = read_ended_files(last)
         made = parse_json_object((last / RECORD).read_bytes(), RECORD)
     differing |= dict.fromkeys(expected.keys() - found.keys())
     differing |= dict.fromkeys(found.keys() - expected.keys() - {RECORD, *UNDIGESTED})
@@ -144,7 +144,7 @@ def _read_record(options: ReproduceOptions) -> tuple[dict[str, Any], Path | None
         listed = record.get("files")
         files = listed if isinstance(listed, dict) else {}
         shards = [name for name in files if name.endswith((WEIGHTS, GGUF))]
-        is_beside = file != place or any((folder / name).is_file() for name in shards)
+        is_beside = file != place or any(nbytes_there(folder / name) is not None for name in shards)
         return record, folder if is_beside else None
     source = open_source(os.fspath(options.artifact), replace(options.access(), config=None))
     if not source.has_file(RECORD):
@@ -353,7 +353,8 @@ def _refuse_own_weights(
     if source.has_file(RECORD):
         files = parse_json_object(read_whole(source, RECORD), RECORD).get("files")
         known = set(files.values()) if isinstance(files, dict) else set()
-        if any(sha256 in known for name, sha256 in expected.items() if name.endswith(WEIGHTS)):
+        ours = {sha256 for name, sha256 in expected.items() if name.endswith((WEIGHTS, GGUF))}
+        if ours & known:
             raise _own_source(options)
 
 

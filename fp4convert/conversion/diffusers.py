@@ -35,7 +35,7 @@ from fp4convert.execution.workers import CopyWorker
 from fp4convert.planning.global_scales import scales_for_component
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.engine_verdicts import Verdict
-from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
+from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE, REPORT
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.open import absolute, access_to
 from fp4convert.storage.source import Source
@@ -282,7 +282,8 @@ class PipelineConversion:
             texts = {PIPELINE: stream.read().decode("utf-8")}
         plan = replace(self.plan, tasks=())
         parts = {name: conversion.job.manifest() for name, conversion in self.conversions.items()}
-        return Job(self.source, plan, texts, None, PIPELINE, frozenset(texts), parts)
+        replaced = frozenset({*texts, REPORT})
+        return Job(self.source, plan, texts, None, PIPELINE, replaced, parts)
 
     def _join_results(
         self, results: dict[str, Result], copied: Result, adopted_nbytes: int

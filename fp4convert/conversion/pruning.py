@@ -52,7 +52,7 @@ from fp4convert.planning.steps import (
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import PREDICTION, Target, model_recipe
-from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.checkpoint_files import RECORD, REPORT
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.safetensors import TensorSpec
 from fp4convert.storage.source import Checkpoint, Source, uncollected
@@ -165,7 +165,8 @@ def pruning_job(source: Source, pruning: Pruning) -> Job:
         PRUNING: as_text(pruning.record),
         "config.json": as_text(pruning.config),
     }
-    return Job(source, pruning.plan, texts, None, "config.json", frozenset(texts))
+    replaced = frozenset({*texts, REPORT})
+    return Job(source, pruning.plan, texts, None, "config.json", replaced)
 
 
 def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> dict[str, object]:

@@ -139,6 +139,12 @@ class OutputFolder:
     elsewhere: Elsewhere | None = None
     # Records of finished tasks, by key: who waits for others looks often.
     _parsed: dict[str, tuple[Mark, Done]] = field(default_factory=dict)
+    _planned: dict[str, int] = field(init=False)  # sizes of the files of all tasks
+
+    def __post_init__(self) -> None:
+        self._planned = {
+            name: size for task in self.manifest.tasks for name, size in task.files.items()
+        }
 
     @property
     def state(self) -> Path:
@@ -180,9 +186,8 @@ class OutputFolder:
 
     def nbytes_of(self, file: str) -> int:
         """Count the bytes of a finished file, also of one that has left."""
-        planned = {name: size for task in self.manifest.tasks for name, size in task.files.items()}
         found = nbytes_there(self.root / file)
-        return planned.get(file, 0) if found is None else found
+        return self._planned.get(file, 0) if found is None else found
 
     def missing(self) -> list[TaskFiles]:
         """List the tasks of the plan that are not finished."""
@@ -335,12 +340,15 @@ class OutputFolder:
                     (self.root / file).unlink(missing_ok=True)
 
     def _is_as_written(self, done: Done) -> bool:
-        """Tell whether the files of a task are what it wrote."""
-        return all(
-            is_sealed(self.root / file, sha256, done.seals.get(file))
-            or _hash_temp(self.root / file) == sha256
-            for file, sha256 in done.files.items()
-        )
+        """Tell whether the files of a task are what it wrote; not, where one cannot be read."""
+        try:
+            return all(
+                is_sealed(self.root / file, sha256, done.seals.get(file))
+                or hash_file(self.root / file) == sha256
+                for file, sha256 in done.files.items()
+            )
+        except OSError:
+            return False
 
     def write_texts(self, texts: dict[str, str]) -> None:
         """Write small files of ours, each under its final name at once."""
@@ -412,7 +420,9 @@ class OutputFolder:
                 fsync_parents(self.state)
             if old is None or old.plan_id != self.manifest.plan_id:
                 self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
-            if settings.elsewhere and settings.elsewhere.name:
+            if settings.elsewhere is None:  # whatever has gone is made again, and stays
+                (self.state / HUB).unlink(missing_ok=True)
+            elif settings.elsewhere.name:
                 self.put(HUB, json.dumps({"repo": settings.elsewhere.name}))
 
     def sweep(self) -> None:

@@ -404,6 +404,9 @@ class _Run:
             self._tell_again(harmed)
         for task in harmed:
             self._tries[task.key] = self._tries.get(task.key, 0) + 1
+            if self._tries[task.key] > TRIES and self._is_lost([task]):
+                detail = f"{next(iter(task.files))} was sent {TRIES} times, and the Hub lost it"
+                raise OutputError("push-lost", f"{detail}; expected a Hub that keeps it")
             if self._tries[task.key] > TRIES:
                 place = self._folder.root / next(iter(task.files))
                 detail = f"{place} is not what was written, {TRIES} times"
@@ -412,14 +415,17 @@ class _Run:
             self._folder.forget(task)
         return bool(harmed)
 
+    def _is_lost(self, tasks: list[TaskFiles]) -> bool:
+        """Tell whether files had left this disk, and where they went they are not any more."""
+        records = [self._folder.record_of(task) for task in tasks]
+        return all(done is not None and done.is_gone for done in records)
+
     def _tell_again(self, harmed: list[TaskFiles]) -> None:
         """Tell what is made again and why; it counts as work, not as there already."""
         files = [file for task in harmed for file in task.files]
-        records = [self._folder.record_of(task) for task in harmed]
         elsewhere = self._folder.elsewhere
-        is_lost = elsewhere is not None and all(done and done.is_gone for done in records)
         why = "they are not what was written"
-        if is_lost and elsewhere:
+        if elsewhere and self._is_lost(harmed):
             why = f"{elsewhere.name} does not hold them any more"
         self._settings.tell(f"made again, the first {files[0]}: {len(files)} files; {why}")
         for task in harmed:

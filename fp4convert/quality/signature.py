@@ -77,7 +77,7 @@ def sign_folder(folder: Path, key: Path) -> bytes:
         made = Path(scratch, SIGNATURE)
         try:
             signer.set_hashing_config(hashing).sign(folder, made)
-        except ValueError as error:  # a link, a pipe
+        except (ValueError, OSError) as error:  # a link, a pipe; a file that cannot be read
             detail = f"{folder} cannot be signed: {error}"
             raise InputError("not-signable", detail) from None
         return made.read_bytes()

@@ -72,7 +72,10 @@ class Head(NamedTuple):
             return False
         if len(oid) == len(ware.sha256) or ware.content is None:
             return oid == ware.sha256
-        data = ware.content if isinstance(ware.content, bytes) else ware.content.read_bytes()
+        try:
+            data = ware.content if isinstance(ware.content, bytes) else ware.content.read_bytes()
+        except OSError as error:
+            raise cannot_read(error) from None
         found = hasher(len(data), oid)
         found.update(data)
         return oid == found.hexdigest()
@@ -111,7 +114,7 @@ class Pusher:
         self._patience = Patience()
         self._asker = Asker(repo, token, self._patience, tell)
         self._parent: Head | None = None
-        self._was_ours = False
+        self._ours: set[str] = set()  # files of the artifacts that are there, by their records
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Future[None], bool] | None] = (
             queue.SimpleQueue()
         )
@@ -164,20 +167,28 @@ class Pusher:
         self._asker.ask("it cannot be written to", lambda: api.auth_check(self.repo, write=True))
         self._asker.may_write = True
         head = self._look(BRANCH)
+        if not head.commit:
+            found = f"{self.repo}: the Hub does not say which commit is the newest"
+            detail = f"{found}; expected one, against which ours is made"
+            raise OutputError("push-unproven", detail)
         if self._is_private and not head.is_private:
             detail = f"{self.repo} is a public repository; --private expects one that is not"
             next_step = "Make it private in its settings, or name another."
             raise OutputError("public-repo", detail, next_step)
         self._parent = head
-        self._was_ours = any(self._is_our_record(head, record) for record in self._records)
+        self._ours = {
+            name for record in self._records for name in self._recorded_files(head, record)
+        }
 
-        # Engines would find weights of somebody else beside ours, in whatever form.
+        # Engines would find weights of somebody else beside ours; where nothing is ours, in
+        # whatever form.
         weights = sorted(
             name
-            for name in head.files
-            if self._is_weights(name) or PurePosixPath(name).suffix in OTHER_WEIGHTS
+            for name in head.files.keys() - self._ours
+            if self._is_weights(name)
+            or (PurePosixPath(name).suffix in OTHER_WEIGHTS and not self._ours)
         )
-        if weights and not self._was_ours:
+        if weights:
             found = f"{self.repo} holds weights that fp4convert did not write"
             detail = f"{found}, the first {weights[0]!r}; expected a repository without, or its own"
             raise OutputError("foreign-repo", detail, "Name another.")
@@ -189,9 +200,8 @@ class Pusher:
 
         path  stays as it is until then
         """
-        self._start(self._upload, _ware(path, name, sha256), is_early=True).add_done_callback(
-            self._tell_failure
-        )
+        future = self._start(name, lambda: self._upload(_ware(path, name, sha256)), is_early=True)
+        future.add_done_callback(self._tell_failure)
 
     def send(self, path: Path, name: str, sha256: str) -> Future[None]:
         """Upload a finished file that is removed then; any thread may.
@@ -199,7 +209,9 @@ class Pusher:
         Returns  what ends once the Hub says that it holds the file, or fails: its error ends the
                  run, and is told there alone
         """
-        future = self._start(self._give_away, _ware(path, name, sha256), is_early=True)
+        future = self._start(
+            name, lambda: self._give_away(_ware(path, name, sha256)), is_early=True
+        )
         future.add_done_callback(self._note_told)
         return future
 
@@ -276,7 +288,7 @@ class Pusher:
                     if started := self._started.get(ware.name):
                         self._wait(started)
                 if ware.content is not None:
-                    self._wait(self._start(self._upload, ware))
+                    self._wait(self._start(ware.name, partial(self._upload, ware)))
                 report(ware.name, ware.nbytes)
             self._name_absent([ware for ware in wares if ware.content is None])
             head = self._asker.ask("the commit cannot be made", lambda: self._commit_once(wares))
@@ -299,9 +311,7 @@ class Pusher:
         if self._worker is not None:
             self._worker.join(timeout=0.5)
 
-    def _start(
-        self, do: Callable[[Ware], None], ware: Ware, is_early: bool = False
-    ) -> Future[None]:
+    def _start(self, name: str, do: Callable[[], None], is_early: bool = False) -> Future[None]:
         """Hand a file to the one thread that uploads.
 
         The others stay free for signals and for work.
@@ -313,8 +323,8 @@ class Pusher:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="push", daemon=True)
                 self._worker.start()
-        future = self._started[ware.name] = Future()
-        self._queue.put((partial(do, ware), future, is_early))
+        future = self._started[name] = Future()
+        self._queue.put((do, future, is_early))
         return future
 
     def _work(self) -> None:
@@ -414,16 +424,19 @@ class Pusher:
         """
         from huggingface_hub import CommitOperationDelete
 
-        head, parent = self._look(BRANCH), self._begun
+        # Whoever calls it asks again: twice as many tries would outlast its time.
+        head, parent = self._look_once(BRANCH), self._begun
         missing = [ware for ware in wares if not head.holds(ware)]
         ours = {ware.name for ware in wares}
         stale = sorted(
             name
             for name in head.files
-            if self._was_ours
+            if self._ours
             and name not in ours
-            and (self._is_weights(name) or PurePosixPath(name).name in STALE)
-            and _folder_of(name) in self._folders
+            and (
+                (self._is_weights(name) and name in self._ours)
+                or (PurePosixPath(name).name in STALE and _folder_of(name) in self._folders)
+            )
         )
         if not missing and not stale:
             return head
@@ -436,7 +449,7 @@ class Pusher:
         kept = [
             ware.name
             for ware in missing
-            if ware.name in head.files and (ware.name == CARD or not self._was_ours)
+            if ware.name in head.files and (ware.name == CARD or not self._ours)
         ]
         if kept:  # what people write, or what was there before anything of ours
             found = f"as commit {head.commit[:8]} has them: {', '.join(kept)}"
@@ -452,47 +465,48 @@ class Pusher:
                 operations,
                 commit_message=f"Upload with fp4convert {__version__}",
                 revision=BRANCH,
-                parent_commit=parent.commit or None,
+                parent_commit=parent.commit,
             )
-        return self._look(made.oid)
+        return self._look_once(made.oid)
 
     def _is_weights(self, name: str) -> bool:
         """Tell whether engines take a file for weights or their index."""
         endings = (WEIGHTS, f"{WEIGHTS}.index.json")
         return _folder_of(name) in self._folders and name.endswith(endings)
 
-    def _is_our_record(self, head: Head, record: str) -> bool:
-        """Tell whether fp4convert wrote the record that a head holds."""
+    def _recorded_files(self, head: Head, record: str) -> set[str]:
+        """Return the files that a record of fp4convert names; none where it wrote none there."""
         from huggingface_hub import constants, hf_hub_url
 
         nbytes, oid = head.files.get(record, (0, ""))
         if not 0 < nbytes < RECORD_LIMIT:
-            return False
+            return set()
         url = hf_hub_url(self.repo, record, revision=head.commit, endpoint=constants.ENDPOINT)
         data = bytearray(nbytes)
         try:
             reader = RangeReader(self._headers, self._patience, self._tell)
             reader.read_into(RemoteFile(record, url, nbytes, oid, head.commit), 0, memoryview(data))
-            return bool(json.loads(data)["producer"]["name"] == "fp4convert")
+            document = json.loads(data)
+            is_ours = document["producer"]["name"] == "fp4convert"
+            begin = record.removesuffix(PurePosixPath(record).name)
+            names = {f"{begin}{name}" for name in document["files"]} if is_ours else set()
+            return names | {record} if is_ours else names
         except SourceError as error:
             raise OutputError("hub-unreachable", f"{self.repo}: {error.message}", AGAIN) from None
         except MISSHAPEN:
-            return False
+            return set()
 
     def _look(self, revision: str) -> Head:
         """Return the newest commit of a branch, or that commit."""
+        return self._asker.ask("it cannot be listed", lambda: self._look_once(revision))
+
+    def _look_once(self, revision: str) -> Head:
         api = self._asker.api
-        info = self._asker.ask(
-            "it cannot be listed",
-            lambda: api.model_info(self.repo, revision=revision, files_metadata=True),
-        )
+        info = api.model_info(self.repo, revision=revision, files_metadata=True)
         listed: dict[str, Any] = {item.rfilename: item for item in info.siblings or []}
         # Some mirrors list names alone, and tell the rest where they are asked for paths.
         if bare := [name for name, item in listed.items() if not item.lfs and item.size is None]:
-            found = self._asker.ask(
-                "it cannot be listed",
-                lambda: api.get_paths_info(self.repo, bare, revision=info.sha),
-            )
+            found = api.get_paths_info(self.repo, bare, revision=info.sha)
             listed |= {item.path: item for item in found}
         files = {}
         for name, item in listed.items():
