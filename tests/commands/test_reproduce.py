@@ -225,6 +225,16 @@ def test_a_shard_that_is_cut_or_gone_differs(source, tmp_path):
     assert [each["file"] for each in outcome.json["differing"]] == [first.name, second.name]
 
 
+def test_names_in_a_record_that_no_disk_has_end_in_no_traceback(source, tmp_path):
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    record = json.loads((artifact / RECORD).read_text())
+    record["files"] |= {f"{'x' * 300}.safetensors": "0" * 64, "a\0b.safetensors": "0" * 64}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    outcome = run("reproduce", tmp_path / "record.json", "--source", source, "--json")
+    assert outcome.code == 6
+    assert len(outcome.json["differing"]) == 2
+
+
 def test_what_cannot_be_reproduced_is_refused(source, tmp_path):
     artifact = made(source, tmp_path / "out", "--format", "nvfp4")
     record = json.loads((artifact / RECORD).read_text())

@@ -91,6 +91,12 @@ def bits_of(tensor: Tensor) -> np.ndarray:
     ).reshape(shape)
 
 
+def test_a_report_beside_the_source_is_of_another_artifact_and_stays_there(source, tmp_path):
+    (source / "quantization_report.json").write_bytes(b"{}")
+    prune(source, tmp_path / "out")
+    assert not (tmp_path / "out" / "quantization_report.json").exists()
+
+
 def test_config_and_record_say_what_was_done(source, tmp_path):
     out = tmp_path / "out"
     prune(source, out)

@@ -201,6 +201,18 @@ def test_what_an_earlier_artifact_left_leaves_with_the_commit_and_nothing_else(
     assert {FIRST, SECOND, "model.safetensors.index.json"} & set(hub.head(REPO)) == set()
 
 
+def test_weights_that_people_put_beside_ours_are_theirs(hub, made, other, told):
+    """A LoRA beside an artifact of ours: no commit of ours takes it away."""
+    push(made, told)
+    data = b"x" * 2000
+    mine = File(hub.keep(data), len(data), hashlib.sha256(data).hexdigest())
+    hub.repos[REPO].commit({**hub.head(REPO), "adapter_model.safetensors": mine})
+    error = refusal(OutputError, other, told)
+    assert (error.exit_code, error.code) == (5, "foreign-repo")
+    assert "adapter_model.safetensors" in error.message
+    assert {"adapter_model.safetensors", FIRST} <= set(hub.head(REPO))
+
+
 @pytest.mark.parametrize("record", [None, b"{}", b"[", b'{"producer": {"name": "auto-round"}}'])
 def test_weights_of_somebody_else_are_not_touched(record, hub, made, told, tmp_path):
     folder = write_llama(tmp_path / "theirs", **({} if record is None else {RECORD: record}))
