@@ -54,7 +54,7 @@ def attest(options: AttestOptions) -> dict[str, Any]:
 
 
 def _check_places(folder: Path, key: Path, is_forced: bool) -> None:
-    """Refuse a place without an artifact of its own, before any work."""
+    """Refuse a folder, a key or a signature that cannot be, before any work."""
     if not folder.is_dir():
         what = "is one file" if folder.is_file() else "is no folder on this disk"
         detail = f"{folder} {what}; expected the folder of an artifact"

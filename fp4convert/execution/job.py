@@ -228,7 +228,6 @@ class _Run:
     """What this process does of a conversion.
 
     Tasks that nobody else does, and perhaps the end.
-
     """
 
     def __init__(self, job: Job, worker: Worker, folder: OutputFolder, settings: Settings) -> None:
@@ -481,7 +480,7 @@ def check_output(job: Job, output: Path, settings: Settings) -> None:
 
 
 def _check_places(job: Job, output: Path, settings: Settings) -> int:
-    """Check that the result has room beside the source's files.
+    """Check that the result is apart from the source, and hides no folder of it.
 
     Returns  bytes that the parts write to the same disk
     """

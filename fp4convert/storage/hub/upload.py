@@ -59,7 +59,8 @@ class Ware:
 class Head(NamedTuple):
     """A commit of the repository.
 
-    files  name -> size and oid: the sha256 of a large file, git's hash of another
+    files       name -> size and oid: the sha256 of a large file, git's hash of another
+    is_private  the repository is not public
     """
 
     commit: str
