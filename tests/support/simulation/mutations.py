@@ -238,13 +238,6 @@ MUTATIONS: dict[str, Mutation] = {
         "what the Hub has lost is never made again",
         within=4000,
     ),
-    "an-unread-list-is-empty": Mutation(
-        PLAN,
-        "    if mark is None:\n        detail = f",
-        "    if False:\n        detail = f",
-        "a commit names the card alone, as the list of files could not be read",
-        within=4000,
-    ),
     "forgets-what-was-sent": Mutation(
         PUBLISH,
         "        sizes |= gone\n",
