@@ -45,7 +45,7 @@ from typing import cast
 
 from fp4convert.calibration.statistics import AGAIN, Calibration, parse_note
 from fp4convert.errors import InputError
-from fp4convert.storage.disk import hash_file
+from fp4convert.storage.disk import hash_file, open_regular
 from fp4convert.storage.json_text import parse_json_object, read_text_file
 from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, read_header
 
@@ -61,7 +61,7 @@ def open_calibration(path: Path | str) -> Calibration:
     """
     path = Path(path)
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             head = stream.read(8)
         is_index = head.startswith(b"{") and b"\0" not in head
         text = read_text_file(path).encode() if is_index else b""

@@ -26,7 +26,7 @@ from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.storage.checkpoint_files import GGUF, RECORD, UNDIGESTED, WEIGHTS
-from fp4convert.storage.disk import hash_file, nbytes_there, read_blocks
+from fp4convert.storage.disk import hash_file, nbytes_there, open_regular, read_blocks
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import read_header
@@ -138,7 +138,8 @@ def _read_record(options: ReproduceOptions) -> tuple[dict[str, Any], Path | None
     if place.exists():
         file = place if place.suffix == ".json" else folder / RECORD
         try:
-            record = parse_json_object(file.read_bytes(), file.name)
+            with open_regular(file) as stream:
+                record = parse_json_object(stream.read(), file.name)
         except OSError as error:
             raise _no_record(options, error.strerror) from None
         listed = record.get("files")

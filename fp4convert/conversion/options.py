@@ -5,6 +5,7 @@ The docstring of a class is the help of its command.
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -461,9 +462,13 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         if self.target_size is not None:  # equally long for every size, which it is part of
             given["target_size"] = f"{self.target_size:.16e}"
         return {
-            name: _described(value, name in FILES, (taken or {}).get(name))
+            name: _described(name, value, (taken or {}).get(name))
             for name, value in given.items()
-            if value not in (None, False, ()) and value != declared[name].default
+            # 0 is a number that somebody gave, and equals False.
+            if value is not None
+            and value is not False
+            and value != ()
+            and value != declared[name].default
         }
 
 
@@ -471,17 +476,25 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 FILES = ("calibration", "lora", "global_scale", "input_scale", "recipe", "config")
 
 
-def _described(value: object, may_be_file: bool, taken: str | None) -> object:
-    """Say an option's value in JSON, without a path."""
+def _described(name: str, value: object, taken: str | None) -> object:
+    """Say an option's value in JSON, without a path.
+
+    A number and a recipe of ours are these, also where a file here has that name.
+    """
     if isinstance(value, tuple):
-        return [_described(each, may_be_file, taken) for each in value]
-    if not may_be_file or not isinstance(value, str | os.PathLike):
+        return [_described(name, each, taken) for each in value]
+    if name not in FILES or not isinstance(value, str | os.PathLike):
         return value
-    if not os.path.exists(value):
-        try:  # a number, as the command line has it
+    if name in ("global_scale", "input_scale"):
+        with suppress(ValueError):
             return float(os.fspath(value))
-        except ValueError:  # a recipe, or a repository
-            return {"repo": value, "taken": taken} if "/" in str(value) else value
+    if name == "recipe":
+        from fp4convert.recipes.toml_files import known_names
+
+        if os.fspath(value) in known_names():
+            return value
+    if not os.path.exists(value):
+        return {"repo": value, "taken": taken} if "/" in str(value) else value
     from fp4convert.storage.disk import hash_file
 
     return {"sha256": hash_file(Path(value))} if os.path.isfile(value) else {"taken": taken}

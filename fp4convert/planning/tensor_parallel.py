@@ -213,7 +213,8 @@ def _pad_heads(
     if not FAMILIES[family][1]:
         detail = f"{heads} heads of {width} are no whole blocks for {ranks} ranks; more would need"
         raise _unfit(f"{detail} a head_dim, which engines of {family} do not read", named[0])
-    count = next(filter(divides, range(pairs, pairs + ranks * block + 1)), None)
+    most = min(pairs + ranks * block, hidden // (heads // pairs))  # more do not divide it
+    count = next(filter(divides, range(pairs, most + 1)), None)
     if count is None:
         detail = f"no number of heads from {heads} on divides the hidden size {hidden} and"
         raise _unfit(f"{detail} can be divided among {ranks} ranks", named[0])

@@ -68,6 +68,7 @@ def sign_folder(folder: Path, key: Path) -> bytes:
             package
     """
     package = _import_package("attest needs the package model-signing")
+    _refuse_pipe("--key", key)
     try:
         signer = package.signing.Config().use_elliptic_key_signer(private_key=key)
     except Exception as error:  # whatever the packages below it make of a file
@@ -96,6 +97,7 @@ def open_verifier(source: Source, public_key: Path) -> Any:
         detail = f"--public-key is for files on this disk, and {source.name} is on the Hub"
         raise InputError("signature-hub", detail)
     package = _import_package("--public-key needs the package model-signing")
+    _refuse_pipe("--public-key", public_key)
     try:
         return package.verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     except Exception as error:
@@ -112,6 +114,12 @@ def _import_package(needing: str) -> Any:
         missing = f"{needing} ({error.name})" if error.name != "model_signing" else needing
         raise InputError("no-model-signing", *describe_missing(missing, "sign")) from None
     return model_signing
+
+
+def _refuse_pipe(option: str, key: Path) -> None:
+    """Raise InputError for what is there and no file: it may never answer."""
+    if key.exists() and not key.is_file():
+        raise _bad_key(option, key, ValueError("it is no regular file"), CURVES)
 
 
 def _bad_key(option: str, key: Path, error: Exception, expected: str) -> InputError:

@@ -164,12 +164,23 @@ def fsync_parents(folder: Path) -> None:
             fsync_folder(place)
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read; a pipe or a device may never answer.
+
+    Raises  OSError
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return path.open("rb", buffering=0)
+
+
 def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> str:
     """Return the sha256 of a file, as hex.
 
-    each  called with the size of every block that was read; what it raises ends the reading
+    each    called with the size of every block that was read; what it raises ends the reading
+    Raises  OSError
     """
-    with path.open("rb", buffering=0) as stream:
+    with open_regular(path) as stream:
         return hash_stream(stream, each)
 
 

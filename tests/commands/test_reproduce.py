@@ -5,6 +5,7 @@ The expected hashes are those of the files themselves, by hashlib.
 
 import hashlib
 import json
+import os
 import shutil
 from itertools import permutations
 from pathlib import Path
@@ -223,6 +224,42 @@ def test_a_shard_that_is_cut_or_gone_differs(source, tmp_path):
     outcome = run("reproduce", artifact, "--source", source, "--json")
     assert outcome.code == 6
     assert [each["file"] for each in outcome.json["differing"]] == [first.name, second.name]
+
+
+def test_zero_passes_are_recorded(source, tmp_path):
+    """0 equals False, and is a number that somebody gave."""
+    calibration = calibrate(tmp_path / "c.safetensors", source, "full")
+    words = ("--format", "nvfp4", "--method", "gptq", "--calibration", calibration, "--passes", 0)
+    artifact = made(source, tmp_path / "out", *words)
+    assert json.loads((artifact / RECORD).read_text())["options"]["passes"] == 0
+    outcome = run("reproduce", artifact, "--source", source, "--calibration", calibration, "--json")
+    assert (outcome.code, outcome.json["reproduced"]) == (0, True)
+
+
+def test_names_of_recipes_and_numbers_stay_these_beside_files_of_that_name(
+    source, tmp_path, monkeypatch
+):
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    for name in ("mlp_only", "0.5"):
+        (place / name).write_bytes(b"x")
+    words = ("--format", "nvfp4", "--recipe", "mlp_only", "--activations", 4, "--input-scale")
+    artifact = made(source, tmp_path / "out", *words, "0.5")
+    options = json.loads((artifact / RECORD).read_text())["options"]
+    assert (options["recipe"], options["input_scale"]) == ("mlp_only", 0.5)
+    assert run("reproduce", artifact, "--source", source).code == 0
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", RECORD])
+def test_a_pipe_in_an_artifact_ends_no_command_in_a_wait(file, tmp_path):
+    tensors = {"model.layers.0.mlp.up_proj.weight": ("BF16", (32, 64), bytes(4096))}
+    source = write_single(tmp_path / "m", tensors)
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    (artifact / file).unlink()
+    os.mkfifo(artifact / file)
+    outcome = run("reproduce", artifact, "--source", source, "--json")
+    assert outcome.code == (2 if file == RECORD else 6)
 
 
 def test_names_in_a_record_that_no_disk_has_end_in_no_traceback(source, tmp_path):

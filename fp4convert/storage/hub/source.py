@@ -287,27 +287,27 @@ class HubSource:
         try:
             return self._read_header(name)
         except InputError:
-            if not self._prove(name):
-                raise
+            # It is what the commit names: what came for the header was not.
+            self._prove(name)
+            self._pieces.forget(name)
+            self._heads.pop(name, None)
             return self._read_header(name)
 
-    def _prove(self, name: str) -> bool:
+    def _prove(self, name: str) -> None:
         """Hash a shard whose header makes no sense.
 
         Two requests that agree prove nothing: a mirror may have another file of that size.
 
-        Returns  True where the cache had another, and the Hub's is to be read
-        Raises   SourceError where it is not what the commit names
+        Raises  SourceError where it is not what the commit names
         """
         if name in self._cached:
             self._check_cached(name)
             self._pieces.forget(name)
-            return name not in self._cached
+            return
         self._tell(f"{name}: its header makes no sense; hashing the file, whether it came damaged")
         with self.open_file(name) as stream:
             while stream.read(PIECE_NBYTES):
                 pass
-        return False
 
     def _read_header(self, name: str) -> Header:
         nbytes, oid = self._files[name].nbytes, self._files[name].oid

@@ -192,8 +192,8 @@ def test_a_commit_that_comes_to_light_only_when_it_is_made_again(hub, made, told
         pusher.add(made.folder / name, name, sha256)
         pusher._started[name].result()
     twin.commit(made.folder, made.files, CARD)
-    looks, look = iter([pusher._begun]), pusher._look
-    pusher._look = lambda revision: next(looks, None) or look(revision)
+    looks, look = iter([pusher._begun]), pusher._look_once
+    pusher._look_once = lambda revision: next(looks, None) or look(revision)
     assert pusher.commit(made.folder, made.files, CARD).endswith(hub.repos[REPO].branches["main"])
     assert requests(hub, "POST", "/commit/") == 2
     assert len(hub.repos[REPO].commits) == 2
@@ -233,15 +233,15 @@ def test_the_commit_names_its_parent(hub, made, told, tmp_path):
     pusher = Pusher(REPO, False, None, told.append)
     pusher.begin()
     (tmp_path / "theirs").mkdir()
-    look = pusher._look
+    look = pusher._look_once
 
     def look_and_lose(revision):
         head = look(revision)
-        pusher._look = look
+        pusher._look_once = look
         hub.add(REPO, tmp_path / "theirs")
         return head
 
-    pusher._look = look_and_lose
+    pusher._look_once = look_and_lose
     with pytest.raises(OutputError, match="somebody else committed"):
         pusher.commit(made.folder, made.files, CARD)
     assert len(hub.repos[REPO].commits) == 2
