@@ -351,6 +351,8 @@ class _Run:
             self._unsound |= {str(error.tensor): error for error in unsound}
             self._given_up.add(task.key)
             return False
+        for source in task.borrowed:
+            self._source.prove(source)
         for source in task.sources:
             self._source.check_unchanged(source)
         return True

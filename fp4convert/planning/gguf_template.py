@@ -72,6 +72,9 @@ class Framed:
     def check_unchanged(self, shard: str) -> None:
         self._owner(shard).check_unchanged(shard)
 
+    def prove(self, shard: str) -> None:
+        self._owner(shard).prove(shard)
+
     def distrust(self) -> None:
         self._donor.distrust()
         self._artifact.distrust()

@@ -226,6 +226,9 @@ class GgufFolder:
     def check_unchanged(self, shard: str) -> None:
         self._gguf.check_unchanged(self._file)
 
+    def prove(self, shard: str) -> None:
+        self._gguf.prove(self._file)
+
     def distrust(self) -> None:
         self._gguf.distrust()
 

@@ -82,6 +82,9 @@ class PaddedSource:
     def check_unchanged(self, shard: str) -> None:
         self._source.check_unchanged(shard)
 
+    def prove(self, shard: str) -> None:
+        self._source.prove(shard)
+
     def distrust(self) -> None:
         self._source.distrust()
 

@@ -126,6 +126,12 @@ class Source(Protocol):
         Written, replaced or removed since its header was read.
         """
 
+    def prove(self, shard: str) -> None:
+        """Raise SourceError where a shard has not what was read of it.
+
+        For what is read outside of `stream`; reads it all, where no hash covers that.
+        """
+
     def distrust(self) -> None:
         """Read again what no hash has covered yet, when it is asked for next."""
 

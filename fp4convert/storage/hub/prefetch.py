@@ -109,6 +109,7 @@ class Pieces:
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
         self._spent: set[Piece] = set()  # what a stream needs no more but for a second reading
         self._hashed: dict[Piece, Hashed] = {}
+        self._unproven: dict[Piece, bytes] = {}  # the sha256 of what two requests said
         self._whole: dict[str, tuple[Piece, Hashed]] = {}  # small files, by name
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
@@ -207,7 +208,38 @@ class Pieces:
                 raise self.failure
             found.append(latest)
             latest = self._fetch(piece)
+        digest = hashlib.sha256(latest).digest()
+        with self._lock:
+            is_new = piece not in self._hashed
+            before = self._unproven.setdefault(piece, digest) if is_new else digest
+        if before != digest:
+            raise self._refute(piece, "came otherwise than before")
         return latest
+
+    def unproven(self, file: str) -> list[Piece]:
+        """List what two requests have said of a file, and no hash has proved."""
+        with self._lock:
+            return [piece for piece in self._unproven if piece.file == file]
+
+    def settle(self, piece: Piece, digest: bytes) -> None:
+        """Compare what two requests said with the sha256 of what the file holds there.
+
+        Raises  SourceError where it was something else; then it is fetched anew
+        """
+        with self._lock:
+            said = self._unproven.pop(piece, digest)
+            self._hashed[piece] = Hashed(hashlib.sha256(), digest)
+        if said != digest:
+            raise self._refute(piece, "are not what the file holds there")
+
+    def _refute(self, piece: Piece, what: str) -> SourceError:
+        """Forget what was said of a file; return the error of that."""
+        with self._lock:
+            for each in [each for each in self._unproven if each.file == piece.file]:
+                del self._unproven[each]
+        self._forget(lambda each: each.file == piece.file and not each.is_hashed)
+        words = f"{piece.file}: bytes {piece.start}-{piece.stop - 1} {what}"
+        return SourceError(CORRUPT, words, AGAIN)
 
     def spend(self, pieces: Iterable[Piece]) -> None:
         """Let go of pieces before others, but for those that room was made for."""

@@ -5,6 +5,7 @@ inspect and verify read.
 import json
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import FIRST, LAYER, SECOND, run, weight, write_checkpoint, write_llama
@@ -200,6 +201,39 @@ def test_a_member_that_two_requests_bring_damaged_in_one_way(times, code, hub, f
         outcome = ask(*command)
     assert outcome.json["digest"] == expected
     assert fault.times == max(0, times - 4)
+
+
+@pytest.mark.parametrize(("times", "code"), [(2, 0), (1000, 3)])
+def test_scales_in_another_shard_that_two_requests_bring_damaged_in_one_way(
+    times, code, hub, tmp_path, monkeypatch
+):
+    """They go into the shard of their weights, and no scale group measures them again."""
+    monkeypatch.setattr(source, "WHOLE_NBYTES", 0)
+    name, rows = f"{LAYER}.self_attn.o_proj", 256
+    codes = np.random.default_rng(3).standard_normal((rows, rows)).astype(ml_dtypes.float8_e4m3fn)
+    scales = np.random.default_rng(4).uniform(0.5, 2, (2, 2)).astype("<f4")
+    first = {f"{name}.weight": ("F8_E4M3", (rows, rows), codes.tobytes())}
+    second = {
+        f"{name}.weight_scale_inv": ("F32", (2, 2), scales.tobytes()),
+        "lm_head.weight": weight(11, 96, rows),
+    }
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    config = {"model_type": "llama", "hidden_size": rows, "quantization_config": fp8}
+    folder = write_checkpoint(tmp_path / "m", {FIRST: first, SECOND: second}, config)
+    hub.add("org/m", folder)
+    expected = expect(hub, folder, tmp_path / "a")
+    begins = header_nbytes(folder / SECOND)
+    fault = hub.fault("flip", match=rf"{SECOND}.*bytes={begins}-", at=3, times=times)
+    command = ("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    outcome = ask(*command)
+    assert outcome.code == code
+    assert fault.times <= times - 2
+    if code:
+        assert outcome.json["error"]["code"] == "source-corrupt"
+        assert SECOND in outcome.json["error"]["message"]
+        hub.faults.clear()
+        outcome = ask(*command)
+    assert outcome.json["digest"] == expected
 
 
 @pytest.mark.parametrize("at", [0, 8, 9, 20])
