@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fp4convert import __version__
 from fp4convert.cli.screen import Screen
 from fp4convert.progress import duration_text, size_text
 from fp4convert.report.text import Document, adapter_text, fake_quantized_text, fidelity_text
@@ -64,8 +65,13 @@ def draw_result(screen: Screen, result: Document) -> None:
 def draw_reproduced(screen: Screen, found: Document) -> None:
     """Draw whether an artifact came out again, and where not."""
     differing, count = found["differing"], found["files"]
-    by = f" (made by fp4convert {found['made_by']})" if found["made_by"] else ""
+    made_by = found["made_by"] or "of no version that the record names"
+    by = f" (made by fp4convert {made_by}; now by {__version__})"
     read, recorded = found["source_revision"], found["recorded_revision"]
+    named = found["recorded_source"]
+    if named and named != found["source"] and not read:
+        where = f"read from {found['source']}"
+        screen.line(f"{where}: the record says {named}, which was not asked", "yellow")
     if read and recorded and read != recorded:
         where = f"read from {found['source']} at commit {read}"
         screen.line(f"{where}: the recorded one, {recorded}, is not there", "yellow")

@@ -85,6 +85,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         "artifact": os.fspath(options.artifact),
         "source": os.fspath(asked.source),
         "source_revision": work.source.checkpoint.revision,
+        "recorded_source": origin["repo"],
         "recorded_revision": origin["revision"],
         "made_by": version.get("version") if isinstance(version, Mapping) else None,
         "files": len(expected),

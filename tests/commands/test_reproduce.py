@@ -18,6 +18,7 @@ from made_up_inputs import calibrate
 from peft_models import make_llama, write_adapter
 from safetensors.torch import load_file
 
+from fp4convert import __version__
 from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.numerics.backends.cpu import Cpu
@@ -224,6 +225,19 @@ def test_a_shard_that_is_cut_or_gone_differs(source, tmp_path):
     outcome = run("reproduce", artifact, "--source", source, "--json")
     assert outcome.code == 6
     assert [each["file"] for each in outcome.json["differing"]] == [first.name, second.name]
+
+
+def test_what_a_record_claims_and_nobody_asked_is_told(source, tmp_path):
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    record = json.loads((artifact / RECORD).read_text())
+    record["producer"]["version"] = "9.9.9"
+    record["source"] = {"repo": "org/m", "revision": "a" * 40}
+    (artifact / RECORD).write_text(json.dumps(record))
+    outcome = run("reproduce", artifact, "--source", source)
+    told = " ".join(outcome.out.split())
+    assert outcome.code == 0
+    assert f"read from {source}: the record says org/m, which was not asked" in told
+    assert f"(made by fp4convert 9.9.9; now by {__version__})" in told
 
 
 def test_zero_passes_are_recorded(source, tmp_path):
