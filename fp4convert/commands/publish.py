@@ -148,6 +148,7 @@ def leaving(work: Work, settings: Settings, pusher: Pusher) -> Settings:
 def _publish(work: Work, settings: Settings) -> Result:
     """Carry out the work and upload what it makes, in one commit."""
     from fp4convert.report.model_card import CardRequest, evaluation_in, make_card
+    from fp4convert.storage.hub.api import cannot_read
 
     options, repo = work.options, str(work.options.push_to_hub)
     pusher = make_pusher(work, settings)
@@ -161,10 +162,14 @@ def _publish(work: Work, settings: Settings) -> Result:
         if not is_begun:  # nothing is there before the Hub lets us write
             work.begin(settings)
         result = work.carry_out(replace(settings, on_named=pusher.add))
-        files, card = work.ended_files(), None
-        files = _add_signatures(options.folder, files, work.artifacts())
+        files, card, evaluated = work.ended_files(), None, ""
+        try:
+            files = _add_signatures(options.folder, files, work.artifacts())
+            if SIGNATURE not in files:
+                evaluated = evaluation_in(options.folder / CARD)
+        except OSError as error:
+            raise cannot_read(error) from None
         if SIGNATURE not in files:
-            evaluated = evaluation_in(options.folder / CARD)
             by = options.that_make_bytes()
             made_by = CardRequest(repo, by, _fidelity_rows(result), evaluated)
             card = make_card(work.plan, result, work.source, made_by)

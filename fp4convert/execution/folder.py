@@ -340,7 +340,7 @@ class OutputFolder:
                     (self.root / file).unlink(missing_ok=True)
 
     def _is_as_written(self, done: Done) -> bool:
-        """Tell whether the files of a task are what it wrote; not, where one cannot be read."""
+        """Tell whether the files of a task can be read and are what it wrote."""
         try:
             return all(
                 is_sealed(self.root / file, sha256, done.seals.get(file))

@@ -255,7 +255,7 @@ class _Run:
 
     @property
     def adopted_nbytes(self) -> int:
-        """Bytes of the source, whose result an earlier run or another process wrote."""
+        """Count the source's bytes that others have converted before."""
         return sum(self._adopted.values())
 
     def work(self) -> Ending | None:
@@ -417,12 +417,12 @@ class _Run:
         return bool(harmed)
 
     def _is_lost(self, tasks: list[TaskFiles]) -> bool:
-        """Tell whether files had left this disk, and where they went they are not any more."""
+        """Tell whether files had left this disk, and are lost elsewhere."""
         records = [self._folder.record_of(task) for task in tasks]
         return all(done is not None and done.is_gone for done in records)
 
     def _tell_again(self, harmed: list[TaskFiles]) -> None:
-        """Tell what is made again and why; it counts as work, not as there already."""
+        """Tell what is made again, and count it as work."""
         files = [file for task in harmed for file in task.files]
         elsewhere = self._folder.elsewhere
         why = "they are not what was written"
@@ -482,7 +482,7 @@ def check_output(job: Job, output: Path, settings: Settings) -> None:
 
 
 def _check_places(job: Job, output: Path, settings: Settings) -> int:
-    """Check that the result is apart from the source, and hides no folder of it.
+    """Check that the result is apart from the source's files.
 
     Returns  bytes that the parts write to the same disk
     """

@@ -105,7 +105,10 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def replace_files(files: Mapping[Path, bytes]) -> None:
-    """Write small files as replace_file does; none gets its name before all are there."""
+    """Write small files as replace_file does.
+
+    None gets its name before all are on the disk.
+    """
     temps = {path: temp_beside(path) for path in files}
     try:
         for path, temp in temps.items():

@@ -310,7 +310,10 @@ class Asker:
 
 
 def clean_words(text: str) -> str:
-    """Return a server's words in one line, without addresses and what looks like a token."""
+    """Return a server's words in one line.
+
+    Without addresses, and without what looks like a token.
+    """
     return " ".join(_UNSAID.sub("...", text).split())[:300]
 
 

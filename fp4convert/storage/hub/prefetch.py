@@ -222,8 +222,9 @@ class Pieces:
             return [piece for piece in self._unproven if piece.file == file]
 
     def settle(self, piece: Piece, digest: bytes) -> None:
-        """Compare what two requests said with the sha256 of what the file holds there.
+        """Compare what two requests said with what the file holds.
 
+        digest  the sha256 of that
         Raises  SourceError where it was something else; then it is fetched anew
         """
         with self._lock:

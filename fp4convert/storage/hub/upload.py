@@ -476,7 +476,10 @@ class Pusher:
         return _folder_of(name) in self._folders and name.endswith(endings)
 
     def _recorded_files(self, head: Head, record: str) -> set[str]:
-        """Return the files that a record of fp4convert names; none where it wrote none there."""
+        """Return the files that a record of fp4convert names.
+
+        None where there is no record, or one of somebody else.
+        """
         from huggingface_hub import constants, hf_hub_url
 
         nbytes, oid = head.files.get(record, (0, ""))

@@ -194,6 +194,7 @@ class Disk:
             if node.inode in seen:
                 continue
             seen.add(node.inode)
+            node.links = 1  # also of what had lost its name a moment before
             if node.is_folder:
                 node.entries = dict(node.durable_entries)
                 left += node.entries.values()
