@@ -339,7 +339,7 @@ class _Run:
 
     def _fill_once(self, crew: Crew, task: Task, writer: TaskWriter) -> bool:
         writer.begin_again()
-        file = next((ref.file for step in task.steps for ref in step.refs), None)
+        file = task.home
         unsound: list[NumericError] = []
         with self._source.stream(file) if file else nullcontext():
             try:

@@ -157,18 +157,22 @@ class Task:
         return sum(step.source_bytes for step in self.steps)
 
     @property
+    def home(self) -> str | None:
+        """Name the source's shard that becomes this one, if one does."""
+        return next((ref.file for step in self.steps for ref in step.refs), None)
+
+    @property
     def borrowed(self) -> set[str]:
         """Name the other shards whose bytes go into this one.
 
         Not those of members of scale groups: all that has them must measure the same.
         """
-        own = self.shards[0].file
         files = {ref.file for step in self.steps for ref in step.refs}
         for step in self.steps:
             if step.amax_of:
                 measured = {ref for linear in step.measured for ref in linear.refs}
                 files |= {ref.file for ref in step.amax_of if ref not in measured}
-        return files - {own}
+        return files - {str(self.home)}
 
     @property
     def outputs(self) -> list[TensorRef]:

@@ -215,14 +215,17 @@ def test_examples_of_other_models_do_what_is_said(name, expected, tmp_path):
     assert Counter(kinds) == expected
 
 
-def test_every_link_is_absolute_for_the_package_index():
-    """Which has README.md alone."""
-    spec = importlib.util.spec_from_file_location("links", ROOT / "deploy" / "absolute_links.py")
-    links = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(links)
+def test_the_package_index_has_its_own_install_line_and_absolute_links():
+    """It has README.md alone, and no clone."""
+    spec = importlib.util.spec_from_file_location("made", ROOT / "deploy" / "package_readme.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
     place = "https://github.com/owner/fp4convert"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = links.absolute(readme, place, "v1.2.3")
+    text = made.package_readme(readme, place, "v1.2.3")
+    assert "```\npip install fp4convert\n```" in text
+    assert "`uvx fp4convert` runs it without that. It is a light install" in text
+    assert "clone" not in text.partition("## Five commands")[0]
     targets = re.findall(r"\]\(([^)\s]+)", text)
     assert all(target.startswith(("https://", "#")) for target in targets)
     ours = [target for target in targets if target.startswith(place)]
@@ -232,4 +235,3 @@ def test_every_link_is_absolute_for_the_package_index():
         file = ROOT / path.partition("#")[0]
         assert (kind, tag) == ("raw" if file.suffix == ".png" else "blob", "v1.2.3")
         assert file.is_file()
-    assert text.count("\n") == readme.count("\n")
