@@ -66,7 +66,8 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
     """Draw whether an artifact came out again, and where not."""
     differing, count = found["differing"], found["files"]
     made_by = found["made_by"] or "of no version that the record names"
-    by = f" (made by fp4convert {made_by}; now by {__version__})"
+    now = "" if made_by == __version__ else f"; now by {__version__}"
+    by = f" (made by fp4convert {made_by}{now})"
     read, recorded = found["source_revision"], found["recorded_revision"]
     named = found["recorded_source"]
     if named and named != found["source"] and not read:
