@@ -162,17 +162,16 @@ def _publish(work: Work, settings: Settings) -> Result:
         if not is_begun:  # nothing is there before the Hub lets us write
             work.begin(settings)
         result = work.carry_out(replace(settings, on_named=pusher.add))
-        files, card, evaluated = work.ended_files(), None, ""
+        files, card = work.ended_files(), None
         try:
             files = _add_signatures(options.folder, files, work.artifacts())
             if SIGNATURE not in files:
                 evaluated = evaluation_in(options.folder / CARD)
-        except OSError as error:
+                by = options.that_make_bytes()
+                made_by = CardRequest(repo, by, _fidelity_rows(result), evaluated)
+                card = make_card(work.plan, result, work.source, made_by)
+        except OSError as error:  # of this disk, or of the source's own card
             raise cannot_read(error) from None
-        if SIGNATURE not in files:
-            by = options.that_make_bytes()
-            made_by = CardRequest(repo, by, _fidelity_rows(result), evaluated)
-            card = make_card(work.plan, result, work.source, made_by)
         sizes = {file: nbytes_there(options.folder / file) for file in files}
         gone = {}
         if options.no_keep:
