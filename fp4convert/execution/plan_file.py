@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp4convert.errors import OutputError
 from fp4convert.numerics.error_sums import Account
@@ -120,7 +120,7 @@ class Manifest:
     next      commands that a person may run once it is whole and there
     """
 
-    identity: dict[str, object]
+    identity: dict[str, str | None]
     traits: dict[str, str]
     tasks: tuple[TaskFiles, ...]
     texts: dict[str, str]
@@ -180,15 +180,15 @@ class Manifest:
         if entry.pop("sha256") != _hash(entry):
             raise ValueError("changed since it was written")
         manifest = Manifest(
-            identity=dict(entry["identity"]),
-            traits=dict(entry["traits"]),
+            identity=_words(entry["identity"]),
+            traits=_words(entry["traits"]),
             tasks=tuple(
                 TaskFiles(str(task["key"]), dict(task["files"])) for task in entry["tasks"]
             ),
-            texts=dict(entry["texts"]),
+            texts=_words(entry["texts"]),
             record=None if entry["record"] is None else dict(entry["record"]),
             last=str(entry["last"]),
-            origin=dict(entry["source"]),
+            origin=_words(entry["source"]),
             root=str(entry.get("root", "")),
             next=tuple(map(str, entry.get("next", ()))),
         )
@@ -204,6 +204,14 @@ class Manifest:
         if any(type(size) is not int or size < 0 for size in sizes):
             raise ValueError("sizes that no files have")
         return manifest
+
+
+def _words(value: Any) -> dict[str, Any]:
+    """Return an object of words; TypeError where one is something else."""
+    words = dict(value)
+    if not {*map(type, words.values())} <= {str, type(None)}:
+        raise TypeError("no words")
+    return words
 
 
 def _hash(document: dict[str, object]) -> str:
@@ -236,7 +244,7 @@ def read_ended(root: Path) -> tuple[Mark | None, dict[str, str]]:
     try:
         with (root / STATE / ENDED).open("rb") as stream:
             mark = Mark.of(os.fstat(stream.fileno()))
-        return mark, dict(json.loads(read_text_file(root / STATE / ENDED))["files"])
+        return mark, _words(json.loads(read_text_file(root / STATE / ENDED))["files"])
     except (OSError, *MISSHAPEN):
         return None, {}
 

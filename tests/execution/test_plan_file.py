@@ -191,6 +191,8 @@ IMPOSSIBLE = {
     **{key: CHANGES[key] for key in ("last-folder", "text-number", "text-surrogate")},
     "size-negative": lambda plan: plan["tasks"][0]["files"].update({FIRST: -1}),
     "outside": lambda plan: plan.update(last="../thesis.txt"),
+    "dialect-number": lambda plan: plan["identity"].update(dialect=1e-45),
+    "commit-number": lambda plan: plan["source"].update(revision=7),
 }
 
 
