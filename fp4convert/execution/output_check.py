@@ -31,6 +31,8 @@ def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes
 
     What other processes do there counts for nothing: they may be gone when the work begins.
 
+    manifest     what is to be written; without an identity where the folder held no plan a moment
+                 ago, so that one which has come meanwhile is not compared
     more_nbytes  as OutputFolder.begin has them
     Raises       OutputError
     """
@@ -39,7 +41,7 @@ def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes
     if (root / PLAN_FILE).exists():
         refuse_all_links(root, manifest)
         old = read_manifest(root)
-        if old is not None and old.plan_id != manifest.plan_id:
+        if old is not None and manifest.identity and old.plan_id != manifest.plan_id:
             forgotten = find_forgotten(root, old, manifest, settings)
             gone = set(forgotten) - set(manifest.files)
             freed = sum(nbytes_there(root / file) or 0 for file in gone)

@@ -31,6 +31,7 @@ _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _LIST = 8, 9
 _ALIGNMENT, _WIDEST, _MOST_DIMENSIONS = 32, 1 << 20, 4
 EXPERT_NUMBER = re.compile(r"(?<=experts)\.(\d+)(?=\.)")  # in the name of a module
+MOST_BLOCKS = 1000  # of a model: ten times what any has
 _FIRST_NBYTES = 32 << 10  # of a file that is elsewhere
 _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some 20 MB
 
@@ -268,7 +269,8 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
 
     Those that it does not know are left out; that of an expert is its stack's.
 
-    Raises  InputError where the architecture is unknown to the installed package
+    Raises  InputError where the architecture is unknown to the installed package, or has more
+            blocks than any model
     """
     gguf = gguf_package()
     architecture = str(frame.facts.get("general.architecture"))
@@ -279,6 +281,9 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
         found = f"the GGUF file is of the architecture {architecture!r}"
         detail = f"{found}, which the package gguf does not know"
         raise InputError("gguf", detail, "Install a newer one: pip install --upgrade gguf.")
+    if not 0 <= blocks <= MOST_BLOCKS:  # the package makes names for every one
+        detail = f"the GGUF file says that it has {blocks} blocks; expected 0 to {MOST_BLOCKS}"
+        raise InputError("gguf", detail, "Download it again; or ask whoever made it.")
     names = gguf.get_tensor_name_map(number, blocks)
     # it knows stacks of experts, not single ones
     known = {module: names.get_name(EXPERT_NUMBER.sub("", module)) for module in modules}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,10 @@ from checkpoints import run, write_llama
 
 from fp4convert.execution import finish as finish_module
 from fp4convert.execution import folder as folder_module
+from fp4convert.execution import output_check
 from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.leases import Leases
+from fp4convert.execution.settings import Settings
 from fp4convert.storage.disk import hash_file
 from fp4convert.storage.local import LocalSource
 from fp4convert.storage.shard_writer import ShardWriter
@@ -129,3 +134,43 @@ def test_a_plan_that_came_meanwhile_is_seen_through_a_network_file_system(
 
 def _refuse(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_shard_that_another_has_just_found_harmed_is_waited_for(source, tmp_path, monkeypatch):
+    """Who held the end before had it done again: that ends nothing."""
+    out, taken = tmp_path / "out", []
+    hold = Leases.hold_when_free
+
+    @contextmanager
+    def hold_after_another(leases: Leases, lease: str) -> Iterator[None]:
+        with hold(leases, lease):
+            if lease == finish_module.ENDING and not taken:
+                taken.append(sorted((out / STATE / "done").iterdir())[0])
+                taken[0].unlink()
+            yield
+
+    monkeypatch.setattr(Leases, "hold_when_free", hold_after_another)
+    outcome = quantize(source, out)
+    assert taken
+    assert outcome.code == 0, outcome.out
+    assert "made again" not in outcome.err  # it was not harmed while this one looked
+    assert outcome.json["digest"] == quantize(source, tmp_path / "again").json["digest"]
+
+
+def test_a_plan_that_comes_between_two_looks_is_not_taken_for_another(
+    source, tmp_path, monkeypatch
+):
+    """Of the same source, by another process: a dry run said "another source"."""
+    out = tmp_path / "out"
+    look = output_check.refuse_taken
+
+    def begin_meanwhile(root: Path, settings: Settings) -> None:
+        look(root, settings)
+        monkeypatch.setattr(output_check, "refuse_taken", look)
+        assert quantize(source, out).code == 0
+
+    monkeypatch.setattr(output_check, "refuse_taken", begin_meanwhile)
+    words = ("--format", "nvfp4", "-o", out, "--dry-run", "--json")
+    outcome = run("quantize", source, *words)
+    assert outcome.code == 0, outcome.out
+    assert (out / "quantization_config.json").exists()

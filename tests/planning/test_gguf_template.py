@@ -194,6 +194,8 @@ def test_a_donor_of_another_kind_is_refused(artifacts: dict[str, Path], tmp_path
     unknown = write_donor(tmp_path / "donor.gguf", model(), architecture="nobodys")
     refused("gguf", transcode(artifacts["mxfp4"], unknown, out), out)
     refused("gguf", transcode(artifacts["mxfp4"], _damaged(unknown), out), out)
+    deep = write_donor(tmp_path / "deep.gguf", model(), blocks=1 << 30)  # names of all: terabytes
+    refused("gguf", transcode(artifacts["mxfp4"], deep, out), out)
     donor = write_donor(tmp_path / "sound.gguf", model())
     arguments = ("transcode", artifacts["mxfp4"], "-o", out, "--template", donor, "--json")
     refused("template", run(*arguments, "--dialect", "modelopt", "--format", "nvfp4"), out)

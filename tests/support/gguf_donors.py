@@ -48,10 +48,11 @@ def write_donor(
     kind: str = "BF16",
     architecture: str = "llama",
     kinds: dict[str, str] | None = None,
+    blocks: int = 1,
 ) -> Path:
     """kinds  types of single tensors; what the package cannot make is all zeros"""
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(1)
+    writer.add_block_count(blocks)
     writer.add_head_count(HEADS["blk.0.attn_q.weight"])
     writer.add_head_count_kv(HEADS["blk.0.attn_k.weight"])
     for name, array in arrays.items():

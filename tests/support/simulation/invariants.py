@@ -81,6 +81,27 @@ class Rules:
             self._judge_final(process, file, node)
         elif file.startswith(f"{STATE}/done/"):
             self._judge_done(process, node)
+        elif file.startswith(f"{STATE}/claims/"):
+            self._note_done(process, file.rpartition("/")[2])
+        elif file.startswith(f"{STATE}/tmp/"):
+            name = file.split("/", 3)[-1]
+            if any(name in files for files in process.late.values()):
+                raise self._break(f"{process} makes {name} again, which was done when it took it")
+
+    def _note_done(self, process: Process, key: str) -> None:
+        """Note the shards that are there and recorded while a process claims their task."""
+        process.late.pop(key, None)
+        record = self.world.disk.find(f"{self.out}/{STATE}/done/{key}.json")
+        # What failed, or is believed of a file for a while, may hide them from it.
+        hides = self.world.was_troubled or process.machine.cache_seconds
+        if record is None or hides or not self.is_one_plan:
+            return
+        entry = json.loads(bytes(record.data))
+        shards = {file for file in entry["files"] if file.endswith(WEIGHTS)}
+        if entry.get("is_gone") or all(
+            self.world.disk.find(f"{self.out}/{file}") for file in shards
+        ):
+            process.late[key] = shards
 
     def _judge_final(self, process: Process, file: str, node: Node) -> None:
         if bytes(node.data) not in self.wanted.get(file, ()):
@@ -119,7 +140,12 @@ class Rules:
                 raise self._break(f"{process} takes {path} away")
             self._final.pop(node.inode, None)
             return
-        kind = file.split("/")[1]
+        kind, name = file.split("/")[1], file.rpartition("/")[2]
+        if kind == "claims":
+            process.late.pop(name, None)
+        elif kind == "done":
+            for each in self.world.processes:
+                each.late.pop(name.removesuffix(".json"), None)
         # Who slept between the look and the call has taken the claim that came meanwhile: no disk
         # does both at once. Two then make the same bytes.
         has_slept = process.opened.get(path, process.started) < process.last_frozen

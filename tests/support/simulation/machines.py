@@ -85,6 +85,7 @@ class Process:
         self.next_fd = FIRST_FD
         self.looks: dict[int, float] = {}  # claims of the dead: since when it knows them
         self.opened: dict[str, float] = {}  # files: when it opened them last
+        self.late: dict[str, set[str]] = {}  # by the task: its files, done before it was claimed
         self._run = run
         task = Task(world.scheduler, self, self._main)
         self.tasks = [task]

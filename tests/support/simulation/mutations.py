@@ -218,13 +218,6 @@ MUTATIONS: dict[str, Mutation] = {
         "several end the work at once",
         within=4000,
     ),
-    "ends-unfinished": Mutation(
-        JOB,
-        "                if not folder.missing() and not self._forget_harmed():",
-        "                if not self._forget_harmed():",
-        "the record is written while shards are missing",
-        within=4000,
-    ),
     "sent-without-a-wait": Mutation(
         FOLDER,
         "            future.result()\n        self.put(",

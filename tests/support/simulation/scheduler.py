@@ -17,6 +17,8 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 MOST_STEPS = 60_000  # of a world: ten times what the longest takes
 MOST_SECONDS = 40_000.0  # of virtual time
+NAPS = (20.0, 200.0, 2000.0)  # steps for which a thread may get no turn at all
+LONGEST_NAP = 5.0  # seconds
 
 
 class Violation(Exception):  # noqa: N818
@@ -41,14 +43,16 @@ class Scheduler:
     now      seconds since the world began
     steps    calls of the system so far, by which faults are planned
     hasty    how often a thread goes on after a call, from 0 to 1
+    naps     how often a thread gets no turn for long before a call, from 0 to 1
     on_step  is called at each step with the process, the name of the call and its subject
     """
 
-    def __init__(self, chance: Random, hasty: float, step_seconds: float) -> None:
+    def __init__(self, chance: Random, hasty: float, naps: float, step_seconds: float) -> None:
         self.chance = chance
         self.now = 1.0
         self.steps = 0
         self.hasty = hasty
+        self.naps = naps
         self.step_seconds = step_seconds
         self.hub = getcurrent()
         self.on_step: Callable[[Any, str, str], None] = lambda process, call, subject: None
@@ -97,6 +101,8 @@ class Scheduler:
         if takes:
             self.now += self.step_seconds * takes * process.machine.slowness * self._random()
         self.on_step(process, call, subject)
+        if self.naps and self._random() < self.naps:
+            self.block(min(LONGEST_NAP, self.chance.choice(NAPS) * self.step_seconds))
         if process.is_over or process.frozen_until > self.now or self._random() >= self.hasty:
             self._ready.append(getcurrent())
             self.hub.switch()

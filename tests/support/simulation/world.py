@@ -83,6 +83,7 @@ class World:
         self.scheduler = Scheduler(
             chance,
             hasty=chance.choice((0.0, 0.5, 0.9, 0.98)),
+            naps=chance.choice((0.0, 0.0, 0.002, 0.01)),
             step_seconds=chance.choice((0.0005, 0.0005, 0.0005, 0.01, 0.4)),
         )
         self.scheduler.on_step = self._on_step
@@ -111,6 +112,7 @@ class World:
         self.faults: list[tuple[int, Callable[[Process], None]]] = []
         self.troubles: list[Trouble] = []
         self.was_troubled = False
+        self.was_blind = False  # a call failed by which one sees what others did
         self.has_faults = False
         self.was_crowded = False  # several at once, of which --no-keep lets one work
         self.harmed: set[str] = set()
@@ -181,6 +183,7 @@ class World:
             if trouble.kind == kind and trouble.left and not process.is_over:
                 trouble.left -= 1
                 self.was_troubled = True
+                self.was_blind |= kind in ("open", "read", "look")
                 self.scheduler.note(process, "fails", errno.errorcode[trouble.number])
                 return trouble
         return None
@@ -319,9 +322,17 @@ class World:
                 self._check_pushed()
         elif process.what.startswith("merge") and process.outcome in MERGES:
             return
+        elif process.outcome == "unfinished" and self._is_seen_well():
+            raise Violation(f"{process} gives up, though others only do again what was harmed")
         elif not (self.has_faults or self.is_network or len(self.plans) > 1 or self.was_crowded):
             words = f"{process.outcome}: {process.words}"
             raise Violation(f"{process} is refused without a fault: {words}")
+
+    def _is_seen_well(self) -> bool:
+        """Tell whether every process saw what the others did, and none slept."""
+        slept = any(each.last_frozen > 0 for each in self.processes)
+        caches = any(machine.cache_seconds for machine in self.machines)
+        return not (slept or caches or self.was_blind or len(self.plans) > 1)
 
     def _check_pushed(self) -> None:
         """Judge the head of the repository after a push that ended well."""
