@@ -76,12 +76,13 @@ from fp4convert.planning.method_needs import (
 from fp4convert.planning.quantize_plan import Scalars, plan_quantize
 from fp4convert.planning.steps import Plan
 from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks, refuse_bad_splits
+from fp4convert.progress import size_text
 from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
 from fp4convert.recipes.options import DRAFTS, KEEP, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.padded import PaddedSource
-from fp4convert.storage.source import Source, uncollected
+from fp4convert.storage.source import Source, prove_all, uncollected
 
 MOST_PASSES = 100  # a larger number is a typing error
 # How names of formats begin that other tools make.
@@ -106,6 +107,8 @@ def prepare_quantize(
     traps = () if options.engine else engine_warnings(plan, source.checkpoint)
     asked = options_recorded(options, source, recipe.target, plan)
     plan = replace(plan, warnings=(*plan.warnings, *traps), asked=asked)
+    given = [scalars.inputs.source, scalars.weights.source if scalars.weights else None]
+    plan = replace(plan, scale_sources=tuple(filter(None, given)))
     if isinstance(source, PaddedSource):
         refuse_bad_splits(plan, int(options.pad_for_tp or 0))
         plan = replace(plan, warnings=(*plan.warnings, source.note))
@@ -397,6 +400,7 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     if choice.reason:
         settings.tell(choice.reason)
     worker = Quantizer(source, plan.target, open_backend(choice.device), calibration)
+    _prove_scales(plan, settings)
     with worker.working():
         result = carry_out(artifact_job(source, plan), worker, output, settings)
     if plan.adapter:
@@ -406,6 +410,18 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     is_draft = model_recipe(source.checkpoint.config).is_draft
     kind = dialect_of(plan).TRAITS.global_scale_kind
     return replace(result, carried=describe_carried(taken_over(plan), kind, is_draft))
+
+
+def _prove_scales(plan: Plan, settings: Settings) -> None:
+    """Raise SourceError where scales came otherwise than the files hold them.
+
+    From a Hub, their shards are read whole for it, as their hashes are of whole files.
+    """
+    for source in plan.scale_sources:
+        if source.is_streamed:
+            size = size_text(sum(shard.nbytes for shard in source.checkpoint.shards))
+            settings.tell(f"{source.name}: read whole ({size}), to check the scales taken of it")
+        prove_all(source)
 
 
 def describe_adapter(plan: Plan) -> dict[str, object] | None:

@@ -27,7 +27,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E4M3_MAX, GLOBAL_RANGE, Format
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import ScaleGroup
-from fp4convert.storage.source import Source, read_each
+from fp4convert.storage.source import Source, read_each, refusing
 
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
 OPTION = "--input-scale"
@@ -239,15 +239,16 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
     for one, value in zip(fed, values, strict=True):
         if value is None:
             missing += [] if one.has_own else [one.module]
-        elif SMALLEST <= value <= 1 / SMALLEST and math.isfinite(value):
-            found[one.module] = value
-        else:
+            continue
+        found[one.module] = value
+        if not SMALLEST <= value <= 1 / SMALLEST:
             detail = (
                 f"{scales.origin}: the input scale of {one.module} is {value:g} as a multiplier;"
                 f" expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
             )
             next_step = f"Give another artifact or calibration, or one number for all: {OPTION} 1."
-            raise InputError("bad-input-scale", detail, next_step, one.module)
+            with refusing(source):
+                raise InputError("bad-input-scale", detail, next_step, one.module)
     if missing:
         detail = (
             f"{scales.origin} has no input scale for {len(missing)} of {len(fed)} modules, the"

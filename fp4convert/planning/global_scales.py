@@ -28,7 +28,7 @@ from fp4convert.planning.method_needs import FOLDING
 from fp4convert.recipes.recipe import ScaleGroup, Target
 from fp4convert.storage.json_text import read_text_file
 from fp4convert.storage.open import open_source
-from fp4convert.storage.source import Source, read_each
+from fp4convert.storage.source import Source, read_each, refusing
 
 OPTION = "--global-scale"
 SMALLEST = 2.0**-100  # it, its inverse and 2688 times that are far inside float32
@@ -202,14 +202,9 @@ def given_amaxes(
         else list(map(scales.find, groups))
     )
     stored = dict(zip(groups, found, strict=True))
-    for module, one in stored.items():
-        if not SMALLEST <= one.multiplier <= 1 / SMALLEST:
-            detail = (
-                f"{scales.origin}: the global scale of {module} is {one.multiplier:g} as a"
-                f" multiplier; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
-            )
-            raise InputError("bad-global-scale", detail, MEASURE, module)
-    _check_groups(groups, stored, scales.origin)
+    with refusing(scales.source):
+        _check_numbers(stored, scales.origin)
+        _check_groups(groups, stored, scales.origin)
     amaxes, inexact, rule = {}, 0, target.rule_for(NVFP4)
     for module, one in stored.items():
         amaxes[module], is_exact = amax_of(one, rule)
@@ -242,6 +237,17 @@ def _check_modules(
     if unknown := sorted(known - set(verdicts)):
         detail = f"{scales.origin} has global scales of what is no module here: {_listed(unknown)}"
         raise InputError("global-scale-modules", detail, next_step, unknown[0])
+
+
+def _check_numbers(stored: Mapping[str, Stored], origin: str) -> None:
+    """Raise InputError for a number that is no scale."""
+    for module, one in stored.items():
+        if not SMALLEST <= one.multiplier <= 1 / SMALLEST:
+            detail = (
+                f"{origin}: the global scale of {module} is {one.multiplier:g} as a"
+                f" multiplier; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
+            )
+            raise InputError("bad-global-scale", detail, MEASURE, module)
 
 
 def _check_groups(

@@ -25,7 +25,7 @@ from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldUse, StackRule
 from fp4convert.storage.safetensors import Frame, Header, TensorRef, TensorSpec, total_nbytes
-from fp4convert.storage.source import Checkpoint
+from fp4convert.storage.source import Checkpoint, Source
 
 Action = Literal[
     "quantize",
@@ -210,6 +210,7 @@ class Plan:
     goal         what formats of modules were chosen for, as our record says it
     left_out     tensors of the source that are in no output, and why
     asked        options that the bytes depend on, as our record says them
+    scale_sources  artifacts that input scales and global scales were taken of
     """
 
     target: Target
@@ -225,6 +226,7 @@ class Plan:
     goal: Mapping[str, object] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, object] | None = None
+    scale_sources: tuple[Source, ...] = ()
 
     @property
     def steps(self) -> Iterator[Step]:

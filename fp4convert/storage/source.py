@@ -202,6 +202,27 @@ def read_each(
         return list(pool.map(read, items))
 
 
+def prove_all(source: Source) -> None:
+    """Raise SourceError where a shard has not what was read of it."""
+    with stopping(source):
+        for shard in source.checkpoint.shards:
+            source.prove(shard.file)
+
+
+@contextmanager
+def refusing(source: Source | None) -> Iterator[None]:
+    """Prove what was read before it is refused: it may have come damaged.
+
+    Raises  SourceError instead of an InputError from within, where it did
+    """
+    try:
+        yield
+    except InputError:
+        if source is not None:
+            prove_all(source)
+        raise
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Keep Python from looking for cycles in the meantime.

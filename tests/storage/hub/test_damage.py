@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import FIRST, LAYER, SECOND, run, weight, write_checkpoint, write_llama
 from hub_cases import ALL_FILES, NVFP4, ask, cached, expect
+from safetensors import safe_open
 
 from fp4convert.storage.hub import prefetch, source
 from fp4convert.storage.hub.api import Patience
@@ -234,6 +235,42 @@ def test_scales_in_another_shard_that_two_requests_bring_damaged_in_one_way(
         hub.faults.clear()
         outcome = ask(*command)
     assert outcome.json["digest"] == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "module"),
+    [("--global-scale", "q_proj"), ("--global-scale", "o_proj"), ("--input-scale", "q_proj")],
+)
+def test_scales_of_another_repository_that_two_requests_bring_damaged_in_one_way(
+    option, module, hub, folder, tmp_path
+):
+    """Whether they look wrong, as one of a group with another number, or not."""
+    words = ("--activations", "4", "--input-scale", "0.5")
+    donor = tmp_path / "donor"
+    assert run("quantize", folder, *NVFP4, *words, "-o", donor).code == 0
+    hub.add("org/donor", donor)
+    wanted = "weight_global_scale" if option == "--global-scale" else "input_global_scale"
+    index = json.loads((donor / "model.safetensors.index.json").read_text())
+    file = index["weight_map"][name := f"{LAYER}.self_attn.{module}.{wanted}"]
+    with safe_open(donor / file, "numpy") as opened:
+        stored = opened.get_tensor(name).tobytes()
+    at = (donor / file).read_bytes().rindex(stored)
+    command = ("quantize", folder, *NVFP4, "--activations", "4", option, "org/donor")
+    expected = ask(*command, "-o", tmp_path / "a").json["digest"]
+    ranges = [each.range.removeprefix("bytes=") for each in hub.seen if each.range]
+    begins, ends = next(
+        (begins, ends)
+        for begins, ends in (map(int, each.split("-")) for each in ranges)
+        if header_nbytes(donor / file) <= begins <= at <= ends
+    )
+    match = rf"{file}.*bytes={begins}-{ends}$"
+    fault = hub.fault("flip", match=match, at=at - begins, times=2)
+    outcome = ask(*command, "-o", tmp_path / "b")
+    assert fault.times == 0
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt"), outcome.out
+    assert file in outcome.json["error"]["message"]
+    assert not (tmp_path / "b").exists()
+    assert ask(*command, "-o", tmp_path / "b").json["digest"] == expected
 
 
 @pytest.mark.parametrize("at", [0, 8, 9, 20])
