@@ -93,7 +93,10 @@ def draw_attested(screen: Screen, signed: Document) -> None:
     """Draw what was signed."""
     screen.unwrapped(signed["signature"], "bold")
     more = ", as the record has them" if signed["recorded"] else "; it has no record to compare"
-    screen.line(f"  signed: {signed['files']} files{more}")
+    if others := signed["unrecorded"]:
+        count = "one more is" if len(others) == 1 else f"{len(others)} more are"
+        more += f"; {count} signed and not recorded, the first {others[0]}"
+    screen.line(f"  signed: {signed['files'] - len(others)} files{more}")
 
 
 def _draw_fidelity(screen: Screen, result: Document) -> None:

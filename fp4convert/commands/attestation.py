@@ -13,7 +13,7 @@ from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.signature import read_statement, sign_folder
-from fp4convert.storage.checkpoint_files import SIGNATURE
+from fp4convert.storage.checkpoint_files import RECORD, SIGNATURE, UNDIGESTED
 from fp4convert.storage.disk import replace_file
 
 
@@ -42,12 +42,16 @@ def attest(options: AttestOptions) -> dict[str, Any]:
             detail = f"{folder / file} is not what the record says; expected the file as written"
             step = f"See: {shell_line('fp4convert', 'verify', folder)}"
             raise InputError("not-signable", f"{detail}. Nothing is signed", step)
+    unrecorded = []
+    if isinstance(recorded, dict):
+        unrecorded = sorted(statement.files.keys() - recorded.keys() - {RECORD, *UNDIGESTED})
     replace_file(place, data)
     return {
         "artifact": os.fspath(folder),
         "signature": os.fspath(place),
         "files": len(statement.files),
         "recorded": isinstance(recorded, dict),
+        "unrecorded": unrecorded,
         "public_key": statement.hint,
         "seconds": round(time.monotonic() - started, 3),
     }

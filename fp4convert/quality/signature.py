@@ -124,6 +124,8 @@ def _refuse_pipe(option: str, key: Path) -> None:
 
 def _bad_key(option: str, key: Path, error: Exception, expected: str) -> InputError:
     words = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+    if isinstance(error, AttributeError):  # how the package meets RSA and Ed25519
+        words = "it is of another kind"
     detail = f"{option} {key} is no key for this: {str(words)[:200]}"
     return InputError("signature-key", f"{detail}; {expected}")
 

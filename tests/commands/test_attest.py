@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,24 @@ def test_verify_accepts_the_right_key_alone(curve, artifact, made, tmp_path):
     outcome = run("verify", artifact, "--public-key", made / "other.pub", "--json")
     assert (outcome.code, outcome.json["checked"]["signature"]) == (6, "refused")
     assert ("error", "signature-refused") in codes(outcome)
+
+
+def test_what_is_signed_and_not_recorded_is_named(artifact, made):
+    assert signed(artifact, made)["unrecorded"] == []
+    (artifact / "later.txt").write_text("x")
+    assert signed(artifact, made, "--force")["unrecorded"] == ["later.txt"]
+    told = run("attest", artifact, "--key", made / "mine.pem", "--force").out
+    assert "one more is signed and not recorded, the first later.txt" in told
+
+
+@pytest.mark.parametrize(
+    "kind", [partial(rsa.generate_private_key, 65537, 2048), ed25519.Ed25519PrivateKey.generate]
+)
+def test_a_key_of_another_kind_is_refused_in_words(kind, artifact, tmp_path):
+    key, _ = write_pair(tmp_path, "key", kind())
+    outcome = run("attest", artifact, "--key", key)
+    assert outcome.code == 2
+    assert "it is of another kind; expected PEM of an elliptic curve" in outcome.err
 
 
 def test_without_a_key_files_are_compared_and_the_signer_is_not(artifact, made):
