@@ -72,7 +72,7 @@ from fp4convert.quality.scale_checks import (
 )
 from fp4convert.recipes.recipe import Target, model_recipe
 from fp4convert.storage.json_text import as_text, unquantized
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Source, refusing
 
 
 def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) -> Plan:
@@ -144,12 +144,13 @@ def prepare_transcode(
     target = _target_of(artifact, options, made)
     contents = _contents_of(artifact, target, made)._replace(keep_dtype=options.keep_dtype)
     spelling = dialect_to_write(target)
-    for module, packed in artifact.modules.items():
-        if made in (None, packed.form.format):
-            q = artifact.decode(module)
-            refuse_odd_scale(module, q)
-            check_scalars(module, q, artifact.input_scale(module), spelling)
-            _check_block_scales(artifact, module, spelling)
+    with refusing(artifact.source):
+        for module, packed in artifact.modules.items():
+            if made in (None, packed.form.format):
+                q = artifact.decode(module)
+                refuse_odd_scale(module, q)
+                check_scalars(module, q, artifact.input_scale(module), spelling)
+                _check_block_scales(artifact, module, spelling)
     if donor is None:
         caches, notes = carry_cache(artifact, spelling)
         plan = plan_transcode(artifact.source.checkpoint, contents, target, caches=caches)
@@ -164,9 +165,11 @@ def prepare_transcode(
     _check_unit_scales(artifact, donor)
     refuse_other_matrices(artifact.source.checkpoint, contents)
     framed = Framed(donor, artifact.source).checkpoint
-    placed = place_modules(artifact, contents.others, donor)
+    with refusing(artifact.source), refusing(donor):
+        placed = place_modules(artifact, contents.others, donor)
+        replaced = name_replaced(artifact, contents.others, donor)
     plan = _add_losses(artifact, plan_transcode(framed, contents, target, placed), made)
-    left_out = {**name_replaced(artifact, contents.others, donor), **plan.left_out}
+    left_out = {**replaced, **plan.left_out}
     refuse_forgotten(artifact.tensors.values(), plan.tasks, left_out, {})
     lost = [name for name, reason in left_out.items() if reason == PLACELESS]
     what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"

@@ -339,20 +339,21 @@ class _Run:
 
     def _fill_once(self, crew: Crew, task: Task, writer: TaskWriter) -> bool:
         writer.begin_again()
-        file = task.home
+        # One file of many shards brings each in its turn; else a shard is brought by its own task.
+        parts = task.by_home if len(self._tasks) == 1 else {task.home: task.steps}
         unsound: list[NumericError] = []
-        with self._source.stream(file) if file else nullcontext():
-            try:
-                crew.fill(task, writer)
-            except UnsoundShardError as found:
-                unsound = found.errors
+        with self._source.proving(task.borrowed):
+            for file, steps in parts.items():
+                with self._source.stream(file) if file else nullcontext():
+                    try:
+                        crew.fill(steps, writer)
+                    except UnsoundShardError as found:
+                        unsound += found.errors
         # Noted when the stream has ended: before, what is NaN may have come damaged.
         if unsound:
             self._unsound |= {str(error.tensor): error for error in unsound}
             self._given_up.add(task.key)
             return False
-        for source in task.borrowed:
-            self._source.prove(source)
         for source in task.sources:
             self._source.check_unchanged(source)
         return True

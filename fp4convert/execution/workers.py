@@ -129,15 +129,15 @@ class Crew:
         if self._is_stopped:
             raise OutputError("stopped", "shards were not finished")
 
-    def fill(self, task: Task, writer: TaskWriter) -> None:
-        """Do all steps of a shard, and hash what is written as it grows.
+    def fill(self, steps: Iterable[Step], writer: TaskWriter) -> None:
+        """Do steps of a shard, and hash what is written as it grows.
 
         Raises  UnsoundShardError after the sound steps are done
         """
         # Members of a scale group stay together. Groups go in the order in which they lie in the
         # file: what is streamed arrives so, and the hash goes along with what is written.
         groups: dict[str, list[Step]] = defaultdict(list)
-        for step in task.steps:
+        for step in steps:
             groups[step.group or step.outputs[0].name].append(step)
         place = _place_in_source if self._worker.source.is_streamed else _place_in_result
         ordered = sorted(groups.values(), key=lambda steps: min(map(place, steps)))
@@ -170,7 +170,7 @@ class Crew:
                 self._stops.discard(stop)
                 self._changed.notify_all()
         if self._is_stopped:
-            raise OutputError("stopped", f"{task.shards[0].file} was not filled")
+            raise OutputError("stopped", f"{next(iter(writer.shards))} was not filled")
         if unsound:
             raise UnsoundShardError(unsound)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -72,8 +72,11 @@ class Framed:
     def check_unchanged(self, shard: str) -> None:
         self._owner(shard).check_unchanged(shard)
 
-    def prove(self, shard: str) -> None:
-        self._owner(shard).prove(shard)
+    @contextmanager
+    def proving(self, shards: Collection[str]) -> Iterator[None]:
+        own = self._files.intersection(shards)
+        with self._donor.proving(own), self._artifact.proving(set(shards) - own):
+            yield
 
     def distrust(self) -> None:
         self._donor.distrust()

@@ -162,6 +162,21 @@ class Task:
         return next((ref.file for step in self.steps for ref in step.refs), None)
 
     @property
+    def by_home(self) -> dict[str | None, list[Step]]:
+        """Sort the steps by the shard that they read first.
+
+        Members of a scale group stay together.
+        """
+        homes: dict[str, str] = {}  # of groups
+        found: dict[str | None, list[Step]] = {}
+        for step in self.steps:
+            file = step.refs[0].file if step.refs else self.home
+            if file and step.group:
+                file = homes.setdefault(step.group, file)
+            found.setdefault(file, []).append(step)
+        return found
+
+    @property
     def borrowed(self) -> set[str]:
         """Name the other shards whose bytes go into this one.
 

@@ -226,8 +226,8 @@ class GgufFolder:
     def check_unchanged(self, shard: str) -> None:
         self._gguf.check_unchanged(self._file)
 
-    def prove(self, shard: str) -> None:
-        self._gguf.prove(self._file)
+    def proving(self, shards: Collection[str]) -> AbstractContextManager[None]:
+        return self._gguf.proving([self._file] if shards else [])
 
     def distrust(self) -> None:
         self._gguf.distrust()

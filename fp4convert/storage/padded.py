@@ -82,8 +82,8 @@ class PaddedSource:
     def check_unchanged(self, shard: str) -> None:
         self._source.check_unchanged(shard)
 
-    def prove(self, shard: str) -> None:
-        self._source.prove(shard)
+    def proving(self, shards: Collection[str]) -> AbstractContextManager[None]:
+        return self._source.proving(shards)
 
     def distrust(self) -> None:
         self._source.distrust()

@@ -126,10 +126,12 @@ class Source(Protocol):
         Written, replaced or removed since its header was read.
         """
 
-    def prove(self, shard: str) -> None:
-        """Raise SourceError where a shard has not what was read of it.
+    def proving(self, shards: Collection[str]) -> AbstractContextManager[None]:
+        """Prove at the end what was read of shards outside of `stream`.
 
-        For what is read outside of `stream`; reads it all, where no hash covers that.
+        Before and meanwhile; reads those whole of which no hash covers that.
+
+        Raises  SourceError at the end where a shard has not what was read of it
         """
 
     def distrust(self) -> None:
@@ -204,9 +206,8 @@ def read_each(
 
 def prove_all(source: Source) -> None:
     """Raise SourceError where a shard has not what was read of it."""
-    with stopping(source):
-        for shard in source.checkpoint.shards:
-            source.prove(shard.file)
+    with stopping(source), source.proving([shard.file for shard in source.checkpoint.shards]):
+        pass
 
 
 @contextmanager

@@ -233,10 +233,11 @@ def test_a_source_written_during_a_run_ends_it(source, tmp_path, monkeypatch):
 
     fill = Crew.fill
 
-    def fill_then_write(crew, task, *rest):
-        fill(crew, task, *rest)
-        data = (source / task.sources[-1]).read_bytes()
-        with (source / task.sources[-1]).open("r+b") as file:  # others still read it
+    def fill_then_write(crew, steps, *rest):
+        fill(crew, steps, *rest)
+        shard = source / steps[0].refs[0].file
+        data = shard.read_bytes()
+        with shard.open("r+b") as file:  # others still read it
             file.seek(-1, os.SEEK_END)
             file.write(bytes([data[-1] ^ 1]))
 

@@ -1,13 +1,9 @@
 """Fetch pieces of files ahead of their readers, and hash them.
 
-A file that is read from its first byte to its last has a Stream.  It fetches the pieces in the
-order of the file, a few ahead of the readers, and hashes them.  A reader who is ahead of the hash
-waits for it, so that no piece is fetched twice.  A reader who wants a piece from elsewhere in the
-file gets it fetched at once.
-
 What proves that a piece is right: a small file is one piece, which its hash checks.  Pieces of a
 stream are checked by the hash of the whole file.  Any other piece is fetched by two requests, until
-two bring the same bytes.  A piece may be dropped from memory before its last reader needs it; when
+two bring the same bytes; when the file is hashed, for whatever reason, it is compared with that.
+A piece may be dropped from memory before its last reader needs it; when
 it is fetched again, its hash must be the same as the first time.
 
 This module does not decide where pieces come from.
@@ -17,10 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 from weakref import finalize
 
@@ -42,8 +38,8 @@ AHEAD = 4
 # Of the budget: what scale groups leave to everything else, however many files are streamed.
 SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES
 OWN_NBYTES = 100 << 20  # of the budget: the interpreter with its packages, and panels at work
-STALL_SECONDS = 1.0  # without a step of any reader, after which nobody is on the way to a piece
 AGAIN = "Run the same command again."
+OTHERWISE = "two requests brought what the file does not hold"
 
 
 class Piece(NamedTuple):
@@ -109,7 +105,12 @@ class Pieces:
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
         self._spent: set[Piece] = set()  # what a stream needs no more but for a second reading
         self._hashed: dict[Piece, Hashed] = {}
-        self._unproven: dict[Piece, bytes] = {}  # the sha256 of what two requests said
+        # By file: the sha256 of what two requests said.
+        self._unproven: defaultdict[str, dict[Piece, bytes]] = defaultdict(dict)
+        self._planned: set[Piece] = set()  # of these, what was there before any stream
+        self._has_begun = False
+        self._plan_failure: SourceError | None = None  # what the plan was made of was wrong
+        self._refuted: Counter[str] = Counter()  # files: how often that was something else
         self._whole: dict[str, tuple[Piece, Hashed]] = {}  # small files, by name
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
@@ -200,7 +201,7 @@ class Pieces:
         """Fetch a piece until two requests bring the same bytes."""
         found = [self._fetch(piece)]
         latest = other.result()
-        while not any(_is_same(latest, each) for each in found):
+        while not any(is_same(latest, each) for each in found):
             if len(found) == REQUESTS:
                 came = f"bytes {piece.start}-{piece.stop - 1} came differently"
                 detail = f"{piece.file}: {came} in each of {REQUESTS + 1} requests"
@@ -211,15 +212,16 @@ class Pieces:
         digest = hashlib.sha256(latest).digest()
         with self._lock:
             is_new = piece not in self._hashed
-            before = self._unproven.setdefault(piece, digest) if is_new else digest
+            said = self._unproven[piece.file]
+            before = said.setdefault(piece, digest) if is_new else digest
         if before != digest:
-            raise self._refute(piece, "came otherwise than before")
+            raise self._refute(piece, "they came otherwise than before")
         return latest
 
     def unproven(self, file: str) -> list[Piece]:
         """List what two requests have said of a file, and no hash has proved."""
         with self._lock:
-            return [piece for piece in self._unproven if piece.file == file]
+            return list(self._unproven[file])
 
     def settle(self, piece: Piece, digest: bytes) -> None:
         """Compare what two requests said with what the file holds.
@@ -228,19 +230,47 @@ class Pieces:
         Raises  SourceError where it was something else; then it is fetched anew
         """
         with self._lock:
-            said = self._unproven.pop(piece, digest)
+            said = self._unproven[piece.file].pop(piece, digest)
             self._hashed[piece] = Hashed(hashlib.sha256(), digest)
         if said != digest:
-            raise self._refute(piece, "are not what the file holds there")
+            raise self._refute(piece, OTHERWISE)
+
+    def digests_within(self, piece: Piece, data: memoryview) -> dict[Piece, bytes]:
+        """Hash what two requests have said of parts of a piece.
+
+        data  of the piece
+        """
+        parts = [
+            part
+            for part in self.unproven(piece.file)
+            if piece.start <= part.start and part.stop <= piece.stop
+        ]
+        return {
+            part: hashlib.sha256(data[part.start - piece.start : part.stop - piece.start]).digest()
+            for part in parts
+        }
+
+    def check_plan(self) -> None:
+        """Raise SourceError where the plan was made of what no file holds."""
+        if self._plan_failure:
+            raise self._plan_failure
+
+    def count_refuted(self, file: str) -> int:
+        """Count how often two requests turned out wrong about a file."""
+        with self._lock:
+            return self._refuted[file]
 
     def _refute(self, piece: Piece, what: str) -> SourceError:
         """Forget what was said of a file; return the error of that."""
+        words = f"{piece.file}: bytes {piece.start}-{piece.stop - 1}: {what}"
+        error = SourceError(CORRUPT, words, AGAIN)
         with self._lock:
-            for each in [each for each in self._unproven if each.file == piece.file]:
-                del self._unproven[each]
+            self._refuted[piece.file] += 1
+            if piece in self._planned:
+                self._plan_failure = error
+            self._unproven.pop(piece.file, None)
         self._forget(lambda each: each.file == piece.file and not each.is_hashed)
-        words = f"{piece.file}: bytes {piece.start}-{piece.stop - 1} {what}"
-        return SourceError(CORRUPT, words, AGAIN)
+        return error
 
     def spend(self, pieces: Iterable[Piece]) -> None:
         """Let go of pieces before others, but for those that room was made for."""
@@ -249,6 +279,9 @@ class Pieces:
 
     def count_streams(self, change: int) -> None:
         with self._lock:
+            if not self._has_begun:
+                self._has_begun = True
+                self._planned = {piece for said in self._unproven.values() for piece in said}
             self._streams += change
 
     def share_of(self, count: int) -> int:
@@ -400,170 +433,5 @@ def split(file: str, start: int, stop: int) -> list[Piece]:
     return [Piece(file, first, min(first + nbytes, stop)) for first in range(start, stop, nbytes)]
 
 
-class Stream:
-    """One file on its way from its first byte to its last.
-
-    oid   what the content is known by: 64 hex digits are its sha256, 40 are git's hash of it
-    head  its first bytes as they came before; they must be the same
-    """
-
-    def __init__(self, pieces: Pieces, file: str, nbytes: int, oid: str, head: bytes = b"") -> None:
-        self._pieces = pieces
-        self._all = [
-            Piece(file, at, min(at + PIECE_NBYTES, nbytes), True)
-            for at in range(0, nbytes, PIECE_NBYTES)
-        ]
-        self._head = head
-        self._oid = oid
-        self._hash = hasher(nbytes, oid)
-        self._wanted: set[int] = set()
-        self._unread = [piece.stop - piece.start for piece in self._all]
-        self._at = 0  # number of the piece that is hashed next
-        self._early: set[int] = set()  # hashed before anybody has asked for them
-        self._given_up = 0  # number below which nobody is on the way to a piece
-        self._steps = 0  # of readers, and of the hash
-        self._changed = threading.Condition()
-        self._is_waiting = self._is_ending = self._is_stopped = False
-        self._error: BaseException | None = None
-        pieces.count_streams(1)
-        self._thread = threading.Thread(target=self._run, name=f"stream {file}", daemon=True)
-        self._thread.start()
-
-    def cover(self, start: int, stop: int) -> list[Piece]:
-        """Return the pieces that hold a range.
-
-        Waits until the hash is not far from them.
-        """
-        numbers = range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES))
-        if not self._wanted.issuperset(numbers):
-            with self._changed:
-                self._wanted.update(numbers)
-                self._early.difference_update(numbers)
-                self._note_step()
-                self._wait_for_hash(numbers[0])
-        return [self._all[number] for number in numbers]
-
-    def is_near(self, start: int) -> bool:
-        """Tell whether a reader would not wait for the hash, or not long."""
-        return start // PIECE_NBYTES - self._at < AHEAD + CONNECTIONS
-
-    def _wait_for_hash(self, number: int) -> None:
-        """Wait until the hash is near a piece.
-
-        Where it waits for other readers, and none of them comes, it is sent on.
-        """
-        steps = self._steps
-        while not self._changed.wait_for(
-            lambda: number - self._at < AHEAD or self._is_stopped, STALL_SECONDS
-        ):
-            if steps == self._steps and self._is_waiting:
-                self._given_up = max(self._given_up, number)
-                self._early.clear()
-                self._changed.notify_all()
-            steps = self._steps
-
-    def _note_step(self) -> None:
-        self._steps += 1
-        self._changed.notify_all()
-
-    def have_read(self, start: int, stop: int) -> None:
-        """Note that a reader has that range.
-
-        Pieces that were read to their last byte need not stay.
-        """
-        with self._changed:
-            for number in range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES)):
-                piece = self._all[number]
-                self._unread[number] -= min(stop, piece.stop) - max(start, piece.start)
-                self._spend(number)
-            self._note_step()
-
-    def _spend(self, number: int) -> None:
-        if number < self._at and (self._unread[number] <= 0 or self._is_ending):
-            self._pieces.spend([self._all[number]])
-
-    def end(self) -> None:
-        """Bring and hash what is left.
-
-        Raises  SourceError where the content is not what its hash says
-        """
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify_all()
-        self._pieces.spend(self._all[: self._at])
-        self._thread.join()
-        self._pieces.spend(self._all)
-        if self._error is not None:
-            raise self._error
-        if self._hash.hexdigest() != self._oid:
-            raise corrupt(self._all[0].file, self._oid, self._hash.hexdigest())
-
-    def stop(self) -> None:
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        try:
-            for number in range(len(self._all)):
-                self._wait_for_readers(number)
-                if self._is_stopped or not self._hash_piece(number):
-                    return
-        except BaseException as error:  # raised again where the stream ends
-            self._error = error
-        finally:
-            self._pieces.count_streams(-1)
-            self.stop()
-
-    def _wait_for_readers(self, number: int) -> None:
-        with self._changed:
-            self._changed.wait_for(partial(self._may_go_on, number))
-            if number not in self._wanted and not self._pieces.is_held(self._all[number]):
-                self._early.add(number)
-
-    def _may_go_on(self, number: int) -> bool:
-        """Tell whether readers are near enough to fetch a piece for.
-
-        A piece that has its room need not be waited for, nor one that nobody is on the way to.
-        """
-        self._is_waiting = False
-        if self._is_ending or self._is_stopped or number in self._wanted:
-            return True
-        if self._pieces.is_held(self._all[number]) or number < self._given_up:
-            return True
-        if len(self._early) < self._pieces.share_of(AHEAD):
-            return True
-        self._is_waiting = True
-        return False
-
-    def _hash_piece(self, number: int) -> bool:
-        """Fetch and hash a piece, and fetch those after it meanwhile.
-
-        Returns  False where it was stopped
-        """
-        piece = self._all[number]
-        coming = self._pieces.fetch(piece)
-        last = number + self._pieces.share_of(self._pieces.connections)
-        for later in self._all[number + 1 : last]:
-            if not self._pieces.has_room(later):
-                break
-            self._pieces.fetch(later)
-        data = coming.result()
-        known = memoryview(self._head)[piece.start : piece.stop]
-        if not _is_same(known, data[: known.nbytes]):
-            detail = f"{piece.file} begins with other bytes than when its header was read"
-            raise SourceError(CORRUPT, detail, AGAIN)
-        before = self._hash.copy()
-        self._hash.update(data)
-        with self._changed:
-            if self._is_stopped:  # what another stream of the file notes may not be ours
-                return False
-            self._pieces.note_hash(piece, Hashed(before, self._hash.digest()))
-            self._at = number + 1
-            self._spend(number)
-            self._note_step()
-        return True
-
-
-def _is_same(one: memoryview, other: memoryview) -> bool:
+def is_same(one: memoryview, other: memoryview) -> bool:
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))

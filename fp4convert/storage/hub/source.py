@@ -39,13 +39,15 @@ from fp4convert.storage.hub.hashes import corrupt, hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
 from fp4convert.storage.hub.listing import list_files
 from fp4convert.storage.hub.prefetch import (
+    AGAIN,
     CONNECTIONS,
+    OTHERWISE,
     PIECE_NBYTES,
     Piece,
     Pieces,
-    Stream,
     split,
 )
+from fp4convert.storage.hub.stream import Stream
 from fp4convert.storage.hub.xet import XetReader
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
@@ -177,7 +179,19 @@ class HubSource:
     def check_unchanged(self, shard: str) -> None:
         """Do nothing: every reply was compared with the commit."""
 
-    def prove(self, shard: str) -> None:
+    @contextmanager
+    def proving(self, shards: Collection[str]) -> Iterator[None]:
+        refuted = {shard: self._pieces.count_refuted(shard) for shard in shards}
+        yield
+        for shard in shards:
+            self._settle(shard)
+            self._pieces.check_plan()
+            # Also by whoever has read it whole meanwhile.
+            if self._pieces.count_refuted(shard) != refuted[shard]:
+                raise SourceError(CORRUPT, f"{shard}: {OTHERWISE}", AGAIN)
+
+    def _settle(self, shard: str) -> None:
+        """Read a shard whole where something of it is not proved."""
         if not (read := self._pieces.unproven(shard)):
             return
         found = {piece: hashlib.sha256() for piece in read}

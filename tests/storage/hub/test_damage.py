@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import FIRST, LAYER, SECOND, run, weight, write_checkpoint, write_llama
+from gguf_donors import model, write_donor
 from hub_cases import ALL_FILES, NVFP4, ask, cached, expect
 from safetensors import safe_open
 
@@ -315,3 +316,27 @@ def test_a_header_that_is_damaged_in_the_cache_is_fetched(hub, folder, tmp_path)
     shard.resolve().write_bytes(data)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     assert outcome.json["digest"] == expected
+
+
+@pytest.mark.parametrize("what", ["weight_scale", "weight_packed"])
+def test_what_a_plan_to_transcode_was_made_of_is_proved(what, hub, folder, tmp_path):
+    """Two requests agree on a flipped bit of what was compared with the donor."""
+    artifact = tmp_path / "q"
+    assert run("quantize", folder, "--format", "mxfp4", "-o", artifact, "-q").code == 0
+    hub.add("org/q", artifact)
+    index = json.loads((artifact / "model.safetensors.index.json").read_text())
+    file = index["weight_map"][name := f"{LAYER}.self_attn.q_proj.{what}"]
+    with safe_open(artifact / file, "numpy") as opened:
+        stored = opened.get_tensor(name).tobytes()
+    at = (artifact / file).read_bytes().index(stored)
+    donor = write_donor(tmp_path / "donor.gguf", model())
+    words = ("--dialect", "gguf", "--template", donor, "--json")
+    expected = ask("transcode", "org/q", *words, "-o", tmp_path / "a")
+    assert expected.code == 0, expected.out
+    hub.fault("flip", match=rf"{file}.*bytes={at}-", at=0, times=2)
+    outcome = ask("transcode", "org/q", *words, "-o", tmp_path / "b")
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt"), outcome.out
+    assert file in outcome.json["error"]["message"]
+    assert not (tmp_path / "b" / "quantization_config.json").exists()
+    again = ask("transcode", "org/q", *words, "-o", tmp_path / "b")
+    assert again.json["digest"] == expected.json["digest"]

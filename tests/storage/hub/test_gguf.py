@@ -9,8 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import run
+from checkpoints import run, write_llama
 from gguf_donors import model, write_donor
+
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.conversion import repacking
+from fp4convert.storage.hub import source as hub_source
 
 
 @pytest.fixture
@@ -34,6 +38,32 @@ def test_it_becomes_what_it_becomes_on_a_disk(hub, donor, tmp_path, reference, f
     assert a == b
     record = json.loads((tmp_path / "b" / "quantization_config.json").read_text())
     assert record["source"]["repo"] == "org/m"
+
+
+def test_shards_that_become_one_file_are_brought_once(hub, tmp_path, monkeypatch):
+    """Each in its turn, which hashes it; only its header is asked for before, twice."""
+    monkeypatch.setattr(hub_source, "HEAD_NBYTES", 2048)
+    source = write_llama(tmp_path / "source")
+    donor = write_donor(tmp_path / "donor.gguf", model())
+    artifact, words = tmp_path / "q", ("--dialect", "gguf", "--template", donor)
+    assert run("quantize", source, "--format", "mxfp4", "-o", artifact, "-q").code == 0
+    hub.add("org/q", artifact)
+    here, there, planned = tmp_path / "a", tmp_path / "b", []
+    assert run("transcode", artifact, *words, "-o", here, "-q").code == 0
+    prepare = repacking.prepare_transcode
+
+    def note(artifact: Artifact, *others: object) -> object:
+        plan = prepare(artifact, *others)
+        planned.append(hub.sent_nbytes())  # values were compared with the donor's
+        artifact.source.distrust()  # as where there is no memory to keep them
+        return plan
+
+    monkeypatch.setattr(repacking, "prepare_transcode", note)
+    assert run("transcode", "org/q", *words, "-o", there, "-q").code == 0
+    files = [next(out.glob("*.gguf")).read_bytes() for out in (here, there)]
+    assert files[0] == files[1]
+    shards = sum(path.stat().st_size for path in artifact.glob("*.safetensors"))
+    assert hub.sent_nbytes() - planned[0] < 1.2 * shards
 
 
 def test_a_dry_run_reads_the_header_alone(hub, donor):

@@ -14,8 +14,10 @@ import pytest
 
 from fp4convert.errors import SourceError
 from fp4convert.storage.hub import prefetch
+from fp4convert.storage.hub import stream as stream_module
 from fp4convert.storage.hub.hashes import hasher
-from fp4convert.storage.hub.prefetch import Piece, Pieces, Stream, split
+from fp4convert.storage.hub.prefetch import Piece, Pieces, split
+from fp4convert.storage.hub.stream import Stream
 
 NBYTES = 64 << 10
 DATA = random.Random(0).randbytes(NBYTES)
@@ -152,7 +154,7 @@ def test_memory_is_used_again_once_nobody_looks_at_it(file):
 def test_a_reader_who_is_faster_than_the_hash_has_nothing_fetched_twice(file, monkeypatch):
     monkeypatch.setattr(prefetch, "SPARE_NBYTES", 12 << 10)
     kept = Pieces(file.read_into, 12 << 10)
-    monkeypatch.setattr(prefetch, "hasher", lambda nbytes, oid: SlowHash(hasher(nbytes, oid)))
+    monkeypatch.setattr(stream_module, "hasher", lambda nbytes, oid: SlowHash(hasher(nbytes, oid)))
     stream = Stream(kept, "f", NBYTES, SHA256)
     for start in range(0, NBYTES, 1 << 10):
         for piece in stream.cover(start, start + (1 << 10)):
@@ -386,7 +388,7 @@ def test_readers_far_apart_have_nothing_fetched_twice(file, monkeypatch):
 
 
 def test_a_reader_goes_on_where_nobody_reads_what_lies_before(file, monkeypatch):
-    monkeypatch.setattr(prefetch, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(stream_module, "STALL_SECONDS", 0.05)
     kept = Pieces(file.read_into, 0)
     stream = Stream(kept, "f", NBYTES, SHA256)
     assert read_whole(kept, stream, 50 << 10, NBYTES) == DATA[50 << 10 :]
@@ -394,7 +396,7 @@ def test_a_reader_goes_on_where_nobody_reads_what_lies_before(file, monkeypatch)
 
 
 def test_a_reader_of_a_group_does_not_wait_for_what_it_holds_itself(file, monkeypatch):
-    monkeypatch.setattr(prefetch, "STALL_SECONDS", 100.0)
+    monkeypatch.setattr(stream_module, "STALL_SECONDS", 100.0)
     kept = Pieces(file.read_into, 1 << 20)
     stream = Stream(kept, "f", NBYTES, SHA256)
     with kept.room_for(NBYTES, [Piece("f", 0, NBYTES)]):
