@@ -142,7 +142,9 @@ def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton
     check_reads_text(source)
     if not source.model.can_generate():
         detail = f"{type(source.model).__name__} gives no probabilities of a next token"
-        raise InputError("evaluate-model", f"{detail}; expected a model that writes text")
+        step = "Measure the outputs of its layers: fp4convert verify ARTIFACT --source SOURCE"
+        step = f"{step} --calibration FILE."
+        raise InputError("evaluate-model", f"{detail}; expected a model that writes text", step)
     artifact = open_skeleton(task.artifact, theirs, device, is_exact=True)
     if not artifact.stored:
         kind = type(source.model).__name__

@@ -308,7 +308,7 @@ def check_source(calibration: Calibration, source: Source, linears: Iterable[Lin
 
     linears  are checked, too, as check_linears does
     """
-    path, next_step = calibration.path, f"Calibrate it: fp4convert calibrate {source.name} -o FILE."
+    path, next_step = calibration.path, "Calibrate it: fp4convert calibrate SOURCE -o FILE."
     if fingerprint_of(source) != calibration.notes["fingerprint"]:
         detail = f"{path} was made from another model than {source.name}"
         detail += ": names, shapes or config.json differ"

@@ -41,6 +41,8 @@ def _refuse_idle_config(options: AccessOptions) -> None:
     named = [each.name for each in declared_in(type(options)) if each.option.is_argument]
     if hasattr(options, "recipe") and hasattr(options, "artifact"):  # reproduce reads a source
         named = ["source"]
+    elif hasattr(options, "source") and "source" not in named:  # of an artifact
+        named.append("source")
     if options.config is None or not _are_here(options, named):
         return
     given = _given(options, named)

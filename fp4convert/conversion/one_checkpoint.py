@@ -99,6 +99,8 @@ class Conversion:
         words: list[object] = ["fp4convert", "verify", output]
         if not self.options.subfolder or not self.source.is_streamed:
             words += ["--source", original]
+            if (config := self.options.config) is not None:
+                words += ["--config", absolute(config) if is_absolute else config]
             for adapter in one_adapter(self.options.lora):
                 words += ["--lora", absolute(adapter) if is_absolute else adapter]
         checkpoint, folder = self.source.checkpoint, str(output)

@@ -24,7 +24,7 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
-from fp4convert.checkpoint.record import ADAPTER
+from fp4convert.checkpoint.record import ADAPTER, folds_recorded
 from fp4convert.conversion.artifact_job import (
     artifact_job,
     check_keep_dtype,
@@ -80,9 +80,11 @@ from fp4convert.progress import size_text
 from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
 from fp4convert.recipes.options import DRAFTS, KEEP, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
-from fp4convert.recipes.rules import FormatRule
+from fp4convert.recipes.rules import FoldUse, FormatRule
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.padded import PaddedSource
-from fp4convert.storage.source import Source, prove_all, uncollected
+from fp4convert.storage.source import Source, prove_all, read_whole, uncollected
 
 MOST_PASSES = 100  # a larger number is a typing error
 # How names of formats begin that other tools make.
@@ -98,7 +100,13 @@ def prepare_quantize(
     Raises   InputError for anything that the options or the source have wrong
     """
     recipe, linears, scalars = understand(source, options)
+    folds = _own_folds(source)
+    if folds and options.lora:
+        detail = f"{source.name} is quantized, and its weights hold factors of AWQ or SmoothQuant"
+        detail = f"{detail}, which --lora was not trained beside; expected weights without them"
+        raise InputError("adapter-folded", detail)
     plan = plan_with(source, recipe, linears, scalars, formats)
+    plan = replace(plan, folds=tuple(dict.fromkeys((*folds, *plan.folds))))
     if scalars.calibration:
         is_fitted = (options.target_size, options.target_bits) != (None, None)
         goal = goal_record(options.target_bits, scalars.calibration) if is_fitted else None
@@ -118,6 +126,13 @@ def prepare_quantize(
             refuse_odd_scale(module, q)
             check_scalars(module, q, None, dialect_of(plan))
     return plan
+
+
+def _own_folds(source: Source) -> tuple[FoldUse, ...]:
+    """Read where the source's own weights hold factors, if it is an artifact."""
+    if not source.has_file(RECORD):
+        return ()
+    return folds_recorded(parse_json_object(read_whole(source, RECORD), RECORD))
 
 
 def options_recorded(

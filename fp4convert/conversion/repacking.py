@@ -38,7 +38,7 @@ from fp4convert.conversion.artifact_job import (
     refuse_odd_scale,
 )
 from fp4convert.conversion.options import TranscodeOptions
-from fp4convert.errors import InputError
+from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import Carrier, describe_carried
 from fp4convert.execution.job import Job, carry_out
 from fp4convert.execution.repacker import Dequantizer, Transcoder
@@ -143,7 +143,7 @@ def prepare_transcode(
     made = _cast_to(artifact, options.format)
     target = _target_of(artifact, options, made)
     contents = _contents_of(artifact, target, made)._replace(keep_dtype=options.keep_dtype)
-    spelling = dialect_to_write(target)
+    spelling = _dialect_of(target)
     with refusing(artifact.source):
         for module, packed in artifact.modules.items():
             if made in (None, packed.form.format):
@@ -176,6 +176,19 @@ def prepare_transcode(
     notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
     plan = replace(plan, warnings=(*plan.warnings, *notes), asked=_asked(artifact, options))
     return replace(plan, left_out=left_out)
+
+
+def _dialect_of(target: Target) -> Dialect:
+    """Return the dialect to write; blame no option that transcode lacks."""
+    try:
+        return dialect_to_write(target)
+    except ChoiceError as error:
+        if error.code != "dialect-activations":
+            raise
+        detail = f"the artifact is for {target.activations}-bit activations of {target.format}"
+        detail = f"{detail}, which dialect {target.dialect} cannot record"
+        step = "Choose another --dialect; or quantize it again: fp4convert quantize ARTIFACT."
+        raise InputError(error.code, detail, step) from None
 
 
 def _asked(artifact: Artifact, options: TranscodeOptions) -> dict[str, object] | None:

@@ -196,9 +196,9 @@ class AccessOptions:
     def original_access(self) -> "Access":
         """Return how the source of an artifact is found.
 
-        At its own revision; --config is the artifact's.
+        At its own revision; --config is for whichever is a GGUF file.
         """
-        return replace(self.access(), revision=None, config=None)
+        return replace(self.access(), revision=None)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -166,7 +166,7 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
         except OSError:
             is_calibration = False  # a folder, a name on the Hub, or what opening it tells
         if not is_calibration:
-            return copied_scales(_open(str(asked)), f"{OPTION} {asked}")
+            return copied_scales(_open(str(asked), source), f"{OPTION} {asked}")
         calibration = open_calibration(str(asked))
         check_source(calibration, source)
         return measured_scales(calibration)
@@ -196,8 +196,11 @@ def whole_reference(asked: str | float | None) -> str | float | None:
     return os.path.abspath(str(asked)) if is_path else asked
 
 
-def _open(reference: str) -> Artifact:
-    """Open the artifact whose scales are asked for."""
+def _open(reference: str, source: Source) -> Artifact:
+    """Open the artifact whose scales are asked for.
+
+    source  of the weights: where it is that artifact, its factors are theirs
+    """
     is_path = os.path.exists(reference)
     try:
         artifact = open_artifact(reference)
@@ -211,17 +214,12 @@ def _open(reference: str) -> Artifact:
             error.next_step,
             error.tensor,
         ) from None
-    if folds_recorded(artifact.record):
-        detail = (
-            f"{OPTION} {reference}: it was made by --method {artifact.record.get('method')}, so"
-            " its scales are for inputs that its norms"
-        )
+    is_source = artifact.source.checkpoint.stamps == source.checkpoint.stamps
+    if folds_recorded(artifact.record) and not is_source:
+        detail = f"{OPTION} {reference}: it holds factors of AWQ or SmoothQuant, and its scales are"
+        detail = f"{detail} for inputs that its norms divide by them; expected scales without folds"
         next_step = "Give an artifact without folds, or the calibration file that it was made with."
-        raise InputError(
-            "input-scale-folded",
-            f"{detail} divide by its own factors; expected scales without folds",
-            next_step,
-        )
+        raise InputError("input-scale-folded", detail, next_step)
     return artifact
 
 

@@ -68,7 +68,10 @@ def find_idle(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> tuple
                 words = f"{option} {', '.join(map(repr, patterns))}"
                 better = _suggest(patterns[0], modules)
                 count = sum(any(matches(one, module) for one in better) for module in modules)
-                line = " ".join(shell_line(option, one) for one in better)
+                line = " ".join(
+                    shell_line(option, one) if option.startswith("--") else repr(one)
+                    for one in better
+                )
                 found.append(Idle(words, UNMATCHED, line, count))
     return tuple(found)
 

@@ -137,7 +137,7 @@ def plan_quantize(
         *notes,
         *more,
         *scalars.cache.notes,
-        *_note_left_behind(linears, tasks, scalars.cache),
+        *_note_left_behind(linears, tasks, scalars),
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
@@ -499,28 +499,34 @@ def _note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[
         )
 
 
-def _note_left_behind(linears: Linears, tasks: Iterable[Task], cache: Cache) -> Iterator[str]:
-    """Name scales that only the engine of a packed source has a use for."""
+def _note_left_behind(linears: Linears, tasks: Iterable[Task], scalars: Scalars) -> Iterator[str]:
+    """Name scales that only the engine of a packed source has a use for.
+
+    Where those of activations are given, these take their place.
+    """
     stays = [
         step for task in tasks for step in task.steps if step.is_made and step.action == "copy"
     ]
     kept = {ref.name for step in stays for ref in step.outputs}
+    is_written = any(step.scalar is not None for task in tasks for step in task.steps)
+    is_given = is_written and scalars.inputs is not UNIT_SCALE
     idle = [
         ref.name
         for linear in linears.of.values()
-        for ref in linear.idle
-        if ref.name not in kept
-        if "input" in ref.name or "activation" in ref.name
+        for ref in (*linear.idle, *linear.refs)
+        if ref.name not in kept and not is_given
+        if any(word in ref.name.rpartition(".")[2] for word in ("input", "activation"))
     ]
-    caches = [ref.name for ref in linears.idle if ref.name not in cache.own]
-    for names, what in (
-        (idle, "activation scales"),
-        (caches, "KV cache scales"),
+    caches = [ref.name for ref in linears.idle if ref.name not in scalars.cache.own]
+    taken = "; --input-scale SOURCE takes them over" if is_written else ""
+    for names, what, more in (
+        (idle, "activation scales", taken),
+        (caches, "KV cache scales", ""),
     ):
         if names:
             yield (
                 f"{len(names)} {what} of the source are left out, the first {names[0]!r}: they"
-                " belong to how it was quantized"
+                f" belong to how it was quantized{more}"
             )
 
 
@@ -535,6 +541,9 @@ def _note_unchanged(
     if recipe.target.via and (
         same := [one for one in made if one.action != "quantize" or is_fp8(one.linear)]
     ):
+        if len(same) == len(made):
+            detail = "--via fp8 changes nothing: every module is FP8 or in four bits already"
+            raise InputError("idle-option", detail, "Leave --via out.")
         yield (
             f"--via fp8 changes nothing for {len(same)} modules that are FP8 or in four bits"
             f" already, the first {same[0].linear.name}"

@@ -290,3 +290,17 @@ def with_tokenizer(model: Path, folder: Path) -> Path:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
     return folder
+
+
+def test_an_artifact_with_factors_takes_no_adapter(models, tmp_path):
+    """It was trained beside weights that AWQ or SmoothQuant had not multiplied."""
+    quantize(models / "base", tmp_path / "q", *NVFP4)
+    path = tmp_path / "q" / "quantization_config.json"
+    into, heads = "model.layers.0.input_layernorm", {"repeats": 1, "width": 1}
+    linears = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    fold = {"into": into, "kind": "norm", "linears": linears, "heads": heads, "modules": [into]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "folds": [fold]}))
+    words = (*NVFP4, "--lora", models / "adapter", "-o", tmp_path / "out", "--json")
+    outcome = run("quantize", tmp_path / "q", *words)
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "adapter-folded")
+    assert not (tmp_path / "out").exists()

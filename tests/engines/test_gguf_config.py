@@ -5,6 +5,7 @@ own package reads, in transformers' order.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from functools import cache
 from pathlib import Path
@@ -103,7 +104,11 @@ def test_any_gguf_file_is_a_source_of_any_dialect(tmp_path: Path, fmt: str) -> N
     checkpoint = MAKERS["llama"](tmp_path / "checkpoint")
     source = write_gguf(checkpoint, "llama", tmp_path / "tiny.gguf")
     words = ("--format", fmt, "--dialect", "compressed-tensors", "-q")
-    fp4convert("quantize", source, "--config", checkpoint, *words, "-o", tmp_path / "a")
+    made = run("quantize", source, "--config", checkpoint, *words, "-o", tmp_path / "a", "--json")
+    # What is to be run next is complete: the source is no safetensors file.
+    program, *verify = shlex.split(made.json["next"][0])
+    assert program == "fp4convert"
+    assert run(*verify).code == 0
     fp4convert("quantize", checkpoint, *words, "-o", tmp_path / "b")
     found, expected = read_tensors(tmp_path / "a"), read_tensors(tmp_path / "b")
     assert differing(widened(found), widened(expected)) == []

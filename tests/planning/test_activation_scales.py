@@ -252,7 +252,20 @@ def test_scales_for_divided_inputs_are_refused(source, tmp_path):
     )
     error = refused(source, tmp_path / "out", "--input-scale", other)
     assert error["code"] == "input-scale-folded"
-    assert "--method smooth" in error["message"]
+    # Of that artifact itself they are right, and what is made of it is as much divided.
+    words = ("--format", "nvfp4", "--activations", "4")
+    made = run("quantize", other, *words, "--input-scale", other, "-o", tmp_path / "b", "--json")
+    assert (made.code, made.json["warnings"]) == (0, []), made.err
+    record = json.loads((tmp_path / "b" / "quantization_config.json").read_text())
+    assert record["folds"] == [fold]
+    error = refused(source, tmp_path / "out", "--input-scale", tmp_path / "b")
+    assert error["code"] == "input-scale-folded"
+    # Without it they are left out, and that is told.
+    for options, told in ((words, "takes them over"), (words[:2], "belong to how it was quan")):
+        plan = run("quantize", other, *options, "--dry-run", "--json").json
+        (warning,) = (one for one in plan["warnings"] if "activation scales" in one)
+        assert told in warning
+    assert "AWQ or SmoothQuant" in error["message"]
 
 
 def test_what_is_neither_a_number_nor_an_artifact_is_refused(source, tmp_path):
