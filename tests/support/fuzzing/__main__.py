@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import random
 import shutil
 import sys
@@ -21,6 +22,7 @@ from types import FunctionType
 from fuzzing.mutation import mutate
 
 FOUND = Path("build", "fuzz")  # what was found, and the corpus as it grows
+COLLECT = 1000  # inputs between two looks for cycles
 
 
 def main() -> int:
@@ -86,13 +88,20 @@ def fuzz(asked: argparse.Namespace, scratch: Path) -> int:
             return bytes(atheris.Mutate(data, most))
         return mutate(data, chance, most)
 
+    numbers = itertools.count(1)
+
+    def read(data: bytes) -> None:
+        check(asked.target, data, scratch)
+        if next(numbers) % COLLECT == 0:  # the command line leaves that to the end of its process
+            gc.collect()
+
     corpus = FOUND / asked.target
     corpus.mkdir(parents=True, exist_ok=True)
     options = [f"-max_total_time={asked.seconds}", "-timeout=0", "-rss_limit_mb=3000"]
     options += ["-max_len=65536", f"-artifact_prefix={FOUND}/{asked.target}-", "-print_pcs=0"]
     atheris.Setup(
         [sys.argv[0], *options, str(corpus), str(CORPUS / asked.target)],
-        lambda data: check(asked.target, data, scratch),
+        read,
         custom_mutator=change,
     )
     with limits():
