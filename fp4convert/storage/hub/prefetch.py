@@ -235,21 +235,6 @@ class Pieces:
         if said != digest:
             raise self._refute(piece, OTHERWISE)
 
-    def digests_within(self, piece: Piece, data: memoryview) -> dict[Piece, bytes]:
-        """Hash what two requests have said of parts of a piece.
-
-        data  of the piece
-        """
-        parts = [
-            part
-            for part in self.unproven(piece.file)
-            if piece.start <= part.start and part.stop <= piece.stop
-        ]
-        return {
-            part: hashlib.sha256(data[part.start - piece.start : part.stop - piece.start]).digest()
-            for part in parts
-        }
-
     def check_plan(self) -> None:
         """Raise SourceError where the plan was made of what no file holds."""
         if self._plan_failure:

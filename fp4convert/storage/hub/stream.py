@@ -6,6 +6,7 @@ is ahead of the hash waits for it, so that no piece is fetched twice.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from contextlib import suppress
 from functools import partial
@@ -34,7 +35,9 @@ class Stream:
         self._head = head
         self._oid = oid
         self._hash = hasher(nbytes, oid)
-        self._found: dict[Piece, bytes] = {}  # digests of what only two requests have said
+        # Of what only two requests have said: hashes on their way, and digests.
+        self._begun: dict[Piece, hashlib._Hash] = {}
+        self._found: dict[Piece, bytes] = {}
         self._wanted: set[int] = set()
         self._unread = [piece.stop - piece.start for piece in self._all]
         self._at = 0  # number of the piece that is hashed next
@@ -177,7 +180,7 @@ class Stream:
         if not is_same(known, data[: known.nbytes]):
             detail = f"{piece.file} begins with other bytes than when its header was read"
             raise SourceError(CORRUPT, detail, AGAIN)
-        self._found |= self._pieces.digests_within(piece, data)
+        self._hash_said(piece, data)
         before = self._hash.copy()
         self._hash.update(data)
         with self._changed:
@@ -188,3 +191,14 @@ class Stream:
             self._spend(number)
             self._note_step()
         return True
+
+    def _hash_said(self, piece: Piece, data: memoryview) -> None:
+        """Hash what lies in a piece of the parts that two requests have brought before."""
+        for part in self._pieces.unproven(piece.file):
+            if piece.start <= part.start < piece.stop:
+                self._begun[part] = hashlib.sha256()
+            if part in self._begun and part.stop > piece.start:
+                first, last = max(part.start, piece.start), min(part.stop, piece.stop)
+                self._begun[part].update(data[first - piece.start : last - piece.start])
+                if part.stop <= piece.stop:
+                    self._found[part] = self._begun.pop(part).digest()

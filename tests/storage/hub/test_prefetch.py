@@ -277,6 +277,32 @@ def test_a_stream_that_begins_otherwise_than_before_is_an_error(file):
             stream.end()
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 100), (500, 3000), (5000, 5100), (1024, 2048)])
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_stream_proves_what_two_requests_said_before(start, stop, is_planned, file):
+    """Parts of pieces, and what lies across some; also what was read while it is under way."""
+    for lies in ([], [bytes([DATA[start] ^ 1])] * 2):
+        liar = Liar()
+        kept = Pieces(liar.read_into, 1 << 20, 1)
+        if not is_planned:
+            Stream(kept, "other", NBYTES, SHA256).end()
+        liar.lies = list(lies)
+        kept.fetch(Piece("f", start, stop)).result()
+        assert kept.unproven("f")
+        count = len(liar.fetched)
+        stream = Stream(kept, "f", NBYTES, SHA256)
+        if lies and is_planned:
+            with pytest.raises(SourceError, match="does not hold"):
+                stream.end()
+            with pytest.raises(SourceError, match="does not hold"):
+                kept.check_plan()  # another reading does not mend the plan
+        else:
+            stream.end()
+        assert kept.unproven("f") == []
+        assert kept.count_refuted("f") == bool(lies)
+        assert len(liar.fetched) == count + NBYTES // prefetch.PIECE_NBYTES
+
+
 def test_after_the_end_nothing_is_fetched(file):
     kept = Pieces(file.read_into, 1 << 20)
     kept.close()
