@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,9 @@ from fp4convert.planning.serving import serve_lines, verdict_text
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source
+
+# What engines' rows advise that is no option of transcode.
+NOT_HERE = re.compile(r"--(?:activations|exclude|format|kv-cache)\b")
 
 
 @public(QuantizeOptions)
@@ -148,7 +152,11 @@ def transcode(options: TranscodeOptions) -> Result:
     plan = repacking.prepare_transcode(artifact, options, donor)
     refuse_idle([plan.idle])
     checkpoint = artifact.source.checkpoint
-    warnings = [*plan.warnings, *engine_warnings(plan, checkpoint)]
+    traps = [
+        f"{line} (an option of fp4convert quantize)" if NOT_HERE.search(line) else line
+        for line in engine_warnings(plan, checkpoint)
+    ]
+    warnings = [*plan.warnings, *traps]
     _warn(options, warnings, settings)
     result = repacking.transcode(artifact, plan, output, settings, donor)
     steps = [shell_line("fp4convert", "verify", output)]

@@ -460,6 +460,19 @@ def test_advice_names_only_options_of_the_command(source, tmp_path):
     words = ("--dialect", CT, "--format", "fp8")
     refused = run("transcode", tmp_path / "artifact", "-o", tmp_path / "out", *words)
     assert (refused.code, "--target-size" in refused.err) == (2, False), refused.err
+    quantize(source, tmp_path / "w4a4", CT, "--activations", "4")
+    refused = run("transcode", tmp_path / "w4a4", "-o", tmp_path / "out", "--dialect", "mlx")
+    assert (refused.code, "--activations" in refused.err) == (2, False), refused.err
+
+
+def test_advice_for_engines_says_whose_options_it_names(source, tmp_path):
+    """It is what only another conversion can do."""
+    assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "a", "-q").code == 0
+    words = ("--dialect", CT, "-o", tmp_path / "b", "--json")
+    warnings = run("transcode", tmp_path / "a", *words).json["warnings"]
+    advice = [line for line in warnings if "--format" in line]
+    assert advice
+    assert all(line.endswith("(an option of fp4convert quantize)") for line in advice)
 
 
 def test_a_dialect_is_asked_for(source, tmp_path):
