@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import LLAMA, Tensor, read_folder, run, weight, write_single
+from checkpoints import LLAMA, Tensor, bf16, read_folder, run, weight, write_single
 from spellings import module_of, write_artifact
 from torch_formulas import decoded, e4m3
 
@@ -258,17 +258,25 @@ def fp8_values(
 
 
 def test_what_is_fp8_already_does_not_go_through_fp8_again(tmp_path):
-    """Other values would, under blocks of 128 x 128 in place of its own."""
+    """Other values would, under blocks of 128 x 128 in place of its own; where that is all there
+    is, nobody asks for it.
+    """
     codes, scales = fp8_codes(16, 64), torch.tensor([[1.0, 0.3, 7.0, 0.011], [2.0, 1.0, 1e-3, 9.0]])
     tensors = {
         f"{MODULE}.weight": ("F8_E4M3", (16, 64), codes.tobytes()),
         f"{MODULE}.weight_scale_inv": scale_tensor(scales, (2, 4)),
     }
-    source = write_single(tmp_path / "m", tensors, {**LLAMA, "quantization_config": FP8_RECORD})
+    config, nvfp4 = {**LLAMA, "quantization_config": FP8_RECORD}, ("--format", "nvfp4")
+    alone = write_single(tmp_path / "alone", tensors, config)
+    refused = run("quantize", alone, *nvfp4, "-o", tmp_path / "out", "--via", "fp8", "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "idle-option")
+    tensors["model.layers.0.self_attn.o_proj.weight"] = ("BF16", (16, 64), bf16(16, 64))
+    source = write_single(tmp_path / "m", tensors, config)
     results = []
     for name, options in (("through", ("--via", "fp8")), ("plain", ())):
-        run("quantize", source, "--format", "nvfp4", "-o", tmp_path / name, *options)
-        results.append(read_folder(tmp_path / name))
+        assert run("quantize", source, *nvfp4, "-o", tmp_path / name, *options).code == 0
+        found = read_folder(tmp_path / name)
+        results.append({key: found[key] for key in found if key.startswith(MODULE)})
     assert f"{MODULE}.weight_packed" in results[0]
     assert results[0] == results[1]
 

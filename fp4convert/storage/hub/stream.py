@@ -193,7 +193,7 @@ class Stream:
         return True
 
     def _hash_said(self, piece: Piece, data: memoryview) -> None:
-        """Hash what lies in a piece of the parts that two requests have brought before."""
+        """Hash parts of a piece that two requests have brought before."""
         for part in self._pieces.unproven(piece.file):
             if piece.start <= part.start < piece.stop:
                 self._begun[part] = hashlib.sha256()
