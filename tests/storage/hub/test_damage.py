@@ -4,6 +4,7 @@ inspect and verify read.
 
 import json
 import re
+from contextlib import nullcontext
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,9 @@ from gguf_donors import model, write_donor
 from hub_cases import ALL_FILES, NVFP4, ask, cached, expect
 from safetensors import safe_open
 
-from fp4convert.storage.hub import prefetch, source
+from fp4convert.errors import SourceError
+from fp4convert.storage.hub import prefetch
+from fp4convert.storage.hub import source as source_module
 from fp4convert.storage.hub.api import Patience
 from fp4convert.storage.hub.source import HubSource
 from fp4convert.storage.open import open_source
@@ -161,7 +164,7 @@ def test_a_piece_that_is_fetched_again_with_a_flipped_byte_is_no_part_of_an_arti
 ):
     """Pieces of 64 KB and no memory for them: what was measured is fetched again to be rounded."""
     monkeypatch.setattr(prefetch, "SPARE_NBYTES", 1 << 16)
-    for module in (prefetch, source):
+    for module in (prefetch, source_module):
         monkeypatch.setattr(module, "PIECE_NBYTES", 1 << 16)
     folder = write_checkpoint(
         tmp_path / "m", {"model.safetensors": {"a.weight": weight(0, 4096, 1024)}}
@@ -210,7 +213,7 @@ def test_scales_in_another_shard_that_two_requests_bring_damaged_in_one_way(
     times, code, hub, tmp_path, monkeypatch
 ):
     """They go into the shard of their weights, and no scale group measures them again."""
-    monkeypatch.setattr(source, "WHOLE_NBYTES", 0)
+    monkeypatch.setattr(source_module, "WHOLE_NBYTES", 0)
     name, rows = f"{LAYER}.self_attn.o_proj", 256
     codes = np.random.default_rng(3).standard_normal((rows, rows)).astype(ml_dtypes.float8_e4m3fn)
     scales = np.random.default_rng(4).uniform(0.5, 2, (2, 2)).astype("<f4")
@@ -340,3 +343,20 @@ def test_what_a_plan_to_transcode_was_made_of_is_proved(what, hub, folder, tmp_p
     assert not (tmp_path / "b" / "quantization_config.json").exists()
     again = ask("transcode", "org/q", *words, "-o", tmp_path / "b")
     assert again.json["digest"] == expected.json["digest"]
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_what_one_task_refutes_the_other_does_not_believe(times, hub, folder):
+    """Two have read the same range; whoever reads the file whole first clears it for both."""
+    ref = next(
+        ref
+        for shard in open_source(str(folder)).checkpoint.shards
+        for ref in shard.tensors
+        if ref.file == SECOND
+    )
+    source = HubSource("org/m", Access())
+    hub.fault("flip", match=rf"{SECOND}.*bytes={ref.start}-", at=0, times=times)
+    with pytest.raises(SourceError) if times else nullcontext(), source.proving([SECOND]):
+        source.read(ref)
+        with pytest.raises(SourceError) if times else nullcontext(), source.proving([SECOND]):
+            source.read(ref)
