@@ -107,8 +107,8 @@ class Pieces:
         self._hashed: dict[Piece, Hashed] = {}
         # By file: the sha256 of what two requests said.
         self._unproven: defaultdict[str, dict[Piece, bytes]] = defaultdict(dict)
-        self._planned: set[Piece] = set()  # of these, what was there before any stream
-        self._has_begun = False
+        # Of these, what was there before any stream; None until there is one.
+        self._planned: set[Piece] | None = None
         self._plan_failure: SourceError | None = None  # what the plan was made of was wrong
         self._refuted: Counter[str] = Counter()  # files: how often that was something else
         self._whole: dict[str, tuple[Piece, Hashed]] = {}  # small files, by name
@@ -251,7 +251,7 @@ class Pieces:
         error = SourceError(CORRUPT, words, AGAIN)
         with self._lock:
             self._refuted[piece.file] += 1
-            if piece in self._planned:
+            if self._planned and piece in self._planned:
                 self._plan_failure = error
             self._unproven.pop(piece.file, None)
         self._forget(lambda each: each.file == piece.file and not each.is_hashed)
@@ -264,8 +264,7 @@ class Pieces:
 
     def count_streams(self, change: int) -> None:
         with self._lock:
-            if not self._has_begun:
-                self._has_begun = True
+            if self._planned is None:
                 self._planned = {piece for said in self._unproven.values() for piece in said}
             self._streams += change
 
