@@ -80,13 +80,15 @@ class LocalSource:
                 with self.open_file(ref.file) as stream:
                     try:
                         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-                    except (OSError, ValueError) as error:  # ValueError: it is empty now
+                    except OSError as error:
                         detail = f"{ref.file} cannot be read: {error}"
                         raise SourceError("source-unreadable", detail, AGAIN) from error
+                    except ValueError:  # it is empty now
+                        mapped = None
                 shards = self.checkpoint.shards
                 nbytes = next(shard.nbytes for shard in shards if shard.file == ref.file)
-                if len(mapped) != nbytes:
-                    found = f"it had {nbytes} bytes and now has {len(mapped)}"
+                if mapped is None or len(mapped) != nbytes:
+                    found = f"it had {nbytes} bytes and now has {len(mapped or b'')}"
                     detail = f"{ref.file} changed while it was read: {found}"
                     raise SourceError("source-changed", detail, AGAIN)
                 if hasattr(mmap, "MADV_SEQUENTIAL"):

@@ -169,10 +169,11 @@ def test_the_bytes_do_not_depend_on_panels_or_alignment(tmp_path):
         assert stored["b.o_proj.weight_scale"][2] == bytes(expected.block_scales)
 
 
-def test_a_source_that_shrinks_is_told(source):
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_source_that_shrinks_is_told(source, left):
     opened = open_source(str(source))
     ref = next(opened.checkpoint.tensors)
-    os.truncate(source / ref.file, 100)
+    os.truncate(source / ref.file, left)
     with pytest.raises(SourceError) as told:
         opened.read(ref)
     assert (told.value.code, told.value.exit_code) == ("source-changed", 3)
