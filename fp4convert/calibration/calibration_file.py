@@ -51,6 +51,7 @@ from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, read_hea
 
 FORMAT, VERSION = "fp4convert-calibration", "2"
 ANEW = "Copy it again from where it was made, or calibrate again."  # nobody downloads such files
+COUNT_DIGITS = 18  # of a count of samples or tokens
 NOTES = ("source", "fingerprint", "weights", "samples", "tokens", "gram", "text")
 
 
@@ -94,7 +95,8 @@ def open_calibration(path: Path | str) -> Calibration:
         tensors += _read_parts(path, _map_note(path, notes, "parts"))
     # Notes that every calibration has, and those that are numbers.
     bad = [key for key in NOTES if key not in notes]
-    bad += [key for key in ("samples", "tokens") if not notes.get(key, "").isdecimal()]
+    counts = ((key, notes.get(key, "")) for key in ("samples", "tokens"))
+    bad += [key for key, count in counts if not count.isdecimal() or len(count) > COUNT_DIGITS]
     if bad:
         detail = f"{path}: its metadata lacks {bad[0]!r}, or has no number there"
         raise InputError("calibration-file", detail, "Calibrate again.")

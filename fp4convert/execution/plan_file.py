@@ -200,6 +200,9 @@ class Manifest:
             os.fsencode(name)
         for small in manifest.texts.values():
             small.encode("utf-8")
+        json.dumps(manifest.record, ensure_ascii=False).encode("utf-8")
+        if not all(task.files for task in manifest.tasks):
+            raise ValueError("a task without files")
         sizes = [size for task in manifest.tasks for size in task.files.values()]
         if any(type(size) is not int or size < 0 for size in sizes):
             raise ValueError("sizes that no files have")

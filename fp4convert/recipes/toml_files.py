@@ -180,7 +180,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
     """
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5000 digits too
         raise InputError("recipe-file", f"{name}: not valid TOML: {error}") from None
     if is_users and (taken := [key for key in ("model_types", "class_names") if key in table]):
         detail = (

@@ -218,7 +218,8 @@ def test_what_is_no_calibration_is_refused(tmp_path, source):
         error = refusal(open_calibration, path)
         assert f"version '{other}'" in error.message
         assert error.next_step == "Calibrate again: fp4convert calibrate SOURCE -o FILE."
-    for key, value in (("samples", "many"), ("inputs", "[]"), ("inputs", "{")):
+    odd_notes = (("samples", "many"), ("tokens", "1" * 5000), ("inputs", "[]"), ("inputs", "{"))
+    for key, value in odd_notes:
         odd = write_calibration(
             tmp_path / "o.safetensors", source, statistics_of(Q, X), **{key: value}
         )

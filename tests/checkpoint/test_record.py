@@ -129,6 +129,12 @@ def test_a_record_that_says_nothing_of_its_modules_is_bad_input(changes):
     assert refused.value.code in ("record-modules", "unknown-format")
 
 
+def test_a_cache_that_is_no_word_is_none():
+    record = {**NVFP4_KEYS, "dialect": "compressed-tensors", "kv_cache": ["fp8"]}
+    ((form, _),) = groups_recorded(record)
+    assert form.kv_cache is None
+
+
 def test_forms_in_words():
     groups = (
         Group(Form(NVFP4), ()),

@@ -193,6 +193,8 @@ IMPOSSIBLE = {
     "outside": lambda plan: plan.update(last="../thesis.txt"),
     "dialect-number": lambda plan: plan["identity"].update(dialect=1e-45),
     "commit-number": lambda plan: plan["source"].update(revision=7),
+    "task-empty": lambda plan: plan["tasks"].append({"key": "x", "files": {}}),
+    "record-surrogate": lambda plan: plan["record"].update(format="\ud800"),
 }
 
 

@@ -130,6 +130,7 @@ def test_what_a_file_may_say():
     ("text", "words"),
     [
         ("a = [", ("not valid TOML",)),
+        ("a = " + "1" * 5000, ("not valid TOML",)),
         ("a = " + "[" * 5000 + "]" * 5000, ("not valid TOML",)),
         ("keeps = 1", ("'keeps'", "about, model_types")),
         ("about = 3", ("about is 3", "a text")),
