@@ -260,8 +260,11 @@ def _form_recorded(record: Mapping[str, object], traits: Traits) -> Form:
     known = ACTIVATIONS_FP4 if fmt.is_fp4 else ACTIVATIONS_FP8
     activations = known if record.get("activations") == known else 16
     recorded = record.get("kv_cache")
-    is_cache = isinstance(recorded, str) and recorded in traits.cache_scales
-    cache = str(recorded) if is_cache else None
+    if recorded is not None and not (isinstance(recorded, str) and recorded in traits.cache_scales):
+        expected = ", ".join(traits.cache_scales) or "none"
+        detail = f'"kv_cache" {str(recorded)[:60]!r}; expected one of its dialect: {expected}'
+        raise InputError("record-modules", detail)
+    cache = None if recorded is None else str(recorded)
     if fmt is MXFP8:
         block, layout = (1, fmt.block_size), str(record.get("scale_layout", "linear"))
         form = Form(fmt, activations, layout, cache, granularity=block, stored_scales="U8")

@@ -129,10 +129,11 @@ def test_a_record_that_says_nothing_of_its_modules_is_bad_input(changes):
     assert refused.value.code in ("record-modules", "unknown-format")
 
 
-def test_a_cache_that_is_no_word_is_none():
-    record = {**NVFP4_KEYS, "dialect": "compressed-tensors", "kv_cache": ["fp8"]}
-    ((form, _),) = groups_recorded(record)
-    assert form.kv_cache is None
+@pytest.mark.parametrize("cache", ["int3", ["fp8"], {}, 0])
+def test_a_cache_that_its_dialect_lacks_is_refused(cache):
+    record = {**NVFP4_KEYS, "dialect": "compressed-tensors", "kv_cache": cache}
+    with pytest.raises(InputError, match="kv_cache"):
+        groups_recorded(record)
 
 
 def test_forms_in_words():
