@@ -76,6 +76,9 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
     if read and recorded and read != recorded:
         where = f"read from {found['source']} at commit {read}"
         screen.line(f"{where}: the recorded one, {recorded}, is not there", "yellow")
+    if others := found["unrecorded"]:
+        count = "1 file is" if len(others) == 1 else f"{len(others)} files are"
+        screen.line(f"{count} not in the record, nor compared; the first is {others[0]}", "yellow")
     if found["reproduced"]:
         screen.line(f"reproduced: all {count} files came out again, byte for byte{by}", "green")
         return

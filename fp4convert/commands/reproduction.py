@@ -7,13 +7,13 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from fp4convert.checkpoint.artifact import open_artifact
-from fp4convert.checkpoint.record import OPTIONS, TRANSCODED
+from fp4convert.checkpoint.record import ADAPTER, OPTIONS, TRANSCODED
 from fp4convert.commands.options import ReproduceOptions, public
 from fp4convert.conversion.options import FILES, QuantizeOptions, TranscodeOptions
 from fp4convert.conversion.repacking import prepare_transcode, transcode
@@ -25,13 +25,15 @@ from fp4convert.execution.settings import Elsewhere, Settings
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import Declared, declared_in
-from fp4convert.storage.checkpoint_files import GGUF, RECORD, UNDIGESTED, WEIGHTS
+from fp4convert.storage.checkpoint_files import GGUF, RECORD, SIGNATURE, UNDIGESTED, WEIGHTS
 from fp4convert.storage.disk import hash_file, nbytes_there, open_regular, read_blocks
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.open import REPOSITORY, open_source
+from fp4convert.storage.open import REPOSITORY, Place, open_source, page_of
 from fp4convert.storage.safetensors import read_header
 from fp4convert.storage.source import Source, read_whole
 
+WHERE = ("revision", "subfolder")  # in a repository
+LOADED = (WEIGHTS, GGUF)  # how files end that engines load, whatever the record says
 NUMBER = re.compile(r"\d\.\d{16}e[+-]\d\d")  # as options.py writes a size
 
 
@@ -49,8 +51,9 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
              for a file that differs from the one that the artifact was made with
     """
     started = time.monotonic()
-    record, folder = _read_record(options)
+    record, folder, names = _read_record(options)
     expected = _expected(options, record)
+    added = sorted(set(names) - {*expected, RECORD, SIGNATURE, *UNDIGESTED})
     differing: dict[str, str | None] = {}  # file -> the first tensor that differs
 
     def compare(path: Path, file: str, sha256: str) -> None:
@@ -62,8 +65,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="fp4convert-") as scratch:
         asked = _asked(options, record, Path(scratch, "out"))
-        steps = _steps(record[OPTIONS])
-        settings = options.settings(options.device)
+        steps, settings = _steps(record[OPTIONS]), options.settings(options.device)
         settings.phases.begin("plan")
         origin = _origin(record)
         work = _prepare(asked, origin["repo"], settings.phases)
@@ -78,22 +80,22 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         made = parse_json_object((last / RECORD).read_bytes(), RECORD)
     differing |= dict.fromkeys(expected.keys() - found.keys())
     differing |= dict.fromkeys(found.keys() - expected.keys() - {RECORD, *UNDIGESTED})
-    keys = {**record, **made}.keys() - {"files", "producer", "source"}
-    words = sorted(key for key in keys if _placeless(record.get(key)) != _placeless(made.get(key)))
-    version = record.get("producer")
+    differing |= dict.fromkeys(name for name in added if name.endswith(LOADED))
+    words, producer = _differing_words(record, made), record.get("producer")
     return {
         "artifact": os.fspath(options.artifact),
         "source": os.fspath(asked.source),
         "source_revision": work.source.checkpoint.revision,
         "recorded_source": origin["repo"],
         "recorded_revision": origin["revision"],
-        "made_by": version.get("version") if isinstance(version, Mapping) else None,
+        "made_by": producer.get("version") if isinstance(producer, Mapping) else None,
         "files": len(expected),
         "differing": [
             {"file": file, "tensor": differing[file], "sha256": found.get(file)}
             for file in sorted(differing)
         ],
         "record": words,
+        "unrecorded": added,
         "reproduced": not differing and not words,
         "seconds": round(time.monotonic() - started, 3),
     }
@@ -118,21 +120,35 @@ def _origin(record: Mapping[str, Any]) -> dict[str, str | None]:
     return {key: value if isinstance(value, str) else None for key, value in found.items()}
 
 
+def _adapter_commit(record: Mapping[str, Any]) -> str | None:
+    """Return the commit of the adapter's repository, where a record has it."""
+    known = record.get(ADAPTER)
+    commit = known.get("revision") if isinstance(known, dict) else None
+    return commit if isinstance(commit, str) else None
+
+
+def _differing_words(record: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
+    """List the keys of which two records say different things."""
+    keys = {**record, **made}.keys() - {"files", "producer", "source"}
+    return sorted(key for key in keys if _placeless(record.get(key)) != _placeless(made.get(key)))
+
+
 def _placeless(value: Any) -> Any:
     """Leave out where things lay: of what was in them there are hashes."""
     if isinstance(value, list):
         return list(map(_placeless, value))
     if isinstance(value, dict):
-        return {
-            key: _placeless(each) for key, each in value.items() if key not in ("repo", "revision")
-        }
+        return {key: _placeless(each) for key, each in value.items() if key not in ("repo", *WHERE)}
     return value
 
 
-def _read_record(options: ReproduceOptions) -> tuple[dict[str, Any], Path | None]:
+def _read_record(
+    options: ReproduceOptions,
+) -> tuple[dict[str, Any], Path | None, Collection[str]]:
     """Read our record of an artifact, and say where its files are.
 
-    Returns  the record; the folder, or None where the files are not on this disk
+    Returns  the record; the folder, or None where the files are not on this disk; the names of all
+             files of the artifact, none where it is a record alone
     """
     place = Path(options.artifact)
     folder = place / (options.subfolder or "") if place.is_dir() else place.parent
@@ -145,13 +161,26 @@ def _read_record(options: ReproduceOptions) -> tuple[dict[str, Any], Path | None
             raise _no_record(options, error.strerror) from None
         listed = record.get("files")
         files = listed if isinstance(listed, dict) else {}
-        shards = [name for name in files if name.endswith((WEIGHTS, GGUF))]
+        shards = [name for name in files if name.endswith(LOADED)]
         is_beside = file != place or any(nbytes_there(folder / name) is not None for name in shards)
-        return record, folder if is_beside else None
+        return (record, folder, _files_in(folder)) if is_beside else (record, None, ())
     source = open_source(os.fspath(options.artifact), replace(options.access(), config=None))
     if not source.has_file(RECORD):
         raise _no_record(options, "none is there")
-    return parse_json_object(read_whole(source, RECORD), RECORD), None
+    checkpoint = source.checkpoint
+    shards = [shard.file for shard in checkpoint.shards]
+    names = (*shards, *checkpoint.left_out, *checkpoint.sidecars)
+    return parse_json_object(read_whole(source, RECORD), RECORD), None, names
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Name every file in a folder and in those in it, but for hidden ones."""
+    found: list[str] = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names = (Path(place, name) for name in files if not name.startswith("."))
+        found += [path.relative_to(folder).as_posix() for path in names]
+    return found
 
 
 def _no_record(options: ReproduceOptions, why: str | None) -> InputError:
@@ -170,7 +199,8 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
         if given is not None:
             words[name] = given
         else:
-            words |= {name: _repository(words[name])} if name in words else {}
+            commit = _adapter_commit(record) if name == "lora" else None
+            words |= {name: _named_again(words[name], commit)} if name in words else {}
     origin = _origin(record)
     source = options.source or origin["repo"]
     if not source or (not options.source and os.path.exists(source)):
@@ -251,11 +281,19 @@ def _carry_out(
     return folder
 
 
-def _repository(value: Any) -> Any:
-    """Return the name of a repository in a record; other values as they are."""
+def _named_again(value: Any, revision: str | None = None) -> Any:
+    """Name a repository in a record as a person would.
+
+    Other values stay as they are.
+
+    revision  its commit, where something else than `value` has it
+    """
     if isinstance(value, list):
-        return [_repository(each) for each in value]
-    return value["repo"] if isinstance(value, dict) else value
+        return [_named_again(each, revision) for each in value]
+    if not isinstance(value, dict):
+        return value
+    place = Place(value["repo"], revision or value.get("revision"), value.get("subfolder"))
+    return page_of(place)
 
 
 def _own_source(options: ReproduceOptions) -> InputError:
@@ -295,8 +333,10 @@ def _is_written(declared: Declared, entry: object) -> bool:
             return False
         repo = entry.get("repo", "")
         is_hub = re.fullmatch(REPOSITORY, repo) and not os.path.exists(repo)
-        keys = {"repo", "taken"} if is_hub else {"taken"}
-        return entry.keys() in (keys, {"sha256"})
+        is_repository = {"repo", "taken"} <= entry.keys() <= {"repo", "taken", *WHERE}
+        return entry.keys() == {"sha256"} or (
+            is_repository if is_hub else entry.keys() == {"taken"}
+        )
     if declared.name in FILES and isinstance(entry, str):  # a recipe of ours
         return declared.option.is_recipe and entry.isidentifier()
     kinds = (str,) if declared.option.is_several else get_args(declared.type) or (declared.type,)
@@ -355,7 +395,7 @@ def _refuse_own_weights(
     if source.has_file(RECORD):
         files = parse_json_object(read_whole(source, RECORD), RECORD).get("files")
         known = set(files.values()) if isinstance(files, dict) else set()
-        ours = {sha256 for name, sha256 in expected.items() if name.endswith((WEIGHTS, GGUF))}
+        ours = {sha256 for name, sha256 in expected.items() if name.endswith(LOADED)}
         if ours & known:
             raise _own_source(options)
 

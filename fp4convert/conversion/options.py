@@ -493,11 +493,18 @@ def _described(name: str, value: object, taken: str | None) -> object:
 
         if os.fspath(value) in known_names():
             return value
-    if not os.path.exists(value):
-        return {"repo": value, "taken": taken} if "/" in str(value) else value
     from fp4convert.storage.disk import hash_file
+    from fp4convert.storage.open import read_reference
 
-    return {"sha256": hash_file(Path(value))} if os.path.isfile(value) else {"taken": taken}
+    place, revision, subfolder = read_reference(os.fspath(value))
+    if os.path.isfile(place):
+        return {"sha256": hash_file(Path(place))}
+    if os.path.exists(place):
+        return {"taken": taken}
+    if "/" not in place:
+        return value
+    where = {"repo": place, "revision": revision, "subfolder": subfolder, "taken": taken}
+    return {key: each for key, each in where.items() if each is not None or key == "taken"}
 
 
 @dataclass(eq=False, repr=False)

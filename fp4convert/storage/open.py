@@ -7,10 +7,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from fp4convert.errors import InputError, shell_line
-from fp4convert.storage.source import Access, Source, stopping, subfolder_of
+from fp4convert.storage.source import BRANCH, Access, Source, stopping, subfolder_of
 
 REPOSITORY = r"[A-Za-z0-9_-][\w.-]*/[\w.-]+"  # organisation/name
 GGUF_FILE = re.compile(rf"({REPOSITORY})/(?:([^?#]+)/)?([^/?#]+\.gguf)")  # of a repository
@@ -45,6 +45,16 @@ def read_reference(text: str) -> Place:
     bare = text.rstrip("/")
     is_repository = re.fullmatch(REPOSITORY, bare) and not os.path.exists(bare)
     return Place(bare if is_repository else text)
+
+
+def page_of(place: Place) -> str:
+    """Name a repository so that read_reference reads the same place."""
+    if place.revision is None and place.subfolder is None:
+        return place.reference
+    page = (
+        f"https://huggingface.co/{place.reference}/tree/{quote(place.revision or BRANCH, safe='')}"
+    )
+    return f"{page}/{quote(place.subfolder)}" if place.subfolder else page
 
 
 def absolute(reference: str | os.PathLike[str]) -> str | os.PathLike[str]:

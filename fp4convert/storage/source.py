@@ -21,6 +21,7 @@ from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE
 from fp4convert.storage.json_text import MISSHAPEN, TEXT_LIMIT, read_text_file
 from fp4convert.storage.safetensors import Header, TensorRef
 
+BRANCH = "main"  # of a repository, where no revision is named
 CACHED = re.compile(r"models--(?:[\w.-]+?--)?(.+)")  # a repository in the Hub's cache
 
 

@@ -186,6 +186,49 @@ def test_one_with_an_adapter_is_reproduced_with_it(tmp_path):
     assert run(*words).json["error"]["code"] == "reproduce-file"
 
 
+@pytest.mark.parametrize("subfolder", [None, "lora/v1"])
+def test_an_adapter_on_the_hub_is_read_at_the_commit_that_was_merged(subfolder, tmp_path, hub):
+    source = make_llama(tmp_path / "source")
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+    adapter = write_adapter(source, tmp_path / "lora", config)
+    shutil.copytree(adapter, tmp_path / "first" / (subfolder or ""))
+    commit = hub.add("me/lora", tmp_path / "first")
+    page = f"https://huggingface.co/me/lora/tree/main/{subfolder}" if subfolder else "me/lora"
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4", "--lora", page)
+    record = json.loads((artifact / RECORD).read_text())
+    assert record["adapter"]["revision"] == commit
+    assert record["options"]["lora"][0]["repo"] == "me/lora"
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 7}))
+    shutil.copytree(adapter, tmp_path / "second" / (subfolder or ""))
+    assert hub.add("me/lora", tmp_path / "second") != commit  # main has moved
+    outcome = run("reproduce", artifact, "--source", source, "--json")
+    assert outcome.code == 0, outcome.out
+    assert outcome.json["reproduced"] is True
+
+
+def test_files_that_the_record_does_not_name_are_told(source, tmp_path, hub):
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    words = ("reproduce", artifact, "--source", source)
+    assert run(*words, "--json").json["unrecorded"] == []
+    (artifact / "code").mkdir()
+    (artifact / "code" / "modeling.py").write_text("print()")
+    (artifact / "README.md").write_text("mine")  # a card is everybody's
+    (artifact / ".gitattributes").write_text("")
+    outcome = run(*words, "--json")
+    assert (outcome.code, outcome.json["unrecorded"]) == (0, ["code/modeling.py"])
+    told = " ".join(run(*words).out.split())
+    assert "1 file is not in the record, nor compared; the first is code/modeling.py" in told
+    # Engines load weights, whatever the record says.
+    shutil.copy(next(artifact.glob("*.safetensors")), artifact / "more.safetensors")
+    hub.add("me/artifact", artifact)
+    for place in (artifact, "me/artifact"):
+        outcome = run("reproduce", place, "--source", source, "--json")
+        assert outcome.code == 6
+        assert outcome.json["unrecorded"] == ["code/modeling.py", "more.safetensors"]
+        assert [each["file"] for each in outcome.json["differing"]] == ["more.safetensors"]
+
+
 def test_names_of_options_that_are_files_here_stay_names(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("nvfp4", "modelopt", "lm_head"):
@@ -224,7 +267,8 @@ def test_a_shard_that_is_cut_or_gone_differs(source, tmp_path):
     (artifact / "foreign.safetensors").write_bytes(b"x")
     outcome = run("reproduce", artifact, "--source", source, "--json")
     assert outcome.code == 6
-    assert [each["file"] for each in outcome.json["differing"]] == [first.name, second.name]
+    named = [each["file"] for each in outcome.json["differing"]]
+    assert named == ["foreign.safetensors", first.name, second.name]
 
 
 def test_what_a_record_claims_and_nobody_asked_is_told(source, tmp_path):

@@ -44,7 +44,12 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (http.client.IncompleteRead, "the reply ended early"),
     (http.client.HTTPException, "it does not speak HTTP"),
     (UnicodeError, "no host can have that name (DNS)"),
+    (json.JSONDecodeError, "its answer is no JSON"),
 )
+NAMED_FAILURES = {  # by a part of the class's name, of the libraries that are not loaded yet
+    "Timeout": FAILURES[4][1],
+    "ProtocolError": "it broke the connection off, or does not speak HTTP",
+}
 AGAIN = "Run the same command again: what is uploaded is kept."
 REFUSED = "Do what it asks for; then run the same command again: what is uploaded is kept."
 # Of the storage behind the Hub; its other refusals pass, as its links expire.
@@ -306,7 +311,7 @@ class Asker:
             raise OutputError("push-refused", f"{self._repo}: {trouble}: {words}", AGAIN) from None
         if isinstance(error, OSError) and error.filename is not None:
             raise cannot_read(error) from None
-        return type(error).__name__, None
+        return plain_words(error), None
 
 
 def clean_words(text: str) -> str:
@@ -385,7 +390,8 @@ def plain_words(error: BaseException) -> str:
         if isinstance(known, OSError) and known.strerror:
             return known.strerror
         known = known.__cause__ or known.__context__
-    return FAILURES[4][1] if "Timeout" in type(error).__name__ else type(error).__name__
+    name = type(error).__name__
+    return next((words for part, words in NAMED_FAILURES.items() if part in name), name)
 
 
 def host_of(url: str) -> str:

@@ -37,8 +37,8 @@ from fp4convert.storage.hub.api import (
 from fp4convert.storage.hub.hashes import hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
 from fp4convert.storage.json_text import MISSHAPEN
+from fp4convert.storage.source import BRANCH
 
-BRANCH = "main"
 # Of an earlier artifact, in another dialect or signed: they would contradict ours.
 STALE = frozenset({"hf_quant_config.json", SIGNATURE})
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read

@@ -3,6 +3,7 @@ and what to do.
 """
 
 import http.client
+import json
 import socket
 import ssl
 
@@ -81,6 +82,9 @@ def test_a_range_that_nobody_gives(hub, closed_port, silent_port):
         (http.client.BadStatusLine("x"), "does not speak HTTP"),
         (OSError(113, "No route to host"), "No route to host"),
         (ValueError("x"), "ValueError"),
+        (json.JSONDecodeError("x", "", 0), "no JSON"),
+        (type("ReadTimeout", (Exception,), {})("x"), "did not answer in time"),
+        (type("RemoteProtocolError", (Exception,), {})("x"), "broke the connection off"),
     ],
 )
 def test_words_of_other_failures(error, words):

@@ -26,7 +26,7 @@ def test_a_hub_that_is_not_there(hub, made, told, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     error = refusal(OutputError, made, told)
     assert (error.exit_code, error.code) == (5, "hub-unreachable")
-    assert "6 tries at 127.0.0.1:1, the last: ConnectError" in error.message
+    assert "6 tries at 127.0.0.1:1, the last: it refuses the connection" in error.message
 
 
 PASSING = [
