@@ -30,6 +30,7 @@ from fp4convert.storage.hub.hashes import corrupt, hasher
 # Pieces fetched at once; a storage that limits each connection gives eight times what it gives one.
 CONNECTIONS = 8
 PIECE_NBYTES = 8 << 20
+KEPT_PARTS = 8  # of a piece: memory for less is not kept to be used again
 REQUESTS = 4  # for a piece that comes differently each time, after the first
 LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
 # Pieces of streams that nobody has asked for yet; as many may have been asked for that are not
@@ -98,7 +99,8 @@ class Pieces:
         self._groups_nbytes = max(0, budget_nbytes - OWN_NBYTES - SPARE_NBYTES)
         self._is_sure = is_sure
         self.connections = connections or CONNECTIONS
-        self._free: list[NDArray[np.uint8]] = []  # memory that nobody looks at any more
+        # Memory that nobody looks at any more, by its bytes.
+        self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
         # For whoever asks after the end.
         self.failure = SourceError("source-stopped", "reading was stopped")
         self._pool = Fetchers(self.connections)
@@ -124,14 +126,16 @@ class Pieces:
         They are free again when no view of them is left, and used again: pages that the system has
         to make cost more than what fills them.
         """
-        if nbytes > PIECE_NBYTES or nbytes <= PIECE_NBYTES // 2:
+        if not PIECE_NBYTES // KEPT_PARTS <= nbytes <= PIECE_NBYTES:
             return np.empty(nbytes, np.uint8).data
+        rounded = 1 << (nbytes - 1).bit_length()
+        free = self._free[rounded]
         try:
-            whole = self._free.pop()
+            whole = free.pop()
         except IndexError:
-            whole = np.empty(PIECE_NBYTES, np.uint8)
+            whole = np.empty(rounded, np.uint8)
         lent = whole[:nbytes]
-        finalize(lent, self._free.append, whole).atexit = False
+        finalize(lent, free.append, whole).atexit = False
         return lent.data
 
     def fetch(self, piece: Piece) -> Future[memoryview]:
@@ -275,10 +279,11 @@ class Pieces:
     def has_room(self, piece: Piece) -> bool:
         """Tell whether a piece is there, or fits beside what is needed."""
         with self._lock:
+            if piece in self._known:
+                return True
             spent = (one for one in self._spent if not self.is_held(one))
             needed_nbytes = self._nbytes - sum(one.stop - one.start for one in spent)
-            most = SPARE_NBYTES + self._groups_nbytes
-            return piece in self._known or needed_nbytes + PIECE_NBYTES <= most
+            return needed_nbytes + PIECE_NBYTES <= SPARE_NBYTES + self._groups_nbytes
 
     def is_held(self, piece: Piece) -> bool:
         """Tell whether there is room for a piece until it was read twice."""

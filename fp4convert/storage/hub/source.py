@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
+import numpy as np
+
 from fp4convert.errors import CORRUPT, InputError, SourceError
 from fp4convert.storage.checkpoint_files import (
     CONFIG,
@@ -393,7 +395,8 @@ class _RemoteStream(io.RawIOBase):
 
 
 def _copy_into(parts: Iterator[memoryview] | list[memoryview], buffer: memoryview) -> None:
-    done = 0
+    done, whole = 0, np.frombuffer(buffer, np.uint8)
     for part in parts:
-        buffer[done : done + part.nbytes] = part
+        # By NumPy, which lets other threads run meanwhile.
+        whole[done : done + part.nbytes] = np.frombuffer(part, np.uint8)
         done += part.nbytes

@@ -98,7 +98,7 @@ class Stream:
                 piece = self._all[number]
                 self._unread[number] -= min(stop, piece.stop) - max(start, piece.start)
                 self._spend(number)
-            self._note_step()
+            self._steps += 1  # nobody waits for it
 
     def _spend(self, number: int) -> None:
         if number < self._at and (self._unread[number] <= 0 or self._is_ending):

@@ -149,6 +149,10 @@ def test_memory_is_used_again_once_nobody_looks_at_it(file):
     assert bytes(pieces.take_buffer(1 << 10)[:1]) == b"x"
     assert other.nbytes == 1000
     assert pieces.take_buffer(5000).nbytes == 5000  # larger than a piece
+    part = pieces.take_buffer(400)
+    part[:] = b"y" * 400
+    del part
+    assert bytes(pieces.take_buffer(512)[:1]) == b"y"
 
 
 def test_a_reader_who_is_faster_than_the_hash_has_nothing_fetched_twice(file, monkeypatch):
