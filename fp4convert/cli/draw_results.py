@@ -82,14 +82,14 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
     if found["reproduced"]:
         screen.line(f"reproduced: all {count} files came out again, byte for byte{by}", "green")
         return
-    if differing:
-        screen.line(f"NOT reproduced: {len(differing)} of {count} files differ{by}", "red")
+    what = f"{len(differing)} of {count} files differ" if differing else "the record differs"
+    screen.line(f"NOT reproduced: {what}{by}", "red")
     for entry in differing:
         where = f", first in {entry['tensor']}" if entry["tensor"] else ""
         what = "differs" if entry["sha256"] else "did not come out"
         screen.line(f"  {entry['file']} {what}{where}")
     if found["record"]:
-        screen.line(f"  the record differs in {', '.join(found['record'])}")
+        screen.line(f"  of the record differ: {', '.join(found['record'])}")
 
 
 def draw_attested(screen: Screen, signed: Document) -> None:

@@ -13,7 +13,7 @@ from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.signature import read_statement, sign_folder
-from fp4convert.storage.checkpoint_files import RECORD, SIGNATURE, UNDIGESTED
+from fp4convert.storage.checkpoint_files import RECORD, SIGNATURE, UNDIGESTED, recorded_hashes
 from fp4convert.storage.disk import replace_file
 
 
@@ -36,21 +36,21 @@ def attest(options: AttestOptions) -> dict[str, Any]:
     phases.begin("sign")
     data = sign_folder(folder, key)
     statement = read_statement(data)
-    recorded = artifact.record.get("files")
-    for file, sha256 in recorded.items() if isinstance(recorded, dict) else ():
+    recorded = recorded_hashes(artifact.record)
+    for file, sha256 in recorded.items():
         if statement.files.get(file) != sha256:
             detail = f"{folder / file} is not what the record says; expected the file as written"
             step = f"See: {shell_line('fp4convert', 'verify', folder)}"
             raise InputError("not-signable", f"{detail}. Nothing is signed", step)
     unrecorded = []
-    if isinstance(recorded, dict):
+    if recorded:
         unrecorded = sorted(statement.files.keys() - recorded.keys() - {RECORD, *UNDIGESTED})
     replace_file(place, data)
     return {
         "artifact": os.fspath(folder),
         "signature": os.fspath(place),
         "files": len(statement.files),
-        "recorded": isinstance(recorded, dict),
+        "recorded": bool(recorded),
         "unrecorded": unrecorded,
         "public_key": statement.hint,
         "seconds": round(time.monotonic() - started, 3),

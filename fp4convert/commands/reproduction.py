@@ -7,8 +7,10 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,16 +22,24 @@ from fp4convert.conversion.repacking import prepare_transcode, transcode
 from fp4convert.conversion.work import Work, prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
 from fp4convert.errors import InputError, OutputError, shell_line
+from fp4convert.execution.finish import SHA256_DIGITS
 from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Elsewhere, Settings
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import Declared, declared_in
-from fp4convert.storage.checkpoint_files import GGUF, RECORD, SIGNATURE, UNDIGESTED, WEIGHTS
-from fp4convert.storage.disk import hash_file, nbytes_there, open_regular, read_blocks
+from fp4convert.storage.checkpoint_files import (
+    GGUF,
+    RECORD,
+    SIGNATURE,
+    UNDIGESTED,
+    WEIGHTS,
+    recorded_hashes,
+)
+from fp4convert.storage.disk import hash_file, hash_stream, nbytes_there, open_regular, read_blocks
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, Place, open_source, page_of
-from fp4convert.storage.safetensors import read_header
+from fp4convert.storage.safetensors import TensorRef, read_header
 from fp4convert.storage.source import Source, read_whole
 
 WHERE = ("revision", "subfolder")  # in a repository
@@ -51,17 +61,16 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
              for a file that differs from the one that the artifact was made with
     """
     started = time.monotonic()
-    record, folder, names = _read_record(options)
-    expected = _expected(options, record)
-    added = sorted(set(names) - {*expected, RECORD, SIGNATURE, *UNDIGESTED})
+    artifact = _open_artifact(options)
+    record, folder, expected = artifact.record, artifact.folder, _expected(options, artifact.record)
+    added = sorted(set(artifact.names) - {*expected, RECORD, SIGNATURE, *UNDIGESTED})
     differing: dict[str, str | None] = {}  # file -> the first tensor that differs
 
     def compare(path: Path, file: str, sha256: str) -> None:
         if file in (RECORD, *UNDIGESTED):
             return
-        there = folder / file if folder else None
-        if expected.get(file) != sha256 or (there and _hash_of(there) != sha256):
-            differing[file] = _first_difference(path, there) if there else None
+        if expected.get(file) != sha256 or artifact.hash_of(file, sha256) != sha256:
+            differing[file] = _first_difference(path, folder / file) if folder else None
 
     with tempfile.TemporaryDirectory(prefix="fp4convert-") as scratch:
         asked = _asked(options, record, Path(scratch, "out"))
@@ -70,12 +79,9 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         origin = _origin(record)
         work = _prepare(asked, origin["repo"], settings.phases)
         _compare_taken(options, record[OPTIONS], work)
-        _refuse_own_weights(work.source, options, expected)
-        try:
+        _refuse_own_weights(work, options, expected)
+        with _naming_tmpdir():
             last = _carry_out(work, steps, settings, compare)
-        except OutputError as error:
-            better = "Point TMPDIR to a folder on a disk with room, and run it again."
-            raise OutputError(error.code, error.message, better) from error
         found = read_ended_files(last)
         made = parse_json_object((last / RECORD).read_bytes(), RECORD)
     differing |= dict.fromkeys(expected.keys() - found.keys())
@@ -101,10 +107,10 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     }
 
 
-def _expected(options: ReproduceOptions, record: Mapping[str, Any]) -> dict[str, Any]:
+def _expected(options: ReproduceOptions, record: Mapping[str, Any]) -> dict[str, str]:
     """Return the hashes of a record that tells enough; else InputError."""
-    files = record.get("files")
-    if isinstance(files, dict) and isinstance(record.get(OPTIONS), dict):
+    files = recorded_hashes(record)
+    if files and isinstance(record.get(OPTIONS), dict):
         return files
     detail = f"{options.artifact}: its {RECORD} does not say by which options it was made"
     better = "Give one that quantize of this version or a newer one wrote."
@@ -142,14 +148,34 @@ def _placeless(value: Any) -> Any:
     return value
 
 
-def _read_record(
-    options: ReproduceOptions,
-) -> tuple[dict[str, Any], Path | None, Collection[str]]:
-    """Read our record of an artifact, and say where its files are.
+@dataclass(frozen=True, slots=True)
+class _Artifact:
+    """An artifact as it is found.
 
-    Returns  the record; the folder, or None where the files are not on this disk; the names of all
-             files of the artifact, none where it is a record alone
+    names   of all its files; none where it is a record alone
+    folder  where they are on this disk
+    source  the repository that they are in
     """
+
+    record: dict[str, Any]
+    names: Collection[str] = ()
+    folder: Path | None = None
+    source: Source | None = None
+
+    def hash_of(self, file: str, alone: str) -> str | None:
+        """Return the sha256 of one of its files; None where there is none.
+
+        alone  what a record alone is taken to have
+        """
+        if self.folder:
+            return _hash_of(self.folder / file)
+        if not self.source:
+            return alone
+        return _hash_in(self.source, file) if self.source.has_file(file) else None
+
+
+def _open_artifact(options: ReproduceOptions) -> _Artifact:
+    """Read our record of an artifact, and say where its files are."""
     place = Path(options.artifact)
     folder = place / (options.subfolder or "") if place.is_dir() else place.parent
     if place.exists():
@@ -159,18 +185,16 @@ def _read_record(
                 record = parse_json_object(stream.read(), file.name)
         except OSError as error:
             raise _no_record(options, error.strerror) from None
-        listed = record.get("files")
-        files = listed if isinstance(listed, dict) else {}
-        shards = [name for name in files if name.endswith(LOADED)]
+        shards = [name for name in recorded_hashes(record) if name.endswith(LOADED)]
         is_beside = file != place or any(nbytes_there(folder / name) is not None for name in shards)
-        return (record, folder, _files_in(folder)) if is_beside else (record, None, ())
+        return _Artifact(record, _files_in(folder), folder) if is_beside else _Artifact(record)
     source = open_source(os.fspath(options.artifact), replace(options.access(), config=None))
     if not source.has_file(RECORD):
         raise _no_record(options, "none is there")
     checkpoint = source.checkpoint
     shards = [shard.file for shard in checkpoint.shards]
     names = (*shards, *checkpoint.left_out, *checkpoint.sidecars)
-    return parse_json_object(read_whole(source, RECORD), RECORD), None, names
+    return _Artifact(parse_json_object(read_whole(source, RECORD), RECORD), names, source=source)
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -205,6 +229,8 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
     source = options.source or origin["repo"]
     if not source or (not options.source and os.path.exists(source)):
         detail = f"{options.artifact} was made from a folder, whose place its record does not say"
+        if source and re.fullmatch(REPOSITORY, os.fspath(source)):
+            detail = f"{options.artifact} was made from {source}, and a folder here has that name"
         raise InputError("no-source", detail, "Name it: --source SOURCE.")
     are_here = os.path.exists(source) and os.path.exists(options.artifact)
     if are_here and os.path.samefile(source, options.artifact):
@@ -254,6 +280,18 @@ def _steps(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
             detail = f"{detail}, which this version of transcode does not write"
             raise InputError("not-reproducible", detail, "Install the version that made it.")
     return list(steps)
+
+
+@contextmanager
+def _naming_tmpdir() -> Iterator[None]:
+    """Say of a full disk that it is the one for temporary files."""
+    try:
+        yield
+    except OutputError as error:
+        if error.code != "disk-full":
+            raise
+        better = "Point TMPDIR to a folder on a disk with room, and run it again."
+        raise OutputError(error.code, error.message, better) from error
 
 
 def _carry_out(
@@ -385,19 +423,25 @@ def _compare_taken(options: ReproduceOptions, recorded: Mapping[str, Any], work:
             raise InputError("reproduce-file", detail, "Give the one that it was made with.")
 
 
-def _refuse_own_weights(
-    source: Source, options: ReproduceOptions, expected: Mapping[str, object]
-) -> None:
+def _refuse_own_weights(work: Work, options: ReproduceOptions, expected: Mapping[str, str]) -> None:
     """Raise InputError where a source is an artifact with the same shards.
 
     Its blocks would be carried over, which proves nothing.
     """
-    if source.has_file(RECORD):
-        files = parse_json_object(read_whole(source, RECORD), RECORD).get("files")
-        known = set(files.values()) if isinstance(files, dict) else set()
+    if any(step.action == "transcode" for step in work.plan.steps):
         ours = {sha256 for name, sha256 in expected.items() if name.endswith(LOADED)}
-        if ours & known:
+        shards = [shard.file for shard in work.source.checkpoint.shards]
+        if any(_hash_in(work.source, shard) in ours for shard in shards):
             raise _own_source(options)
+
+
+def _hash_in(source: Source, file: str) -> str:
+    """Return the sha256 of a file: the Hub knows that of large ones."""
+    known = source.checkpoint.stamps.get(file, "") if source.is_streamed else ""
+    if len(known) == SHA256_DIGITS:
+        return known
+    with source.open_file(file) as stream:
+        return hash_stream(stream)
 
 
 def _hash_of(path: Path) -> str | None:
@@ -409,29 +453,35 @@ def _hash_of(path: Path) -> str | None:
 
 
 def _first_difference(made: Path, there: Path) -> str | None:
-    """Name the first tensor whose bytes two files do not share, if any."""
+    """Name the first tensor whose bytes two files do not share.
+
+    None where it is no tensor, or a file cannot be read.
+    """
     if not there.is_file() or there.suffix != WEIGHTS:
         return None
-    with made.open("rb", buffering=0) as own, there.open("rb", buffering=0) as other:
+    try:
+        with made.open("rb", buffering=0) as own, there.open("rb", buffering=0) as other:
+            return _first_tensor(own, other)
+    except (InputError, OSError):
+        return None
 
-        def header(stream: Any, path: Path) -> Any:
-            def read(offset: int, length: int) -> bytes:
-                stream.seek(offset)
-                return bytes(stream.read(length))
 
-            return read_header(path.name, path.stat().st_size, read)
+def _first_tensor(own: FileIO, other: FileIO) -> str | None:
+    def read_refs(stream: FileIO) -> tuple[TensorRef, ...]:
+        def read(offset: int, length: int) -> bytes:
+            stream.seek(offset)
+            return bytes(stream.read(length) or b"")
 
-        try:
-            known = {ref.name: ref for ref in header(other, there).tensors}
-        except InputError:
-            return None
-        for ref in header(own, made).tensors:
-            twin = known.get(ref.name)
-            if twin is None or (twin.dtype, twin.shape) != (ref.dtype, ref.shape):
-                return str(ref.name)
-            own.seek(ref.start)
-            other.seek(twin.start)
-            blocks = zip(read_blocks(own, ref.nbytes), read_blocks(other, ref.nbytes), strict=True)
-            if any(mine != theirs for mine, theirs in blocks):
-                return str(ref.name)
+        return read_header(str(stream.name), os.fstat(stream.fileno()).st_size, read).tensors
+
+    known = {ref.name: ref for ref in read_refs(other)}
+    for ref in read_refs(own):
+        twin = known.get(ref.name)
+        if twin is None or (twin.dtype, twin.shape) != (ref.dtype, ref.shape):
+            return ref.name
+        own.seek(ref.start)
+        other.seek(twin.start)
+        blocks = zip(read_blocks(own, ref.nbytes), read_blocks(other, ref.nbytes), strict=True)
+        if any(mine != theirs for mine, theirs in blocks):
+            return ref.name
     return None

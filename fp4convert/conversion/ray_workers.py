@@ -44,7 +44,7 @@ from fp4convert.storage.source import Source
 
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 30.0  # for the others, once one worker has seen the end
-LEAVE_SECONDS = 4.0  # for workers to drop their claims, also on busy cores
+LEAVE_SECONDS = 4.0  # for workers to drop their leases, also on busy cores
 CONNECT_SECONDS = 5.0
 OLDEST = (2, 50)
 # of this process's variables; Ray shows them to everybody, so the token goes another way

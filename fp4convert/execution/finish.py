@@ -32,7 +32,7 @@ from fp4convert.storage.disk import Mark, hash_file, is_sealed, write_errors_at
 from fp4convert.storage.json_text import as_text
 
 SHA256_DIGITS = 64
-ENDING = "end"  # the claim of whoever ends the conversion
+ENDING = "end"  # the lease of whoever ends the conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
             raise OutputError("unfinished", f"{detail}, the first {missing[0]}", next_step)
         if harmed := find_harmed(folder, phases):
             files = [file for task in harmed for file in task.files]
-            detail = f"{root}: {len(files)} files differ from what was written, or were added"
+            detail = f"{root}: {len(files)} files differ from what was written, or are gone"
             next_step = "Run the command that wrote it again: it writes them again."
             raise OutputError("damaged", f"{detail}, the first {files[0]}", next_step)
         for group, tasks in find_disputes(folder).items():

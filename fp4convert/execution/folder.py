@@ -65,7 +65,7 @@ from fp4convert.storage.disk import (
 from fp4convert.storage.json_text import MISSHAPEN, TEXT_LIMIT
 from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
 
-PLANNING = "plan"  # the claim of whoever writes plan.json
+PLANNING = "plan"  # the lease of whoever writes plan.json
 READ_NBYTES = 1 << 20
 POLL_SECONDS = 0.1  # in which an interrupt ends a wait
 
@@ -362,7 +362,7 @@ class OutputFolder:
         open_file: Callable[[str], BinaryIO],
         report: Callable[[str, int], None],
     ) -> None:
-        """Copy files of the source as they are; the task is claimed by us.
+        """Copy files of the source as they are; the task's lease is ours.
 
         report  is called with a file and how many bytes more of it were copied
         """

@@ -73,7 +73,7 @@ class Leases:
         self._made: set[str] = set()  # files that may be empty yet: an interrupt comes at any time
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="claims", daemon=True)
+        self._heart = threading.Thread(target=self._beat, name="leases", daemon=True)
 
     def __enter__(self) -> Leases:
         with write_errors_at(self._folder):

@@ -36,7 +36,13 @@ from fp4convert.quality.source_compare import (
 )
 from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine
-from fp4convert.storage.checkpoint_files import RECORD, REPORT, SIGNATURE, UNDIGESTED
+from fp4convert.storage.checkpoint_files import (
+    RECORD,
+    REPORT,
+    SIGNATURE,
+    UNDIGESTED,
+    recorded_hashes,
+)
 from fp4convert.storage.disk import hash_stream
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, stopping
@@ -371,9 +377,8 @@ def _check_source(error: TensorError, as_meant: Mapping[str, Distance]) -> list[
 
 def _recorded_hashes(artifact: Artifact) -> dict[str, str]:
     """Return the sha256 that the record has of every file of the digest."""
-    recorded = artifact.record.get("files") if artifact.record else None
-    files = recorded.items() if isinstance(recorded, dict) else ()
-    return {file: sha256 for file, sha256 in files if file not in UNDIGESTED}
+    files = recorded_hashes(artifact.record or {})
+    return {file: sha256 for file, sha256 in files.items() if file not in UNDIGESTED}
 
 
 def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from fp4convert.errors import InputError, shell_line
@@ -41,6 +41,16 @@ OTHER_WEIGHTS = frozenset(
     {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"}
 )
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+
+
+def recorded_hashes(record: Mapping[str, object]) -> dict[str, str]:
+    """Return the sha256 of each file that our record names.
+
+    What is no such entry is left out: a record is anybody's file.
+    """
+    files = record.get("files")
+    entries = files.items() if isinstance(files, dict) else ()
+    return {file: sha256 for file, sha256 in entries if isinstance(sha256, str)}
 
 
 def no_subfolder(where: object, subfolder: str, folders: Iterable[str]) -> InputError:

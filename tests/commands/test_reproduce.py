@@ -229,6 +229,53 @@ def test_files_that_the_record_does_not_name_are_told(source, tmp_path, hub):
         assert [each["file"] for each in outcome.json["differing"]] == ["more.safetensors"]
 
 
+def test_the_files_of_an_artifact_on_the_hub_are_compared(source, tmp_path, hub):
+    """Its record is honest; what lies beside it is not what the record says."""
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    hub.add("me/honest", artifact)
+    words = ("--source", source, "--json")
+    assert run("reproduce", "me/honest", *words).json["reproduced"] is True
+    (first, second), small = sorted(artifact.glob("*.safetensors")), artifact / "tokenizer.json"
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(data)
+    small.write_text("[]")
+    second.unlink()
+    index = artifact / "model.safetensors.index.json"
+    known = json.loads(index.read_text())
+    known["weight_map"] = {k: v for k, v in known["weight_map"].items() if v == first.name}
+    index.write_text(json.dumps(known))
+    hub.add("me/liar", artifact)
+    outcome = run("reproduce", "me/liar", *words)
+    assert outcome.code == 6, outcome.out
+    named = [each["file"] for each in outcome.json["differing"]]
+    assert named == sorted([first.name, second.name, index.name, small.name])
+
+
+def test_a_record_alone_that_differs_is_told(source, tmp_path):
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    record = json.loads((artifact / RECORD).read_text())
+    (artifact / RECORD).write_text(json.dumps({**record, "scale_rule": "amax"}))
+    outcome = run("reproduce", artifact, "--source", source)
+    told = " ".join(outcome.out.split())
+    assert outcome.code == 6
+    assert "NOT reproduced: the record differs" in told
+    assert "of the record differ: scale_rule" in told
+
+
+@pytest.mark.parametrize("files", [{"a.safetensors": []}, {"a.safetensors": None}, [], "x", {}])
+def test_files_of_a_record_that_are_none_end_in_no_traceback(files, source, tmp_path):
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    own = shutil.copytree(artifact, tmp_path / "own")
+    record = json.loads((artifact / RECORD).read_text())
+    for folder in (artifact, own):
+        (folder / RECORD).write_text(json.dumps({**record, "files": files}))
+    for place in (source, own):
+        outcome = run("reproduce", artifact, "--source", place, "--json")
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, "not-reproducible")
+    assert run("verify", artifact, "--json").code in (0, 6)
+
+
 def test_names_of_options_that_are_files_here_stay_names(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("nvfp4", "modelopt", "lm_head"):
@@ -250,6 +297,7 @@ def test_an_artifact_is_no_source_of_its_own(source, tmp_path):
     """Its blocks would be carried over, whatever they are."""
     artifact = made(source, tmp_path / "out", "--format", "nvfp4")
     copy = shutil.copytree(artifact, tmp_path / "copy")
+    (copy / RECORD).unlink()
     for other in (artifact, copy):
         outcome = run("reproduce", artifact, "--source", other, "--json")
         assert (outcome.code, outcome.json["error"]["code"]) == (2, "usage")

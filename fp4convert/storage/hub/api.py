@@ -34,12 +34,13 @@ from fp4convert.storage.hub.fetchers import do_aside
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # replies that another try may not get
 NEWS_SECONDS = 0.2  # in which a second thread that fails has nothing new to tell
 LONGEST_PAUSE = 900.0  # seconds; of what a server asks for
+LATE = "it did not answer in time"
 FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionRefusedError, "it refuses the connection: nothing listens there"),
     (socket.gaierror, "no such host is known here (DNS)"),
     (ssl.SSLCertVerificationError, "its certificate is not trusted here (TLS)"),
     (ssl.SSLError, "no secure connection could be made (TLS)"),
-    (TimeoutError, "it did not answer in time"),
+    (TimeoutError, LATE),
     (ConnectionError, "it broke the connection off"),
     (http.client.IncompleteRead, "the reply ended early"),
     (http.client.HTTPException, "it does not speak HTTP"),
@@ -47,7 +48,7 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (json.JSONDecodeError, "its answer is no JSON"),
 )
 NAMED_FAILURES = {  # by a part of the class's name, of the libraries that are not loaded yet
-    "Timeout": FAILURES[4][1],
+    "Timeout": LATE,
     "ProtocolError": "it broke the connection off, or does not speak HTTP",
 }
 AGAIN = "Run the same command again: what is uploaded is kept."
@@ -308,7 +309,8 @@ class Asker:
             raise OutputError("push-refused", detail, REFUSED if words else AGAIN) from None
         if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
             words = clean_words(str(error))
-            raise OutputError("push-refused", f"{self._repo}: {trouble}: {words}", AGAIN) from None
+            detail = f"{self._repo}: {trouble}: {words}"
+            raise OutputError("push-refused", detail, REFUSED if words else AGAIN) from None
         if isinstance(error, OSError) and error.filename is not None:
             raise cannot_read(error) from None
         return plain_words(error), None

@@ -25,7 +25,15 @@ from typing import Any, NamedTuple
 
 from fp4convert import __version__
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
-from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, SIGNATURE, WEIGHTS
+from fp4convert.storage.checkpoint_files import (
+    CARD,
+    OTHER_WEIGHTS,
+    RECORD,
+    REPORT,
+    SIGNATURE,
+    WEIGHTS,
+    recorded_hashes,
+)
 from fp4convert.storage.hub.api import (
     AGAIN,
     POLL_SECONDS,
@@ -39,8 +47,8 @@ from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint,
 from fp4convert.storage.json_text import MISSHAPEN
 from fp4convert.storage.source import BRANCH
 
-# Of an earlier artifact, in another dialect or signed: they would contradict ours.
-STALE = frozenset({"hf_quant_config.json", SIGNATURE})
+# Of an earlier artifact, in another dialect, rounded or signed: they would contradict ours.
+STALE = frozenset({"hf_quant_config.json", REPORT, SIGNATURE})
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
 ASKED_AT_ONCE = 256  # objects, as huggingface_hub asks
 Progress = Callable[[str, int], None]
@@ -171,7 +179,7 @@ class Pusher:
         if not head.commit:
             found = f"{self.repo}: the Hub does not say which commit is the newest"
             detail = f"{found}; expected one, against which ours is made"
-            raise OutputError("push-unproven", detail)
+            raise OutputError("hub-unreachable", detail, AGAIN)
         if self._is_private and not head.is_private:
             detail = f"{self.repo} is a public repository; --private expects one that is not"
             next_step = "Make it private in its settings, or name another."
@@ -186,8 +194,7 @@ class Pusher:
         weights = sorted(
             name
             for name in head.files.keys() - self._ours
-            if self._is_weights(name)
-            or (PurePosixPath(name).suffix in OTHER_WEIGHTS and not self._ours)
+            if self._is_weights(name) or (self._holds_weights(name) and not self._ours)
         )
         if weights:
             found = f"{self.repo} holds weights that fp4convert did not write"
@@ -217,7 +224,7 @@ class Pusher:
         return future
 
     def find_lost(self, files: Mapping[str, tuple[int, str]]) -> set[str]:
-        """Return the files that the Hub holds under no name.
+        """Return those of the files that the Hub does not hold.
 
         A file that was sent lies there before a commit names it, but need not for ever.
 
@@ -435,7 +442,7 @@ class Pusher:
             if self._ours
             and name not in ours
             and (
-                (self._is_weights(name) and name in self._ours)
+                (self._holds_weights(name) and name in self._ours)
                 or (PurePosixPath(name).name in STALE and _folder_of(name) in self._folders)
             )
         )
@@ -475,10 +482,14 @@ class Pusher:
         endings = (WEIGHTS, f"{WEIGHTS}.index.json")
         return _folder_of(name) in self._folders and name.endswith(endings)
 
+    def _holds_weights(self, name: str) -> bool:
+        """Tell whether a file holds weights in whatever form."""
+        return self._is_weights(name) or PurePosixPath(name).suffix in OTHER_WEIGHTS
+
     def _recorded_files(self, head: Head, record: str) -> set[str]:
         """Return the files that a record of fp4convert names.
 
-        None where there is no record, or one of somebody else.
+        An empty set where there is no record, or one of somebody else.
         """
         from huggingface_hub import constants, hf_hub_url
 
@@ -493,7 +504,7 @@ class Pusher:
             document = json.loads(data)
             is_ours = document["producer"]["name"] == "fp4convert"
             begin = record.removesuffix(PurePosixPath(record).name)
-            names = {f"{begin}{name}" for name in document["files"]} if is_ours else set()
+            names = {f"{begin}{name}" for name in recorded_hashes(document)} if is_ours else set()
             return names | {record} if is_ours else names
         except SourceError as error:
             raise OutputError("hub-unreachable", f"{self.repo}: {error.message}", AGAIN) from None

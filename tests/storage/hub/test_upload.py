@@ -3,6 +3,7 @@ a link is ever told.
 """
 
 import hashlib
+import json
 
 import pytest
 from checkpoints import FIRST, SECOND, run, wait_until, write_llama, write_single
@@ -10,7 +11,7 @@ from fakehub import File
 from pushing import CARD, MANY, REPO, Made, check_secrets, make, push, refusal, requests
 
 from fp4convert.errors import AccessError, InputError, OutputError
-from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.checkpoint_files import RECORD, REPORT
 from fp4convert.storage.hub.upload import Pusher
 
 
@@ -199,6 +200,28 @@ def test_what_an_earlier_artifact_left_leaves_with_the_commit_and_nothing_else(
     assert len(hub.repos[REPO].commits) == 3
     push(other, told)
     assert {FIRST, SECOND, "model.safetensors.index.json"} & set(hub.head(REPO)) == set()
+
+
+def test_weights_of_any_kind_and_the_report_of_an_earlier_artifact_leave_too(
+    hub, made, told, tmp_path
+):
+    record = {"producer": {"name": "fp4convert"}, "files": {"old.gguf": "0" * 64}}
+    old = {
+        RECORD: json.dumps(record).encode(),
+        "old.gguf": b"x" * 2000,
+        REPORT: b"{}" * 2000,
+        "theirs.bin": b"y" * 2000,
+    }
+    for name, data in old.items():
+        (tmp_path / name).write_bytes(data)
+    hub.add(REPO, tmp_path)
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    files = {name: sha256 for name, sha256 in made.files.items() if name != REPORT}
+    pusher.commit(made.folder, files, None)
+    head = hub.head(REPO)
+    assert not {"old.gguf", REPORT} & set(head)
+    assert "theirs.bin" in head
 
 
 def test_weights_that_people_put_beside_ours_are_theirs(hub, made, other, told):

@@ -33,6 +33,8 @@ def main() -> int:
     words.add_argument("--input", type=Path, help="one file, read once")
     words.add_argument("--seconds", type=int, help="coverage-guided, by atheris")
     asked = words.parse_args()
+    if asked.seconds and not asked.target:
+        words.error("--seconds is for one --target")
     scratch = Path(tempfile.mkdtemp(prefix="fuzzing-"))
     try:
         return fuzz(asked, scratch) if asked.seconds else replay(asked, scratch)
@@ -51,13 +53,15 @@ def replay(asked: argparse.Namespace, scratch: Path) -> int:
             for seed in [asked.input] if asked.input else sorted((CORPUS / name).iterdir()):
                 data = seed.read_bytes()
                 chances = [random.Random(f"{name} {seed.name} {number}") for number in numbers]
-                for number, case in enumerate([data, *(mutate(data, one) for one in chances)]):
+                cases = [data, *(mutate(data, one) for one in chances)]
+                for number, case in enumerate(cases, -1):  # -1: the seed as it is
                     count += 1
                     try:
                         check(name, case, scratch)
                     except BaseException as error:
                         faults += 1
-                        found = FOUND / f"{name}-{seed.stem}-{asked.first + number}"
+                        change = "seed" if number < 0 else asked.first + number
+                        found = FOUND / f"{name}-{seed.stem}-{change}"
                         found.parent.mkdir(parents=True, exist_ok=True)
                         found.write_bytes(case)
                         print(f"fault: {name}, {found}:")
