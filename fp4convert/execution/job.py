@@ -276,7 +276,7 @@ class _Run:
             if self._settings.share is not None:
                 return None
             # One process at a time checks the whole: it ends it, or has what is harmed done again.
-            with folder.leases.hold_when_free(ENDING):
+            with folder.leases.hold_when_free(ENDING, self._tell_of_the_end):
                 if ending := ended_meanwhile(folder, self._mark):
                     return ending
                 if not folder.missing() and not self._forget_harmed():
@@ -381,6 +381,9 @@ class _Run:
             self._settings.tell(
                 f"waiting for {len(left)} tasks of {len(others)} other processes, the first {file}"
             )
+
+    def _tell_of_the_end(self) -> None:
+        self._settings.tell("another process checks what is written, and ends the work: waiting")
 
     def _forget_harmed(self) -> bool:
         """Have tasks done again that are harmed or disputed; False without any.

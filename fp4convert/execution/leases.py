@@ -133,11 +133,18 @@ class Leases:
         self._made.discard(lease)
 
     @contextmanager
-    def hold_when_free(self, lease: str) -> Iterator[None]:
-        """Hold a lease as soon as nobody else does."""
-        pauses = _pauses()
+    def hold_when_free(self, lease: str, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold a lease as soon as nobody else does.
+
+        tell  is called once, when that takes long
+        """
+        pauses, is_told = _pauses(), False
         while not self.take(lease):
-            time.sleep(next(pauses))
+            seconds = next(pauses)
+            if seconds == LONGEST_SECONDS and not is_told:
+                tell()
+                is_told = True
+            time.sleep(seconds)
         try:
             yield
         finally:

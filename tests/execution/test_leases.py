@@ -262,6 +262,20 @@ def slowed(real):
     return wait_and_call
 
 
+def test_whoever_waits_long_for_one_lease_says_so_once(folder, monkeypatch):
+    monkeypatch.setattr(leases, "LONGEST_SECONDS", 0.2)
+    told: list[str] = []
+    with (
+        Leases(folder) as one,
+        Leases(folder) as two,
+        one.hold_when_free("end", lambda: told.append("one")),
+    ):
+        threading.Timer(1.5, one.drop, ("end",)).start()
+        with two.hold_when_free("end", lambda: told.append("two")):
+            pass
+    assert told == ["two"]
+
+
 def test_those_who_do_the_same_are_no_strangers(folder):
     with (
         Leases(folder, work="a") as one,
