@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fuzzing.targets import CORPUS, TARGETS, SlowError, check
@@ -73,3 +74,20 @@ def test_faults_are_seen(name, place, fault, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(place, fault)
     with pytest.raises(expected):
         check(name, seed.read_bytes(), tmp_path)
+
+
+def write_above(data: bytes, place: Path) -> None:
+    (place.parent.parent / "made").write_text("x")
+
+
+def change_above(data: bytes, place: Path) -> None:
+    (place.parent.parent / "kept").chmod(0o600)
+
+
+@pytest.mark.parametrize("target", [write_above, change_above])
+def test_files_outside_are_seen(target, tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "kept").write_text("x")
+    monkeypatch.setitem(TARGETS, "patterns", target)
+    with pytest.raises(AssertionError, match="outside of its folder"):
+        check("patterns", b"", tmp_path / "scratch")

@@ -17,6 +17,8 @@ import os
 import resource
 import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +43,11 @@ MOST_NBYTES = 1 << 20  # of a file that is made
 PLAN, INDEX = ".fp4convert/plan.json", "model.safetensors.index.json"
 QUANTIZE = "quantize m --format nvfp4 --dry-run"
 LIMIT = "error[machine-limit]"
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+CHANGING = {  # what Python audits, and how many of its arguments are paths
+    **dict.fromkeys(("open", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"), 1),
+    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), 2),
+}
 
 
 class SlowError(BaseException):
@@ -196,6 +203,7 @@ def check(name: str, data: bytes, scratch: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
     before = os.listdir(scratch)
+    _GUARD.watch(scratch)
     for clock in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(clock, _end)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
@@ -210,7 +218,47 @@ def check(name: str, data: bytes, scratch: Path) -> None:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
+        changed = _GUARD.end()
+    assert not changed, f"changed outside of its folder: {changed}"
     assert os.listdir(scratch) == before, "a file outside of its folder"
+
+
+class _Guard:
+    """Sees every file that Python opens for writing, makes, renames or removes.
+
+    allowed  the folder in which that may be; None while nobody asks
+    """
+
+    def __init__(self) -> None:
+        self.allowed: str | None = None
+        self._changed: list[str] = []
+        self._is_hooked = False
+        self._temporary: str | None = None
+
+    def watch(self, folder: Path) -> None:
+        if not self._is_hooked:  # for good: nothing takes such a hook away
+            sys.addaudithook(self._hear)
+            self._is_hooked = True
+        self._temporary, tempfile.tempdir = tempfile.tempdir, os.fspath(folder / "place")
+        self.allowed, self._changed = os.path.abspath(folder) + os.sep, []
+
+    def end(self) -> list[str]:
+        self.allowed, tempfile.tempdir = None, self._temporary
+        return self._changed
+
+    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self.allowed is None or event not in CHANGING:
+            return
+        if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITING):
+            return
+        paths = [one for one in arguments[:2] if isinstance(one, str | bytes | os.PathLike)]
+        for path in paths[: CHANGING[event]]:
+            place = os.path.abspath(os.fsdecode(path))
+            if not place.startswith((self.allowed, "/dev/")) and "__pycache__" not in place:
+                self._changed.append(place)
+
+
+_GUARD = _Guard()
 
 
 def _end(*_: object) -> NoReturn:
