@@ -134,18 +134,18 @@ def write_ending(folder: OutputFolder) -> Ending:
     Raises  OutputError where the record of one went away meanwhile
     """
     manifest, record = folder.manifest, folder.manifest.record
-    records = []
+    done_records = []
     for task in manifest.tasks:
         done = folder.record_of(task)
         if done is None:  # a report of the others alone would say too little
             found = f"{folder.root}: {next(iter(task.files))} was finished"
-            detail = f"{found}, and its record cannot be read any more; expected it to stay"
+            detail = f"{found}, and its done record cannot be read any more; expected it to stay"
             raise OutputError("unfinished", detail, "Run the same command again.")
-        records.append(done)
+        done_records.append(done)
     folder.write_texts(manifest.texts)
     files = {file: folder.hashes[file] for file in manifest.files}
     # Write the report; where nothing was rounded, one of an earlier plan goes.
-    accounts, taken_over = merge_accounts((done.accounts, done.taken_over) for done in records)
+    accounts, taken_over = merge_accounts((done.accounts, done.taken_over) for done in done_records)
     if accounts and record is not None:
         folder.write_texts({REPORT: report_text(accounts, taken_over, record)})
         files[REPORT] = folder.hashes[REPORT]
