@@ -77,8 +77,8 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
         where = f"read from {found['source']} at commit {read}"
         screen.line(f"{where}: the recorded one, {recorded}, is not there", "yellow")
     if others := found["unrecorded"]:
-        count = "1 file is" if len(others) == 1 else f"{len(others)} files are"
-        screen.line(f"{count} not in the record, nor compared; the first is {others[0]}", "yellow")
+        many = "1 file is" if len(others) == 1 else f"{len(others)} files are"
+        screen.line(f"{many} not in the record, nor compared; the first is {others[0]}", "yellow")
     if found["reproduced"]:
         screen.line(f"reproduced: all {count} files came out again, byte for byte{by}", "green")
         return
@@ -86,7 +86,8 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
     screen.line(f"NOT reproduced: {what}{by}", "red")
     for entry in differing:
         where = f", first in {entry['tensor']}" if entry["tensor"] else ""
-        what = "differs" if entry["sha256"] else "did not come out"
+        what = "differs, or is not there" if entry["sha256"] else "did not come out"
+        what = "holds weights, and the record does not name it" if entry["file"] in others else what
         screen.line(f"  {entry['file']} {what}{where}")
     if found["record"]:
         screen.line(f"  of the record differ: {', '.join(found['record'])}")

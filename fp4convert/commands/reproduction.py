@@ -29,7 +29,8 @@ from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.storage.checkpoint_files import (
-    GGUF,
+    HUB_FILE,
+    OTHER_WEIGHTS,
     RECORD,
     SIGNATURE,
     UNDIGESTED,
@@ -38,12 +39,12 @@ from fp4convert.storage.checkpoint_files import (
 )
 from fp4convert.storage.disk import hash_file, hash_stream, nbytes_there, open_regular, read_blocks
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.open import REPOSITORY, Place, open_source, page_of
+from fp4convert.storage.open import GGUF_FILE, REPOSITORY, Place, open_source, page_of
 from fp4convert.storage.safetensors import TensorRef, read_header
-from fp4convert.storage.source import Source, read_whole
+from fp4convert.storage.source import Access, Source, read_whole, stopping, subfolder_of
 
 WHERE = ("revision", "subfolder")  # in a repository
-LOADED = (WEIGHTS, GGUF)  # how files end that engines load, whatever the record says
+LOADED = (WEIGHTS, *OTHER_WEIGHTS)  # how files end that engines load, whatever the record says
 NUMBER = re.compile(r"\d\.\d{16}e[+-]\d\d")  # as options.py writes a size
 
 
@@ -77,7 +78,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         steps, settings = _steps(record[OPTIONS]), options.settings(options.device)
         settings.phases.begin("plan")
         origin = _origin(record)
-        work = _prepare(asked, origin["repo"], settings.phases)
+        work = _prepare(asked, origin["repo"], folder, settings.phases)
         _compare_taken(options, record[OPTIONS], work)
         _refuse_own_weights(work, options, expected)
         with _naming_tmpdir():
@@ -86,7 +87,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         made = parse_json_object((last / RECORD).read_bytes(), RECORD)
     differing |= dict.fromkeys(expected.keys() - found.keys())
     differing |= dict.fromkeys(found.keys() - expected.keys() - {RECORD, *UNDIGESTED})
-    differing |= dict.fromkeys(name for name in added if name.endswith(LOADED))
+    differing |= dict.fromkeys(name for name in added if name.lower().endswith(LOADED))
     words, producer = _differing_words(record, made), record.get("producer")
     return {
         "artifact": os.fspath(options.artifact),
@@ -118,12 +119,23 @@ def _expected(options: ReproduceOptions, record: Mapping[str, Any]) -> dict[str,
 
 
 def _origin(record: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the repository and the commit of the weights, where it has them."""
+    """Return repository, commit and file of the weights, where it has them."""
     known: Any = record.get("source")
-    found = {
-        key: known.get(key) if isinstance(known, dict) else None for key in ("repo", "revision")
-    }
+    keys = ("repo", "revision", "file")
+    found = {key: known.get(key) if isinstance(known, dict) else None for key in keys}
     return {key: value if isinstance(value, str) else None for key, value in found.items()}
+
+
+def _recorded_source(origin: Mapping[str, str | None]) -> str | None:
+    """Return the repository that a record names, or the file in it.
+
+    Never a path of this disk.
+    """
+    repo, file = origin["repo"], origin["file"]
+    name = f"{repo}/{file}" if file else repo
+    return (
+        name if name and (GGUF_FILE if file else re.compile(REPOSITORY)).fullmatch(name) else None
+    )
 
 
 def _adapter_commit(record: Mapping[str, Any]) -> str | None:
@@ -177,7 +189,8 @@ class _Artifact:
 def _open_artifact(options: ReproduceOptions) -> _Artifact:
     """Read our record of an artifact, and say where its files are."""
     place = Path(options.artifact)
-    folder = place / (options.subfolder or "") if place.is_dir() else place.parent
+    below = subfolder_of(Access(subfolder=options.subfolder))
+    folder = place / below if place.is_dir() else place.parent
     if place.exists():
         file = place if place.suffix == ".json" else folder / RECORD
         try:
@@ -185,24 +198,35 @@ def _open_artifact(options: ReproduceOptions) -> _Artifact:
                 record = parse_json_object(stream.read(), file.name)
         except OSError as error:
             raise _no_record(options, error.strerror) from None
-        shards = [name for name in recorded_hashes(record) if name.endswith(LOADED)]
-        is_beside = file != place or any(nbytes_there(folder / name) is not None for name in shards)
-        return _Artifact(record, _files_in(folder), folder) if is_beside else _Artifact(record)
+        names = _files_in(folder)
+        shards = {name for name in recorded_hashes(record) if name.endswith(LOADED)}
+        # A record by another name may lie anywhere; by its own, it is that of weights beside it.
+        if place.name == RECORD:
+            shards |= {name for name in names if "/" not in name and name.endswith(LOADED)}
+        if file == place and not any(nbytes_there(folder / name) is not None for name in shards):
+            return _Artifact(record)
+        if nbytes_there(folder / HUB_FILE) is not None:
+            with stopping(open_source(os.fspath(folder))):  # says where shards have gone
+                pass
+        return _Artifact(record, names, folder)
     source = open_source(os.fspath(options.artifact), replace(options.access(), config=None))
     if not source.has_file(RECORD):
         raise _no_record(options, "none is there")
-    checkpoint = source.checkpoint
-    shards = [shard.file for shard in checkpoint.shards]
-    names = (*shards, *checkpoint.left_out, *checkpoint.sidecars)
-    return _Artifact(parse_json_object(read_whole(source, RECORD), RECORD), names, source=source)
+    known = source.checkpoint
+    listed = (*(shard.file for shard in known.shards), *known.left_out, *known.sidecars)
+    return _Artifact(parse_json_object(read_whole(source, RECORD), RECORD), listed, source=source)
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Name every file in a folder and in those in it, but for hidden ones."""
+    """Name every file in a folder and in those in it, but for hidden ones.
+
+    A link to a folder is named, and not followed.
+    """
     found: list[str] = []
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        names = (Path(place, name) for name in files if not name.startswith("."))
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        names = (Path(place, name) for name in [*files, *links] if not name.startswith("."))
         found += [path.relative_to(folder).as_posix() for path in names]
     return found
 
@@ -226,7 +250,7 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
             commit = _adapter_commit(record) if name == "lora" else None
             words |= {name: _named_again(words[name], commit)} if name in words else {}
     origin = _origin(record)
-    source = options.source or origin["repo"]
+    source = options.source or _recorded_source(origin)
     if not source or (not options.source and os.path.exists(source)):
         detail = f"{options.artifact} was made from a folder, whose place its record does not say"
         if source and re.fullmatch(REPOSITORY, os.fspath(source)):
@@ -244,19 +268,32 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
     return QuantizeOptions(source, output=output, revision=revision, **{**how, **words})
 
 
-def _prepare(asked: QuantizeOptions, repo: str | None, phases: Phases) -> Work:
+def _prepare(asked: QuantizeOptions, repo: str | None, folder: Path | None, phases: Phases) -> Work:
     """Plan the work, at the recorded commit where the source has it.
 
-    Another repository than the recorded one is else read at its main branch.
+    Another repository than the recorded one is else read at its main branch. Of a pipeline the
+    component is taken that the artifact's folder is named after, or the only one.
 
     Raises  what `prepare` raises
     """
     try:
-        return prepare(asked, phases)
+        work = prepare(asked, phases)
     except InputError as error:
-        if error.code != "no-revision" or os.fspath(asked.source) == repo:
+        if error.code not in ("no-revision", "no-subfolder"):
             raise
-    return prepare(replace(asked, revision=None), phases)
+        if error.code == "no-revision" and asked.revision and os.fspath(asked.source) != repo:
+            return _prepare(replace(asked, revision=None), repo, folder, phases)
+        better = "Name what it was made from: --source SOURCE, or --lora PATH for an adapter."
+        raise InputError(error.code, error.message, better) from None
+    names = [name for name in work.artifacts() if name]
+    if not names:
+        return work
+    named = [name for name in names if folder and folder.resolve().name == name]
+    if len(chosen := named or names) > 1:
+        detail = f"{asked.source} is a pipeline of {' and '.join(names)}; expected one of them"
+        step = f"Name it: {shell_line('--source', os.path.join(asked.source, names[0]))}"
+        raise InputError("pipeline", detail, step)
+    return prepare(replace(asked, subfolder=chosen[0]), phases)
 
 
 def _steps(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -354,7 +391,7 @@ def _checked(name: str, value: object) -> Any:
         value = float(value)
     declared = known.get(name)
     if declared is not None and declared.option.is_several:
-        entries = value if isinstance(value, list) else [None]
+        entries = value if isinstance(value, list) and value else [None]
     else:
         entries = [value]
     if declared is None or not all(_is_written(declared, entry) for entry in entries):
@@ -426,13 +463,16 @@ def _compare_taken(options: ReproduceOptions, recorded: Mapping[str, Any], work:
 def _refuse_own_weights(work: Work, options: ReproduceOptions, expected: Mapping[str, str]) -> None:
     """Raise InputError where a source is an artifact with the same shards.
 
-    Its blocks would be carried over, which proves nothing.
+    Its blocks would be carried over, which proves nothing. Shards without such blocks are equal in
+    honest artifacts, too.
     """
-    if any(step.action == "transcode" for step in work.plan.steps):
-        ours = {sha256 for name, sha256 in expected.items() if name.endswith(LOADED)}
-        shards = [shard.file for shard in work.source.checkpoint.shards]
-        if any(_hash_in(work.source, shard) in ours for shard in shards):
-            raise _own_source(options)
+    carrying = (
+        task for task in work.plan.tasks if any(step.action == "transcode" for step in task.steps)
+    )
+    shards = {file for task in carrying for file in task.sources}
+    ours = {sha256 for name, sha256 in expected.items() if name.endswith(LOADED)}
+    if shards and all(_hash_in(work.source, shard) in ours for shard in shards):
+        raise _own_source(options)
 
 
 def _hash_in(source: Source, file: str) -> str:

@@ -20,7 +20,7 @@ from fp4convert.numerics.matrices import Blocks
 from fp4convert.planning.steps import Plan
 from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.recipes.options import one_of
-from fp4convert.storage.checkpoint_files import RECORD, REPORT, index_file
+from fp4convert.storage.checkpoint_files import GGUF, RECORD, REPORT, index_file
 from fp4convert.storage.json_text import as_text, unquantized
 from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source
@@ -68,6 +68,19 @@ def check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: D
         raise InputError(error.code, message, error.next_step, module) from None
 
 
+def _origin_of(source: Source) -> dict[str, object]:
+    """Say where the weights are from: nothing of a folder.
+
+    One GGUF file of a repository is named, too, for there may be others.
+    """
+    checkpoint = source.checkpoint
+    found: dict[str, object] = {"repo": checkpoint.repo, "revision": checkpoint.revision}
+    files = [shard.file for shard in checkpoint.shards]
+    if checkpoint.repo and files == [f"{source.name}{GGUF}"]:
+        found["file"] = files[0]
+    return found
+
+
 def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:
     """Make the conversion whose result is an artifact.
 
@@ -87,8 +100,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": __version__}
-    checkpoint = source.checkpoint
-    origin = origin or {"repo": checkpoint.repo, "revision": checkpoint.revision}
+    origin = origin or _origin_of(source)
     contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)
     contents = contents._replace(goal=plan.goal, asked=plan.asked)
     if plan.adapter:

@@ -93,7 +93,7 @@ def goal_of(gigabytes: float | None, bits: float | None) -> Goal | None:
         ("--target-size", gigabytes, "GB"),
         ("--target-bits", bits, "bits per weight"),
     ):
-        if value is not None and not 0 < value < math.inf:
+        if value is not None and not 0 < value * GIGA < math.inf:
             detail = f"{option} {value:g}; expected a positive number of {unit}"
             next_step = "Give one; where it cannot be reached, the error shows the range."
             raise InputError("target-range", detail, next_step)

@@ -83,6 +83,7 @@ from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipes.rules import FoldUse, FormatRule
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.open import GGUF_FILE
 from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source, prove_all, read_whole, uncollected
 
@@ -159,6 +160,8 @@ def options_recorded(
     asked = options.as_recorded(target.calibration, taken)
     if not source.checkpoint.repo:  # the folder itself is named again
         asked.pop("subfolder", None)
+    elif (file := GGUF_FILE.fullmatch(os.fspath(options.source))) and file[2]:
+        asked["subfolder"] = "/".join(filter(None, (options.subfolder, file[2])))
     return asked
 
 

@@ -394,7 +394,8 @@ def transcode(
     recorded = artifact.record.get("source")
     known = recorded if isinstance(recorded, dict) else {}
     origin: dict[str, object] = {
-        key: _as_text_or_none(known.get(key)) for key in ("repo", "revision")
+        key: _as_text_or_none(known.get(key))
+        for key in ("repo", "revision", *(known.keys() & {"file"}))
     }
     job = artifact_job(source, plan, origin)
     if job.record:

@@ -137,7 +137,7 @@ def nbytes_to_sample(gigabytes: float | None) -> int | None:
     """Return that many bytes; InputError for what is no positive number."""
     if gigabytes is None:
         return None
-    if not 0 < gigabytes < math.inf:
+    if not 0 < gigabytes * 1e9 < math.inf:
         detail = f"--sample {gigabytes:g} GB; expected a positive number"
         raise InputError("sample-size", detail, "Leave it out for 0.02.")
     return int(gigabytes * 10**9)

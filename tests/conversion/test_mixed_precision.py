@@ -352,7 +352,9 @@ def test_bad_input_is_one_sentence_and_writes_nothing(source, tmp_path):
     out = tmp_path / "out"
     base = (source, "--format", "nvfp4", "-o", out)
     assert refused(*base, "--target-bits", 6, "--target-size", 1)["code"] == "target-twice"
-    for option, value in product(("--target-bits", "--target-size"), (0, -1, "nan", "inf")):
+    for option, value in product(
+        ("--target-bits", "--target-size"), (0, -1, "nan", "inf", 1e300, 1e308)
+    ):
         assert refused(*base, option, value)["code"] == "target-range"
     for value in (4, 16, 100):
         error = refused(*base, "--target-bits", value)

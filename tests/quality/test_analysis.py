@@ -410,7 +410,7 @@ def refused(*arguments: object) -> dict:
 
 def test_bad_input_is_one_sentence(tmp_path):
     source = write_llama(tmp_path / "m")
-    for sample in (0, -1, "nan", "inf"):
+    for sample in (0, -1, "nan", "inf", 1e300):
         assert refused(source, "--sample", sample)["code"] == "sample-size"
     assert "expected at least" in refused(source, "--sample", 1e-7)["message"]
     error = refused(source, "--exclude", "*")
