@@ -82,7 +82,9 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
     if found["reproduced"]:
         screen.line(f"reproduced: all {count} files came out again, byte for byte{by}", "green")
         return
-    what = f"{len(differing)} of {count} files differ" if differing else "the record differs"
+    own = [entry for entry in differing if entry["file"] not in others]
+    what = "weights were added" if differing else "the record differs"
+    what = f"{len(own)} of {count} files differ" if own else what
     screen.line(f"NOT reproduced: {what}{by}", "red")
     for entry in differing:
         where = f", first in {entry['tensor']}" if entry["tensor"] else ""

@@ -120,11 +120,13 @@ def test_counts_and_words_are_of_the_files_that_they_name(source, tmp_path):
     told = " ".join(run("reproduce", artifact, "--source", source).out.split())
     assert f"reproduced: all {files} files came out again" in told
     (artifact / "pytorch_model.bin").write_bytes(b"x")
+    told = " ".join(run("reproduce", artifact, "--source", source).out.split())
+    assert "NOT reproduced: weights were added" in told
     next(artifact.glob("*.safetensors")).unlink()
     outcome = run("reproduce", artifact, "--source", source)
     told = " ".join(outcome.out.split())
     assert outcome.code == 6
-    assert f"NOT reproduced: 2 of {files} files differ" in told
+    assert f"NOT reproduced: 1 of {files} files differ" in told
     assert "pytorch_model.bin holds weights, and the record does not name it" in told
     assert "differs, or is not there" in told
 
