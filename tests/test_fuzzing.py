@@ -76,6 +76,12 @@ def test_faults_are_seen(name, place, fault, expected, tmp_path, monkeypatch):
         check(name, seed.read_bytes(), tmp_path)
 
 
+def test_a_file_without_a_name_is_none(tmp_path):
+    """It was the folder itself, which the harness then made again."""
+    for name in ("calibration", "calibrated", "artifact", "source"):
+        check(name, b'{"": ""}', tmp_path)
+
+
 def write_above(data: bytes, place: Path) -> None:
     (place.parent.parent / "made").write_text("x")
 

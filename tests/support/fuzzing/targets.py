@@ -162,7 +162,7 @@ def write_folder(place: Path, document: dict[str, Any]) -> None:
     """Write the files of a document; those that no file system takes are left out."""
     for name, content in document.items():
         path = place / name.lstrip("/")
-        if ".." in path.parts:
+        if ".." in path.parts or path == place:
             continue
         if name.endswith(".safetensors") and isinstance(content, dict):
             data = _with_data(content)
