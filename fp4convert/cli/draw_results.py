@@ -83,14 +83,15 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
         screen.line(f"reproduced: all {count} files came out again, byte for byte{by}", "green")
         return
     own = [entry for entry in differing if entry["file"] not in others]
-    what = "weights were added" if differing else "the record differs"
-    what = f"{len(own)} of {count} files differ" if own else what
-    screen.line(f"NOT reproduced: {what}{by}", "red")
-    for entry in differing:
+    added = [entry["file"] for entry in differing if entry not in own]
+    what = f"{len(own)} of {count} files differ" if own else "the record differs"
+    screen.line(f"NOT reproduced: {'weights were added' if added and not own else what}{by}", "red")
+    for entry in own:
         where = f", first in {entry['tensor']}" if entry["tensor"] else ""
         what = "differs, or is not there" if entry["sha256"] else "did not come out"
-        what = "holds weights, and the record does not name it" if entry["file"] in others else what
         screen.line(f"  {entry['file']} {what}{where}")
+    for file in added:
+        screen.line(f"  {file} holds weights, and the record does not name it")
     if found["record"]:
         screen.line(f"  of the record differ: {', '.join(found['record'])}")
 

@@ -7,10 +7,9 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from io import FileIO
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,29 +21,23 @@ from fp4convert.conversion.repacking import prepare_transcode, transcode
 from fp4convert.conversion.work import Work, prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
 from fp4convert.errors import InputError, OutputError, shell_line
-from fp4convert.execution.finish import SHA256_DIGITS
 from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Elsewhere, Settings
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
+from fp4convert.quality.found_artifact import find_artifact, first_difference, hash_in
 from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.storage.checkpoint_files import (
-    HUB_FILE,
-    OTHER_WEIGHTS,
     RECORD,
-    SIGNATURE,
     UNDIGESTED,
-    WEIGHTS,
+    holds_weights,
     recorded_hashes,
 )
-from fp4convert.storage.disk import hash_file, hash_stream, nbytes_there, open_regular, read_blocks
+from fp4convert.storage.disk import hash_file
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.open import GGUF_FILE, REPOSITORY, Place, open_source, page_of
-from fp4convert.storage.safetensors import TensorRef, read_header
-from fp4convert.storage.source import Access, Source, read_whole, stopping, subfolder_of
+from fp4convert.storage.open import GGUF_FILE, REPOSITORY, Place, page_of
 
 WHERE = ("revision", "subfolder")  # in a repository
-LOADED = (WEIGHTS, *OTHER_WEIGHTS)  # how files end that engines load, whatever the record says
 NUMBER = re.compile(r"\d\.\d{16}e[+-]\d\d")  # as options.py writes a size
 
 
@@ -62,23 +55,24 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
              for a file that differs from the one that the artifact was made with
     """
     started = time.monotonic()
-    artifact = _open_artifact(options)
+    access = replace(options.access(), config=None)
+    artifact = find_artifact(os.fspath(options.artifact), access)
     record, folder, expected = artifact.record, artifact.folder, _expected(options, artifact.record)
-    added = sorted(set(artifact.names) - {*expected, RECORD, SIGNATURE, *UNDIGESTED})
     differing: dict[str, str | None] = {}  # file -> the first tensor that differs
 
     def compare(path: Path, file: str, sha256: str) -> None:
         if file in (RECORD, *UNDIGESTED):
             return
         if expected.get(file) != sha256 or artifact.hash_of(file, sha256) != sha256:
-            differing[file] = _first_difference(path, folder / file) if folder else None
+            differing[file] = first_difference(path, folder / file) if folder else None
 
     with tempfile.TemporaryDirectory(prefix="fp4convert-") as scratch:
         asked = _asked(options, record, Path(scratch, "out"))
         steps, settings = _steps(record[OPTIONS]), options.settings(options.device)
         settings.phases.begin("plan")
         origin = _origin(record)
-        work = _prepare(asked, origin["repo"], folder, settings.phases)
+        is_recorded = asked.source in (origin["repo"], _recorded_source(origin))
+        work = _prepare(asked, is_recorded, folder, settings.phases)
         _compare_taken(options, record[OPTIONS], work)
         _refuse_own_weights(work, options, expected)
         with _naming_tmpdir():
@@ -87,7 +81,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         made = parse_json_object((last / RECORD).read_bytes(), RECORD)
     differing |= dict.fromkeys(expected.keys() - found.keys())
     differing |= dict.fromkeys(found.keys() - expected.keys() - {RECORD, *UNDIGESTED})
-    differing |= dict.fromkeys(name for name in added if name.lower().endswith(LOADED))
+    differing |= dict.fromkeys(filter(holds_weights, artifact.unrecorded))
     words, producer = _differing_words(record, made), record.get("producer")
     return {
         "artifact": os.fspath(options.artifact),
@@ -102,7 +96,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
             for file in sorted(differing)
         ],
         "record": words,
-        "unrecorded": added,
+        "unrecorded": artifact.unrecorded,
         "reproduced": not differing and not words,
         "seconds": round(time.monotonic() - started, 3),
     }
@@ -160,83 +154,6 @@ def _placeless(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Artifact:
-    """An artifact as it is found.
-
-    names   of all its files; none where it is a record alone
-    folder  where they are on this disk
-    source  the repository that they are in
-    """
-
-    record: dict[str, Any]
-    names: Collection[str] = ()
-    folder: Path | None = None
-    source: Source | None = None
-
-    def hash_of(self, file: str, alone: str) -> str | None:
-        """Return the sha256 of one of its files; None where there is none.
-
-        alone  what a record alone is taken to have
-        """
-        if self.folder:
-            return _hash_of(self.folder / file)
-        if not self.source:
-            return alone
-        return _hash_in(self.source, file) if self.source.has_file(file) else None
-
-
-def _open_artifact(options: ReproduceOptions) -> _Artifact:
-    """Read our record of an artifact, and say where its files are."""
-    place = Path(options.artifact)
-    below = subfolder_of(Access(subfolder=options.subfolder))
-    folder = place / below if place.is_dir() else place.parent
-    if place.exists():
-        file = place if place.suffix == ".json" else folder / RECORD
-        try:
-            with open_regular(file) as stream:
-                record = parse_json_object(stream.read(), file.name)
-        except OSError as error:
-            raise _no_record(options, error.strerror) from None
-        names = _files_in(folder)
-        shards = {name for name in recorded_hashes(record) if name.endswith(LOADED)}
-        # A record by another name may lie anywhere; by its own, it is that of weights beside it.
-        if place.name == RECORD:
-            shards |= {name for name in names if "/" not in name and name.endswith(LOADED)}
-        if file == place and not any(nbytes_there(folder / name) is not None for name in shards):
-            return _Artifact(record)
-        if nbytes_there(folder / HUB_FILE) is not None:
-            with stopping(open_source(os.fspath(folder))):  # says where shards have gone
-                pass
-        return _Artifact(record, names, folder)
-    source = open_source(os.fspath(options.artifact), replace(options.access(), config=None))
-    if not source.has_file(RECORD):
-        raise _no_record(options, "none is there")
-    known = source.checkpoint
-    listed = (*(shard.file for shard in known.shards), *known.left_out, *known.sidecars)
-    return _Artifact(parse_json_object(read_whole(source, RECORD), RECORD), listed, source=source)
-
-
-def _files_in(folder: Path) -> list[str]:
-    """Name every file in a folder and in those in it, but for hidden ones.
-
-    A link to a folder is named, and not followed.
-    """
-    found: list[str] = []
-    for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        names = (Path(place, name) for name in [*files, *links] if not name.startswith("."))
-        found += [path.relative_to(folder).as_posix() for path in names]
-    return found
-
-
-def _no_record(options: ReproduceOptions, why: str | None) -> InputError:
-    detail = f"{options.artifact}: its {RECORD} cannot be read ({why})"
-    step = "Give an artifact by quantize, of a pipeline one of its folders."
-    return InputError("not-reproducible", f"{detail}; expected the record of an artifact", step)
-
-
 def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -> QuantizeOptions:
     """Return the options that made an artifact, with the files given now."""
     first = {name: value for name, value in record[OPTIONS].items() if name != TRANSCODED}
@@ -258,7 +175,7 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
         raise InputError("no-source", detail, "Name it: --source SOURCE.")
     are_here = os.path.exists(source) and os.path.exists(options.artifact)
     if are_here and os.path.samefile(source, options.artifact):
-        raise _own_source(options)
+        raise _own_source(source, options)
     how = {
         each.name: getattr(options, each.name)
         for each in (*declared_in(AccessOptions), *declared_in(DeviceOptions))
@@ -268,21 +185,24 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
     return QuantizeOptions(source, output=output, revision=revision, **{**how, **words})
 
 
-def _prepare(asked: QuantizeOptions, repo: str | None, folder: Path | None, phases: Phases) -> Work:
+def _prepare(
+    asked: QuantizeOptions, is_recorded: bool, folder: Path | None, phases: Phases
+) -> Work:
     """Plan the work, at the recorded commit where the source has it.
 
     Another repository than the recorded one is else read at its main branch. Of a pipeline the
     component is taken that the artifact's folder is named after, or the only one.
 
-    Raises  what `prepare` raises
+    is_recorded  the source is the recorded one: nothing but that commit will do
+    Raises       what `prepare` raises
     """
     try:
         work = prepare(asked, phases)
     except InputError as error:
         if error.code not in ("no-revision", "no-subfolder"):
             raise
-        if error.code == "no-revision" and asked.revision and os.fspath(asked.source) != repo:
-            return _prepare(replace(asked, revision=None), repo, folder, phases)
+        if error.code == "no-revision" and asked.revision and not is_recorded:
+            return _prepare(replace(asked, revision=None), is_recorded, folder, phases)
         better = "Name what it was made from: --source SOURCE, or --lora PATH for an adapter."
         raise InputError(error.code, error.message, better) from None
     names = [name for name in work.artifacts() if name]
@@ -371,8 +291,8 @@ def _named_again(value: Any, revision: str | None = None) -> Any:
     return page_of(place)
 
 
-def _own_source(options: ReproduceOptions) -> InputError:
-    detail = f"{options.source} is the artifact {options.artifact}, or has its weights"
+def _own_source(source: object, options: ReproduceOptions) -> InputError:
+    detail = f"{source} is the artifact {options.artifact}, or has its weights"
     return InputError(
         "usage",
         f"{detail}; expected what it was made from",
@@ -470,58 +390,6 @@ def _refuse_own_weights(work: Work, options: ReproduceOptions, expected: Mapping
         task for task in work.plan.tasks if any(step.action == "transcode" for step in task.steps)
     )
     shards = {file for task in carrying for file in task.sources}
-    ours = {sha256 for name, sha256 in expected.items() if name.endswith(LOADED)}
-    if shards and all(_hash_in(work.source, shard) in ours for shard in shards):
-        raise _own_source(options)
-
-
-def _hash_in(source: Source, file: str) -> str:
-    """Return the sha256 of a file: the Hub knows that of large ones."""
-    known = source.checkpoint.stamps.get(file, "") if source.is_streamed else ""
-    if len(known) == SHA256_DIGITS:
-        return known
-    with source.open_file(file) as stream:
-        return hash_stream(stream)
-
-
-def _hash_of(path: Path) -> str | None:
-    """Hash a file of the artifact; None where there is none."""
-    try:
-        return hash_file(path)
-    except OSError:
-        return None
-
-
-def _first_difference(made: Path, there: Path) -> str | None:
-    """Name the first tensor whose bytes two files do not share.
-
-    None where it is no tensor, or a file cannot be read.
-    """
-    if not there.is_file() or there.suffix != WEIGHTS:
-        return None
-    try:
-        with made.open("rb", buffering=0) as own, there.open("rb", buffering=0) as other:
-            return _first_tensor(own, other)
-    except (InputError, OSError):
-        return None
-
-
-def _first_tensor(own: FileIO, other: FileIO) -> str | None:
-    def read_refs(stream: FileIO) -> tuple[TensorRef, ...]:
-        def read(offset: int, length: int) -> bytes:
-            stream.seek(offset)
-            return bytes(stream.read(length) or b"")
-
-        return read_header(str(stream.name), os.fstat(stream.fileno()).st_size, read).tensors
-
-    known = {ref.name: ref for ref in read_refs(other)}
-    for ref in read_refs(own):
-        twin = known.get(ref.name)
-        if twin is None or (twin.dtype, twin.shape) != (ref.dtype, ref.shape):
-            return ref.name
-        own.seek(ref.start)
-        other.seek(twin.start)
-        blocks = zip(read_blocks(own, ref.nbytes), read_blocks(other, ref.nbytes), strict=True)
-        if any(mine != theirs for mine, theirs in blocks):
-            return ref.name
-    return None
+    ours = {sha256 for name, sha256 in expected.items() if holds_weights(name)}
+    if shards and all(hash_in(work.source, shard) in ours for shard in shards):
+        raise _own_source(work.options.source, options)

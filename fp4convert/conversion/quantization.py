@@ -44,7 +44,6 @@ from fp4convert.conversion.options import (
 )
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
-from fp4convert.execution.finish import SHA256_DIGITS
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import begin, carry_out
 from fp4convert.execution.quantizer import Quantizer
@@ -82,6 +81,7 @@ from fp4convert.recipes.options import DRAFTS, KEEP, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipes.rules import FoldUse, FormatRule
 from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.disk import SHA256_DIGITS
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import GGUF_FILE
 from fp4convert.storage.padded import PaddedSource

@@ -28,10 +28,9 @@ from fp4convert.execution.plan_file import (
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CARD, PLAN_FILE, REPORT, UNDIGESTED
-from fp4convert.storage.disk import Mark, hash_file, is_sealed, write_errors_at
+from fp4convert.storage.disk import SHA256_DIGITS, Mark, hash_file, is_sealed, write_errors_at
 from fp4convert.storage.json_text import as_text
 
-SHA256_DIGITS = 64
 ENDING = "end"  # the lease of whoever ends the conversion
 
 

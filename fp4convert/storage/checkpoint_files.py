@@ -43,6 +43,11 @@ OTHER_WEIGHTS = frozenset(
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
+def holds_weights(file: str) -> bool:
+    """Tell by its name whether a file holds weights, in whatever form."""
+    return os.path.splitext(file)[1].lower() in {WEIGHTS, *OTHER_WEIGHTS}
+
+
 def recorded_hashes(record: Mapping[str, object]) -> dict[str, str]:
     """Return the sha256 of each file that our record names.
 
@@ -275,9 +280,5 @@ def sort_pipeline(
     Weights in no folder stay behind.
     """
     outside = [file for file in files if file.partition("/")[0] not in components]
-    left_out = [
-        file
-        for file in outside
-        if "/" not in file and os.path.splitext(file)[1] in {WEIGHTS, *OTHER_WEIGHTS}
-    ]
+    left_out = [file for file in outside if "/" not in file and holds_weights(file)]
     return tuple(file for file in outside if file not in left_out), tuple(left_out)

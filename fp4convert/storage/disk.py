@@ -17,6 +17,7 @@ from typing import BinaryIO, NamedTuple, cast
 from fp4convert.errors import Fp4Error, OutputError, SourceError
 from fp4convert.storage.system import AS_BYTES
 
+SHA256_DIGITS = 64  # in hex
 HASH_NBYTES = 512 << 10  # read and hashed at once: what stays in a core's own cache
 UNKNOWN_HERE = (errno.EINVAL, errno.EOPNOTSUPP)  # of a file system that knows no such thing
 LOOKS, LOOK_SECONDS = 12, 0.001  # at the file system's clock; most go on every 1 to 10 ms

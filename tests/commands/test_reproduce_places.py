@@ -111,6 +111,22 @@ def test_one_of_several_gguf_files_on_the_hub_is_found_again(tmp_path, hub):
     outcome = run("reproduce", artifact, "--json")
     assert outcome.code == 0, outcome.out
     assert outcome.json["reproduced"] is True
+    # The recorded commit, or none: main is no substitute.
+    record["source"]["revision"] = "a" * 40
+    (artifact / RECORD).write_text(json.dumps(record))
+    error = run("reproduce", artifact, "--json").json["error"]
+    assert (error["code"], "--source SOURCE" in error["next"]) == ("no-revision", True)
+
+
+def test_a_record_that_names_its_own_artifact_as_the_source_is_refused(source, tmp_path, hub):
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    record = json.loads((artifact / RECORD).read_text())
+    commit = hub.add("me/own", artifact)
+    record["source"] = {"repo": "me/own", "revision": commit}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    error = run("reproduce", tmp_path / "record.json", "--json").json["error"]
+    assert error["code"] == "usage"
+    assert error["message"].startswith("me/own is the artifact")
 
 
 def test_counts_and_words_are_of_the_files_that_they_name(source, tmp_path):

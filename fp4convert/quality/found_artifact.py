@@ -1,0 +1,174 @@
+"""Find an artifact's record and files; compare two files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from fp4convert.errors import InputError
+from fp4convert.storage.checkpoint_files import (
+    HUB_FILE,
+    RECORD,
+    SIGNATURE,
+    UNDIGESTED,
+    WEIGHTS,
+    holds_weights,
+    recorded_hashes,
+)
+from fp4convert.storage.disk import (
+    SHA256_DIGITS,
+    hash_file,
+    hash_stream,
+    nbytes_there,
+    open_regular,
+    read_blocks,
+)
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.open import open_source
+from fp4convert.storage.safetensors import TensorRef, read_header
+from fp4convert.storage.source import Access, Source, read_whole, stopping, subfolder_of
+
+
+@dataclass(frozen=True, slots=True)
+class FoundArtifact:
+    """An artifact as it is found.
+
+    names   of all its files; none where it is a record alone
+    folder  where they are on this disk
+    source  the repository that they are in
+    """
+
+    record: dict[str, Any]
+    names: Collection[str] = ()
+    folder: Path | None = None
+    source: Source | None = None
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Name the files that the record should name, and does not."""
+        own = {*recorded_hashes(self.record), RECORD, SIGNATURE, *UNDIGESTED}
+        return sorted(set(self.names) - own)
+
+    def hash_of(self, file: str, alone: str) -> str | None:
+        """Return the sha256 of one of its files; None where there is none.
+
+        alone  what a record alone is taken to have
+        """
+        if self.folder:
+            return _hash_of(self.folder / file)
+        if not self.source:
+            return alone
+        return hash_in(self.source, file) if self.source.has_file(file) else None
+
+
+def find_artifact(reference: str, access: Access) -> FoundArtifact:
+    """Read our record of an artifact, and say where its files are.
+
+    reference  a folder, a record, or a repository
+    Raises     InputError where there is no record; what open_source raises
+    """
+    place = Path(reference)
+    below = subfolder_of(access)
+    folder = place / below if place.is_dir() else place.parent
+    if place.exists():
+        file = place if place.suffix == ".json" else folder / RECORD
+        try:
+            with open_regular(file) as stream:
+                record = parse_json_object(stream.read(), file.name)
+        except OSError as error:
+            raise _no_record(reference, error.strerror) from None
+        names = _files_in(folder)
+        shards = {name for name in recorded_hashes(record) if holds_weights(name)}
+        # A record by another name may lie anywhere; by its own, it is that of weights beside it.
+        if place.name == RECORD:
+            shards |= {name for name in names if "/" not in name and holds_weights(name)}
+        if file == place and not any(nbytes_there(folder / name) is not None for name in shards):
+            return FoundArtifact(record)
+        if nbytes_there(folder / HUB_FILE) is not None:
+            with stopping(open_source(os.fspath(folder))):  # says where shards have gone
+                pass
+        return FoundArtifact(record, names, folder)
+    source = open_source(reference, access)
+    if not source.has_file(RECORD):
+        raise _no_record(reference, "none is there")
+    known = source.checkpoint
+    listed = (*(shard.file for shard in known.shards), *known.left_out, *known.sidecars)
+    return FoundArtifact(
+        parse_json_object(read_whole(source, RECORD), RECORD), listed, source=source
+    )
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Name every file in a folder and in those in it, but for hidden ones.
+
+    A link to a folder is named, and not followed.
+    """
+    found: list[str] = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        names = (Path(place, name) for name in [*files, *links] if not name.startswith("."))
+        found += [path.relative_to(folder).as_posix() for path in names]
+    return found
+
+
+def _no_record(reference: str, why: str | None) -> InputError:
+    detail = f"{reference}: its {RECORD} cannot be read ({why})"
+    step = "Give an artifact by quantize, of a pipeline one of its folders."
+    return InputError("not-reproducible", f"{detail}; expected the record of an artifact", step)
+
+
+def hash_in(source: Source, file: str) -> str:
+    """Return the sha256 of a file: the Hub knows that of large ones."""
+    known = source.checkpoint.stamps.get(file, "") if source.is_streamed else ""
+    if len(known) == SHA256_DIGITS:
+        return known
+    with source.open_file(file) as stream:
+        return hash_stream(stream)
+
+
+def _hash_of(path: Path) -> str | None:
+    """Hash a file of the artifact; None where there is none."""
+    try:
+        return hash_file(path)
+    except OSError:
+        return None
+
+
+def first_difference(made: Path, there: Path) -> str | None:
+    """Name the first tensor whose bytes two files do not share.
+
+    None where it is no tensor, or a file cannot be read.
+    """
+    if not there.is_file() or there.suffix != WEIGHTS:
+        return None
+    try:
+        with made.open("rb", buffering=0) as own, there.open("rb", buffering=0) as other:
+            return _first_tensor(own, other)
+    except (InputError, OSError):
+        return None
+
+
+def _first_tensor(own: FileIO, other: FileIO) -> str | None:
+    def read_refs(stream: FileIO) -> tuple[TensorRef, ...]:
+        def read(offset: int, length: int) -> bytes:
+            stream.seek(offset)
+            return bytes(stream.read(length) or b"")
+
+        return read_header(str(stream.name), os.fstat(stream.fileno()).st_size, read).tensors
+
+    known = {ref.name: ref for ref in read_refs(other)}
+    for ref in read_refs(own):
+        twin = known.get(ref.name)
+        if twin is None or (twin.dtype, twin.shape) != (ref.dtype, ref.shape):
+            return ref.name
+        own.seek(ref.start)
+        other.seek(twin.start)
+        blocks = zip(read_blocks(own, ref.nbytes), read_blocks(other, ref.nbytes), strict=True)
+        if any(mine != theirs for mine, theirs in blocks):
+            return ref.name
+    return None
