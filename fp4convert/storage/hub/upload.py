@@ -27,11 +27,11 @@ from fp4convert import __version__
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import (
     CARD,
+    OTHER_WEIGHTS,
     RECORD,
     REPORT,
     SIGNATURE,
     WEIGHTS,
-    holds_weights,
     recorded_hashes,
 )
 from fp4convert.storage.hub.api import (
@@ -194,7 +194,7 @@ class Pusher:
         weights = sorted(
             name
             for name in head.files.keys() - self._ours
-            if self._is_weights(name) or (holds_weights(name) and not self._ours)
+            if self._is_weights(name) or (self._holds_weights(name) and not self._ours)
         )
         if weights:
             found = f"{self.repo} holds weights that fp4convert did not write"
@@ -442,7 +442,7 @@ class Pusher:
             if self._ours
             and name not in ours
             and (
-                ((self._is_weights(name) or holds_weights(name)) and name in self._ours)
+                (self._holds_weights(name) and name in self._ours)
                 or (PurePosixPath(name).name in STALE and _folder_of(name) in self._folders)
             )
         )
@@ -481,6 +481,13 @@ class Pusher:
         """Tell whether engines take a file for weights or their index."""
         endings = (WEIGHTS, f"{WEIGHTS}.index.json")
         return _folder_of(name) in self._folders and name.endswith(endings)
+
+    def _holds_weights(self, name: str) -> bool:
+        """Tell whether a file holds weights of ours, or in another form.
+
+        .safetensors of other folders are those of a pipeline's components, which stay.
+        """
+        return self._is_weights(name) or PurePosixPath(name).suffix in OTHER_WEIGHTS
 
     def _recorded_files(self, head: Head, record: str) -> set[str]:
         """Return the files that a record of fp4convert names.
