@@ -266,14 +266,14 @@ def test_whoever_waits_long_for_one_lease_says_so_once(folder, monkeypatch):
     monkeypatch.setattr(leases, "LONGEST_SECONDS", 0.2)
     told: list[str] = []
     with (
-        Leases(folder) as one,
-        Leases(folder) as two,
-        one.hold_when_free("end", lambda: told.append("one")),
+        Leases(folder, tell=told.append) as one,
+        Leases(folder, tell=told.append) as two,
+        one.hold_when_free("end", "checks"),
     ):
         threading.Timer(1.5, one.drop, ("end",)).start()
-        with two.hold_when_free("end", lambda: told.append("two")):
+        with two.hold_when_free("end", "checks"):
             pass
-    assert told == ["two"]
+    assert told == ["waiting for another process, which checks"]
 
 
 def test_those_who_do_the_same_are_no_strangers(folder):
@@ -289,9 +289,11 @@ def test_those_who_do_the_same_are_no_strangers(folder):
 def test_a_stranger_on_another_host_is_watched_until_it_shows_whether_it_lives(folder):
     worker = write(folder, f"worker-{FOREIGN['worker']}", FOREIGN)
     began = time.monotonic()
-    with Leases(folder, lease_seconds=60, work="a") as claims:
+    told: list[str] = []
+    with Leases(folder, lease_seconds=60, work="a", tell=told.append) as claims:
         threading.Timer(0.3, os.utime, (worker, (1, 1))).start()
         assert claims.wait_for_other_work() == [FOREIGN["worker"]]
+    assert [line.endswith("waiting up to 60 s to see") for line in told] == [True]
     assert 0.3 < time.monotonic() - began < 30
     with Leases(folder, lease_seconds=0.3, work="a") as claims:
         assert claims.wait_for_other_work() == []

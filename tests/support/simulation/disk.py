@@ -24,7 +24,8 @@ class Node:
     """A file or a folder (which has entries), as processes see it and as it is on the disk.
 
     pending  what was written since the last flush
-    maker    who made it; remover, the machine that took its last name away
+    maker    who made it; writer, the machine that wrote last; remover, the one that took its last
+             name away
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Node:
         "maker",
         "pending",
         "remover",
+        "writer",
         "written_ns",
     )
 
@@ -50,6 +52,7 @@ class Node:
         self.pending: list[Write] = []
         self.links = 1
         self.maker = maker
+        self.writer: object = None
         self.remover: object = None
         self.written_ns = self.changed_ns = 0
 

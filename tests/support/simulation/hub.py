@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import CommitOperationDelete
 from huggingface_hub.errors import HfHubHTTPError
 
-from simulation.machines import Process
-from simulation.scheduler import Task
+from simulation.machines import Process, Trouble
+from simulation.scheduler import GreenThread
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -33,18 +33,6 @@ class Commit:
 
     oid: str
     files: dict[str, bytes]
-
-
-@dataclass
-class Trouble:
-    """Requests that fail: with which status, 0 for a connection that breaks; how many.
-
-    is_done  what was asked for is done all the same: the reply was lost
-    """
-
-    status: int
-    left: int
-    is_done: bool
 
 
 class Hub:
@@ -73,7 +61,8 @@ class Hub:
     def fail(self) -> None:
         chance = self._world.chance
         status = chance.choice((0, 0, 0, 500, 503, 429, 408, 403))
-        self.troubles.append(Trouble(status, chance.choice((1, 1, 2, 10)), chance.random() < 0.5))
+        left, is_done = chance.choice((1, 1, 2, 10)), chance.random() < 0.5
+        self.troubles.append(Trouble("request", status, left, is_done))
 
     def lose(self) -> None:
         """Remove bytes that no commit names, as a Hub may at any time."""
@@ -93,19 +82,19 @@ class Hub:
 
     # What it is asked.
 
-    def ask(self, task: Task, call: str, *arguments: Any, **options: Any) -> Any:
+    def ask(self, thread: GreenThread, call: str, *arguments: Any, **options: Any) -> Any:
         """Answer a call of huggingface_hub that a simulated thread makes."""
         step = self._world.scheduler.step
-        step(task.process, "hub", call, 20.0)
+        step(thread.process, "hub", call, 20.0)
         trouble = next((each for each in self.troubles if each.left), None)
         if trouble is not None:
             trouble.left -= 1
             if not trouble.is_done:
-                raise _error(trouble.status)
-        answer = getattr(self, call)(task.process, *arguments, **options)
-        step(task.process, "hub", "answers", 20.0)
+                raise _error(trouble.number)
+        answer = getattr(self, call)(thread.process, *arguments, **options)
+        step(thread.process, "hub", "answers", 20.0)
         if trouble is not None:
-            raise _error(trouble.status)
+            raise _error(trouble.number)
         return answer
 
     def create_repo(self, process: Process, repo: str, **_: object) -> None:
@@ -194,12 +183,12 @@ class Hub:
 class Ranges:
     """What reads files of the repository, for simulated threads."""
 
-    def __init__(self, task: Task, *_: object) -> None:
-        self._task = task
+    def __init__(self, thread: GreenThread, *_: object) -> None:
+        self._thread = thread
 
     def read_into(self, remote: Any, start: int, place: memoryview) -> None:
-        hub = self._task.process.world.hub
-        data = hub.read(self._task.process, remote.name, remote.commit)
+        hub = self._thread.process.world.hub
+        data = hub.read(self._thread.process, remote.name, remote.commit)
         place[:] = data[start : start + len(place)]
 
 
@@ -207,8 +196,8 @@ def answered(call: str) -> Callable[..., Any]:
     """Return what stands in for a method of huggingface_hub's HfApi, or a function of it."""
     own = 0 if call == "post_lfs_batch_info" else 1  # self
 
-    def answer(task: Task, *arguments: Any, **options: Any) -> Any:
-        return task.process.world.hub.ask(task, call, *arguments[own:], **options)
+    def answer(thread: GreenThread, *arguments: Any, **options: Any) -> Any:
+        return thread.process.world.hub.ask(thread, call, *arguments[own:], **options)
 
     return answer
 

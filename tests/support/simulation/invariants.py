@@ -48,7 +48,7 @@ class Rules:
         scheduler.broken = scheduler.broken or words
         return Violation(words)
 
-    def _inside(self, path: str) -> str | None:
+    def _below_output(self, path: str) -> str | None:
         """Return a path below the output; None for one that is elsewhere."""
         return path[len(self.out) + 1 :] if path.startswith(f"{self.out}/") else None
 
@@ -56,7 +56,7 @@ class Rules:
         if path.startswith(SOURCE):
             raise self._break(f"{process} changes the source: {path}")
         is_ours = node.is_folder and (self.out == path or self.out.startswith(f"{path}/"))
-        if self._inside(path) is None and not is_ours:
+        if self._below_output(path) is None and not is_ours:
             raise self._break(f"{process} changes what is not its own: {path}")
         if node.maker == USER:
             raise self._break(f"{process} changes a file of somebody else: {path}")
@@ -70,7 +70,7 @@ class Rules:
     def named(self, process: Process, path: str, node: Node) -> None:
         """Judge a file that gets a name."""
         self._refuse_elsewhere(process, path, node)
-        file = self._inside(path)
+        file = self._below_output(path)
         if file is None or (before := self.world.disk.find(path)) is None:
             before = None
         if before is not None and before.maker == USER:
@@ -93,7 +93,7 @@ class Rules:
         process.late.pop(key, None)
         record = self.world.disk.find(f"{self.out}/{STATE}/done/{key}.json")
         # What failed, or is believed of a file for a while, may hide them from it.
-        hides = self.world.was_troubled or process.machine.cache_seconds
+        hides = process.was_troubled or process.machine.cache_seconds
         if record is None or hides or not self.is_one_plan:
             return
         entry = json.loads(bytes(record.data))
@@ -133,7 +133,7 @@ class Rules:
     def removed(self, process: Process, path: str, node: Node, target: str = "") -> None:
         """Judge a name that goes, or that is exchanged for a target."""
         self._refuse_elsewhere(process, path, node)
-        file = self._inside(path)
+        file = self._below_output(path)
         if file is None or not file.startswith(f"{STATE}/"):
             is_kept = self.is_one_plan and not self.world.hub.has_had(bytes(node.data))
             if target or (is_kept and file not in (RECORD, REPORT)):
@@ -159,7 +159,9 @@ class Rules:
         if not isinstance(owner, Process) or owner is other or owner.is_over:
             return False
         silent = self.world.scheduler.now - max(owner.last_frozen, owner.started)
-        return self.world.is_calm and (owner.last_frozen < 0 or silent > LEASE_SECONDS)
+        return self.world.is_calm(owner, other) and (
+            owner.last_frozen < 0 or silent > LEASE_SECONDS
+        )
 
     def touched(self, process: Process, path: str, node: Node) -> None:
         if path.startswith(SOURCE) or node.maker == USER:
@@ -168,7 +170,7 @@ class Rules:
     def looked(self, process: Process, path: str, node: Node) -> None:
         """Judge how long a process waits for a claim of a dead one."""
         owner = node.maker
-        if not isinstance(owner, Process) or not owner.is_over or not self.world.is_calm:
+        if not isinstance(owner, Process) or not owner.is_over or not self.world.is_calm(process):
             return
         if f"/{STATE}/claims/" not in path:
             return

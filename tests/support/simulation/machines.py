@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.errors import Fp4Error
 from simulation.disk import Node
-from simulation.scheduler import Task
+from simulation.scheduler import GreenThread
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -47,12 +47,31 @@ class Machine:
 
 
 @dataclass
+class Trouble:
+    """Calls that fail, all of one kind.
+
+    number   the error's number; of requests their status, 0 for a connection that breaks
+    left     how many more will
+    is_done  it is done all the same: the reply was lost
+    """
+
+    kind: str
+    number: int
+    left: int
+    is_done: bool
+
+
+@dataclass
 class Handle:
-    """An open file."""
+    """An open file.
+
+    known  what was in it when it was opened, on a machine that may believe so for long
+    """
 
     node: Node
     path: str
     can_write: bool
+    known: bytes | None
     place: int = 0
 
 
@@ -72,8 +91,11 @@ class Process:
         self.what = what
         self.is_over = False
         self.is_torn = False  # its last write is
+        self.was_troubled = False  # a call of it failed
         self.frozen_until = 0.0
-        self.parked: list[tuple[Task, int]] = []  # its threads meanwhile, each with its token
+        self.parked: list[
+            tuple[GreenThread, int]
+        ] = []  # its threads meanwhile, each with its token
         self.frozen_seconds = 0.0
         self.last_frozen = -1e9
         self.ended = 0.0
@@ -87,9 +109,9 @@ class Process:
         self.opened: dict[str, float] = {}  # files: when it opened them last
         self.late: dict[str, set[str]] = {}  # by the task: its files, done before it was claimed
         self._run = run
-        task = Task(world.scheduler, self, self._main)
-        self.tasks = [task]
-        world.scheduler.begin(task)
+        thread = GreenThread(world.scheduler, self, self._main)
+        self.threads = [thread]
+        world.scheduler.begin(thread)
         world.scheduler.living += 1
 
     def __str__(self) -> str:
@@ -136,12 +158,13 @@ class Process:
             return
         self.frozen_seconds -= self.frozen_until - until
         self.frozen_until = self.last_frozen = until
-        for task, token in self.parked:
-            scheduler.wake_at(until, task, token)
+        for thread, token in self.parked:
+            scheduler.wake_at(until, thread, token)
         self.parked.clear()
 
     def open(self, node: Node, path: str, can_write: bool) -> int:
         fd = self.next_fd
         self.next_fd += 1
-        self.fds[fd] = Handle(node, path, can_write)
+        known = bytes(node.data) if self.machine.cache_seconds else None
+        self.fds[fd] = Handle(node, path, can_write, known)
         return fd

@@ -213,7 +213,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "ends-without-a-claim": Mutation(
         JOB,
-        "            with folder.leases.hold_when_free(ENDING, self._tell_of_the_end):\n",
+        "            with folder.leases.hold_when_free(ENDING, WHY_ENDING):\n",
         "            if True:\n",
         "several end the work at once",
         within=4000,

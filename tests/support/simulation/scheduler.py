@@ -25,11 +25,11 @@ class Violation(Exception):  # noqa: N818
     """What must never be was seen."""
 
 
-class Task(greenlet):
+class GreenThread(greenlet):
     """One thread of a simulated process."""
 
     def __init__(self, scheduler: Scheduler, process: Any, run: Callable[[], None]) -> None:
-        super().__init__(run, parent=scheduler.hub)
+        super().__init__(run, parent=scheduler.loop)
         self.scheduler = scheduler
         self.process = process
         self.token = 0  # of the wait that a timer would end
@@ -54,7 +54,7 @@ class Scheduler:
         self.hasty = hasty
         self.naps = naps
         self.step_seconds = step_seconds
-        self.hub = getcurrent()
+        self.loop = getcurrent()
         self.on_step: Callable[[Any, str, str], None] = lambda process, call, subject: None
         self.is_noted = False
         self.trace: list[str] = []
@@ -62,8 +62,8 @@ class Scheduler:
         self.broken = ""  # the first promise that was
         self._hash = hashlib.blake2b(digest_size=16)
         self._random = chance.random
-        self._ready: list[Task] = []
-        self._timers: list[tuple[float, int, Task, int]] = []
+        self._ready: list[GreenThread] = []
+        self._timers: list[tuple[float, int, GreenThread, int]] = []
         self._count = 0
 
     @property
@@ -74,8 +74,8 @@ class Scheduler:
         self._count += 1
         return self._count
 
-    def begin(self, task: Task) -> None:
-        self._ready.append(task)
+    def begin(self, thread: GreenThread) -> None:
+        self._ready.append(thread)
 
     def note(self, process: Any, call: str, subject: str) -> None:
         """Add a line to the trace, where it is wanted."""
@@ -105,45 +105,45 @@ class Scheduler:
             self.block(min(LONGEST_NAP, self.chance.choice(NAPS) * self.step_seconds))
         if process.is_over or process.frozen_until > self.now or self._random() >= self.hasty:
             self._ready.append(getcurrent())
-            self.hub.switch()
+            self.loop.switch()
             if process.is_over:
                 raise GreenletExit
 
     def block(self, seconds: float | None = None) -> bool:
         """Wait for `wake`; False where the seconds passed before."""
-        task = getcurrent()
-        if task.process.is_over:
+        thread = getcurrent()
+        if thread.process.is_over:
             raise GreenletExit
-        task.token += 1
-        task.is_woken = task.is_due = False
+        thread.token += 1
+        thread.is_woken = thread.is_due = False
         if seconds is not None:
-            self.wake_at(self.now + max(0.0, seconds), task, task.token)
-        self.hub.switch()
-        if task.process.is_over:
+            self.wake_at(self.now + max(0.0, seconds), thread, thread.token)
+        self.loop.switch()
+        if thread.process.is_over:
             raise GreenletExit
-        return task.is_woken
+        return thread.is_woken
 
-    def wake(self, task: Task) -> None:
-        task.is_woken = True
-        if not task.is_due:  # else its seconds have just passed, and it goes on anyway
-            task.token += 1
-            task.is_due = True
-            self._ready.append(task)
+    def wake(self, thread: GreenThread) -> None:
+        thread.is_woken = True
+        if not thread.is_due:  # else its seconds have just passed, and it goes on anyway
+            thread.token += 1
+            thread.is_due = True
+            self._ready.append(thread)
 
-    def wake_at(self, when: float, task: Task, token: int) -> None:
+    def wake_at(self, when: float, thread: GreenThread, token: int) -> None:
         """Wake a thread then, unless the wait of that token has ended before."""
         self._count += 1
-        heappush(self._timers, (when, self._count, task, token))
+        heappush(self._timers, (when, self._count, thread, token))
 
     def run(self) -> None:
         """Run threads until every process is over."""
         while self.living:
             while self._timers and self._timers[0][0] <= self.now:
-                _, _, task, token = heappop(self._timers)
-                if task.token == token:
-                    task.token += 1
-                    task.is_due = True
-                    self._ready.append(task)
+                _, _, thread, token = heappop(self._timers)
+                if thread.token == token:
+                    thread.token += 1
+                    thread.is_due = True
+                    self._ready.append(thread)
             if not self._ready:
                 if not self._timers or self._timers[0][0] > MOST_SECONDS:
                     raise Violation("everything waits, and nothing will end it")
@@ -151,26 +151,26 @@ class Scheduler:
                 continue
             # The last takes the place of the one that runs.
             place = int(self._random() * len(self._ready))
-            task = self._ready[place]
+            thread = self._ready[place]
             self._ready[place] = self._ready[-1]
             self._ready.pop()
-            process = task.process
-            if task.dead or process.is_over:
+            process = thread.process
+            if thread.dead or process.is_over:
                 continue
             if process.frozen_until > self.now:
-                task.token += 1
-                process.parked.append((task, task.token))
-                self.wake_at(process.frozen_until, task, task.token)
+                thread.token += 1
+                process.parked.append((thread, thread.token))
+                self.wake_at(process.frozen_until, thread, thread.token)
                 continue
-            task.switch()
+            thread.switch()
             if self.broken:
                 raise Violation(self.broken)
 
-    def forget(self, tasks: list[Task]) -> None:
+    def forget(self, threads: list[GreenThread]) -> None:
         """Unwind threads that never run again; whatever they call ends them."""
-        for task in tasks:
-            while not task.dead:
-                task.throw(GreenletExit)
+        for thread in threads:
+            while not thread.dead:
+                thread.throw(GreenletExit)
 
 
 class Lock:
@@ -179,7 +179,7 @@ class Lock:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._is_held = False
-        self._waiting: deque[Task] = deque()
+        self._waiting: deque[GreenThread] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not self._is_held:
@@ -187,12 +187,12 @@ class Lock:
             return True
         if not blocking or timeout == 0:
             return False
-        task = getcurrent()
-        self._waiting.append(task)
+        thread = getcurrent()
+        self._waiting.append(thread)
         # Whoever releases it hands it on: it stays held.
         is_handed = self._scheduler.block(None if timeout < 0 else timeout)
         if not is_handed:
-            self._waiting.remove(task)
+            self._waiting.remove(thread)
         return is_handed
 
     def release(self) -> None:
@@ -261,7 +261,7 @@ class SimpleQueue:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._items: deque[Any] = deque()
-        self._waiting: deque[Task] = deque()
+        self._waiting: deque[GreenThread] = deque()
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         self._items.append(item)
@@ -307,17 +307,17 @@ class Thread:
         self._call = target, args, kwargs or {}
         self._number = getcurrent().scheduler.next_number()
         self._over = False
-        self._task: Task | None = None
-        self._waiting: list[Task] = []
+        self._green: GreenThread | None = None
+        self._waiting: list[GreenThread] = []
 
     def __hash__(self) -> int:
         return self._number  # pools keep sets of threads, in the order of their addresses else
 
     def start(self) -> None:
         parent = getcurrent()
-        self._task = Task(parent.scheduler, parent.process, self._run)
-        parent.process.tasks.append(self._task)
-        parent.scheduler.begin(self._task)
+        self._green = GreenThread(parent.scheduler, parent.process, self._run)
+        parent.process.threads.append(self._green)
+        parent.scheduler.begin(self._green)
 
     def _run(self) -> None:
         target, args, kwargs = self._call
@@ -332,21 +332,21 @@ class Thread:
         finally:
             self._over = True
             self._call = None, (), {}
-            for task in self._waiting:
-                scheduler.wake(task)
+            for thread in self._waiting:
+                scheduler.wake(thread)
             self._waiting.clear()
 
     def join(self, timeout: float | None = None) -> None:
-        task = getcurrent()
-        if self._task is None or self._over or not isinstance(task, Task):
+        thread = getcurrent()
+        if self._green is None or self._over or not isinstance(thread, GreenThread):
             return
-        self._waiting.append(task)
-        if not task.scheduler.block(timeout):
-            self._waiting.remove(task)
+        self._waiting.append(thread)
+        if not thread.scheduler.block(timeout):
+            self._waiting.remove(thread)
 
     def is_alive(self) -> bool:
-        return self._task is not None and not self._over
+        return self._green is not None and not self._over
 
     @property
     def ident(self) -> int | None:
-        return id(self._task) if self._task else None
+        return id(self._green) if self._green else None

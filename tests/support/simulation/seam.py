@@ -33,7 +33,7 @@ from huggingface_hub import HfApi
 import fp4convert.storage.hub.http
 from simulation import hub, scheduler
 from simulation.machines import FIRST_FD
-from simulation.scheduler import Task
+from simulation.scheduler import GreenThread
 from simulation.streams import PROC, open_stream
 from simulation.system import ROOT
 
@@ -61,11 +61,11 @@ def _is_ours(path: Any) -> bool:
 
 def _by_path(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(path: Any = ".", *arguments: Any, **options: Any) -> Any:
-        task = getcurrent()
-        if type(task) is Task and _is_ours(path):
+        thread = getcurrent()
+        if type(thread) is GreenThread and _is_ours(path):
             place = path if isinstance(path, int) else _clean(os.fspath(path))
-            files = task.process.world.files
-            return getattr(files, name)(task.process, place, *arguments, **options)
+            files = thread.process.world.files
+            return getattr(files, name)(thread.process, place, *arguments, **options)
         return real(path, *arguments, **options)
 
     return call
@@ -73,9 +73,9 @@ def _by_path(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _by_fd(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(fd: int, *arguments: Any) -> Any:
-        task = getcurrent()
-        if fd >= FIRST_FD and type(task) is Task:
-            return getattr(task.process.world.files, name)(task.process, fd, *arguments)
+        thread = getcurrent()
+        if fd >= FIRST_FD and type(thread) is GreenThread:
+            return getattr(thread.process.world.files, name)(thread.process, fd, *arguments)
         return real(fd, *arguments)
 
     return call
@@ -86,46 +86,46 @@ def _clean(path: str) -> str:
     return os.path.normpath(path)
 
 
-def _inside(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+def _simulated(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
     """Call the one in simulated threads, with the thread first, and the other elsewhere."""
 
     def call(*arguments: Any, **options: Any) -> Any:
-        task = getcurrent()
-        if type(task) is Task:
-            return simulated(task, *arguments, **options)
+        thread = getcurrent()
+        if type(thread) is GreenThread:
+            return simulated(thread, *arguments, **options)
         return real(*arguments, **options)
 
     return call
 
 
-def _kill(task: Task, process: int, number: int) -> None:
-    if process not in task.process.world.living(task.process.machine):
+def _kill(thread: GreenThread, process: int, number: int) -> None:
+    if process not in thread.process.world.living(thread.process.machine):
         raise ProcessLookupError
 
 
-def _monotonic(task: Task) -> float:
-    task.scheduler.step(task.process, "clock", "", 0)
-    return _now(task)
+def _monotonic(thread: GreenThread) -> float:
+    thread.scheduler.step(thread.process, "clock", "", 0)
+    return _now(thread)
 
 
-def _now(task: Task) -> float:
-    world, machine = task.process.world, task.process.machine
+def _now(thread: GreenThread) -> float:
+    world, machine = thread.process.world, thread.process.machine
     return machine.start_seconds + machine.tick * world.scheduler.now
 
 
-def _wall(task: Task) -> float:
-    return task.process.world.wall_seconds(task.process.machine)
+def _wall(thread: GreenThread) -> float:
+    return thread.process.world.wall_seconds(thread.process.machine)
 
 
-def _sleep(task: Task, seconds: float) -> None:
-    task.scheduler.note(task.process, "sleeps", f"{seconds:.4f}")
-    task.scheduler.block(seconds / task.process.machine.tick)
+def _sleep(thread: GreenThread, seconds: float) -> None:
+    thread.scheduler.note(thread.process, "sleeps", f"{seconds:.4f}")
+    thread.scheduler.block(seconds / thread.process.machine.tick)
 
 
 def _safe_open(real: Callable[..., Any], path: Any, *arguments: Any, **options: Any) -> Any:
     """Have the package safetensors read a copy of a simulated file in memory."""
-    task = getcurrent()
-    if type(task) is not Task or not _is_ours(path):
+    thread = getcurrent()
+    if type(thread) is not GreenThread or not _is_ours(path):
         return real(path, *arguments, **options)
     with open(path, "rb") as stream:
         data = stream.read()
@@ -137,16 +137,18 @@ def _safe_open(real: Callable[..., Any], path: Any, *arguments: Any, **options: 
         os.close(fd)
 
 
-def _map(task: Task, fd: int, *_: object, **__: object) -> bytes:
-    return task.process.world.files.map(task.process, fd)
+def _map(thread: GreenThread, fd: int, *_: object, **__: object) -> bytes:
+    return thread.process.world.files.map(thread.process, fd)
 
 
 def _open(real: Callable[..., Any]) -> Callable[..., Any]:
     def call(path: Any, *arguments: Any, **options: Any) -> Any:
-        task = getcurrent()
-        if type(task) is Task and _is_ours(path):
+        thread = getcurrent()
+        if type(thread) is GreenThread and _is_ours(path):
             place = path if isinstance(path, int) else _clean(os.fspath(path))
-            return open_stream(task.process.world.files, task.process, place, *arguments, **options)
+            return open_stream(
+                thread.process.world.files, thread.process, place, *arguments, **options
+            )
         return real(path, *arguments, **options)
 
     return call
@@ -154,10 +156,10 @@ def _open(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rmtree(real: Callable[..., Any]) -> Callable[..., Any]:
     def call(path: Any, ignore_errors: bool = False, **options: Any) -> Any:
-        task = getcurrent()
-        if type(task) is Task and _is_ours(path):
-            files = task.process.world.files
-            return files.rmtree(task.process, _clean(os.fspath(path)), ignore_errors)
+        thread = getcurrent()
+        if type(thread) is GreenThread and _is_ours(path):
+            files = thread.process.world.files
+            return files.rmtree(thread.process, _clean(os.fspath(path)), ignore_errors)
         return real(path, ignore_errors, **options)
 
     return call
@@ -165,7 +167,7 @@ def _rmtree(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _realpath(real: Callable[..., Any]) -> Callable[..., Any]:
     def call(path: Any, **options: Any) -> Any:
-        if type(getcurrent()) is Task and _is_ours(path):  # there are no links
+        if type(getcurrent()) is GreenThread and _is_ours(path):  # there are no links
             return _clean(os.fspath(path))
         return real(path, **options)
 
@@ -177,19 +179,19 @@ def _substitutes() -> Iterator[tuple[Any, str, Any]]:
         yield os, name, _by_path(name, getattr(os, name))
     for name in BY_FD:
         yield os, name, _by_fd(name, getattr(os, name))
-    of_process: dict[str, Callable[[Task], Any]] = {
-        "getpid": lambda task: task.process.number,
-        "urandom": lambda task, count: task.process.world.chance.randbytes(count),
+    of_process: dict[str, Callable[[GreenThread], Any]] = {
+        "getpid": lambda thread: thread.process.number,
+        "urandom": lambda thread, count: thread.process.world.chance.randbytes(count),
         "kill": _kill,
-        "sched_getaffinity": lambda task, _: PROCESSORS,
+        "sched_getaffinity": lambda thread, _: PROCESSORS,
     }
     for name, simulated in of_process.items():
-        yield os, name, _inside(simulated, getattr(os, name))
+        yield os, name, _simulated(simulated, getattr(os, name))
     clocks = {"monotonic": _monotonic, "perf_counter": _monotonic, "time": _wall, "sleep": _sleep}
     for name, simulated in clocks.items():
-        yield time, name, _inside(simulated, getattr(time, name))
+        yield time, name, _simulated(simulated, getattr(time, name))
     # Threads that wait look at the clock with locks in their hands: nobody else gets his turn.
-    yield threading, "_time", _inside(_now, time.monotonic)
+    yield threading, "_time", _simulated(_now, time.monotonic)
     # One for all pools of a real process; simulated ones do not share it.
     yield concurrent.futures.thread, "_global_shutdown_lock", nullcontext()
     for place, name in (
@@ -203,32 +205,36 @@ def _substitutes() -> Iterator[tuple[Any, str, Any]]:
             yield (
                 place,
                 name,
-                _inside(lambda task, *a, made=made, **k: made(*a, **k), getattr(place, name)),
+                _simulated(lambda thread, *a, made=made, **k: made(*a, **k), getattr(place, name)),
             )
         else:
             yield (
                 place,
                 name,
-                _inside(lambda task, made=made: made(task.scheduler), getattr(place, name)),
+                _simulated(lambda thread, made=made: made(thread.scheduler), getattr(place, name)),
             )
     yield (
         threading,
         "_allocate_lock",
-        _inside(lambda task: scheduler.Lock(task.scheduler), threading._allocate_lock),
+        _simulated(lambda thread: scheduler.Lock(thread.scheduler), threading._allocate_lock),
     )
     yield concurrent.futures.Future, "__hash__", _hash_of
     yield io, "open", _open(io.open)
     yield builtins, "open", _open(builtins.open)
     yield shutil, "rmtree", _rmtree(shutil.rmtree)
     yield os.path, "realpath", _realpath(os.path.realpath)
-    yield mmap, "mmap", _inside(_map, mmap.mmap)
-    yield platform, "node", _inside(lambda task: task.process.machine.host, platform.node)
+    yield mmap, "mmap", _simulated(_map, mmap.mmap)
+    yield platform, "node", _simulated(lambda thread: thread.process.machine.host, platform.node)
     for name in hub.CALLS:
-        yield HfApi, name, _inside(hub.answered(name), getattr(HfApi, name))
+        yield HfApi, name, _simulated(hub.answered(name), getattr(HfApi, name))
     name = "post_lfs_batch_info"
-    yield huggingface_hub.lfs, name, _inside(hub.answered(name), getattr(huggingface_hub.lfs, name))
+    yield (
+        huggingface_hub.lfs,
+        name,
+        _simulated(hub.answered(name), getattr(huggingface_hub.lfs, name)),
+    )
     reader = fp4convert.storage.hub.http.RangeReader
-    yield fp4convert.storage.hub.http, "RangeReader", _inside(hub.Ranges, reader)
+    yield fp4convert.storage.hub.http, "RangeReader", _simulated(hub.Ranges, reader)
     real_open = safetensors.safe_open
     yield safetensors, "safe_open", lambda *a, **k: _safe_open(real_open, *a, **k)
     real_version = cache(importlib.metadata.version)
@@ -237,10 +243,10 @@ def _substitutes() -> Iterator[tuple[Any, str, Any]]:
 
 def _hash_of(future: Any) -> int:
     """Return a number of a future that does not depend on where it lies in memory."""
-    task = getcurrent()
-    if type(task) is not Task:
+    thread = getcurrent()
+    if type(thread) is not GreenThread:
         return object.__hash__(future)
-    number: int = vars(future).setdefault("_number", task.scheduler.next_number())
+    number: int = vars(future).setdefault("_number", thread.scheduler.next_number())
     return number
 
 

@@ -235,7 +235,15 @@ class Files:
         self._check_stale(process, handle)
         if handle.node.is_folder:
             raise refuse(errno.EISDIR, handle.path)
-        return bytes(handle.node.data[place : place + nbytes])
+        return bytes(self._read_by(process, handle)[place : place + nbytes])
+
+    @staticmethod
+    def _read_by(process: Process, handle: Handle) -> bytes | bytearray:
+        """Return what a machine reads: what others wrote after it opened the file, or not."""
+        node, known = handle.node, handle.known
+        if known is None or node.writer is process.machine or node.data == known:
+            return node.data
+        return known if process.world.chance.random() < 0.5 else node.data
 
     @staticmethod
     def some(process: Process, nbytes: int) -> int:
@@ -314,6 +322,7 @@ class Files:
 
     def _stamp(self, process: Process, node: Node) -> None:
         node.written_ns = node.changed_ns = process.world.file_time(process.machine)
+        node.writer = process.machine
 
     def _touch(self, process: Process, folder: Node) -> None:
         self._stamp(process, folder)
@@ -423,4 +432,4 @@ class Files:
     def map(self, process: Process, fd: int) -> Mapped:
         handle = self.handle(process, fd)
         self._begin(process, "read", handle.path)
-        return Mapped(handle.node.data)
+        return Mapped(self._read_by(process, handle))

@@ -17,7 +17,7 @@ from simulation.checkpoint import Wanted, converts, part, pushes, put_source
 from simulation.disk import Disk, Node
 from simulation.hub import Hub
 from simulation.invariants import REPORT, SOURCE, STATE, WEIGHTS, Rules
-from simulation.machines import Machine, Process
+from simulation.machines import Machine, Process, Trouble
 from simulation.scheduler import Scheduler, Violation
 from simulation.system import NS, Files
 
@@ -25,6 +25,8 @@ YEAR = 365 * 86400.0
 EPOCH = 1.7e9  # the true time at which every world begins
 STEPS = 900  # of one process that works alone: faults come in so many, for each
 MERGES = ("unfinished", "no-plan", "damaged")  # what it may say where nobody else works
+READS = ("read", "look")  # they change nothing: a lost reply is a failure
+CALM_SECONDS = 0.05  # calls that take no longer keep no process from renewing its claims
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TROUBLES: dict[str, tuple[int, ...]] = {
     "create": (*FULL, errno.EIO, errno.EACCES, errno.EROFS),
@@ -38,19 +40,6 @@ TROUBLES: dict[str, tuple[int, ...]] = {
     "read": (errno.EIO, errno.ESTALE),
     "look": (errno.EIO, errno.ESTALE),
 }
-
-
-@dataclass
-class Trouble:
-    """A call that fails: of which kind, by which error, how often.
-
-    is_done  it is done all the same: the reply was lost
-    """
-
-    kind: str
-    number: int
-    left: int
-    is_done: bool
 
 
 @dataclass
@@ -111,17 +100,17 @@ class World:
         self.processes: list[Process] = []
         self.faults: list[tuple[int, Callable[[Process], None]]] = []
         self.troubles: list[Trouble] = []
-        self.was_troubled = False
+        self.was_full = False
         self.was_blind = False  # a call failed by which one sees what others did
         self.has_faults = False
         self.was_crowded = False  # several at once, of which --no-keep lets one work
         self.harmed: set[str] = set()
         self.outcomes: dict[str, int] = {}
 
-    @property
-    def is_calm(self) -> bool:
-        """Tell whether calls are fast, and none has failed."""
-        return self.scheduler.step_seconds < 0.005 and not self.was_troubled
+    def is_calm(self, *processes: Process) -> bool:
+        """Tell whether calls are fast, and none of these processes' has failed."""
+        was_troubled = self.was_full or any(each.was_troubled for each in processes)
+        return self.scheduler.step_seconds < CALM_SECONDS and not was_troubled
 
     # Machines and their clocks.
 
@@ -182,7 +171,7 @@ class World:
         for trouble in self.troubles:
             if trouble.kind == kind and trouble.left and not process.is_over:
                 trouble.left -= 1
-                self.was_troubled = True
+                process.was_troubled = True
                 self.was_blind |= kind in ("open", "read", "look")
                 self.scheduler.note(process, "fails", errno.errorcode[trouble.number])
                 return trouble
@@ -214,13 +203,13 @@ class World:
     def _fail(self, process: Process) -> None:
         kind = self.chance.choice((*TROUBLES, "flush", "flush"))  # what matters most
         number = self.chance.choice(TROUBLES[kind])
-        is_done = self.is_network and self.chance.random() < 0.3
+        is_done = self.is_network and self.chance.random() < 0.3 and kind not in READS
         left = self.chance.choice((1, 1, 2, 10, 1000))
         self.troubles.append(Trouble(kind, number, left, is_done))
 
     def _fill_disk(self, process: Process) -> None:
         self.disk.free_nbytes = self.chance.randrange(4000)
-        self.was_troubled = True
+        self.was_full = True
 
     def _cut_power(self, process: Process) -> None:
         """End everything; or on a network, at times, one machine alone."""
@@ -301,8 +290,8 @@ class World:
         """Run until every process is over."""
         self.scheduler.run()
         for process in self.processes:
-            self.scheduler.forget(process.tasks)
-            process.tasks.clear()
+            self.scheduler.forget(process.threads)
+            process.threads.clear()
         for process in self.processes:
             self._judge(process)
         self.processes.clear()
@@ -402,7 +391,7 @@ class World:
             self.scheduler.now += self.chance.choice((0.0, 1.0, 100.0))
             self._meddle()
         # The last run.
-        self.was_troubled = False
+        self.was_full = False
         self.scheduler.step_seconds = 0.0005
         name = self.plans[-1]
         self.scheduler.now += 100.0 if self.is_network else 0.0  # what was cached is old
@@ -449,7 +438,7 @@ class World:
         finally:
             for process in self.processes:
                 process.end("unwound")
-                self.scheduler.forget(process.tasks)
+                self.scheduler.forget(process.threads)
         return Verdict(
             self.seed,
             self.scheduler.trace_hash,
