@@ -233,7 +233,7 @@ def merge(options: MergeOptions) -> dict[str, Any]:
     Returns  what `merge --json` prints
     Raises   InputError where it holds no plan; OutputError where a shard is missing or damaged
     """
-    return finish.merge(Path(options.output), options.phases or Phases())
+    return finish.merge(Path(options.output), options.phases or Phases(), options.tell)
 
 
 def _warn(options: WorkOptions, warnings: Iterable[str], settings: Settings) -> None:

@@ -23,7 +23,7 @@ from fp4convert.conversion.options import (
     SourceArgument,
     Statistics,
 )
-from fp4convert.conversion.work_options import DEVICES, AccessOptions, DeviceOptions, Force
+from fp4convert.conversion.work_options import DEVICES, AccessOptions, DeviceOptions, Force, ignore
 from fp4convert.numerics.formats import GRAMS
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import (
@@ -512,6 +512,7 @@ class MergeOptions:
     ]
     _: KW_ONLY
     phases: Phases | None = None
+    tell: Callable[[str], None] = ignore
 
 
 def as_path(file: Reference | None) -> Path | None:

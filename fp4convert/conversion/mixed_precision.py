@@ -190,6 +190,7 @@ def _measure(
         may_write,
         options.workers,
         phases,
+        options.tell,
     )
     losses = measure(bench, candidates)
     nbytes = sum(candidate.nbytes for candidate in candidates)

@@ -23,7 +23,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -108,6 +108,7 @@ class Bench:
     is_kept: bool = True
     workers: int = 0
     phases: Phases = field(default_factory=Phases)
+    tell: Callable[[str], None] = lambda line: None
 
 
 def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
@@ -139,6 +140,9 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
                     del left[key]
             return list(left)
 
+        def tell_whom(keys: list[str]) -> None:
+            bench.tell(f"waiting for {len(keys)} shards that other processes measure")
+
         def measure_free(keys: list[str]) -> bool:
             before = len(left)
             if leases:
@@ -157,7 +161,7 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
                     leases.drop(key)
             return len(left) < before
 
-        do_together(find_left, measure_free)
+        do_together(find_left, measure_free, tell_whom)
     if unsound:
         raise summarize(list(unsound.values()))
     return {candidate.linear.module: found[candidate.linear.module] for candidate in candidates}

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from fp4convert.storage.disk import SHA256_DIGITS, Mark, hash_file, is_sealed, w
 from fp4convert.storage.json_text import as_text
 
 ENDING = "end"  # the lease of whoever ends the conversion
+WHY_ENDING = "checks what is written, and ends the work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +200,14 @@ def ended_meanwhile(folder: OutputFolder, before: Mark | None) -> Ending | None:
     return _ending(folder, files)
 
 
-def merge(root: Path, phases: Phases) -> dict[str, object]:
+def merge(
+    root: Path, phases: Phases, tell: Callable[[str], None] = lambda line: None
+) -> dict[str, object]:
     """End a conversion whose every task is done, and describe it.
 
     It does not matter by which processes and in which folders they were done.
 
+    tell  gets a line where another process is waited for
     Returns  the document of `merge`
     Raises  InputError where the folder is not begun, OutputError where a shard is missing or is not
             what was written
@@ -217,7 +221,10 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
             found = f"{root}: {'a file' if root.exists() else 'no such folder'}"
         detail = f"{found}; expected the output of quantize or prune"
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
-    with entered(root, manifest) as folder, folder.leases.hold_when_free(ENDING):
+    with (
+        entered(root, manifest, tell) as folder,
+        folder.leases.hold_when_free(ENDING, WHY_ENDING),
+    ):
         if missing := [file for task in folder.missing() for file in task.files]:
             detail = f"{root}: {len(missing)} of {len(manifest.files)} files are not written yet"
             workers = folder.leases.others()

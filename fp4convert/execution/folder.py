@@ -408,7 +408,7 @@ class OutputFolder:
 
         more_nbytes  written to the same disk beside what the plan writes
         """
-        with write_errors_at(self.root), self.leases.hold_when_free(PLANNING):
+        with write_errors_at(self.root), self.leases.hold_when_free(PLANNING, "begins here"):
             # Has a network file system ask its server: that no plan was there may be old news.
             os.utime(self.state)
             old = read_manifest(self.root)
@@ -495,17 +495,22 @@ def open_output(
     with write_errors_at(root):
         if not (root / PLAN_FILE).exists():
             check_output(root, manifest, settings, more_nbytes)
-    with entered(root, manifest) as folder:
+    with entered(root, manifest, settings.tell) as folder:
         folder.on_named, folder.elsewhere = settings.on_named, settings.elsewhere
         folder.begin(settings, more_nbytes)
         yield folder
 
 
 @contextmanager
-def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
-    """Enter a folder of ours, among those that work in it."""
+def entered(
+    root: Path, manifest: Manifest, tell: Callable[[str], None] = lambda line: None
+) -> Iterator[OutputFolder]:
+    """Enter a folder of ours, among those that work in it.
+
+    tell  gets a line where another process is waited for
+    """
     refuse_all_links(root, manifest)
-    leases = Leases(root / STATE / "claims", work=manifest.plan_id)
+    leases = Leases(root / STATE / "claims", work=manifest.plan_id, tell=tell)
     folder = OutputFolder(root, manifest, leases)
     try:  # whatever stops the process from here on, its leases are given back
         leases.__enter__()

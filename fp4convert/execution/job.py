@@ -24,6 +24,7 @@ from fp4convert.errors import CORRUPT, InputError, NumericError, OutputError, So
 from fp4convert.execution import output_check
 from fp4convert.execution.finish import (
     ENDING,
+    WHY_ENDING,
     Ending,
     ended_meanwhile,
     find_disputes,
@@ -276,7 +277,7 @@ class _Run:
             if self._settings.share is not None:
                 return None
             # One process at a time checks the whole: it ends it, or has what is harmed done again.
-            with folder.leases.hold_when_free(ENDING, self._tell_of_the_end):
+            with folder.leases.hold_when_free(ENDING, WHY_ENDING):
                 if ending := ended_meanwhile(folder, self._mark):
                     return ending
                 if not folder.missing() and not self._forget_harmed():
@@ -381,9 +382,6 @@ class _Run:
             self._settings.tell(
                 f"waiting for {len(left)} tasks of {len(others)} other processes, the first {file}"
             )
-
-    def _tell_of_the_end(self) -> None:
-        self._settings.tell("another process checks what is written, and ends the work: waiting")
 
     def _forget_harmed(self) -> bool:
         """Have tasks done again that are harmed or disputed; False without any.

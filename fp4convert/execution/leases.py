@@ -50,6 +50,7 @@ class Leases:
 
     name  of this process: host, process number, and a word that no other has
     work  what it does there, in a word that those who do the same have too
+    tell  gets a line where it has to wait for long
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class Leases:
         lease_seconds: float = LEASE_SECONDS,
         beat_seconds: float = BEAT_SECONDS,
         work: str = "",
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._folder = folder
         self._work = work
+        self._tell = tell
         self._lease_seconds = lease_seconds
         self._beat_seconds = beat_seconds
         self._me = _describe_self()
@@ -133,16 +136,16 @@ class Leases:
         self._made.discard(lease)
 
     @contextmanager
-    def hold_when_free(self, lease: str, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def hold_when_free(self, lease: str, why: str) -> Iterator[None]:
         """Hold a lease as soon as nobody else does.
 
-        tell  is called once, when that takes long
+        why  is told when that takes long: what the other process does
         """
         pauses, is_told = _pauses(), False
         while not self.take(lease):
             seconds = next(pauses)
             if seconds == LONGEST_SECONDS and not is_told:
-                tell()
+                self._tell(f"waiting for another process, which {why}")
                 is_told = True
             time.sleep(seconds)
         try:
@@ -170,6 +173,7 @@ class Leases:
         Of another host's process nobody knows at first whether it lives: it is watched until that
         shows, for the seconds that a lease lasts at most.
         """
+        is_told = False
         while True:
             strangers, sure = [], []
             for name in self.others():
@@ -180,6 +184,10 @@ class Leases:
                         sure.append(name)
             if sure or not strangers:
                 return sure
+            if not is_told:
+                words = "works here for another plan, or is dead: waiting up to"
+                self._tell(f"{strangers[0]} {words} {self._lease_seconds:.0f} s to see")
+                is_told = True
             time.sleep(WAIT_SECONDS)
 
     def _judge(self, lease: str) -> tuple[bool, Owner | None]:
