@@ -73,16 +73,17 @@ void transpose_4(const uint32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, 
 #define TO_FP8(d, t)                                                        \
     {                                                                       \
         const int64_t grid[5] = {4, n / 4, 1, 32, 0};                       \
-        float *ones = malloc(n / 8);                                        \
-        uint32_t *bits = calloc(n / 32, 4);                                 \
-        double *costs = calloc(n / 32, 8);                                  \
-        for (int64_t i = 0; i < n / 32; i++) ones[i] = 1.0f;                \
+        const int64_t blocks = 4 * ((n / 4 + 31) / 32);                     \
+        float *ones = malloc(4 * blocks);                                   \
+        uint32_t *bits = calloc(blocks, 4);                                 \
+        double *costs = calloc(blocks, 8);                                  \
+        for (int64_t i = 0; i < blocks; i++) ones[i] = 1.0f;                \
         grid_amax_##d(d, grid, bits);                                       \
-        fwrite(bits, 4, n / 32, out);                                       \
+        fwrite(bits, 4, blocks, out);                                       \
         quantize_fp8_##d(d, ones, grid, codes);                             \
         fwrite(codes, 1, n, out);                                           \
         fp8_costs_##d(d, ones, grid, costs);                                \
-        fwrite(costs, 8, n / 32, out);                                      \
+        fwrite(costs, 8, blocks, out);                                      \
         free(ones), free(bits), free(costs);                                \
     }
 

@@ -1,4 +1,6 @@
-"""The NEON build of the kernels, run by an emulator, gives the bytes of the reference codec."""
+"""Kernels called from C give the bytes of the reference codec: the installed library, and that for
+ARM64, with NEON, run by an emulator.
+"""
 
 import re
 import shutil
@@ -12,15 +14,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from adversarial import scattered_importance
-from paths import ROOT
+from paths import ROOT, SUPPORT
 
 from fp4convert.numerics import codec, fp8_int
 from fp4convert.numerics.error_sums import compare, compare_values, count_codes
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.fp8_int import Grid
 from fp4convert.numerics.matrices import Matrix, Quantized
+from fp4convert.process import cpu_library
 
-pytestmark = pytest.mark.system
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 FLAGS = [
     "-std=gnu11",
@@ -45,11 +47,19 @@ def leveled_kernels() -> list[str]:
     return names.split()
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", params=["host", pytest.param("aarch64", marks=pytest.mark.system)])
+def command(request, tmp_path_factory) -> list[str | Path]:
+    """What runs run_kernels.c, with the installed library or with the emulator."""
+    folder = tmp_path_factory.mktemp(request.param)
+    main, made = SUPPORT / "run_kernels.c", folder / "run"
+    if request.param == "host":
+        library = Path(cpu_library()._name)
+        subprocess.run(
+            ["cc", main, library, f"-Wl,-rpath,{library.parent}", "-o", made], check=True
+        )
+        return [made]
     for tool in (COMPILER, EMULATOR):
         assert shutil.which(tool), f"{tool} is missing: make system installs it"
-    folder = tmp_path_factory.mktemp("neon")
     sources = {**{name: ["-DFP4_LEVEL=0"] for name in leveled_kernels()}, "cpu.c": []}
     for name, defines in sources.items():
         subprocess.run(
@@ -57,11 +67,8 @@ def program(tmp_path_factory) -> Path:
             check=True,
         )
     objects = [folder / f"{name}.o" for name in sources]
-    subprocess.run(
-        [COMPILER, *FLAGS, ROOT / "tests" / "run_kernels.c", *objects, "-o", folder / "run"],
-        check=True,
-    )
-    return folder / "run"
+    subprocess.run([COMPILER, *FLAGS, main, *objects, "-o", made], check=True)
+    return [EMULATOR, made]
 
 
 def inputs(seed: int) -> dict[str, np.ndarray]:
@@ -110,7 +117,7 @@ def expected_bytes(x: dict[str, np.ndarray]) -> bytes:
 def expected_of_fp8(x: dict[str, np.ndarray]) -> Iterator[bytes]:
     for kind, dtype in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
         rows = Matrix(x[kind].view(np.uint8).data, dtype, (4, COLUMNS // 4))
-        grid = Grid(np.zeros((4, COLUMNS // 128), np.float32), (1, 32))
+        grid = Grid(np.zeros((4, -(-COLUMNS // 128)), np.float32), (1, 32))
         fp8_int.grid_amax(rows, grid)
         yield grid.scales.tobytes()
         ones = Grid(np.ones_like(grid.scales), (1, 32))
@@ -174,7 +181,7 @@ def expected_of_comparisons(wide: np.ndarray, against: np.ndarray) -> Iterator[b
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_neon_gives_the_codecs_bytes(program, tmp_path, seed):
+def test_every_kernel_gives_the_codecs_bytes(command, tmp_path, seed):
     x = inputs(seed)
     amax = [float(np.abs(values.astype(np.float32)).max()) for values in x.values()]
     weights = [codec.weigh(IMPORTANCE, COLUMNS, fmt).tobytes() for fmt in (NVFP4, MXFP4)]
@@ -184,6 +191,6 @@ def test_neon_gives_the_codecs_bytes(program, tmp_path, seed):
         + struct.pack("<3f", *amax)
     )
     (tmp_path / "in").write_bytes(b"".join([data, *weights]))
-    subprocess.run([EMULATOR, program, tmp_path / "in", tmp_path / "out"], check=True)
+    subprocess.run([*command, tmp_path / "in", tmp_path / "out"], check=True)
     with np.errstate(over="ignore"):
         assert (tmp_path / "out").read_bytes() == expected_bytes(x)
