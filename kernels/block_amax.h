@@ -60,20 +60,12 @@ INLINE void block_maxima16(const uint16_t *restrict x, int blocks, int width, ui
     }
 }
 
-/* words_of16: SIDE words of 16 bits in lanes of 32.
- * Conversions are exact, subnormals too, and compilers do not find them in the scalar form. */
+/* Conversions are exact, subnormals too, and compilers do not find them in the scalar form. */
 #if SIDE == 16
-INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm512_cvtepu16_epi32(LOAD(__m256i, x)); }
 INLINE f32s floats_fp16(const uint16_t *restrict x) { return (f32s)_mm512_cvtph_ps(LOAD(__m256i, x)); }
 #elif SIDE == 8
-INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
 INLINE f32s floats_fp16(const uint16_t *restrict x) { return (f32s)_mm256_cvtph_ps(LOAD(__m128i, x)); }
 #else
-#ifdef __SSE4_1__
-INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
-#else
-INLINE u32s words_of16(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(VECTOR(uint16_t, 8), x), u32s); }
-#endif
 INLINE f32s floats_fp16(const uint16_t *restrict x) { /* as fp4_from_finite_fp16 */
     u32s bits = words_of16(x);
     return (f32s)((u32s)((f32s)((bits & 0x7FFFu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);

@@ -60,7 +60,7 @@ DEFINE_TABLE(bf16)
 DEFINE_TABLE(fp16)
 
 INLINE void look_up16(const uint8_t *restrict packed, table16 t, uint16_t *restrict y) {
-    u16x8 pairs = __builtin_convertvector(LOAD(u8x8, packed), u16x8);
+    u16x8 pairs = words_of8(packed);
     u8x16 codes = (u8x16)((pairs | (pairs << 4)) & 0x0F0F);
     u8x16 low = LOOKUP(t.low, codes), high = LOOKUP(t.high, codes);
     STORE(y, SHUFFLE(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
@@ -85,10 +85,7 @@ INLINE void block_fp32(const uint8_t *restrict packed, float step, int width, fl
     uint16_t values[16];
     for (int k = 0; k < width; k += 16) {
         look_up16(packed + k / 2, exact, values);
-        for (int j = 0; j < 16; j += WIDTH / 4) {
-            u32v wide = __builtin_convertvector(LOAD(u16h, values + j), u32v) << 16;
-            STORE(y + k + j, (f32v)wide * step);
-        }
+        for (int j = 0; j < 16; j += SIDE) STORE(y + k + j, (f32s)(words_of16(values + j) << 16) * step);
     }
 }
 

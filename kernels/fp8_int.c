@@ -71,7 +71,7 @@ void NAME(amax_fp8)(const uint8_t *restrict codes, const float *restrict scales,
 INLINE void unpack4(const uint8_t *restrict packed, int64_t n, uint8_t *restrict codes) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        u16x8 pairs = __builtin_convertvector(LOAD(u8x8, packed + i / 2), u16x8);
+        u16x8 pairs = words_of8(packed + i / 2);
         STORE(codes + i, (pairs | (pairs << 4)) & 0x0F0F);
     }
     for (; i < n; i++) codes[i] = (packed[i / 2] >> (i % 2 * 4)) & 15;

@@ -35,7 +35,6 @@ typedef VECTOR(int32_t, WIDTH) i32v;
 typedef VECTOR(uint32_t, WIDTH) u32v;
 typedef VECTOR(uint8_t, WIDTH) u8v;
 typedef VECTOR(float, WIDTH) f32v;
-typedef VECTOR(uint16_t, WIDTH / 2) u16h; /* as many lanes as f32v */
 typedef VECTOR(float, 4 * SIDE) f32s;
 typedef VECTOR(int32_t, 4 * SIDE) i32s;
 typedef VECTOR(uint32_t, 4 * SIDE) u32s;
@@ -64,6 +63,22 @@ INLINE i32s lesser(i32s a, i32s b) {
     for (int l = 0; l < SIDE; l++) r[l] = a[l] < b[l] ? a[l] : b[l];
     return r;
 }
+#endif
+
+/* words_of16: SIDE words of 16 bits in lanes of 32; words_of8: eight bytes in lanes of 16.  gcc takes __builtin_convertvector apart. */
+#if SIDE == 16
+INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm512_cvtepu16_epi32(LOAD(__m256i, x)); }
+#elif SIDE == 8
+INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
+#elif defined(__SSE4_1__)
+INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
+#else
+INLINE u32s words_of16(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(VECTOR(uint16_t, 8), x), u32s); }
+#endif
+#ifdef __SSE4_1__
+INLINE u16x8 words_of8(const uint8_t *restrict x) { return (u16x8)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)x)); }
+#else
+INLINE u16x8 words_of8(const uint8_t *restrict x) { return __builtin_convertvector(LOAD(u8x8, x), u16x8); }
 #endif
 
 INLINE f32s all(float value) { return value - (f32s){0}; }
