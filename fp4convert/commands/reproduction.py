@@ -63,6 +63,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     def compare(path: Path, file: str, sha256: str) -> None:
         if file in (RECORD, *UNDIGESTED):
             return
+        differing.pop(file, None)  # it may have been made of what came damaged, and made again
         if expected.get(file) != sha256 or artifact.hash_of(file, sha256) != sha256:
             differing[file] = first_difference(path, folder / file) if folder else None
 
@@ -79,9 +80,9 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
             last = _carry_out(work, steps, settings, compare)
         found = read_ended_files(last)
         made = parse_json_object((last / RECORD).read_bytes(), RECORD)
-    differing |= dict.fromkeys(expected.keys() - found.keys())
-    differing |= dict.fromkeys(found.keys() - expected.keys() - {RECORD, *UNDIGESTED})
-    differing |= dict.fromkeys(filter(holds_weights, artifact.unrecorded))
+    others = expected.keys() ^ found.keys() - {RECORD, *UNDIGESTED}
+    for file in (*others, *filter(holds_weights, artifact.unrecorded)):
+        differing.setdefault(file, None)
     words, producer = _differing_words(record, made), record.get("producer")
     return {
         "artifact": os.fspath(options.artifact),

@@ -250,7 +250,7 @@ def merge(
         steps = [shell_line("fp4convert", "verify", root, *source)]
     return {
         "output": str(root),
-        "format": manifest.identity.get("format"),
+        "format": (manifest.record or manifest.identity).get("format"),
         "dialect": manifest.identity.get("dialect"),
         "shards": len(manifest.shards),
         "output_bytes": ending.nbytes,

@@ -389,51 +389,66 @@ class _Run:
         Disputed are tasks that found other global scales for a group than others did: one of them
         has read what never was in the source.
         """
-        harmed = find_harmed(self._folder, self._settings.phases)
-        if not harmed:
-            disputes = find_disputes(self._folder)
-            for group in disputes.keys() & self._disputed:
-                shards = " and ".join(file for task in disputes[group] for file in task.files)
-                detail = (
-                    f"scale group {group} has a different largest magnitude each time it is read"
-                )
-                next_step = "Run the same command again; or read the source from somewhere else."
-                raise SourceError(CORRUPT, f"{detail}, for {shards}", next_step)
-            self._disputed |= disputes.keys()
-            if disputes:
-                self._source.distrust()
-            harmed = [task for tasks in disputes.values() for task in tasks]
-        if harmed:
-            self._tell_again(harmed)
-        for task in harmed:
-            self._tries[task.key] = self._tries.get(task.key, 0) + 1
-            if self._tries[task.key] > TRIES and self._is_lost([task]):
-                detail = f"{next(iter(task.files))} was sent {TRIES} times, and the Hub lost it"
-                raise OutputError("push-lost", f"{detail}; expected a Hub that keeps it")
-            if self._tries[task.key] > TRIES:
-                place = self._folder.root / next(iter(task.files))
-                detail = f"{place} is not what was written, {TRIES} times"
-                detail += "; expected a disk that keeps its bytes"
-                raise OutputError("damaged", detail, "Choose another disk: -o FOLDER.")
-            self._folder.forget(task)
-        return bool(harmed)
-
-    def _is_lost(self, tasks: list[TaskFiles]) -> bool:
-        """Tell whether files had left this disk, and are lost elsewhere."""
-        records = [self._folder.record_of(task) for task in tasks]
-        return all(done is not None and done.is_gone for done in records)
-
-    def _tell_again(self, harmed: list[TaskFiles]) -> None:
-        """Tell what is made again, and count it as work."""
-        files = [file for task in harmed for file in task.files]
         elsewhere = self._folder.elsewhere
+        again = find_harmed(self._folder, self._settings.phases)
         why = "they are not what was written"
-        if elsewhere and self._is_lost(harmed):
+        if elsewhere and all(map(self._has_gone, again)):
             why = f"{elsewhere.name} does not hold them any more"
+        for task in again:
+            self._count_try(task)
+        if not again:
+            again = self._find_disputed()
+            why = "their scale groups were not the same in all of them"
+        if again:
+            self._tell_again(again, why)
+        for task in again:
+            self._folder.forget(task)
+        return bool(again)
+
+    def _find_disputed(self) -> list[TaskFiles]:
+        """Find disputed tasks, and have their source read anew.
+
+        Raises  SourceError where that was done once for the same scale group
+        """
+        disputes = find_disputes(self._folder)
+        for group in disputes.keys() & self._disputed:
+            shards = " and ".join(file for task in disputes[group] for file in task.files)
+            detail = f"scale group {group} has a different largest magnitude each time it is read"
+            next_step = "Run the same command again; or read the source from somewhere else."
+            raise SourceError(CORRUPT, f"{detail}, for {shards}", next_step)
+        self._disputed |= disputes.keys()
+        if disputes:
+            self._source.distrust()
+        return list({task.key: task for tasks in disputes.values() for task in tasks}.values())
+
+    def _has_gone(self, task: TaskFiles) -> bool:
+        """Tell whether a task's files have left this disk."""
+        done = self._folder.record_of(task)
+        return done is not None and done.is_gone
+
+    def _count_try(self, task: TaskFiles) -> None:
+        """Count how often a task's files were harmed.
+
+        Raises  OutputError where that is too often
+        """
+        self._tries[task.key] = self._tries.get(task.key, 0) + 1
+        if self._tries[task.key] <= TRIES:
+            return
+        file = next(iter(task.files))
+        if self._has_gone(task):
+            detail = f"{file} was sent {TRIES} times, and the Hub lost it"
+            raise OutputError("push-lost", f"{detail}; expected a Hub that keeps it")
+        detail = f"{self._folder.root / file} is not what was written, {TRIES} times"
+        detail += "; expected a disk that keeps its bytes"
+        raise OutputError("damaged", detail, "Choose another disk: -o FOLDER.")
+
+    def _tell_again(self, tasks: list[TaskFiles], why: str) -> None:
+        """Tell what is made again, and count it as work."""
+        files = [file for task in tasks for file in task.files]
         self._settings.tell(f"made again, the first {files[0]}: {len(files)} files; {why}")
-        for task in harmed:
+        for task in tasks:
             self._adopted.pop(task.key, None)
-        sizes = [self._sizes.get(task.key, 0) for task in harmed]
+        sizes = [self._sizes.get(task.key, 0) for task in tasks]
         self._settings.phases.begin(self._worker.action, sum(sizes))
 
 

@@ -96,7 +96,7 @@ class Leases:
             self.drop(lease)
 
     def take(self, lease: str) -> bool:
-        """Hold a lease from now on; False where a living process holds it."""
+        """Hold a lease from now on; False where another holds it, or may."""
         path = self._folder / lease
         with write_errors_at(path):
             self._made.add(lease)
@@ -217,8 +217,12 @@ class Leases:
         return started in (owner.get("started"), UNKNOWN_START), owner
 
     def _is_here(self, owner: Owner) -> bool:
-        """Tell whether a process is one of this machine."""
-        return all(owner.get(key) == self._me[key] for key in ("host", "boot", "processes"))
+        """Tell whether a process is one of this machine.
+
+        Where the machine has no word of its own (boot_id), nobody knows: a name is not enough.
+        """
+        keys = ("host", "boot", "processes")
+        return bool(self._me["boot"]) and all(owner.get(key) == self._me[key] for key in keys)
 
     def _remove_dead(self, lease: str, owner: Owner | None) -> bool:
         """Remove the lease of a dead process; False where that is not sure.
@@ -245,10 +249,14 @@ class Leases:
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_seconds):
             with self._lock:
-                for lease in self._held:
-                    # Taken from us, or the disk is away: the work itself will tell.
+                for lease in list(self._held):
+                    # Where the disk is away, the work itself will tell.
                     with suppress(OSError):
-                        os.utime(self._folder / lease)
+                        owner = _read(self._folder / lease)
+                        if owner is not None and owner.get("worker") != self.name:
+                            self._held.discard(lease)  # it was taken from us, who slept
+                        else:
+                            os.utime(self._folder / lease)
 
 
 def do_together(

@@ -27,10 +27,10 @@ from fp4convert.storage.disk import (
     open_regular,
     read_blocks,
 )
-from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.json_text import TEXT_LIMIT, parse_json_object
 from fp4convert.storage.open import open_source
 from fp4convert.storage.safetensors import TensorRef, read_header
-from fp4convert.storage.source import Access, Source, read_whole, stopping, subfolder_of
+from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,10 @@ def find_artifact(reference: str, access: Access) -> FoundArtifact:
         file = place if place.suffix == ".json" else folder / RECORD
         try:
             with open_regular(file) as stream:
-                record = parse_json_object(stream.read(), file.name)
+                text = stream.read(TEXT_LIMIT + 1)
+            if len(text) > TEXT_LIMIT:
+                raise _no_record(reference, f"it is longer than {TEXT_LIMIT:,} bytes")
+            record = parse_json_object(text, file.name)
         except OSError as error:
             raise _no_record(reference, error.strerror) from None
         names = _files_in(folder)
@@ -89,8 +92,7 @@ def find_artifact(reference: str, access: Access) -> FoundArtifact:
         if file == place and not any(nbytes_there(folder / name) is not None for name in shards):
             return FoundArtifact(record)
         if nbytes_there(folder / HUB_FILE) is not None:
-            with stopping(open_source(os.fspath(folder))):  # says where shards have gone
-                pass
+            open_source(os.fspath(folder))  # says where shards have gone
         return FoundArtifact(record, names, folder)
     source = open_source(reference, access)
     if not source.has_file(RECORD):

@@ -32,3 +32,16 @@ def test_a_card_that_was_edited_is_no_damage(tmp_path):
     out.append(run(*made).json["digest"])
     assert len(set(out)) == 1
     assert notes.read_bytes() == b"notes"
+
+
+def test_merge_names_the_format_that_the_record_has(tmp_path):
+    """Of two formats it is "mixed", whatever was asked for first."""
+    source, out = write_llama(tmp_path / "m"), tmp_path / "q"
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[[format]]\nmodules = ["*o_proj"]\nformat = "fp8"\n')
+    words = ("quantize", source, "--format", "nvfp4", "--recipe", recipe, "--json", "-o", out)
+    for index in range(2):
+        part = run(*words, "--shard-index", index, "--num-shards", 2)
+        assert part.code == 0, part.out
+    assert part.json["format"] == "mixed"
+    assert run("merge", out, "--json").json["format"] == "mixed"

@@ -131,6 +131,27 @@ def test_a_claim_is_renewed_while_it_is_held(folder):
         assert (folder / "a").stat().st_mtime > 0
 
 
+def test_a_claim_that_was_taken_while_its_maker_slept_is_not_renewed_by_it(folder):
+    """Its successor may be dead: everybody would wait as long as the first works."""
+    with Leases(folder, beat_seconds=0.05) as claims:
+        assert claims.take("a")
+        write(folder, "a", FOREIGN)
+        os.utime(folder / "a", (5, 5))
+        time.sleep(0.3)
+        assert (folder / "a").stat().st_mtime == 5
+
+
+def test_without_a_word_of_the_machine_a_name_tells_nothing_of_who_lives(folder, monkeypatch):
+    """Two machines of one name on a shared disk would take each other for dead."""
+    monkeypatch.setattr(leases, "boot_id", lambda: "")
+    dead = {**leases._describe_self(), "process": 1 << 22, "started": "1", "worker": "other"}
+    write(folder, "a", dead)
+    with Leases(folder, lease_seconds=0.3) as claims:
+        assert not claims.take("a")
+        time.sleep(0.4)
+        assert claims.take("a")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"host": 1}'])
 def test_a_claim_that_says_nothing_is_given_up_after_the_lease(text, folder):
     folder.mkdir()

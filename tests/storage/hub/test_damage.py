@@ -199,6 +199,7 @@ def test_a_member_that_two_requests_bring_damaged_in_one_way(times, code, hub, f
     command = ("quantize", "org/m", *NVFP4, "-o", tmp_path / "b", "--workers", 1)
     outcome = ask(*command)
     assert outcome.code == code
+    assert "their scale groups were not the same in all of them" in outcome.err
     if code:
         assert outcome.json["error"]["code"] == "source-corrupt"
         assert "has a different largest magnitude each time" in outcome.json["error"]["message"]
@@ -206,6 +207,18 @@ def test_a_member_that_two_requests_bring_damaged_in_one_way(times, code, hub, f
         outcome = ask(*command)
     assert outcome.json["digest"] == expected
     assert fault.times == max(0, times - 4)
+
+
+def test_a_shard_that_was_made_again_is_reproduced(hub, folder, tmp_path):
+    """The first try, of what came damaged, differed: `reproduce` judges the last."""
+    artifact = tmp_path / "q"
+    assert run("quantize", "org/m", *NVFP4, "-o", artifact).code == 0
+    begins, at = largest_at(folder / SECOND, f"{LAYER}.self_attn.v_proj.weight")
+    fault = hub.fault("flip", match=rf"{SECOND}.*bytes={begins}-", at=at, times=2)
+    outcome = ask("reproduce", artifact, "--workers", 1, "--json")
+    assert fault.times == 0
+    assert "made again" in outcome.err
+    assert (outcome.code, outcome.json["differing"]) == (0, [])
 
 
 @pytest.mark.parametrize(("times", "code"), [(2, 0), (1000, 3)])

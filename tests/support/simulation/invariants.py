@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from simulation.disk import Node
-from simulation.machines import Process
+from simulation.machines import LEASE_SECONDS, Process
 from simulation.scheduler import Violation
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ WEIGHTS = ".safetensors"
 STATE = ".fp4convert"
 CARD = "README.md"
 RECORD, REPORT = "quantization_config.json", "quantization_report.json"
-LEASE_SECONDS = 60.0  # as docs/resume.md says it
 # A claim that is waited for may itself be guarded by one of a dead process; looks are 3 s apart,
 # and a machine believes what it knows of a file on a network for 30 s.
 LONGEST_WAIT = 2 * (LEASE_SECONDS + 3.0) + 30.0
@@ -70,9 +69,7 @@ class Rules:
     def named(self, process: Process, path: str, node: Node) -> None:
         """Judge a file that gets a name."""
         self._refuse_elsewhere(process, path, node)
-        file = self._below_output(path)
-        if file is None or (before := self.world.disk.find(path)) is None:
-            before = None
+        file, before = self._below_output(path), self.world.disk.find(path)
         if before is not None and before.maker == USER:
             raise self._break(f"{process} takes the place of a file of somebody else: {path}")
         if file is None or node.is_folder:
@@ -85,6 +82,8 @@ class Rules:
             self._note_done(process, file.rpartition("/")[2])
         elif file.startswith(f"{STATE}/tmp/"):
             name = file.split("/", 3)[-1]
+            if name in self.kept:
+                raise self._break(f"{process} makes {name} again, which was finished and whole")
             if any(name in files for files in process.late.values()):
                 raise self._break(f"{process} makes {name} again, which was done when it took it")
 
@@ -135,7 +134,7 @@ class Rules:
         self._refuse_elsewhere(process, path, node)
         file = self._below_output(path)
         if file is None or not file.startswith(f"{STATE}/"):
-            is_kept = self.is_one_plan and not self.world.hub.has_had(bytes(node.data))
+            is_kept = self.is_one_plan and not self._has_left(bytes(node.data))
             if target or (is_kept and file not in (RECORD, REPORT)):
                 raise self._break(f"{process} takes {path} away")
             self._final.pop(node.inode, None)
@@ -148,6 +147,8 @@ class Rules:
                 each.late.pop(name.removesuffix(".json"), None)
         # Who slept between the look and the call has taken the claim that came meanwhile: no disk
         # does both at once. Two then make the same bytes.
+        if kind == "tmp":  # whose claim was looked for
+            path = f"{self.out}/{STATE}/claims/worker-{file.split('/')[2]}"
         has_slept = process.opened.get(path, process.started) < process.last_frozen
         if kind in ("claims", "tmp") and not has_slept and self._is_lively(node.maker, process):
             raise self._break(f"{process} takes {file} from {node.maker}, which is at work")
@@ -158,10 +159,8 @@ class Rules:
         """Tell whether a process is at work, and nothing kept it from saying so."""
         if not isinstance(owner, Process) or owner is other or owner.is_over:
             return False
-        silent = self.world.scheduler.now - max(owner.last_frozen, owner.started)
-        return self.world.is_calm(owner, other) and (
-            owner.last_frozen < 0 or silent > LEASE_SECONDS
-        )
+        awake = self.world.scheduler.now - owner.last_missed
+        return self.world.is_calm(owner, other) and awake > LEASE_SECONDS
 
     def touched(self, process: Process, path: str, node: Node) -> None:
         if path.startswith(SOURCE) or node.maker == USER:
@@ -195,7 +194,7 @@ class Rules:
     def check_durable(self, who: str, but: str = "") -> None:
         """Refuse an artifact that a power cut could still take away."""
         for file, wanted in self.wanted.items():
-            if file in (but, REPORT):
+            if file == but or (file == REPORT and not self.is_one_plan):
                 continue
             node = self.world.disk.find(f"{self.out}/{file}", is_durable=True)
             if node is None:
@@ -206,7 +205,10 @@ class Rules:
 
     def _is_elsewhere(self, file: str) -> bool:
         """Tell whether a file may have left the disk for the Hub."""
-        return any(self.world.hub.has_had(data) for data in self.wanted[file])
+        return any(map(self._has_left, self.wanted[file]))
+
+    def _has_left(self, data: bytes) -> bool:
+        return not self.world.keeps and self.world.hub.has_had(data)
 
     def committed(
         self, process: Process, before: dict[str, bytes], after: dict[str, bytes]
@@ -214,7 +216,7 @@ class Rules:
         """Judge a commit: the whole artifact, and nothing of anybody else's."""
         for file, wanted in self.wanted.items():
             found = after.get(file)
-            if found is None or (file != REPORT and found not in wanted):
+            if found not in wanted:
                 raise self._break(f"{process} commits without {file}, or with other bytes")
         for file, data in before.items():
             if file not in self.wanted and file != CARD and after.get(file) != data:
@@ -241,9 +243,9 @@ class Rules:
                     data = bytes(found.data) if found else b""
                     if (
                         self.is_one_plan
-                        and sha256 not in self.world.hub.ever
                         and each not in harmed
                         and hashlib.sha256(data).hexdigest() != sha256
+                        and (self.world.keeps or sha256 not in self.world.hub.ever)
                     ):
                         raise self._break(f"the power cut takes {each}, which was finished")
         lost = [

@@ -14,6 +14,9 @@ from simulation.scheduler import GreenThread
 if TYPE_CHECKING:
     from simulation.world import World
 
+LEASE_SECONDS = 60.0  # as docs/resume.md says it
+BEAT_SECONDS = 15.0  # between two signs of life
+SLACK_SECONDS = 7.0  # until a thread that is awake gets its turn
 FIRST_FD = 1 << 20  # of files of simulated processes: no real one is as large
 
 
@@ -98,8 +101,10 @@ class Process:
         ] = []  # its threads meanwhile, each with its token
         self.frozen_seconds = 0.0
         self.last_frozen = -1e9
-        self.ended = 0.0
+        self.asleep_since = 0.0  # it last stood still; with less than a beat between, all along
+        self.last_missed = -1e9  # when it woke from a sleep in which claims may have ended
         self.started = world.scheduler.now
+        self.began_whole = False  # the output had its record then
         self.outcome = ""
         self.result: Any = None
         self.words = ""
@@ -120,11 +125,12 @@ class Process:
     def _main(self) -> None:
         try:
             self.result = self._run()
-            self.outcome = "ok"
+            self.outcome = self.outcome or "ok"  # a thread of it may have ended by a traceback
         except Fp4Error as error:
-            self.outcome, self.words = error.code, error.message
-            if error.exit_code == 1:
-                self.outcome = "crash"
+            if error.exit_code == 1 or not error.next_step:
+                self.note_crash(error)
+            if not self.outcome:
+                self.outcome, self.words = error.code, error.message
         except Exception as error:
             self.note_crash(error)
         self.end(self.outcome)
@@ -140,15 +146,21 @@ class Process:
         self.is_over = True
         self.world.scheduler.living -= 1
         self.outcome = outcome
-        self.ended = self.world.scheduler.now
         self.world.scheduler.note(self, "ends", outcome)
         self.fds.clear()
 
     def freeze(self, seconds: float) -> None:
         now = self.world.scheduler.now
-        self.frozen_until = max(self.frozen_until, now + seconds)
-        self.frozen_seconds += seconds
-        self.last_frozen = self.frozen_until
+        until = max(self.frozen_until, now + seconds)
+        if now > self.last_frozen + BEAT_SECONDS:
+            self.asleep_since = now
+        self.frozen_seconds += until - max(self.frozen_until, now)
+        self._sleep_until(until)
+
+    def _sleep_until(self, until: float) -> None:
+        self.frozen_until = self.last_frozen = until
+        if until - self.asleep_since > LEASE_SECONDS - BEAT_SECONDS - SLACK_SECONDS:
+            self.last_missed = until
 
     def thaw(self, seconds: float) -> None:
         """Go on within so many seconds, where it would stand still for longer."""
@@ -157,7 +169,7 @@ class Process:
         if self.is_over or self.frozen_until <= until:
             return
         self.frozen_seconds -= self.frozen_until - until
-        self.frozen_until = self.last_frozen = until
+        self._sleep_until(until)
         for thread, token in self.parked:
             scheduler.wake_at(until, thread, token)
         self.parked.clear()

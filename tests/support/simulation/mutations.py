@@ -116,8 +116,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "nothing-is-checked-at-the-end": Mutation(
         JOB,
-        "        harmed = find_harmed(self._folder, self._settings.phases)\n",
-        "        find_harmed(self._folder, self._settings.phases)\n        harmed = []\n",
+        "        again = find_harmed(self._folder, self._settings.phases)\n",
+        "        find_harmed(self._folder, self._settings.phases)\n        again = []\n",
         "a shard that was damaged since stays",
     ),
     "seals-without-times": Mutation(
@@ -158,13 +158,32 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "host-is-the-machine": Mutation(
         LEASES,
-        'for key in ("host", "boot", "processes"))',
-        'for key in ("host",))',
+        'keys = ("host", "boot", "processes")',
+        'keys = ("host",)',
         "machines of one name take each other's processes for dead",
+    ),
+    "the-heart-fails": Mutation(
+        LEASES,
+        "                for lease in list(self._held):\n",
+        "                for lease in self._held[0]:\n",
+        "a thread ends with a traceback, and nobody hears of it",
+    ),
+    "renews-what-others-hold": Mutation(
+        LEASES,
+        'if owner is not None and owner.get("worker") != self.name:',
+        "if False:",
+        "who slept keeps its dead successor's claim alive",
+        within=4000,
+    ),
+    "merge-finds-damage": Mutation(
+        FINISH,
+        "        if harmed := find_harmed(folder, phases):\n",
+        "        if harmed := find_harmed(folder, phases) or list(folder.manifest.tasks):\n",
+        "merge calls whole shards damaged",
     ),
     "no-heartbeat": Mutation(
         LEASES,
-        "                        os.utime(self._folder / lease)",
+        "                            os.utime(self._folder / lease)",
         "                        pass",
         "a process that works for longer than a minute loses its claims",
     ),

@@ -16,7 +16,7 @@ from fp4convert.progress import Phases
 from simulation.checkpoint import Wanted, converts, part, pushes, put_source
 from simulation.disk import Disk, Node
 from simulation.hub import Hub
-from simulation.invariants import REPORT, SOURCE, STATE, WEIGHTS, Rules
+from simulation.invariants import RECORD, SOURCE, STATE, WEIGHTS, Rules
 from simulation.machines import Machine, Process, Trouble
 from simulation.scheduler import Scheduler, Violation
 from simulation.system import NS, Files
@@ -24,7 +24,7 @@ from simulation.system import NS, Files
 YEAR = 365 * 86400.0
 EPOCH = 1.7e9  # the true time at which every world begins
 STEPS = 900  # of one process that works alone: faults come in so many, for each
-MERGES = ("unfinished", "no-plan", "damaged")  # what it may say where nobody else works
+MERGES = ("unfinished", "no-plan", "damaged")  # what it may say of a folder
 READS = ("read", "look")  # they change nothing: a lost reply is a failure
 CALM_SECONDS = 0.05  # calls that take no longer keep no process from renewing its claims
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -101,6 +101,7 @@ class World:
         self.faults: list[tuple[int, Callable[[Process], None]]] = []
         self.troubles: list[Trouble] = []
         self.was_full = False
+        self.has_failed = False  # any call
         self.was_blind = False  # a call failed by which one sees what others did
         self.has_faults = False
         self.was_crowded = False  # several at once, of which --no-keep lets one work
@@ -171,7 +172,7 @@ class World:
         for trouble in self.troubles:
             if trouble.kind == kind and trouble.left and not process.is_over:
                 trouble.left -= 1
-                process.was_troubled = True
+                process.was_troubled = self.has_failed = True
                 self.was_blind |= kind in ("open", "read", "look")
                 self.scheduler.note(process, "fails", errno.errorcode[trouble.number])
                 return trouble
@@ -209,7 +210,7 @@ class World:
 
     def _fill_disk(self, process: Process) -> None:
         self.disk.free_nbytes = self.chance.randrange(4000)
-        self.was_full = True
+        self.was_full = self.has_failed = True
 
     def _cut_power(self, process: Process) -> None:
         """End everything; or on a network, at times, one machine alone."""
@@ -256,6 +257,7 @@ class World:
         living = self.living(machine)
         number = self.chance.choice([n for n in range(40, 48) if n not in living])
         process = Process(self, machine, number, f"{what} {plan}", run)
+        process.began_whole = self.disk.find(f"{self.out}/{RECORD}") is not None
         self.processes.append(process)
         self.scheduler.note(process, "begins", process.what)
         return process
@@ -310,12 +312,19 @@ class World:
             if process.what.startswith("push"):
                 self._check_pushed()
         elif process.what.startswith("merge") and process.outcome in MERGES:
-            return
+            self._judge_merge(process)
         elif process.outcome == "unfinished" and self._is_seen_well():
             raise Violation(f"{process} gives up, though others only do again what was harmed")
         elif not (self.has_faults or self.is_network or len(self.plans) > 1 or self.was_crowded):
             words = f"{process.outcome}: {process.words}"
             raise Violation(f"{process} is refused without a fault: {words}")
+
+    def _judge_merge(self, process: Process) -> None:
+        """Judge what merge finds wrong where nothing was."""
+        if self.harmed or self.has_failed or self.is_network or len(self.plans) > 1:
+            return
+        if process.outcome == "damaged" or process.began_whole:
+            raise Violation(f"{process} finds a folder {process.outcome} that is whole")
 
     def _is_seen_well(self) -> bool:
         """Tell whether every process saw what the others did, and none slept."""
@@ -327,7 +336,7 @@ class World:
         """Judge the head of the repository after a push that ended well."""
         for file, data in self.wanted["a"].files.items():
             found = self.hub.head.files.get(file)
-            if found is None or (file != REPORT and found != data):
+            if found != data:
                 raise Violation(f"a push ends well, and the repository's {file} is another")
 
     def _meddle(self) -> None:
@@ -361,7 +370,12 @@ class World:
         if folder is None or folder.entries is None:
             return found
         for name, node in folder.entries.items():
-            files = json.loads(bytes(node.data))["files"]
+            entry = json.loads(bytes(node.data))
+            files = entry["files"]
+            if entry.get("is_gone"):
+                if all(sha256 in self.hub.objects for sha256 in files.values()):
+                    found |= files.keys()
+                continue
             nodes = [(file, self.disk.find(f"{self.out}/{file}")) for file in files]
             if folder.durable_entries.get(name) is node and all(
                 each is not None and bytes(each.data) in self.rules.wanted[file]
