@@ -23,7 +23,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.settings import Settings
 from fp4convert.storage.checkpoint_files import PLAN_FILE
 from fp4convert.storage.disk import nbytes_there, write_errors_at
-from fp4convert.storage.system import free_nbytes
+from fp4convert.storage.system import check_writable, free_nbytes
 
 
 def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes: int) -> None:
@@ -49,8 +49,7 @@ def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes
         place = _nearest(root)
         if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        check_writable(place)
         check_space(root, manifest, settings, more_nbytes - freed)
 
 

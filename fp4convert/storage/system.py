@@ -10,6 +10,7 @@ conversions without all that Windows lacks; on Windows itself nothing was run.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -35,6 +36,18 @@ def open_no_link(path: Path, flags: int) -> int:
     if not _NOT_A_LINK and os.path.islink(path):
         raise OSError(_LINK_ERROR)
     return os.open(path, flags | _NOT_A_LINK | _AT_ONCE | AS_BYTES, 0o666)
+
+
+def check_writable(folder: Path) -> None:
+    """Check that files can be made in a folder.
+
+    Raises  OSError that says whether the whole disk, or the folder, is closed to us
+    """
+    if os.access(folder, os.W_OK | os.X_OK):
+        return
+    is_closed = hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY
+    number = errno.EROFS if is_closed else errno.EACCES
+    raise OSError(number, os.strerror(number), str(folder))
 
 
 def read_into_at(fd: int, buffer: memoryview, offset: int) -> int:

@@ -85,6 +85,9 @@ def test_digest_can_be_recomputed_as_its_page_says(tmp_path):
     subprocess.run(
         [COMMAND, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q"], check=True
     )
+    for name in ("model.sig", ".cache/huggingface/of-a-download"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).touch()
     digest = subprocess.run(
         ["bash", "-c", pipeline], cwd=tmp_path / "out", capture_output=True, text=True, check=True
     ).stdout.split()[0]

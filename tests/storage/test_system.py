@@ -6,12 +6,14 @@ built, and its entry points are counted.  Nothing here ran on Windows.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import run
@@ -123,3 +125,12 @@ def test_the_library_for_windows_is_built_with_every_entry_point(tmp_path):
     listed = subprocess.run(ours, capture_output=True, text=True, check=True)
     expected = {line.split()[2] for line in listed.stdout.splitlines()}
     assert exports_of((build / "libcpu.dll").read_bytes()) == expected
+
+
+@pytest.mark.parametrize(("flag", "number"), [(os.ST_RDONLY, errno.EROFS), (0, errno.EACCES)])
+def test_a_read_only_disk_is_not_called_a_folder_of_others(flag, number, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=flag))
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        system.check_writable(tmp_path)
+    assert caught.value.errno == number
