@@ -7,33 +7,20 @@ began; bytes travel by huggingface_hub.
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
-import json
-import os
 import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from fp4convert import __version__
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
-from fp4convert.storage.checkpoint_files import (
-    CARD,
-    OTHER_WEIGHTS,
-    RECORD,
-    REPORT,
-    SIGNATURE,
-    WEIGHTS,
-    recorded_hashes,
-)
+from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.hub.api import (
     AGAIN,
     POLL_SECONDS,
@@ -42,52 +29,19 @@ from fp4convert.storage.hub.api import (
     cannot_read,
     hub_headers,
 )
-from fp4convert.storage.hub.hashes import hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
-from fp4convert.storage.json_text import MISSHAPEN
+from fp4convert.storage.hub.repository import Head, Places, names_in_record, read_head
+from fp4convert.storage.hub.uploaded_file import (
+    UploadedFile,
+    check_name,
+    file_on_disk,
+    operation_of,
+)
 from fp4convert.storage.source import BRANCH
 
-# Of an earlier artifact, in another dialect, rounded or signed: they would contradict ours.
-STALE = frozenset({"hf_quant_config.json", REPORT, SIGNATURE})
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
 ASKED_AT_ONCE = 256  # objects, as huggingface_hub asks
 Progress = Callable[[str, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Ware:
-    """One file for the repository; without content one that left this disk."""
-
-    name: str
-    content: Path | bytes | None
-    sha256: str
-    nbytes: int
-
-
-class Head(NamedTuple):
-    """A commit of the repository.
-
-    files       name -> size and oid: the sha256 of a large file, git's hash of another
-    is_private  the repository is not public
-    """
-
-    commit: str
-    files: dict[str, tuple[int, str]]
-    is_private: bool
-
-    def holds(self, ware: Ware) -> bool:
-        nbytes, oid = self.files.get(ware.name, (-1, ""))
-        if nbytes < 0 or nbytes != ware.nbytes:
-            return False
-        if len(oid) == len(ware.sha256) or ware.content is None:
-            return oid == ware.sha256
-        try:
-            data = ware.content if isinstance(ware.content, bytes) else ware.content.read_bytes()
-        except OSError as error:
-            raise cannot_read(error) from None
-        found = hasher(len(data), oid)
-        found.update(data)
-        return oid == found.hexdigest()
 
 
 class Pusher:
@@ -116,9 +70,7 @@ class Pusher:
         self._is_private = is_private
         self._tell = tell
         named = list(names)
-        self._records = [name for name in named if PurePosixPath(name).name == RECORD] or [RECORD]
-        # Where weights are ours, or in the way of ours.
-        self._folders = {"", *map(_folder_of, self._records)}
+        self._places = Places(named)
         self._headers = self._check_request(named, token)
         self._patience = Patience()
         self._asker = Asker(repo, token, self._patience, tell)
@@ -150,7 +102,7 @@ class Pusher:
             detail = "HF_HUB_OFFLINE is set, and --push-to-hub needs the network"
             raise InputError("offline", detail, "Unset one of them.")
         for name in names:
-            _check_name(name)
+            check_name(name)
         if not (token or get_token()):
             detail = f"{self.repo}: nothing is pushed without a token"
             raise AccessError("no-token", detail, "hf auth login, or set HF_TOKEN.")
@@ -186,17 +138,10 @@ class Pusher:
             raise OutputError("public-repo", detail, next_step)
         self._parent = head
         self._ours = {
-            name for record in self._records for name in self._recorded_files(head, record)
+            name for record in self._places.records for name in self._recorded_files(head, record)
         }
 
-        # Engines would find weights of somebody else beside ours; where nothing is ours, in
-        # whatever form.
-        weights = sorted(
-            name
-            for name in head.files.keys() - self._ours
-            if self._is_weights(name) or (self._holds_weights(name) and not self._ours)
-        )
-        if weights:
+        if weights := self._places.foreign_weights(head, self._ours):
             found = f"{self.repo} holds weights that fp4convert did not write"
             detail = f"{found}, the first {weights[0]!r}; expected a repository without, or its own"
             raise OutputError("foreign-repo", detail, "Name another.")
@@ -208,7 +153,9 @@ class Pusher:
 
         path  stays as it is until then
         """
-        future = self._start(name, lambda: self._upload(_ware(path, name, sha256)), is_early=True)
+        future = self._start(
+            name, lambda: self._upload(file_on_disk(path, name, sha256)), is_early=True
+        )
         future.add_done_callback(self._tell_failure)
 
     def send(self, path: Path, name: str, sha256: str) -> Future[None]:
@@ -218,7 +165,7 @@ class Pusher:
                  run, and is told there alone
         """
         future = self._start(
-            name, lambda: self._give_away(_ware(path, name, sha256)), is_early=True
+            name, lambda: self._give_away(file_on_disk(path, name, sha256)), is_early=True
         )
         future.add_done_callback(self._note_told)
         return future
@@ -277,36 +224,38 @@ class Pusher:
         """
         from huggingface_hub import constants
 
-        wares, gone = [], gone or {}
+        uploads, gone = [], gone or {}
         for name, sha256 in sorted(files.items()):
             if name in gone:
-                wares.append(Ware(name, None, sha256, gone[name]))
+                uploads.append(UploadedFile(name, None, sha256, gone[name]))
             elif name != CARD or card is None:
                 if not (folder / name).is_file():
                     detail = f"{folder}: {name!r} is not there any more; expected what was written"
                     raise OutputError("file-gone", detail, AGAIN)
-                wares.append(_ware(folder / name, name, sha256))
+                uploads.append(file_on_disk(folder / name, name, sha256))
         if card is not None:
             data = card.encode("utf-8", "replace")
-            wares.append(Ware(CARD, data, hashlib.sha256(data).hexdigest(), len(data)))
+            uploads.append(UploadedFile(CARD, data, hashlib.sha256(data).hexdigest(), len(data)))
         try:
-            for ware in wares:
+            for upload in uploads:
                 # Wait for a file on its way; send it where it did not arrive.
                 with suppress(Fp4Error):
-                    if started := self._started.get(ware.name):
+                    if started := self._started.get(upload.name):
                         self._wait(started)
-                if ware.content is not None:
-                    self._wait(self._start(ware.name, partial(self._upload, ware)))
-                report(ware.name, ware.nbytes)
-            self._name_absent([ware for ware in wares if ware.content is None])
-            head = self._asker.ask("the commit cannot be made", lambda: self._commit_once(wares))
+                if upload.content is not None:
+                    self._wait(self._start(upload.name, partial(self._upload, upload)))
+                report(upload.name, upload.nbytes)
+            self._name_absent([upload for upload in uploads if upload.content is None])
+            head = self._asker.ask("the commit cannot be made", lambda: self._commit_once(uploads))
         finally:
             self.stop()
-        if unsaid := [ware.name for ware in wares if head.files.get(ware.name, (0, ""))[0] < 0]:
+        if unsaid := [
+            upload.name for upload in uploads if head.files.get(upload.name, (0, ""))[0] < 0
+        ]:
             found = f"{self.repo} at commit {head.commit}: the Hub does not say what it holds of"
             detail = f"{found} {len(unsaid)} files, the first {unsaid[0]!r}; expected hashes"
             raise OutputError("push-unproven", detail)
-        if lost := [ware.name for ware in wares if not head.holds(ware)]:
+        if lost := [upload.name for upload in uploads if not head.holds(upload)]:
             found = f"{self.repo} at commit {head.commit} lacks {len(lost)} files of this artifact"
             detail = f"{found}, the first {lost[0]!r}; expected all of them"
             raise OutputError("push-incomplete", detail, AGAIN)
@@ -364,15 +313,15 @@ class Pusher:
             self._asker.check()
         future.result()
 
-    def _upload(self, ware: Ware) -> None:
+    def _upload(self, file: UploadedFile) -> None:
         """Upload a file, unless the Hub has it."""
-        if self._begun.holds(ware) or self._uploaded.get(ware.name, ("", None))[0] == ware.sha256:
+        if self._begun.holds(file) or self._uploaded.get(file.name, ("", None))[0] == file.sha256:
             return
-        operation = _operation(ware)
+        operation = operation_of(file)
         self._asker.ask(
-            f"{ware.name} cannot be uploaded", partial(self._preupload, operation), ware.nbytes
+            f"{file.name} cannot be uploaded", partial(self._preupload, operation), file.nbytes
         )
-        self._uploaded[ware.name] = ware.sha256, operation
+        self._uploaded[file.name] = file.sha256, operation
 
     def _preupload(self, *operations: Any) -> None:
         """Send files as huggingface_hub does; small ones wait.
@@ -384,48 +333,48 @@ class Pusher:
             self.repo, operations, revision=BRANCH, free_memory=False, gitignore_content=""
         )
 
-    def _give_away(self, ware: Ware) -> None:
+    def _give_away(self, file: UploadedFile) -> None:
         """Upload a file that will not stay; the Hub must say that it has it.
 
         By the Hub's plain storage of large files, whatever else is installed: what it has of
         these, it says before a commit names them.
         """
-        if self._begun.holds(ware):
+        if self._begun.holds(file):
             return
 
         def send() -> None:
-            operation = _operation(ware)
+            operation = operation_of(file)
             with open(operation.path_or_fileobj, "rb") as stream:
                 operation.path_or_fileobj = stream
                 self._preupload(operation)
 
-        self._asker.ask(f"{ware.name} cannot be uploaded", send, ware.nbytes)
-        if self.find_lost({ware.name: (ware.nbytes, ware.sha256)}):
-            found = f"{self.repo}: the Hub takes {ware.name} for a small file, which only a commit"
+        self._asker.ask(f"{file.name} cannot be uploaded", send, file.nbytes)
+        if self.find_lost({file.name: (file.nbytes, file.sha256)}):
+            found = f"{self.repo}: the Hub takes {file.name} for a small file, which only a commit"
             detail = f"{found} brings there; --no-keep expects one of its storage of large files"
             next_step = (
                 "Add *.safetensors and *.gguf to .gitattributes there; or leave --no-keep out."
             )
             raise OutputError("push-small", detail, next_step)
 
-    def _name_absent(self, wares: list[Ware]) -> None:
+    def _name_absent(self, files: list[UploadedFile]) -> None:
         """Prepare the commit to name files that left this disk.
 
         Raises  OutputError where the Hub does not hold one
         """
-        if lost := self.find_lost({ware.name: (ware.nbytes, ware.sha256) for ware in wares}):
+        if lost := self.find_lost({file.name: (file.nbytes, file.sha256) for file in files}):
             found = f"{self.repo}: the Hub does not hold {len(lost)} files any more"
             detail = f"{found}, the first {min(lost)}; expected what was sent"
             raise OutputError(
                 "push-lost", detail, "Run the same command again: it makes them again."
             )
-        operations = [(ware, _operation(ware)) for ware in wares if not self._begun.holds(ware)]
+        operations = [(file, operation_of(file)) for file in files if not self._begun.holds(file)]
         if operations:
             call = partial(self._preupload, *(operation for _, operation in operations))
             self._asker.ask("the Hub does not say how it takes files", call)
-        self._uploaded |= {ware.name: (ware.sha256, operation) for ware, operation in operations}
+        self._uploaded |= {file.name: (file.sha256, operation) for file, operation in operations}
 
-    def _commit_once(self, wares: list[Ware]) -> Head:
+    def _commit_once(self, files: list[UploadedFile]) -> Head:
         """Return a commit that holds every file; make it if need be.
 
         This call, an earlier one or another worker may have made it.
@@ -434,18 +383,8 @@ class Pusher:
 
         # Whoever calls it asks again: twice as many tries would outlast its time.
         head, parent = self._look_once(BRANCH), self._begun
-        missing = [ware for ware in wares if not head.holds(ware)]
-        ours = {ware.name for ware in wares}
-        stale = sorted(
-            name
-            for name in head.files
-            if self._ours
-            and name not in ours
-            and (
-                (self._holds_weights(name) and name in self._ours)
-                or (PurePosixPath(name).name in STALE and _folder_of(name) in self._folders)
-            )
-        )
+        missing = [file for file in files if not head.holds(file)]
+        stale = self._places.stale_files(head, self._ours, {file.name for file in files})
         if not missing and not stale:
             return head
         if head.commit != parent.commit:
@@ -455,15 +394,15 @@ class Pusher:
         if stale:
             self._tell(f"{self.repo}: what an earlier artifact left is removed: {', '.join(stale)}")
         kept = [
-            ware.name
-            for ware in missing
-            if ware.name in head.files and (ware.name == CARD or not self._ours)
+            file.name
+            for file in missing
+            if file.name in head.files and (file.name == CARD or not self._ours)
         ]
         if kept:  # what people write, or what was there before anything of ours
             found = f"as commit {head.commit[:8]} has them: {', '.join(kept)}"
             self._tell(f"{self.repo}: other contents are replaced, {found}")
         operations = [
-            *(self._uploaded[ware.name][1] for ware in missing),
+            *(self._uploaded[file.name][1] for file in missing),
             *map(CommitOperationDelete, stale),
         ]
         with warnings.catch_warnings():
@@ -476,18 +415,6 @@ class Pusher:
                 parent_commit=parent.commit,
             )
         return self._look_once(made.oid)
-
-    def _is_weights(self, name: str) -> bool:
-        """Tell whether engines take a file for weights or their index."""
-        endings = (WEIGHTS, f"{WEIGHTS}.index.json")
-        return _folder_of(name) in self._folders and name.endswith(endings)
-
-    def _holds_weights(self, name: str) -> bool:
-        """Tell whether a file holds weights of ours, or in another form.
-
-        .safetensors of other folders are those of a pipeline's components, which stay.
-        """
-        return self._is_weights(name) or PurePosixPath(name).suffix in OTHER_WEIGHTS
 
     def _recorded_files(self, head: Head, record: str) -> set[str]:
         """Return the files that a record of fp4convert names.
@@ -504,95 +431,19 @@ class Pusher:
         try:
             reader = RangeReader(self._headers, self._patience, self._tell)
             reader.read_into(RemoteFile(record, url, nbytes, oid, head.commit), 0, memoryview(data))
-            document = json.loads(data)
-            is_ours = document["producer"]["name"] == "fp4convert"
-            begin = record.removesuffix(PurePosixPath(record).name)
-            names = {f"{begin}{name}" for name in recorded_hashes(document)} if is_ours else set()
-            return names | {record} if is_ours else names
         except SourceError as error:
             raise OutputError("hub-unreachable", f"{self.repo}: {error.message}", AGAIN) from None
-        except MISSHAPEN:
-            return set()
+        return names_in_record(data, record)
 
     def _look(self, revision: str) -> Head:
         """Return the newest commit of a branch, or that commit."""
         return self._asker.ask("it cannot be listed", lambda: self._look_once(revision))
 
     def _look_once(self, revision: str) -> Head:
-        api = self._asker.api
-        info = api.model_info(self.repo, revision=revision, files_metadata=True)
-        listed: dict[str, Any] = {item.rfilename: item for item in info.siblings or []}
-        # Some mirrors list names alone, and tell the rest where they are asked for paths.
-        if bare := [name for name, item in listed.items() if not item.lfs and item.size is None]:
-            found = api.get_paths_info(self.repo, bare, revision=info.sha)
-            listed |= {item.path: item for item in found}
-        files = {}
-        for name, item in listed.items():
-            nbytes, oid = (
-                (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, item.blob_id)
-            )
-            files[name] = (-1 if nbytes is None else nbytes, str(oid))
-        return Head(str(info.sha or ""), files, bool(info.private))
+        return read_head(self._asker.api, self.repo, revision)
 
     @property
     def _begun(self) -> Head:
         if self._parent is None:
             raise RuntimeError("begin comes first")
         return self._parent
-
-
-class _Absent(io.BufferedIOBase):
-    """A file whose bytes are not on this disk: nobody may ask for them."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def tell(self) -> int:
-        raise OSError(errno.ENOENT, "it is not on this disk any more", self._name)
-
-
-def _ware(path: Path, name: str, sha256: str) -> Ware:
-    try:
-        return Ware(name, path, sha256, path.stat().st_size)
-    except OSError as error:
-        raise cannot_read(error) from None
-
-
-def _operation(ware: Ware) -> Any:
-    """Return huggingface_hub's operation, without hashing the file again."""
-    from huggingface_hub import CommitOperationAdd
-    from huggingface_hub.lfs import UploadInfo
-
-    _check_name(ware.name)
-    if ware.content is None:
-        operation = CommitOperationAdd(ware.name, b"")
-        operation.upload_info = UploadInfo(ware.nbytes, b"", bytes.fromhex(ware.sha256))
-        absent: Any = _Absent(ware.name)
-        operation.path_or_fileobj = absent
-        return operation
-    content = ware.content if isinstance(ware.content, bytes) else ware.content.absolute()
-    try:
-        operation = CommitOperationAdd(ware.name, content)
-    except ValueError:  # of names, which are good, or of a path that leads to no file
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(content)) from None
-    operation.upload_info.sha256 = bytes.fromhex(ware.sha256)
-    return operation
-
-
-def _folder_of(name: str) -> str:
-    return name.rpartition("/")[0]
-
-
-def _check_name(name: str) -> None:
-    """Raise InputError for a name that no file on the Hub can have."""
-    from huggingface_hub import CommitOperationDelete
-
-    try:
-        name.encode("utf-8")
-        CommitOperationDelete(name)
-        is_sound = not {"", ".", ".."} & set(name.split("/"))
-    except ValueError:
-        is_sound = False
-    if not is_sound:
-        detail = f"{name!r}: the Hub has no place for a file of that name"
-        raise InputError("file-name", detail, "Rename it.")

@@ -34,7 +34,8 @@ class Mutation:
 
 FOLDER, LEASES = "execution/folder.py", "execution/leases.py"
 DISK, FINISH, WRITER = "storage/disk.py", "execution/finish.py", "storage/shard_writer.py"
-UPLOAD, PUBLISH = "storage/hub/upload.py", "commands/publish.py"
+UPLOAD, REPOSITORY = "storage/hub/upload.py", "storage/hub/repository.py"
+PUBLISH = "commands/publish.py"
 JOB, PLAN = "execution/job.py", "execution/plan_file.py"
 
 MUTATIONS: dict[str, Mutation] = {
@@ -257,8 +258,8 @@ MUTATIONS: dict[str, Mutation] = {
         "files that left the disk are not in the commit",
     ),
     "takes-its-own-for-stale": Mutation(
-        UPLOAD,
-        "            and name not in ours\n",
+        REPOSITORY,
+        "            and name not in kept\n",
         "",
         "a second push removes the weights of the first",
         within=4000,
