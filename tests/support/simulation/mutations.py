@@ -185,7 +185,7 @@ MUTATIONS: dict[str, Mutation] = {
     "no-heartbeat": Mutation(
         LEASES,
         "                            os.utime(self._folder / lease)",
-        "                        pass",
+        "                            pass",
         "a process that works for longer than a minute loses its claims",
     ),
     "clocks-are-compared": Mutation(
