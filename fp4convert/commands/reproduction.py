@@ -166,7 +166,7 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
             words[name] = given
         else:
             commit = _adapter_commit(record) if name == "lora" else None
-            words |= {name: _named_again(words[name], commit)} if name in words else {}
+            words |= {name: _as_page(words[name], commit)} if name in words else {}
     origin = _origin(record)
     source = options.source or _recorded_source(origin)
     if not source or (not options.source and os.path.exists(source)):
@@ -277,7 +277,7 @@ def _carry_out(
     return folder
 
 
-def _named_again(value: Any, revision: str | None = None) -> Any:
+def _as_page(value: Any, revision: str | None = None) -> Any:
     """Name a repository in a record as a person would.
 
     Other values stay as they are.
@@ -285,7 +285,7 @@ def _named_again(value: Any, revision: str | None = None) -> Any:
     revision  its commit, where something else than `value` has it
     """
     if isinstance(value, list):
-        return [_named_again(each, revision) for each in value]
+        return [_as_page(each, revision) for each in value]
     if not isinstance(value, dict):
         return value
     place = Place(value["repo"], revision or value.get("revision"), value.get("subfolder"))

@@ -98,6 +98,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     config = unquantized(source.checkpoint.config)
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
+    # Written in this order: the index first.
     texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": __version__}
     origin = origin or _origin_of(source)

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -195,7 +195,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     sizes = {shard.file: shard.nbytes for shard in job.source.checkpoint.shards}
     if share:
         tasks = tuple(task for task in tasks if task.shards[0].file in folder.hashes)
-        sizes = {task.shards[0].file: sizes.get(task.shards[0].file, 0) for task in tasks}
+        sizes = {task.key: _nbytes_of(task, sizes) for task in tasks}
     actions = Counter(step.action for task in tasks for step in task.steps)
     tensors = {
         worker.made: actions[worker.action],
@@ -295,9 +295,8 @@ class _Run:
         if adopted:
             is_first, count = len(self._unseen) + len(adopted) == len(self._sizes), len(self._tasks)
             sizes = {shard.file: shard.nbytes for shard in self._source.checkpoint.shards}
-            # Shards are named as their sources.
-            shards = {key: self._tasks[key].shards[0].file for key in adopted & self._tasks.keys()}
-            self._adopted |= {key: sizes.get(file, 0) for key, file in shards.items()}
+            shards = adopted & self._tasks.keys()
+            self._adopted |= {key: _nbytes_of(self._tasks[key], sizes) for key in shards}
             self._settings.phases.skip(sum(self._sizes[key] for key in adopted))
             if is_first and 0 < len(shards) < count and not self._settings.is_joining:
                 self._settings.tell(f"{len(shards)} of {count} shards are there already")
@@ -450,6 +449,16 @@ class _Run:
             self._adopted.pop(task.key, None)
         sizes = [self._sizes.get(task.key, 0) for task in tasks]
         self._settings.phases.begin(self._worker.action, sum(sizes))
+
+
+def _nbytes_of(task: Task, sizes: Mapping[str, int]) -> int:
+    """Count the source's bytes that become a task's shards.
+
+    Where a shard is named as the one that it is made of, those of the whole file.
+
+    sizes  of the source's files
+    """
+    return sizes.get(task.shards[0].file, task.source_bytes)
 
 
 def list_peaks(jobs: Iterable[Job], most: int) -> list[int]:

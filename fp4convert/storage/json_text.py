@@ -1,6 +1,7 @@
 """Read JSON strictly, and write it indented.
 
-Strictly: UTF-8, no name twice in one object, no NaN where none is expected, no nesting without end.
+Strictly: UTF-8, no name twice in one object, no NaN where none is expected, no deeper nesting
+than Python's recursion allows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
 TEXT_LIMIT = 1 << 28  # bytes of a file of text: the index of a million tensors takes half of it
 # What reading a document in another shape than was written raises, huge numbers included.
 MISSHAPEN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
 
 
 def read_text_file(path: Path) -> str:
@@ -97,12 +97,6 @@ def _integer(digits: str) -> int | float:
 def _finite(digits: str) -> float:
     value = float(digits)
     return value if math.isfinite(value) else float(refuse_constant(digits))
-
-
-def depth_of(value: object) -> int:
-    """Count the lists and objects that stand inside one another."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(depth_of, inner), default=0) if isinstance(value, dict | list) else 0
 
 
 QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect

@@ -20,7 +20,7 @@ from operator import add, itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from fp4convert.errors import InputError
-from fp4convert.storage.json_text import DEPTH_LIMIT, depth_of, parse_json_object, refuse_constant
+from fp4convert.storage.json_text import parse_json_object, refuse_constant
 
 SHAPES = 1 << 12  # that are remembered: models have few
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
@@ -38,6 +38,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
 KEYS = ("dtype", "shape", "data_offsets")  # of an entry
 NUMBER_LIMIT = 1 << 63  # of a size or an offset
 ELEMENT_LIMIT = 1 << 60  # of a tensor
+ENTRY_DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
 OVERFLOW = 1 << 64  # of the reference reader's sizes
 BYTE_BITS = 8
 
@@ -333,7 +334,7 @@ def _counts(value: object) -> tuple[int, ...] | None:
 def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
     if not isinstance(entry, dict) or not entry.keys() >= {*KEYS}:
         raise _bad(file, "header", f"header entry {name!r} has no dtype, shape or data_offsets")
-    if any(depth_of(entry[key]) > DEPTH_LIMIT for key in entry.keys() - {*KEYS}):
+    if any(_depth_of(entry[key]) > ENTRY_DEPTH_LIMIT for key in entry.keys() - {*KEYS}):
         raise _bad(file, "header", f"header entry {name!r} is nested too deep")
     dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
@@ -352,3 +353,9 @@ def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
         detail = f"{what} takes {bits // BYTE_BITS} bytes, its offsets {found_nbytes}"
         raise _bad(file, "shape", detail)
     return TensorRef(name, dtype, shape, file, data_start + offsets[0])
+
+
+def _depth_of(value: object) -> int:
+    """Count the lists and objects that stand inside one another."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth_of, inner), default=0) if isinstance(value, dict | list) else 0

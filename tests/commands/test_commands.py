@@ -137,7 +137,7 @@ def plain(value: object) -> object:
         plain(value.checkpoint)
         if hasattr(value, "checkpoint")
         else None
-        if isinstance(value, fp4convert.Phases)
+        if isinstance(value, fp4convert.Phases) or callable(value)
         else value
     )
 

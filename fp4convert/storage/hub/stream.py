@@ -180,7 +180,7 @@ class Stream:
         if not is_same(known, data[: known.nbytes]):
             detail = f"{piece.file} begins with other bytes than when its header was read"
             raise SourceError(CORRUPT, detail, AGAIN)
-        self._hash_said(piece, data)
+        self._hash_unproven(piece, data)
         before = self._hash.copy()
         self._hash.update(data)
         with self._changed:
@@ -192,7 +192,7 @@ class Stream:
             self._note_step()
         return True
 
-    def _hash_said(self, piece: Piece, data: memoryview) -> None:
+    def _hash_unproven(self, piece: Piece, data: memoryview) -> None:
         """Hash parts of a piece that two requests have brought before."""
         for part in self._pieces.unproven(piece.file):
             if piece.start <= part.start < piece.stop:

@@ -167,7 +167,7 @@ class Pusher:
         future = self._start(
             name, lambda: self._give_away(file_on_disk(path, name, sha256)), is_early=True
         )
-        future.add_done_callback(self._note_told)
+        future.add_done_callback(self._remember_told)
         return future
 
     def find_lost(self, files: Mapping[str, tuple[int, str]]) -> set[str]:
@@ -298,13 +298,13 @@ class Pusher:
                     self._failure = error
                 future.set_exception(error)
 
-    def _note_told(self, future: Future[None]) -> None:
+    def _remember_told(self, future: Future[None]) -> None:
         self._told = future.exception() or self._told
 
     def _tell_failure(self, future: Future[None]) -> None:
         """Tell an error once; all later files of a Hub that was given up have it."""
         error, told = future.exception(), self._told
-        self._note_told(future)
+        self._remember_told(future)
         if isinstance(error, Fp4Error) and error is not told and not self._asker.is_stopped:
             self._tell(f"not uploaded yet, and tried again at the end: {error.message}")
 
