@@ -150,8 +150,7 @@ def write_ending(folder: OutputFolder) -> Ending:
         folder.write_texts({REPORT: report_text(accounts, taken_over, record)})
         files[REPORT] = folder.hashes[REPORT]
     else:
-        with write_errors_at(folder.root / REPORT):
-            (folder.root / REPORT).unlink(missing_ok=True)
+        folder.remove(REPORT)
     # Write the record last: with it the folder is finished.
     if record is not None:
         folder.write_texts({manifest.last: _record_text(record, files)})
@@ -193,9 +192,14 @@ def ended_meanwhile(folder: OutputFolder, before: Mark | None) -> Ending | None:
 
     before  the folder's mark at first (read_ended)
     """
-    mark, files = read_ended(folder.root)
+    mark, plan_id, files = read_ended(folder.root)
     expected = {*folder.manifest.files, folder.manifest.last}
-    if mark == before or files.keys() - {REPORT} != expected or folder.missing():
+    if (
+        mark == before
+        or plan_id != folder.manifest.plan_id
+        or files.keys() - {REPORT} != expected
+        or folder.missing()
+    ):
         return None
     return _ending(folder, files)
 

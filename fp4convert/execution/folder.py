@@ -208,9 +208,24 @@ class OutputFolder:
         ):
             if self.is_given_up():
                 raise self.make_given_up_error()
-            with write_errors_at(self.root):
-                (self.root / self.manifest.last).unlink(missing_ok=True)
+            self.remove(self.manifest.last)
             yield named[key]
+
+    def remove(self, file: str) -> None:
+        """Remove a file, if it is there.
+
+        It goes through the files of this process on their way: where these are gone, and another
+        plan may have taken the place of ours, that fails.
+        """
+        removed = self.temps / f"removed-{Path(file).name}"
+        with write_errors_at(self.root / file):
+            try:
+                os.replace(self.root / file, removed)
+            except FileNotFoundError:
+                if self.is_given_up():
+                    raise self.make_given_up_error() from None
+            else:
+                removed.unlink(missing_ok=True)
 
     def is_given_up(self) -> bool:
         """Tell whether the files of this process on their way are gone."""
@@ -336,8 +351,7 @@ class OutputFolder:
             elif done is None or not done.is_gone:
                 self.forget(task)
             for file in task.files:
-                with write_errors_at(self.root / file):
-                    (self.root / file).unlink(missing_ok=True)
+                self.remove(file)
 
     def _is_as_written(self, done: Done) -> bool:
         """Tell whether the files of a task can be read and are what it wrote."""
@@ -408,7 +422,9 @@ class OutputFolder:
 
         more_nbytes  written to the same disk beside what the plan writes
         """
-        with write_errors_at(self.root), self.leases.hold_when_free(PLANNING, "begins here"):
+        # Who slept in here must not wake and write: it would be another's plan that it replaces.
+        lease = self.leases.hold_when_free(PLANNING, "begins here", is_fencing=True)
+        with write_errors_at(self.root), lease:
             # Has a network file system ask its server: that no plan was there may be old news.
             os.utime(self.state)
             old = read_manifest(self.root)
@@ -421,7 +437,7 @@ class OutputFolder:
             if old is None or old.plan_id != self.manifest.plan_id:
                 self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
             if settings.elsewhere is None:  # whatever has gone is made again, and stays
-                (self.state / HUB).unlink(missing_ok=True)
+                self.remove(f"{STATE}/{HUB}")
             elif settings.elsewhere.name:
                 self.put(HUB, json.dumps({"repo": settings.elsewhere.name}))
 
@@ -447,8 +463,7 @@ class OutputFolder:
         if (self.root / SIGNATURE).exists():
             settings.tell(f"{self.root / SIGNATURE} goes: what it signs is replaced")
         for file in (old.last, *forgotten, SIGNATURE):
-            with write_errors_at(self.root / file):
-                (self.root / file).unlink(missing_ok=True)
+            self.remove(file)
 
 
 def _check_header(path: Path, shard: Shard) -> None:

@@ -236,7 +236,7 @@ class _Run:
         self._worker = worker
         self._folder = folder
         self._settings = settings
-        self._mark, _ = read_ended(folder.root)
+        self._mark, _, _ = read_ended(folder.root)
         share = settings.share
         self._mine = share.of(folder.manifest.tasks) if share else folder.manifest.tasks
         self._tasks = {task.key: task for task in job.plan.tasks}

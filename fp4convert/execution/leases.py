@@ -95,8 +95,11 @@ class Leases:
         for lease in self._held | self._made:
             self.drop(lease)
 
-    def take(self, lease: str) -> bool:
-        """Hold a lease from now on; False where another holds it, or may."""
+    def take(self, lease: str, is_fencing: bool = False) -> bool:
+        """Hold a lease from now on; False where another holds it, or may.
+
+        is_fencing  whoever held it without a sign of life works here no more
+        """
         path = self._folder / lease
         with write_errors_at(path):
             self._made.add(lease)
@@ -105,7 +108,9 @@ class Leases:
             except FileExistsError:
                 self._made.discard(lease)
                 is_alive, owner = self._judge(lease)
-                return not is_alive and self._remove_dead(lease, owner) and self.take(lease)
+                if is_alive or not self._remove_dead(lease, owner, is_fencing):
+                    return False
+                return self.take(lease, is_fencing)
             with os.fdopen(made, "w") as out:
                 json.dump(self._me | {"worker": self.name, "work": self._work}, out)
         with self._lock:
@@ -136,16 +141,20 @@ class Leases:
         self._made.discard(lease)
 
     @contextmanager
-    def hold_when_free(self, lease: str, why: str) -> Iterator[None]:
+    def hold_when_free(self, lease: str, why: str, is_fencing: bool = False) -> Iterator[None]:
         """Hold a lease as soon as nobody else does.
 
-        why  is told when that takes long: what the other process does
+        why         is told when that takes long: what the other process does
+        is_fencing  as in take
         """
         pauses, is_told = _pauses(), False
-        while not self.take(lease):
+        while not self.take(lease, is_fencing):
             seconds = next(pauses)
             if seconds == LONGEST_SECONDS and not is_told:
-                self._tell(f"waiting for another process, which {why}")
+                most = f"{self._lease_seconds:.0f} s without a sign of life"
+                self._tell(
+                    f"waiting for another process, which {why}; after {most} it counts as gone"
+                )
                 is_told = True
             time.sleep(seconds)
         try:
@@ -224,11 +233,12 @@ class Leases:
         keys = ("host", "boot", "processes")
         return bool(self._me["boot"]) and all(owner.get(key) == self._me[key] for key in keys)
 
-    def _remove_dead(self, lease: str, owner: Owner | None) -> bool:
+    def _remove_dead(self, lease: str, owner: Owner | None, is_fencing: bool = False) -> bool:
         """Remove the lease of a dead process; False where that is not sure.
 
-        To remove it, a process first takes a second lease, named by a hash of the dead one. So
-        nobody removes the lease that follows.
+        With `is_fencing` its worker's lease goes before: whoever looks from now on takes the
+        process for dead, though it may only sleep. To remove a lease, a process first takes a
+        second one, named by a hash of the dead one. So nobody removes the lease that follows.
         """
         path, seen = self._folder / lease, self._seen.get(lease)
         text = json.dumps([lease, owner], sort_keys=True)
@@ -238,6 +248,9 @@ class Leases:
         try:
             if _read(path) != owner or path.lstat().st_mtime_ns != seen[0]:
                 return False
+            if is_fencing and owner is not None:
+                with suppress(FileNotFoundError):
+                    (self._folder / f"{WORKER}{Path(str(owner.get('worker'))).name}").unlink()
             path.unlink()
             self._seen.pop(lease, None)
             return True

@@ -238,18 +238,19 @@ def read_manifest(root: Path) -> Manifest | None:
         raise OutputError("other-plan", detail, next_step) from None
 
 
-def read_ended(root: Path) -> tuple[Mark | None, dict[str, str]]:
+def read_ended(root: Path) -> tuple[Mark | None, str, dict[str, str]]:
     """Read how a folder was finished last.
 
-    Returns  a mark, another one each time and None where it never was; and the sha256 of every file
-             in it then
+    Returns  a mark, another one each time and None where it never was; the id of the plan; and the
+             sha256 of every file in it then
     """
     try:
         with (root / STATE / ENDED).open("rb") as stream:
             mark = Mark.of(os.fstat(stream.fileno()))
-        return mark, _words(json.loads(read_text_file(root / STATE / ENDED))["files"])
+        entry = json.loads(read_text_file(root / STATE / ENDED))
+        return mark, str(entry["plan"]), _words(entry["files"])
     except (OSError, *MISSHAPEN):
-        return None, {}
+        return None, "", {}
 
 
 def read_ended_files(root: Path) -> dict[str, str]:
@@ -257,7 +258,7 @@ def read_ended_files(root: Path) -> dict[str, str]:
 
     Raises  OutputError where its list cannot be read: nobody may take it for an empty one
     """
-    mark, files = read_ended(root)
+    mark, _, files = read_ended(root)
     if mark is None:
         detail = f"{root / STATE / ENDED} cannot be read; expected the list of all files"
         raise OutputError("cannot-read", detail, "Run the same command again.")

@@ -6,8 +6,12 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +19,27 @@ from checkpoints import run, weight, write_checkpoint
 from paths import SUPPORT
 
 from fp4convert.errors import OutputError
-from fp4convert.execution.folder import entered
+from fp4convert.execution import folder as folder_module
+from fp4convert.execution.finish import ended_meanwhile
+from fp4convert.execution.folder import OutputFolder, entered
+from fp4convert.execution.leases import Leases
 from fp4convert.execution.plan_file import read_manifest
 from fp4convert.execution.settings import Settings
 
 CROWD = SUPPORT.joinpath("crowd.py")
 STATE, RECORD = ".fp4convert", "quantization_config.json"
 DELAYS = (0.002, pytest.param(0.01, marks=pytest.mark.slow))  # seconds
+# Stops itself between the look at the plan that is there and the writing of its own.
+SLEEPER = """import os, signal, sys
+from fp4convert.cli.app import main
+from fp4convert.execution import folder
+check = folder.check_space
+def stop(*arguments):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return check(*arguments)
+folder.check_space = stop
+sys.argv = ["fp4convert", *sys.argv[1:]]
+main()"""
 OPTIONS = {
     "a": (),
     "b": ("--exclude", "*.3.*"),
@@ -192,3 +210,45 @@ def test_a_process_without_its_files_begins_no_task(clean, tmp_path):
         with pytest.raises(OutputError, match="no sign of life"):
             next(folder.take_tasks(plan.tasks))
     assert (out / RECORD).exists()
+
+
+@pytest.mark.parametrize("when", ["at the first shard", "in the end"])
+def test_a_plan_of_one_who_slept_takes_no_place_of_another(
+    when, source, clean, tmp_path, monkeypatch
+):
+    """It held the lease to begin, and went on to write when another had begun, or had finished."""
+    out = tmp_path / "out"
+    words = [sys.executable, "-c", SLEEPER, *command(source, out, "a")]
+    sleeper = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert os.WIFSTOPPED(os.waitpid(sleeper.pid, os.WUNTRACED)[1])
+    said: list[str] = []
+    is_first = threading.Lock()
+
+    def wake() -> None:
+        if is_first.acquire(blocking=False):
+            sleeper.send_signal(signal.SIGCONT)
+            said.extend(sleeper.communicate(timeout=60))
+
+    def settle(folder: OutputFolder, *arguments: object) -> None:
+        finish(folder, *arguments)
+        if when == "at the first shard":
+            wake()
+
+    finish = OutputFolder.settle
+    monkeypatch.setattr(OutputFolder, "settle", settle)
+    monkeypatch.setattr(folder_module, "Leases", partial(Leases, lease_seconds=0.5))
+    assert run(*command(source, out, "mxfp4")).code == 0
+    wake()
+    assert sleeper.returncode == 5
+    assert json.loads(said[0])["error"]["code"] == "given-up"
+    assert hashes(out) == hashes(clean["mxfp4"])
+
+
+def test_what_another_plan_ended_is_not_taken_for_the_own(clean, tmp_path):
+    """Their files have the same names."""
+    out = shutil.copytree(clean["mxfp4"], tmp_path / "out")
+    plan = replace(read_manifest(out), traits={"other": "1"})
+    with entered(out, plan) as folder:
+        assert ended_meanwhile(folder, None) is None
+    with entered(out, read_manifest(out)) as folder:
+        assert ended_meanwhile(folder, None).digest

@@ -111,7 +111,21 @@ class Rules:
             raise self._break(f"{process} makes {file} again, which was finished and whole")
         if file == RECORD:
             self.check_durable(f"{process} writes {RECORD}", but=RECORD)
+            self._check_one_plan(process, node)
         self._final[node.inode] = file
+
+    def _check_one_plan(self, process: Process, record: Node) -> None:
+        """Refuse files of one plan under the record of another."""
+        for name in self.world.plans:
+            files = self.world.wanted[name].files
+            if files[RECORD] != bytes(record.data):
+                continue
+            for file, data in files.items():
+                found = self.world.disk.find(f"{self.out}/{file}")
+                if file != RECORD and found is not None and bytes(found.data) != data:
+                    raise self._break(f"{process} writes {RECORD}, and {file} is of another plan")
+                if found is None and file != RECORD and not self._is_elsewhere(file):
+                    raise self._break(f"{process} writes {RECORD}, and {file} is not there")
 
     def _judge_done(self, process: Process, node: Node) -> None:
         if node.durable != bytes(node.data):
@@ -135,8 +149,11 @@ class Rules:
         file = self._below_output(path)
         if file is None or not file.startswith(f"{STATE}/"):
             is_kept = self.is_one_plan and not self._has_left(bytes(node.data))
-            if target or (is_kept and file not in (RECORD, REPORT)):
+            is_put_aside = target.startswith(f"{self.out}/{STATE}/tmp/")
+            if (target and not is_put_aside) or (is_kept and file not in (RECORD, REPORT)):
                 raise self._break(f"{process} takes {path} away")
+            if is_put_aside:
+                node.maker = process
             self._final.pop(node.inode, None)
             return
         kind, name = file.split("/")[1], file.rpartition("/")[2]

@@ -104,6 +104,7 @@ class Process:
         self.asleep_since = 0.0  # it last stood still; with less than a beat between, all along
         self.last_missed = -1e9  # when it woke from a sleep in which claims may have ended
         self.started = world.scheduler.now
+        self.plan = ""  # that it carries out; "" for any
         self.began_whole = False  # the output had its record then
         self.outcome = ""
         self.result: Any = None

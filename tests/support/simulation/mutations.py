@@ -238,6 +238,20 @@ MUTATIONS: dict[str, Mutation] = {
         "several end the work at once",
         within=4000,
     ),
+    "a-sleeper-goes-on": Mutation(
+        FOLDER,
+        'hold_when_free(PLANNING, "begins here", is_fencing=True)',
+        'hold_when_free(PLANNING, "begins here")',
+        "who slept while it began writes its plan over another's",
+        within=4000,
+    ),
+    "adopts-any-ending": Mutation(
+        FINISH,
+        " or plan_id != folder.manifest.plan_id",
+        "",
+        "the end of another plan counts as the own",
+        within=4000,
+    ),
     "sent-without-a-wait": Mutation(
         FOLDER,
         "            future.result()\n        self.put(",

@@ -257,6 +257,7 @@ class World:
         living = self.living(machine)
         number = self.chance.choice([n for n in range(40, 48) if n not in living])
         process = Process(self, machine, number, f"{what} {plan}", run)
+        process.plan = "" if what == "merge" else plan
         process.began_whole = self.disk.find(f"{self.out}/{RECORD}") is not None
         self.processes.append(process)
         self.scheduler.note(process, "begins", process.what)
@@ -305,7 +306,8 @@ class World:
         if process.outcome == "ok":
             digest = process.result.get("digest") if isinstance(process.result, dict) else None
             digest = digest or getattr(process.result, "digest", None)
-            if digest and digest not in {self.wanted[plan].digest for plan in self.plans}:
+            plans = [process.plan] if process.plan in self.plans else self.plans
+            if digest and digest not in {self.wanted[plan].digest for plan in plans}:
                 raise Violation(f"{process} ends with another digest")
             if not digest and "part" not in process.what:
                 raise Violation(f"{process} ends without a digest")
