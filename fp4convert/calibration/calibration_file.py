@@ -107,7 +107,7 @@ def open_calibration(path: Path | str) -> Calibration:
 def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
     """Read the notes of a safetensors file, and where its tensors are."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path, -1) as stream:
 
             def read(offset: int, length: int) -> bytes:
                 stream.seek(offset)
@@ -125,6 +125,9 @@ def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
 
 def _read_parts(path: Path, sums: Mapping[str, str]) -> list[TensorRef]:
     """Read where the tensors of an index are, in parts of these sha256."""
+    if away := [file for file in sums if not file or Path(file).name != file or "\0" in file]:
+        detail = f"{path} is an index that names {away[0]!r}; expected files in its folder"
+        raise InputError("calibration-file", detail, ANEW)
     tensors = [ref for file in sorted(sums) for ref in header_of(path.parent / file)[1]]
     other = [file for file, sha256 in sums.items() if hash_file(path.parent / file) != sha256]
     if other or not sums:

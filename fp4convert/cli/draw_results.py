@@ -85,13 +85,15 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
     own = [entry for entry in differing if entry["file"] not in others]
     added = [entry["file"] for entry in differing if entry not in own]
     what = f"{len(own)} of {count} files differ" if own else "the record differs"
-    screen.line(f"NOT reproduced: {'weights were added' if added and not own else what}{by}", "red")
+    screen.line(
+        f"NOT reproduced: {'what engines load was added' if added and not own else what}{by}", "red"
+    )
     for entry in own:
         where = f", first in {entry['tensor']}" if entry["tensor"] else ""
         what = "differs, or is not there" if entry["sha256"] else "did not come out"
         screen.line(f"  {entry['file']} {what}{where}")
     for file in added:
-        screen.line(f"  {file} holds weights, and the record does not name it")
+        screen.line(f"  {file} is what engines load, and the record does not name it")
     if found["record"]:
         screen.line(f"  of the record differ: {', '.join(found['record'])}")
 

@@ -4,6 +4,7 @@ The options of the commands that write are in conversion/options.py, for they ar
 The docstring of a class is the help of its command.  Nothing is printed.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from functools import wraps
 from inspect import Signature, cleandoc, signature
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, ParamSpec, Protocol, TypeVar, cast, get_args
+from urllib.parse import urlsplit
 
 from fp4convert.commands.idle_options import refuse_idle_options
 from fp4convert.conversion.options import (
@@ -111,6 +113,7 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
 
         def checked(given: O) -> R:
             refuse_idle_options(given)
+            _check_hub_address()
             return run(given)
 
         numbers: dict[str, list[type]] = {}  # the types of options that are no texts
@@ -126,6 +129,20 @@ def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O,
         return cast(Public[P, O, R], made)
 
     return decorate
+
+
+def _check_hub_address() -> None:
+    """Raise InputError where HF_ENDPOINT is no address.
+
+    huggingface_hub cannot even be loaded then.
+    """
+    address = os.environ.get("HF_ENDPOINT", "")
+    try:
+        urlsplit(address)
+    except ValueError:
+        from fp4convert.storage.hub.http import check_endpoint
+
+        check_endpoint(address)
 
 
 @dataclass(eq=False, repr=False)

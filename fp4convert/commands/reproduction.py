@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -80,8 +81,8 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
             last = _carry_out(work, steps, settings, compare)
         found = read_ended_files(last)
         made = parse_json_object((last / RECORD).read_bytes(), RECORD)
-    others = expected.keys() ^ found.keys() - {RECORD, *UNDIGESTED}
-    for file in (*others, *filter(holds_weights, artifact.unrecorded)):
+    others = found.keys() - expected.keys() - {RECORD, *UNDIGESTED}
+    for file in (*(expected.keys() - found.keys()), *others, *artifact.added):
         differing.setdefault(file, None)
     words, producer = _differing_words(record, made), record.get("producer")
     return {
@@ -143,7 +144,18 @@ def _adapter_commit(record: Mapping[str, Any]) -> str | None:
 def _differing_words(record: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
     """List the keys of which two records say different things."""
     keys = {**record, **made}.keys() - {"files", "producer", "source"}
-    return sorted(key for key in keys if _placeless(record.get(key)) != _placeless(made.get(key)))
+    words = {key for key in keys if _as_written(record.get(key)) != _as_written(made.get(key))}
+    if len(record["files"]) != len(recorded_hashes(record)):  # an entry that is no hash
+        words.add("files")
+    return sorted(words)
+
+
+def _as_written(value: Any) -> str:
+    """Write a value of a record as JSON.
+
+    To those who read it, 1, 1.0 and true are not the same.
+    """
+    return json.dumps(_placeless(value), sort_keys=True)
 
 
 def _placeless(value: Any) -> Any:
@@ -176,7 +188,9 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
         raise InputError("no-source", detail, "Name it: --source SOURCE.")
     are_here = os.path.exists(source) and os.path.exists(options.artifact)
     if are_here and os.path.samefile(source, options.artifact):
-        raise _own_source(source, options)
+        detail = f"{source} is the artifact {options.artifact}; expected what it was made from"
+        better = "Name the weights that it was made from: --source SOURCE."
+        raise InputError("usage", detail, better)
     how = {
         each.name: getattr(options, each.name)
         for each in (*declared_in(AccessOptions), *declared_in(DeviceOptions))
@@ -292,15 +306,6 @@ def _as_page(value: Any, revision: str | None = None) -> Any:
     return page_of(place)
 
 
-def _own_source(source: object, options: ReproduceOptions) -> InputError:
-    detail = f"{source} is the artifact {options.artifact}, or has its weights"
-    return InputError(
-        "usage",
-        f"{detail}; expected what it was made from",
-        "Name the weights that it was made from: --source SOURCE.",
-    )
-
-
 def _checked(name: str, value: object) -> Any:
     """Return the value of an option in a record.
 
@@ -393,4 +398,8 @@ def _refuse_own_weights(work: Work, options: ReproduceOptions, expected: Mapping
     shards = {file for task in carrying for file in task.sources}
     ours = {sha256 for name, sha256 in expected.items() if holds_weights(name)}
     if shards and all(hash_in(work.source, shard) in ours for shard in shards):
-        raise _own_source(work.options.source, options)
+        source = work.options.source
+        detail = f"{source} has the blocks of {options.artifact}, which go over as they are"
+        detail += ": equal hashes would prove nothing; expected what those were quantized from"
+        better = "Name it: --source SOURCE. Whether two artifacts are equal, `compare` tells."
+        raise InputError("not-reproducible", detail, better)

@@ -20,6 +20,7 @@ Any number of processes may carry out the same plan at once.  Nothing foreign is
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -64,6 +65,7 @@ from fp4convert.storage.disk import (
 )
 from fp4convert.storage.json_text import MISSHAPEN, TEXT_LIMIT
 from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
+from fp4convert.storage.system import open_no_link
 
 PLANNING = "plan"  # the lease of whoever writes plan.json
 READ_NBYTES = 1 << 20
@@ -163,7 +165,8 @@ class OutputFolder:
         damaged it proves nothing.
         """
         try:
-            with self._record_path(task).open(encoding="utf-8") as stream:
+            fd = open_no_link(self._record_path(task), os.O_RDONLY)
+            with os.fdopen(fd, encoding="utf-8") as stream:
                 mark = Mark.of(os.fstat(stream.fileno()))
                 known = self._parsed.get(task.key)
                 if known is None or known[0] != mark:
@@ -217,15 +220,19 @@ class OutputFolder:
         It goes through the files of this process on their way: where these are gone, and another
         plan may have taken the place of ours, that fails.
         """
-        removed = self.temps / f"removed-{Path(file).name}"
-        with write_errors_at(self.root / file):
+        path, removed = self.root / file, self.temps / f"removed-{Path(file).name}"
+        with write_errors_at(path):
+            if not os.path.lexists(path):
+                return
+            if path.is_dir() and not path.is_symlink():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             try:
-                os.replace(self.root / file, removed)
+                removed.write_bytes(b"")  # a file: no folder can take its place
+                os.replace(path, removed)
             except FileNotFoundError:
                 if self.is_given_up():
                     raise self.make_given_up_error() from None
-            else:
-                removed.unlink(missing_ok=True)
+            removed.unlink(missing_ok=True)
 
     def is_given_up(self) -> bool:
         """Tell whether the files of this process on their way are gone."""

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
 from fp4convert.calibration.calibration_file import FORMAT, open_calibration
@@ -27,6 +28,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E4M3_MAX, GLOBAL_RANGE, Format
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import ScaleGroup
+from fp4convert.storage.disk import open_regular
 from fp4convert.storage.source import Source, read_each, refusing
 
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
@@ -161,9 +163,9 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
     number = _number_in(asked)
     if number is None:
         try:
-            with open(str(asked), "rb") as stream:
+            with open_regular(Path(str(asked)), -1) as stream:
                 is_calibration = FORMAT.encode() in stream.read(HEAD_NBYTES)
-        except OSError:
+        except (OSError, ValueError):
             is_calibration = False  # a folder, a name on the Hub, or what opening it tells
         if not is_calibration:
             return copied_scales(_open(str(asked), source), f"{OPTION} {asked}")

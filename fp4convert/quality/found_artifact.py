@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fp4convert.errors import InputError
@@ -32,6 +32,9 @@ from fp4convert.storage.open import open_source
 from fp4convert.storage.safetensors import TensorRef, read_header
 from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
+INDEX_ENDING = ".index.json"
+ENGINE_RECORD = "hf_quant_config.json"  # which vLLM and TensorRT-LLM read beside config.json
+
 
 @dataclass(frozen=True, slots=True)
 class FoundArtifact:
@@ -52,6 +55,17 @@ class FoundArtifact:
         """Name the files that the record should name, and does not."""
         own = {*recorded_hashes(self.record), RECORD, SIGNATURE, *UNDIGESTED}
         return sorted(set(self.names) - own)
+
+    @property
+    def added(self) -> list[str]:
+        """Name those that decide which weights an engine loads, or how."""
+        return [
+            name
+            for name in self.unrecorded
+            if holds_weights(name)
+            or name.endswith(INDEX_ENDING)
+            or PurePosixPath(name).name == ENGINE_RECORD
+        ]
 
     def hash_of(self, file: str, alone: str) -> str | None:
         """Return the sha256 of one of its files; None where there is none.
@@ -77,7 +91,7 @@ def find_artifact(reference: str, access: Access) -> FoundArtifact:
     if place.exists():
         file = place if place.suffix == ".json" else folder / RECORD
         try:
-            with open_regular(file) as stream:
+            with open_regular(file, -1) as stream:
                 text = stream.read(TEXT_LIMIT + 1)
             if len(text) > TEXT_LIMIT:
                 raise _no_record(reference, f"it is longer than {TEXT_LIMIT:,} bytes")

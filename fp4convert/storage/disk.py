@@ -168,14 +168,15 @@ def fsync_parents(folder: Path) -> None:
             fsync_folder(place)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, buffering: int = 0) -> BinaryIO:
     """Open a regular file to read; a pipe or a device may never answer.
 
-    Raises  OSError
+    buffering  as `open` has it: without any, a read may bring less than was asked for
+    Raises     OSError
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return path.open("rb", buffering=0)
+    return path.open("rb", buffering=buffering)
 
 
 def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fp4convert.errors import InputError
+from fp4convert.storage.disk import open_regular
 
 FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
 TEXT_LIMIT = 1 << 28  # bytes of a file of text: the index of a million tensors takes half of it
@@ -29,7 +30,7 @@ def read_text_file(path: Path) -> str:
 
     Raises  OSError, also where it is too long for one; ValueError where it is not UTF-8
     """
-    with path.open("rb") as stream:
+    with open_regular(path, -1) as stream:
         text = stream.read(TEXT_LIMIT + 1)
     if len(text) > TEXT_LIMIT:
         raise OSError(errno.EFBIG, f"it is longer than {TEXT_LIMIT:,} bytes", str(path))

@@ -3,6 +3,7 @@ several.
 """
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -239,6 +240,18 @@ def test_what_is_no_calibration_is_refused(tmp_path, source):
     )
     (tmp_path / "j.json").write_text(json.dumps({"metadata": notes_for(source, parts="{}")}))
     assert "an index that names no parts" in refusal(open_calibration, tmp_path / "j.json").message
+
+
+def test_parts_of_an_index_are_files_in_its_folder(tmp_path, source):
+    index = tmp_path / "in" / "index.json"
+    index.parent.mkdir()
+    write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X))
+    os.mkfifo(index.parent / "pipe")
+    for name in ("../c.safetensors", str(tmp_path / "c.safetensors"), "a\0b", ""):
+        index.write_text(json.dumps({"metadata": notes_for(source, parts=json.dumps({name: ""}))}))
+        assert f"names {name!r}" in refusal(open_calibration, index).message
+    index.write_text(json.dumps({"metadata": notes_for(source, parts='{"pipe": ""}')}))
+    assert "no regular file" in refusal(open_calibration, index).message
 
 
 def write_two_parts(folder, source):

@@ -222,9 +222,9 @@ def test_an_artifact_is_no_source_of_its_own(source, tmp_path):
     artifact = made(source, tmp_path / "out", "--format", "nvfp4")
     copy = shutil.copytree(artifact, tmp_path / "copy")
     (copy / RECORD).unlink()
-    for other in (artifact, copy):
+    for other, code in ((artifact, "usage"), (copy, "not-reproducible")):
         outcome = run("reproduce", artifact, "--source", other, "--json")
-        assert (outcome.code, outcome.json["error"]["code"]) == (2, "usage")
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, code)
     record = json.loads((artifact / RECORD).read_text())
     record["source"] = {"repo": str(copy), "revision": None}
     (artifact / RECORD).write_text(json.dumps(record))

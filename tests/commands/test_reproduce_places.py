@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, SECOND, llama_shards, run, write_checkpoint, write_llama
+from checkpoints import FIRST, SECOND, llama_shards, run, weight, write_checkpoint, write_llama
 from diffusion import write_flux
 from gguf_donors import model, write_donor
 from peft_models import make_llama, write_adapter
@@ -125,8 +125,38 @@ def test_a_record_that_names_its_own_artifact_as_the_source_is_refused(source, t
     record["source"] = {"repo": "me/own", "revision": commit}
     (tmp_path / "record.json").write_text(json.dumps(record))
     error = run("reproduce", tmp_path / "record.json", "--json").json["error"]
-    assert error["code"] == "usage"
-    assert error["message"].startswith("me/own is the artifact")
+    assert error["code"] == "not-reproducible"
+    assert error["message"].startswith("me/own has the blocks of")
+
+
+def test_an_artifact_of_an_artifact_is_not_made_from_its_blocks(source, tmp_path):
+    first = made(source, tmp_path / "a", "--format", "nvfp4")
+    second = made(first, tmp_path / "b", "--format", "nvfp4")
+    outcome = run("reproduce", second, "--source", first, "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "not-reproducible")
+    assert "which go over as they are" in outcome.json["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "sub/hf_quant_config.json"])
+def test_a_file_that_decides_what_engines_load_is_no_addition(name, source, tmp_path):
+    single = {f"{one}.weight": weight(number) for number, one in enumerate(("a", "b"))}
+    source = write_checkpoint(tmp_path / "m", {"model.safetensors": single})
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    (artifact / name).parent.mkdir(exist_ok=True)
+    (artifact / name).write_text('{"weight_map": {"x": "other.safetensors"}}')
+    outcome = run("reproduce", artifact, "--source", source, "--json")
+    assert (outcome.code, [each["file"] for each in outcome.json["differing"]]) == (6, [name])
+
+
+@pytest.mark.parametrize("key", ["block_size", "files"])
+def test_what_a_record_says_in_another_type_differs(key, source, tmp_path):
+    """Who reads 16 need not read 16.0; an entry of `files` that is no hash is read by nobody."""
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    record = json.loads((artifact / RECORD).read_text())
+    changed = {"block_size": 16.0, "files": {**record["files"], "evil.safetensors": 5}}
+    (artifact / RECORD).write_text(json.dumps({**record, key: changed[key]}))
+    outcome = run("reproduce", artifact, "--source", source, "--json")
+    assert (outcome.code, outcome.json["record"]) == (6, [key])
 
 
 def test_counts_and_words_are_of_the_files_that_they_name(source, tmp_path):
@@ -137,13 +167,13 @@ def test_counts_and_words_are_of_the_files_that_they_name(source, tmp_path):
     assert f"reproduced: all {files} files came out again" in told
     (artifact / "pytorch_model.bin").write_bytes(b"x")
     told = " ".join(run("reproduce", artifact, "--source", source).out.split())
-    assert "NOT reproduced: weights were added" in told
+    assert "NOT reproduced: what engines load was added" in told
     next(artifact.glob("*.safetensors")).unlink()
     outcome = run("reproduce", artifact, "--source", source)
     told = " ".join(outcome.out.split())
     assert outcome.code == 6
     assert f"NOT reproduced: 1 of {files} files differ" in told
-    assert "pytorch_model.bin holds weights, and the record does not name it" in told
+    assert "pytorch_model.bin is what engines load, and the record does not name it" in told
     assert "differs, or is not there" in told
 
 

@@ -319,3 +319,16 @@ def test_no_folder_of_the_result_is_a_link_to_files_of_somebody_else(options, tm
     refused = quantize(source, out, *options)
     assert (refused.code, refused.json["error"]["code"]) == (5, "foreign-output")
     assert (mine / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("file", ["plan.json", "done"])
+def test_a_pipe_in_the_place_of_a_file_of_ours_ends_no_command_in_a_wait(file, source, out):
+    place = out / STATE / file
+    if place.is_dir():
+        place = next(place.iterdir())
+    place.unlink()
+    os.mkfifo(place)
+    for words in (("merge", out), ("quantize", source, "--format", "nvfp4", "-o", out)):
+        outcome = run_alone(*words, "--json")
+        assert outcome.code in (0, 5)
+        assert "Traceback" not in outcome.err

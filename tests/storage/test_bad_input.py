@@ -391,3 +391,25 @@ def test_an_outlier_costs_its_neighbours_and_nobody_else(tmp_path):
     largest = abs(values_of(read_folder(source)[O_PROJ])).max()
     assert tensor["max_abs"] < largest / 100
     assert pack_shard(read_folder(source))
+
+
+def test_a_pipe_as_the_file_of_input_scales_is_refused_without_hanging(tmp_path):
+    source, out = write_single(tmp_path / "source", {O_PROJ: weight()}), tmp_path / "out"
+    os.mkfifo(tmp_path / "pipe")
+    words = ("--format", "nvfp4", "--activations", 4, "--input-scale", tmp_path / "pipe")
+    outcome = run_alone("quantize", source, *words, "-o", out, "--json")
+    assert outcome.code == 2
+    assert not out.exists()
+
+
+def test_an_address_of_the_hub_that_is_none_is_refused_before_anything_is_loaded(
+    tmp_path, monkeypatch
+):
+    """huggingface_hub cannot even be imported then."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://me:secret@[")
+    for source in ("org/m", write_single(tmp_path / "source", {O_PROJ: weight()})):
+        outcome = run_alone(
+            "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json"
+        )
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, "endpoint")
+        assert "secret" not in outcome.out + outcome.err
