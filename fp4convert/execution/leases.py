@@ -103,6 +103,7 @@ class Leases:
         path = self._folder / lease
         with write_errors_at(path):
             self._made.add(lease)
+            began = time.monotonic()
             try:
                 made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | AS_BYTES, 0o666)
             except FileExistsError:
@@ -113,9 +114,13 @@ class Leases:
                 return self.take(lease, is_fencing)
             with os.fdopen(made, "w") as out:
                 json.dump(self._me | {"worker": self.name, "work": self._work}, out)
+            is_late = time.monotonic() - began > SILENT_SECONDS / 2
+        self._made.discard(lease)
+        # As long as it was empty, others may have taken it for one of a dead process.
+        if is_late and (_read(path) or {}).get("worker") != self.name:
+            return False
         with self._lock:
             self._held.add(lease)
-        self._made.discard(lease)
         return True
 
     def take_undone(self, tasks: Iterable[str], is_done: Callable[[str], bool]) -> Iterator[str]:

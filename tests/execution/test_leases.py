@@ -141,6 +141,26 @@ def test_a_claim_that_was_taken_while_its_maker_slept_is_not_renewed_by_it(folde
         assert (folder / "a").stat().st_mtime == 5
 
 
+def test_who_slept_before_it_said_whose_claim_it_is_does_not_hold_it(folder, monkeypatch):
+    """Another took the empty file for one of a dead process, and made its own."""
+    monkeypatch.setattr(leases, "SILENT_SECONDS", 0.2)
+    dump = json.dump
+
+    def sleep(*arguments: object) -> None:
+        monkeypatch.setattr(leases.json, "dump", dump)
+        with Leases(folder) as other:
+            while not other.take("a"):
+                time.sleep(0.05)
+            dump(*arguments)
+            told.append(other.name)
+
+    told: list[str] = []
+    with Leases(folder) as claims:
+        monkeypatch.setattr(leases.json, "dump", sleep)
+        assert not claims.take("a")
+    assert told
+
+
 def test_without_a_word_of_the_machine_a_name_tells_nothing_of_who_lives(folder, monkeypatch):
     """Two machines of one name on a shared disk would take each other for dead."""
     monkeypatch.setattr(leases, "boot_id", lambda: "")
@@ -294,7 +314,8 @@ def test_whoever_waits_long_for_one_lease_says_so_once(folder, monkeypatch):
         threading.Timer(1.5, one.drop, ("end",)).start()
         with two.hold_when_free("end", "checks"):
             pass
-    assert told == ["waiting for another process, which checks"]
+    words = "waiting for another process, which checks; after 60 s without a sign of life"
+    assert told == [f"{words} it counts as gone"]
 
 
 def test_those_who_do_the_same_are_no_strangers(folder):

@@ -89,6 +89,8 @@ class World:
         self.is_pushing, self.keeps = seed % 5 == 4, seed % 10 != 9
         if self.is_pushing:
             self.plans = ["a"]
+        # Of two plans, one may sleep while it begins, for longer than its lease lasts.
+        self.beginner_sleeps = len(self.plans) > 1 and chance.random() < 0.5
         self.hub = Hub(self)
         names: dict[str, set[bytes]] = {}
         for plan in self.plans:
@@ -181,6 +183,11 @@ class World:
     def _on_step(self, process: Process, call: str, subject: str) -> None:
         while self.faults and self.faults[-1][0] <= self.scheduler.steps:
             self.faults.pop()[1](process)
+        if self.beginner_sleeps and self.chance.random() < 0.05:
+            lease = self.disk.find(f"{self.out}/{STATE}/claims/plan")
+            if lease is not None and lease.maker is process:
+                self.beginner_sleeps, self.has_faults = False, True
+                process.freeze(self.chance.choice((70.0, 200.0)))
 
     def _kill(self, process: Process) -> None:
         process.is_torn = self.chance.random() < 0.5
@@ -401,6 +408,7 @@ class World:
             self._plan_faults(len(processes))
             self._go_on()
             self.faults.clear()
+            self.beginner_sleeps = False
             self.troubles.clear()
             self.hub.troubles.clear()
             self.disk.free_nbytes = 1 << 40
