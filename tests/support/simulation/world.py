@@ -324,6 +324,8 @@ class World:
             self._judge_merge(process)
         elif process.outcome == "unfinished" and self._is_seen_well():
             raise Violation(f"{process} gives up, though others only do again what was harmed")
+        elif process.outcome == "given-up" and self.scheduler.step_seconds >= CALM_SECONDS:
+            return  # its heart got no turn for a minute
         elif not (self.has_faults or self.is_network or len(self.plans) > 1 or self.was_crowded):
             words = f"{process.outcome}: {process.words}"
             raise Violation(f"{process} is refused without a fault: {words}")
