@@ -65,6 +65,8 @@ INLINE void block_maxima16(const uint16_t *restrict x, int blocks, int width, ui
 INLINE f32s floats_fp16(const uint16_t *restrict x) { return (f32s)_mm512_cvtph_ps(LOAD(__m256i, x)); }
 #elif SIDE == 8
 INLINE f32s floats_fp16(const uint16_t *restrict x) { return (f32s)_mm256_cvtph_ps(LOAD(__m128i, x)); }
+#elif defined(__ARM_NEON)
+INLINE f32s floats_fp16(const uint16_t *restrict x) { return (f32s)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))); }
 #else
 INLINE f32s floats_fp16(const uint16_t *restrict x) { /* as fp4_from_finite_fp16 */
     u32s bits = words_of16(x);

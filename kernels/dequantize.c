@@ -25,6 +25,8 @@ INLINE u8v lanes_bf16(f32v value) {
 INLINE u8v lanes_fp16(f32v value) {
 #ifdef __F16C__
     return (u8v)((u32v)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT)) << 16);
+#elif defined(__ARM_NEON)
+    return (u8v)((u32v)vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)value))) << 16);
 #else
     u32v bits = (u32v)value, magnitude = bits & 0x7FFFFFFFu;
     u32v normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;

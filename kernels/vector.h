@@ -7,6 +7,8 @@
 
 #ifdef __SSE4_1__
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "fp4.h"
@@ -72,11 +74,15 @@ INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm512_cvtepu1
 INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
 #elif defined(__SSE4_1__)
 INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
+#elif defined(__ARM_NEON)
+INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)vmovl_u16(vld1_u16(x)); }
 #else
 INLINE u32s words_of16(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(VECTOR(uint16_t, 8), x), u32s); }
 #endif
 #ifdef __SSE4_1__
 INLINE u16x8 words_of8(const uint8_t *restrict x) { return (u16x8)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)x)); }
+#elif defined(__ARM_NEON)
+INLINE u16x8 words_of8(const uint8_t *restrict x) { return (u16x8)vmovl_u8(vld1_u8(x)); }
 #else
 INLINE u16x8 words_of8(const uint8_t *restrict x) { return __builtin_convertvector(LOAD(u8x8, x), u16x8); }
 #endif
@@ -125,7 +131,6 @@ INLINE void transpose(f32s *rows) { /* SIDE rows of SIDE */
 #elif !defined(__clang__)
 #define LOOKUP(table, index) __builtin_shuffle(table, index)
 #elif defined(__ARM_NEON)
-#include <arm_neon.h>
 #define LOOKUP(table, index) ((u8x16)vqtbl1q_u8((uint8x16_t)(table), (uint8x16_t)(index)))
 #else
 INLINE u8x16 LOOKUP(u8x16 table, u8x16 index) { u8x16 out; for (int j = 0; j < 16; j++) out[j] = table[index[j]]; return out; }

@@ -289,9 +289,13 @@ class Rules:
         for folder in ("claims", "tmp"):
             node = self.world.disk.find(f"{self.out}/{STATE}/{folder}")
             entries = (node and node.entries) or {}
-            # Whose guard says nothing, as its maker was killed while it wrote, waits a minute too.
+            # Whose guard is of another machine, or says nothing, as its maker was killed while it
+            # wrote, waits a minute too.
             if any(
-                not each.is_folder and not each.data.endswith(b"}") for each in entries.values()
+                not each.data.endswith(b"}")
+                or (name.startswith(".") and not self._is_near(each.maker, last))
+                for name, each in entries.items()
+                if not each.is_folder
             ):
                 continue
             for name, left in entries.items():
