@@ -456,10 +456,13 @@ class OutputFolder:
         for leftover in leftovers:
             if leftover.name not in living:
                 with suppress(FileNotFoundError):  # its process was just leaving
-                    if leftover.is_dir() and not leftover.is_symlink():
-                        shutil.rmtree(leftover)
+                    # Moved first, for its process may only sleep: it finds no place to go on.
+                    swept = self.temps / f"swept-{leftover.name}"
+                    os.replace(leftover, swept)
+                    if swept.is_dir() and not swept.is_symlink():
+                        shutil.rmtree(swept)
                     else:
-                        leftover.unlink()
+                        swept.unlink()
 
     def _replace(self, old: Manifest, settings: Settings) -> None:
         """Remove what another plan left in the folder, or refuse."""

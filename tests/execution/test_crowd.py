@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -174,6 +175,26 @@ def test_one_that_leaves_while_another_sweeps_is_no_error(clean, tmp_path, monke
     monkeypatch.setattr("fp4convert.execution.folder.shutil.rmtree", remove_twice)
     with entered(out, read_manifest(out)) as folder:
         folder.begin(Settings())
+
+
+def test_one_that_wakes_while_it_is_swept_finds_no_place_to_write(clean, tmp_path, monkeypatch):
+    """A file that it made meanwhile kept its folder, and with it its leave to go on."""
+    out = shutil.copytree(clean["a"], tmp_path / "out")
+    place = out / STATE / "tmp" / "asleep"
+    place.mkdir()
+    remove = shutil.rmtree
+
+    def remove_late(path: Path, **options: object) -> None:
+        with suppress(FileNotFoundError):
+            (place / "plan.json").touch()
+            raise FileNotFoundError  # as where a file in it is renamed at that moment
+        remove(path, **options)
+
+    monkeypatch.setattr("fp4convert.execution.folder.shutil.rmtree", remove_late)
+    with entered(out, read_manifest(out)) as folder:
+        folder.begin(Settings())
+        assert not place.exists()
+        monkeypatch.undo()
 
 
 def test_files_that_are_renamed_while_the_room_is_measured_are_no_error(source, clean, tmp_path):

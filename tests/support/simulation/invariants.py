@@ -186,9 +186,14 @@ class Rules:
     def looked(self, process: Process, path: str, node: Node) -> None:
         """Judge how long a process waits for a claim of a dead one."""
         owner = node.maker
-        if not isinstance(owner, Process) or not owner.is_over or not self.world.is_calm(process):
+        if not isinstance(owner, Process) or not owner.is_over:
             return
         if f"/{STATE}/claims/" not in path:
+            return
+        # Whoever could not remove its own claim or guard leaves one more to wait for.
+        claims = self.world.disk.find(f"{self.out}/{STATE}/claims")
+        makers = [each.maker for each in ((claims and claims.entries) or {}).values()]
+        if not self.world.is_calm(process, *(each for each in makers if isinstance(each, Process))):
             return
         awake = self.world.scheduler.now - process.frozen_seconds
         waited = awake - process.looks.setdefault(node.inode, awake)
