@@ -34,6 +34,7 @@ from harness.sections import Section, as_document, from_document
 MODULES = (
     *(
         "cpu.kernels",
+        "cpu.compilers",
         "peers.beside_quantizers",
         "cpu.conversion",
         "cpu.beside_copying",

@@ -198,14 +198,9 @@ def hold_cores(threads: int, cores: list[int]) -> None:
 
 
 def sections(is_quick: bool) -> list[Section]:
-    """Quick: the installed library and one thread alone, on the same bytes."""
-    own = compiled_libraries.installed()
-    paths, missing = [own], ""
-    if not is_quick:
-        try:
-            paths.append(compiled_libraries.built_by_the_other(own))
-        except compiled_libraries.UnavailableError as error:
-            missing = f" Not measured beside it: {error}."
+    """Quick: one thread alone, on the same bytes."""
+    own, missing = compiled_libraries.installed(), ""
+    compiler = compiled_libraries.compiler_of(own)
     memory, rows, cores = Memory(), [], sorted(os.sched_getaffinity(0))
     for threads in THREADS[:1] if is_quick else THREADS:
         if threads > len(cores):
@@ -213,15 +208,16 @@ def sections(is_quick: bool) -> list[Section]:
             continue
         hold_cores(threads, cores)
         rows.append(copy_row(memory, threads))
-        for path, level in product(paths, LEVELS):
-            kernels = Kernels(path, level, memory)
+        for level in LEVELS:
+            kernels = Kernels(own, level, memory)
             if kernels.level == level:
-                rows += rows_of(kernels, memory, compiled_libraries.compiler_of(path)[0], threads)
-    return [Section(TITLE, about(paths) + missing, HEADINGS, tuple(rows), "share of read")]
+                rows += rows_of(kernels, memory, compiler[0], threads)
+    return [
+        Section(TITLE, about(" ".join(compiler)) + missing, HEADINGS, tuple(rows), "share of read")
+    ]
 
 
-def about(paths: list[Path]) -> str:
-    compilers = [" ".join(compiled_libraries.compiler_of(path)) for path in paths]
+def about(compiler: str) -> str:
     return (
         "GB/s of input (dequantize: of output), and that as a share of the bandwidth of a pass "
         "that only reads, and of memcpy by"
@@ -230,6 +226,5 @@ def about(paths: list[Path]) -> str:
         f" core; {ELEMENTS >> 20}M elements (search: {SEARCHED >> 20}M), medians of {ROUNDS}. "
         "quantize: rules amax and even;"
         f" search: mse. Bars hold for one thread with AVX-512, that of amax to {AMAX_DECIMALS} "
-        "decimals. The package was compiled"
-        f" by {', and beside it by '.join(compilers)}."
+        f"decimals. The package was compiled by {compiler}."
     )
