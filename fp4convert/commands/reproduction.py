@@ -238,7 +238,7 @@ def _steps(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises  InputError for what it does not write in a record, and for a template
     """
     steps = recorded.get(TRANSCODED, [])
-    for step in steps if isinstance(steps, list) else [None]:
+    for step in steps if isinstance(steps, list) else [steps]:
         if isinstance(step, dict) and step.get("template") is True:
             detail = "it was carried into a GGUF file by transcode with a --template"
             better = "Reproduce what it was made from; then transcode that with the same file."

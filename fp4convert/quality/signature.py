@@ -158,6 +158,8 @@ def read_statement(data: bytes) -> Statement:
         )
     except (AttributeError, KeyError, TypeError, ValueError, binascii.Error) as error:
         found = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, AttributeError | TypeError):  # Python's words for it help nobody
+            found = "something in it is of another type than a statement has there"
         detail = f"{SIGNATURE} is no signature of a model: {found}"
         raise InputError("bad-signature", detail) from None
 

@@ -50,6 +50,7 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
 NAMED_FAILURES = {  # by a part of the class's name, of the libraries that are not loaded yet
     "Timeout": LATE,
     "ProtocolError": "it broke the connection off, or does not speak HTTP",
+    "TooManyRedirects": "it sends every request elsewhere, in a circle",
 }
 AGAIN = "Run the same command again: what is uploaded is kept."
 REFUSED = "Do what it asks for; then run the same command again: what is uploaded is kept."
