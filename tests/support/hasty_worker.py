@@ -22,5 +22,5 @@ if host:
 if skew:
     utime = os.utime
     os.utime = lambda path: utime(path, (time.time() + skew,) * 2)
-Leases.__init__.__defaults__ = (LEASE_SECONDS, BEAT_SECONDS, "")
+Leases.__init__.__defaults__ = (LEASE_SECONDS, BEAT_SECONDS, *Leases.__init__.__defaults__[2:])
 main()
