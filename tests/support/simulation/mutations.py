@@ -169,13 +169,6 @@ MUTATIONS: dict[str, Mutation] = {
         "                for lease in self._held[0]:\n",
         "a thread ends with a traceback, and nobody hears of it",
     ),
-    "renews-what-others-hold": Mutation(
-        LEASES,
-        'if owner is not None and owner.get("worker") != self.name:',
-        "if False:",
-        "who slept keeps its dead successor's claim alive",
-        within=4000,
-    ),
     "merge-finds-damage": Mutation(
         FINISH,
         "        if harmed := find_harmed(folder, phases):\n",
@@ -236,20 +229,13 @@ MUTATIONS: dict[str, Mutation] = {
         "            with folder.leases.hold_when_free(ENDING, WHY_ENDING):\n",
         "            if True:\n",
         "several end the work at once",
-        within=4000,
+        within=5000,
     ),
     "a-sleeper-goes-on": Mutation(
         FOLDER,
         'hold_when_free(PLANNING, "begins here", is_fencing=True)',
         'hold_when_free(PLANNING, "begins here")',
         "who slept while it began writes its plan over another's",
-        within=4000,
-    ),
-    "adopts-any-ending": Mutation(
-        FINISH,
-        " or plan_id != folder.manifest.plan_id",
-        "",
-        "the end of another plan counts as the own",
         within=4000,
     ),
     "sent-without-a-wait": Mutation(
