@@ -61,33 +61,47 @@ INLINE table16 table_of(const u8v *restrict rounded) {
 DEFINE_TABLE(bf16)
 DEFINE_TABLE(fp16)
 
-INLINE void look_up16(const uint8_t *restrict packed, table16 t, uint16_t *restrict y) {
+/* Two-byte values of sixteen codes. */
+typedef struct { u16x8 first, second; } values16;
+
+INLINE values16 look_up16(const uint8_t *restrict packed, table16 t) {
     u16x8 pairs = words_of8(packed);
     u8x16 codes = (u8x16)((pairs | (pairs << 4)) & 0x0F0F);
     u8x16 low = LOOKUP(t.low, codes), high = LOOKUP(t.high, codes);
-    STORE(y, SHUFFLE(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
-    STORE(y + 8, SHUFFLE(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    return (values16){(u16x8)SHUFFLE(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
+                      (u16x8)SHUFFLE(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)};
+}
+INLINE void store16(values16 values, uint16_t *restrict y) { STORE(y, values.first); STORE(y + 8, values.second); }
+/* Eight values of bf16, times a step. */
+INLINE void store_floats8(u16x8 values, float step, float *restrict y) {
+#if WIDTH == 32
+    STORE(y, (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)values), 16) * step);
+#else
+    const u16x8 zeros = {0};
+    STORE(y, (f32v)SHUFFLE(zeros, values, 0, 8, 1, 9, 2, 10, 3, 11) * step);
+    STORE(y + 4, (f32v)SHUFFLE(zeros, values, 4, 12, 5, 13, 6, 14, 7, 15) * step);
+#endif
 }
 
 /* One block of `width` codes. */
 INLINE void block_bf16(const uint8_t *restrict packed, float step, int width, uint16_t *restrict y) {
     table16 t = table_bf16(step);
-    for (int k = 0; k < width; k += 16) look_up16(packed + k / 2, t, y + k);
+    for (int k = 0; k < width; k += 16) store16(look_up16(packed + k / 2, t), y + k);
 }
 
 INLINE void block_fp16(const uint8_t *restrict packed, float step, int width, uint16_t *restrict y) {
     table16 t = table_fp16(step);
-    for (int k = 0; k < width; k += 16) look_up16(packed + k / 2, t, y + k);
+    for (int k = 0; k < width; k += 16) store16(look_up16(packed + k / 2, t), y + k);
 }
 
 /* E2M1 values are exact in bf16: look those up, widen, multiply. */
 INLINE void block_fp32(const uint8_t *restrict packed, float step, int width, float *restrict y) {
     const table16 exact = {{0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0, 0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0},
                            {0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x80, 0xBF, 0xBF, 0xBF, 0xC0, 0xC0, 0xC0, 0xC0}};
-    uint16_t values[16];
     for (int k = 0; k < width; k += 16) {
-        look_up16(packed + k / 2, exact, values);
-        for (int j = 0; j < 16; j += SIDE) STORE(y + k + j, (f32s)(words_of16(values + j) << 16) * step);
+        values16 values = look_up16(packed + k / 2, exact);
+        store_floats8(values.first, step, y + k);
+        store_floats8(values.second, step, y + k + 8);
     }
 }
 
