@@ -142,8 +142,10 @@ def test_a_shard_that_another_has_just_found_harmed_is_waited_for(source, tmp_pa
     hold = Leases.hold_when_free
 
     @contextmanager
-    def hold_after_another(leases: Leases, lease: str, why: str) -> Iterator[None]:
-        with hold(leases, lease, why):
+    def hold_after_another(
+        leases: Leases, lease: str, *how: object, **more: object
+    ) -> Iterator[None]:
+        with hold(leases, lease, *how, **more):
             if lease == finish_module.ENDING and not taken:
                 taken.append(sorted((out / STATE / "done").iterdir())[0])
                 taken[0].unlink()
