@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from cpu import compiled_libraries, kernels
+from cpu import compiled_libraries
 from cpu.kernels import KINDS, NAMED, Kernels, Memory
 from fp4convert.numerics.cpu_library import LEVELS
 from harness.measure import ROOT, in_turn, median_ratio
@@ -57,8 +57,7 @@ def in_turns(is_quick: bool) -> Section:
 
 
 def rows_of(paths: tuple[Path, Path], names: list[str], is_quick: bool) -> Iterator[Row]:
-    kernels.ELEMENTS = ELEMENTS
-    memory = Memory()
+    memory = Memory(ELEMENTS)
     for level in LEVELS:
         pair = [Kernels(path, level, memory) for path in paths]
         if {each.level for each in pair} != {level}:

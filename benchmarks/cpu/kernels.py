@@ -66,12 +66,12 @@ Work = Callable[[], float]
 class Memory:
     """Buffers that all calls share, and the memory's own speed on the first of them."""
 
-    def __init__(self) -> None:
-        values = np.random.default_rng(0).standard_normal(ELEMENTS, np.float32) * np.float32(0.02)
+    def __init__(self, elements: int = ELEMENTS) -> None:
+        values = np.random.default_rng(0).standard_normal(elements, np.float32) * np.float32(0.02)
         self.x = {kind: _aligned(values.astype(dtype)) for kind, dtype in KINDS.items()}
-        self.y = {kind: np.ones(ELEMENTS, dtype) for kind, dtype in KINDS.items()}
-        self.packed = np.ones(ELEMENTS // 2, np.uint8)
-        self.block_scales = np.ones(ELEMENTS // 16, np.uint8)
+        self.y = {kind: np.ones(elements, dtype) for kind, dtype in KINDS.items()}
+        self.packed = np.ones(elements // 2, np.uint8)
+        self.block_scales = np.ones(elements // 16, np.uint8)
         self.amax = np.array([np.abs(values).max()], np.float32)
         self.bits = np.zeros(max(THREADS) * 64, np.uint32)  # a line of the cache for each thread
         self._stream = compiled_libraries.stream()

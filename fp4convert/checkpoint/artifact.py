@@ -26,7 +26,7 @@ from fp4convert.checkpoint.whole_model import refuse_adapter
 from fp4convert.errors import Finding, InputError, Level, shell_line
 from fp4convert.numerics.low_rank import Correction
 from fp4convert.numerics.matrices import Blocks, Span
-from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNFINISHED
+from fp4convert.storage.checkpoint_files import ENGINE_RECORD, PLAN_FILE, RECORD, UNFINISHED
 from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
@@ -259,7 +259,7 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
 def read_clues(source: Source) -> Clues:
     """Read what a source says of its own quantization."""
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
-    return Clues(source.checkpoint.config, _read_json(source, "hf_quant_config.json"), tensors)
+    return Clues(source.checkpoint.config, _read_json(source, ENGINE_RECORD), tensors)
 
 
 def is_artifact(source: Source, clues: Clues) -> bool:

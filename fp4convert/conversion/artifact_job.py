@@ -20,13 +20,13 @@ from fp4convert.numerics.matrices import Blocks
 from fp4convert.planning.steps import Plan
 from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.recipes.options import one_of
-from fp4convert.storage.checkpoint_files import GGUF, RECORD, REPORT, index_file
+from fp4convert.storage.checkpoint_files import ENGINE_RECORD, GGUF, RECORD, REPORT, index_file
 from fp4convert.storage.json_text import as_text, unquantized
 from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source
 
 ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict ours
-    {RECORD, "hf_quant_config.json", REPORT}
+    {RECORD, ENGINE_RECORD, REPORT}
 )
 
 

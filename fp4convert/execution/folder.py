@@ -24,7 +24,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,7 @@ from fp4convert.execution.plan_file import (
     read_manifest,
 )
 from fp4convert.execution.settings import Elsewhere, OnNamed, Settings
-from fp4convert.numerics.error_sums import Account
+from fp4convert.execution.task_writer import TaskWriter
 from fp4convert.planning.steps import Shard, Task
 from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE, SIGNATURE
 from fp4convert.storage.disk import (
@@ -64,62 +64,12 @@ from fp4convert.storage.disk import (
     write_errors_at,
 )
 from fp4convert.storage.json_text import MISSHAPEN, TEXT_LIMIT
-from fp4convert.storage.shard_writer import ShardWriter, difference_from_package
+from fp4convert.storage.shard_writer import difference_from_package
 from fp4convert.storage.system import open_no_link
 
 PLANNING = "plan"  # the lease of whoever writes plan.json
 READ_NBYTES = 1 << 20
 POLL_SECONDS = 0.1  # in which an interrupt ends a wait
-
-
-class TaskWriter:
-    """The shards of one task, and what was learnt while they were filled.
-
-    shards         by the name of the file
-    global_scales  of scale groups that other shards have members of, too, as this task found them
-    accounts       module -> what it lost
-    taken_over     modules that came with codes of their own
-    saturated      modules with weights beyond what their given global scales can say
-    amaxes         of scale groups that were measured before any was rounded, by their first output
-    early          outputs that were written then
-    """
-
-    def __init__(self, folder: Path, task: Task) -> None:
-        self.shards: dict[str, ShardWriter] = {}
-        self.global_scales: dict[str, float] = {}
-        self.accounts: dict[str, Account] = {}
-        self.taken_over: set[str] = set()
-        self.saturated: set[str] = set()
-        self.amaxes: dict[str, float] = {}
-        self.early: set[str] = set()
-        try:
-            for shard in task.shards:
-                self.shards[shard.file] = ShardWriter(
-                    folder / shard.file, shard.header, shard.outputs, shard.nbytes
-                )
-        except BaseException:
-            self.discard()
-            raise
-
-    def begin_again(self) -> None:
-        """Write everything anew, from the first byte of every output."""
-        found: Collection[object]
-        for found in (self.global_scales, self.accounts, self.taken_over, self.saturated):
-            found.clear()
-        self.amaxes.clear()
-        self.early.clear()
-        for shard in self.shards.values():
-            shard.begin_again()
-
-    def hash_on(self, check: Callable[[int], None]) -> None:
-        """Hash what is written of each shard; `check` as in write_task."""
-        for shard in self.shards.values():
-            shard.hash_on(check)
-
-    def discard(self) -> None:
-        """Close all shards, and leave nothing behind."""
-        for shard in self.shards.values():
-            shard.discard()
 
 
 @dataclass(slots=True)

@@ -27,7 +27,6 @@ from fp4convert.execution.adapter_rounding import low_ranks_of, measure
 from fp4convert.execution.carried_blocks import carry, group_exponent
 from fp4convert.execution.corrected_rounding import round_corrected
 from fp4convert.execution.exact_blocks import are_exact
-from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.repacker import (
     find_not_finite,
     parts_beside,
@@ -36,6 +35,7 @@ from fp4convert.execution.repacker import (
 )
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import UnsoundShardError
+from fp4convert.execution.task_writer import TaskWriter
 from fp4convert.execution.workers import append_parts, copy_steps
 from fp4convert.numerics.backends.base import OWN, Backend, Given
 from fp4convert.numerics.backends.cpu import Cpu

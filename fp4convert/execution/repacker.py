@@ -23,8 +23,8 @@ from fp4convert.checkpoint.encodings.base import Linear, input_scale_of, room_fo
 from fp4convert.checkpoint.encodings.fp8 import decode_scales
 from fp4convert.errors import NumericError
 from fp4convert.execution.carried_blocks import Carrier
-from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.settings import UnsoundShardError
+from fp4convert.execution.task_writer import TaskWriter
 from fp4convert.execution.workers import append_parts, copy_steps
 from fp4convert.numerics.backends.base import Backend
 from fp4convert.numerics.backends.cpu import Cpu

@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 
 from fp4convert.checkpoint.dialects.tables import Part, encode_scalar
 from fp4convert.errors import CORRUPT, OutputError, SourceError
-from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.settings import Settings, UnsoundShardError
+from fp4convert.execution.task_writer import TaskWriter
 from fp4convert.planning.steps import Action, Step, Task
 from fp4convert.process import processors
 from fp4convert.storage.source import Source

@@ -10,7 +10,9 @@ from typing import Any
 
 from fp4convert.errors import InputError
 from fp4convert.storage.checkpoint_files import (
+    ENGINE_RECORD,
     HUB_FILE,
+    INDEX,
     RECORD,
     SIGNATURE,
     UNDIGESTED,
@@ -27,9 +29,6 @@ from fp4convert.storage.disk import (
 from fp4convert.storage.json_text import TEXT_LIMIT, parse_json_object
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
-
-INDEX_ENDING = ".index.json"
-ENGINE_RECORD = "hf_quant_config.json"  # which vLLM and TensorRT-LLM read beside config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class FoundArtifact:
             name
             for name in self.unrecorded
             if holds_weights(name)
-            or name.endswith(INDEX_ENDING)
+            or name.endswith(INDEX)
             or PurePosixPath(name).name == ENGINE_RECORD
         ]
 

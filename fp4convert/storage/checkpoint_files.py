@@ -18,6 +18,7 @@ HUB_FILE = ".fp4convert/hub.json"  # the repository to which the shards have gon
 
 CONFIG = "config.json"
 RECORD = "quantization_config.json"
+ENGINE_RECORD = "hf_quant_config.json"  # which ModelOpt's readers look at beside config.json
 
 CARD = "README.md"  # the model card: for people, who edit it
 REPORT = "quantization_report.json"  # how much was lost: error_report.py
@@ -28,7 +29,8 @@ GGUF = ".gguf"
 
 # As transformers and as Diffusers name them.
 SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
-INDEXES = tuple(f"{single}.index.json" for single in SINGLES)
+INDEX = ".index.json"  # how the index of several shards ends
+INDEXES = tuple(f"{single}{INDEX}" for single in SINGLES)
 PIPELINE = "model_index.json"  # of Diffusers: which folders are its components, and of which class
 CONVERTED = "transformer"  # how the names begin of components that are checkpoints to convert
 WEIGHTS = ".safetensors"

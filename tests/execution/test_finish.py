@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 from checkpoints import run, write_llama
+
+from fp4convert.execution import leases
+from fp4convert.execution.finish import ENDING
+from fp4convert.execution.leases import Leases
 
 
 def test_merge_says_what_it_finds_instead_of_a_begun_folder(tmp_path):
@@ -45,3 +51,16 @@ def test_merge_names_the_format_that_the_record_has(tmp_path):
         assert part.code == 0, part.out
     assert part.json["format"] == "mixed"
     assert run("merge", out, "--json").json["format"] == "mixed"
+
+
+def test_merge_says_for_whom_it_waits(tmp_path, monkeypatch):
+    out = tmp_path / "q"
+    made = ("quantize", write_llama(tmp_path / "m"), "--format", "nvfp4", "-o", out, "-q")
+    assert run(*made).code == 0
+    monkeypatch.setattr(leases, "LONGEST_SECONDS", 0.2)
+    with Leases(out / ".fp4convert" / "claims") as other:
+        assert other.take(ENDING)
+        threading.Timer(1.5, other.drop, (ENDING,)).start()
+        merged = run("merge", out)
+    assert merged.code == 0
+    assert "waiting for another process, which checks what is written" in merged.err

@@ -62,6 +62,7 @@ from fp4convert.checkpoint.dialects.tables import (
 )
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import E4M3_MAX, FP8, MXFP4, MXFP8, NVFP4
+from fp4convert.storage.checkpoint_files import ENGINE_RECORD
 
 _FP8_ACTIVATIONS: dict[Granularity, int] = {
     "tensor": ACTIVATIONS_FP8,
@@ -153,7 +154,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     sizes = [fmt.block_size for fmt in formats if fmt.block_size]
     return {
         "config.json": {"quantization_config": record},
-        "hf_quant_config.json": {
+        ENGINE_RECORD: {
             "producer": producer,
             "quantization": {
                 "quant_algo": algorithm,
@@ -284,7 +285,7 @@ def judge(clues: Clues) -> Iterator[Finding]:
     if not record or not nested:
         return
     sizes = {size for group in groups if (size := group.form.format.block_size)}
-    for file, each in (("config.json", record), ("hf_quant_config.json", nested)):
+    for file, each in (("config.json", record), (ENGINE_RECORD, nested)):
         if sizes and each.get("group_size", min(sizes)) not in sizes:
             detail = f"{file} says group_size {each['group_size']!r}; expected {min(sizes)}"
             yield Finding("error", "record-strategy", None, detail)

@@ -8,6 +8,8 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from fp4convert.storage.checkpoint_files import (
+    ENGINE_RECORD,
+    INDEX,
     OTHER_WEIGHTS,
     RECORD,
     REPORT,
@@ -21,7 +23,7 @@ from fp4convert.storage.hub.uploaded_file import UploadedFile
 from fp4convert.storage.json_text import MISSHAPEN
 
 # Of an earlier artifact, in another dialect, rounded or signed: they would contradict ours.
-STALE = frozenset({"hf_quant_config.json", REPORT, SIGNATURE})
+STALE = frozenset({ENGINE_RECORD, REPORT, SIGNATURE})
 
 
 class Head(NamedTuple):
@@ -124,7 +126,7 @@ class Places:
 
     def _is_weights(self, name: str) -> bool:
         """Tell whether engines take a file for weights or their index."""
-        endings = (WEIGHTS, f"{WEIGHTS}.index.json")
+        endings = (WEIGHTS, f"{WEIGHTS}{INDEX}")
         return _folder_of(name) in self._folders and name.endswith(endings)
 
     def _holds_weights(self, name: str) -> bool:
