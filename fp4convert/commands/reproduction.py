@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.checkpoint.record import ADAPTER, OPTIONS, TRANSCODED
 from fp4convert.commands.options import ReproduceOptions, public
-from fp4convert.conversion.options import FILES, QuantizeOptions, TranscodeOptions
+from fp4convert.conversion.options import QuantizeOptions, TranscodeOptions
+from fp4convert.conversion.recorded_options import FILES, WHERE, as_page, read_options
 from fp4convert.conversion.repacking import prepare_transcode, transcode
 from fp4convert.conversion.work import Work, prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
@@ -28,7 +29,7 @@ from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.found_artifact import find_artifact, hash_in
 from fp4convert.quality.tensor_difference import first_difference
-from fp4convert.recipes.options import Declared, declared_in
+from fp4convert.recipes.options import declared_in
 from fp4convert.storage.checkpoint_files import (
     RECORD,
     UNDIGESTED,
@@ -37,10 +38,7 @@ from fp4convert.storage.checkpoint_files import (
 )
 from fp4convert.storage.disk import hash_file
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.open import GGUF_FILE, REPOSITORY, Place, page_of
-
-WHERE = ("revision", "subfolder")  # in a repository
-NUMBER = re.compile(r"\d\.\d{16}e[+-]\d\d")  # as options.py writes a size
+from fp4convert.storage.open import GGUF_FILE, REPOSITORY
 
 
 @public(ReproduceOptions)
@@ -170,8 +168,7 @@ def _placeless(value: Any) -> Any:
 
 def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -> QuantizeOptions:
     """Return the options that made an artifact, with the files given now."""
-    first = {name: value for name, value in record[OPTIONS].items() if name != TRANSCODED}
-    words = {name: _checked(name, value) for name, value in first.items()}
+    words = read_options(record)
     for name in FILES:
         given = getattr(options, name) or None
         _compare_file(name, given, words.get(name))
@@ -179,7 +176,7 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
             words[name] = given
         else:
             commit = _adapter_commit(record) if name == "lora" else None
-            words |= {name: _as_page(words[name], commit)} if name in words else {}
+            words |= {name: as_page(words[name], commit)} if name in words else {}
     origin = _origin(record)
     source = options.source or _recorded_source(origin)
     if not source or (not options.source and os.path.exists(source)):
@@ -290,59 +287,6 @@ def _carry_out(
         shutil.rmtree(folder)
         folder = output
     return folder
-
-
-def _as_page(value: Any, revision: str | None = None) -> Any:
-    """Name a repository in a record as a person would.
-
-    Other values stay as they are.
-
-    revision  its commit, where something else than `value` has it
-    """
-    if isinstance(value, list):
-        return [_as_page(each, revision) for each in value]
-    if not isinstance(value, dict):
-        return value
-    place = Place(value["repo"], revision or value.get("revision"), value.get("subfolder"))
-    return page_of(place)
-
-
-def _checked(name: str, value: object) -> Any:
-    """Return the value of an option in a record.
-
-    Raises  InputError for what quantize does not write there
-    """
-    makes_bytes = {*QuantizeOptions("", format="nvfp4").that_make_bytes(), "config", "format"}
-    known = {each.name: each for each in declared_in(QuantizeOptions) if each.name in makes_bytes}
-    if name == "target_size" and isinstance(value, str) and NUMBER.fullmatch(value):
-        value = float(value)
-    declared = known.get(name)
-    if declared is not None and declared.option.is_several:
-        entries = value if isinstance(value, list) and value else [None]
-    else:
-        entries = [value]
-    if declared is None or not all(_is_written(declared, entry) for entry in entries):
-        detail = f"{RECORD}: its {OPTIONS} have {name!r}: {str(value)[:80]!r}"
-        detail = f"{detail}, which this version of quantize does not write"
-        raise InputError("not-reproducible", detail, "Install the version that made it.")
-    return value
-
-
-def _is_written(declared: Declared, entry: object) -> bool:
-    """Tell whether quantize writes such a value of an option; never a path."""
-    if declared.name in FILES and isinstance(entry, dict):
-        if not all(isinstance(each, str) for each in entry.values()):
-            return False
-        repo = entry.get("repo", "")
-        is_hub = re.fullmatch(REPOSITORY, repo) and not os.path.exists(repo)
-        is_repository = {"repo", "taken"} <= entry.keys() <= {"repo", "taken", *WHERE}
-        return entry.keys() == {"sha256"} or (
-            is_repository if is_hub else entry.keys() == {"taken"}
-        )
-    if declared.name in FILES and isinstance(entry, str):  # a recipe of ours
-        return declared.option.is_recipe and entry.isidentifier()
-    kinds = (str,) if declared.option.is_several else get_args(declared.type) or (declared.type,)
-    return any(isinstance(entry, kind) for kind in kinds if isinstance(kind, type))
 
 
 def _compare_file(name: str, given: Any, recorded: Any) -> None:

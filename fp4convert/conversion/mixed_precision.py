@@ -19,10 +19,10 @@ from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.parts import Parts, is_plain, pattern_of
 from fp4convert.conversion.quantization import (
     goal_record,
-    options_recorded,
     plan_with,
     understand,
 )
+from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.conversion.weight_losses import (
     SAMPLE_NBYTES,
     Bench,

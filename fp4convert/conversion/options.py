@@ -4,8 +4,7 @@ The docstring of a class is the help of its command.
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -441,70 +440,6 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             name: os.fspath(value) if isinstance(value, os.PathLike) else value
             for name, value in values.items()
         }
-
-    def as_recorded(
-        self, calibration: str | None = None, taken: Mapping[str, str] | None = None
-    ) -> dict[str, object]:
-        """Return what our record says of the options that the bytes depend on.
-
-        Those that are not their defaults; of a file its sha256, and of a folder or a repository
-        that of what is taken of it, for a path is nobody's business.
-
-        calibration  the sha256 of the file of statistics, which may be large, where it is known
-        taken        such hashes, by option
-        """
-        declared = {each.name: each for each in declared_in(QuantizeOptions)}
-        given = self.that_make_bytes() | {"config": self.config, "format": self.format}
-        given |= {"calibration": {"sha256": calibration}} if calibration else {}
-        for name, value in given.items():  # 6 and 6.0 are one number
-            if value is not None and declared[name].type == float | None:
-                given[name] = float(str(value))
-        if self.target_size is not None:  # equally long for every size, which it is part of
-            given["target_size"] = f"{self.target_size:.16e}"
-        return {
-            name: _described(name, value, (taken or {}).get(name))
-            for name, value in given.items()
-            # 0 is a number that somebody gave, and equals False.
-            if value is not None
-            and value is not False
-            and value != ()
-            and value != declared[name].default
-        }
-
-
-# Options whose value may be a file: a name, a number or ORG/NAME is said as it is.
-FILES = ("calibration", "lora", "global_scale", "input_scale", "recipe", "config")
-
-
-def _described(name: str, value: object, taken: str | None) -> object:
-    """Say an option's value in JSON, without a path.
-
-    A number and a recipe of ours are these, also where a file here has that name.
-    """
-    if isinstance(value, tuple):
-        return [_described(name, each, taken) for each in value]
-    if name not in FILES or not isinstance(value, str | os.PathLike):
-        return value
-    if name in ("global_scale", "input_scale"):
-        with suppress(ValueError):
-            return float(os.fspath(value))
-    if name == "recipe":
-        from fp4convert.recipes.toml_files import known_names
-
-        if os.fspath(value) in known_names():
-            return value
-    from fp4convert.storage.disk import hash_file
-    from fp4convert.storage.open import read_reference
-
-    place, revision, subfolder = read_reference(os.fspath(value))
-    if os.path.isfile(place):
-        return {"sha256": hash_file(Path(place))}
-    if os.path.exists(place):
-        return {"taken": taken}
-    if "/" not in place:
-        return value
-    where = {"repo": place, "revision": revision, "subfolder": subfolder, "taken": taken}
-    return {key: each for key, each in where.items() if each is not None or key == "taken"}
 
 
 @dataclass(eq=False, repr=False)

@@ -6,11 +6,8 @@ which a Quantizer carries out.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -37,11 +34,11 @@ from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.options import (
     ACTIVATION_BITS,
     CACHES,
-    FILES,
     VIAS,
     QuantizeOptions,
     chosen_adapter,
 )
+from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.folder import OutputFolder
@@ -81,9 +78,7 @@ from fp4convert.recipes.options import DRAFTS, KEEP, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipes.rules import FoldUse, FormatRule
 from fp4convert.storage.checkpoint_files import RECORD
-from fp4convert.storage.disk import SHA256_DIGITS
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.open import GGUF_FILE
 from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source, prove_all, read_whole, uncollected
 
@@ -134,35 +129,6 @@ def _own_folds(source: Source) -> tuple[FoldUse, ...]:
     if not source.has_file(RECORD):
         return ()
     return folds_recorded(parse_json_object(read_whole(source, RECORD), RECORD))
-
-
-def options_recorded(
-    options: QuantizeOptions, source: Source, target: Target, plan: Plan | None = None
-) -> dict[str, object]:
-    """Return what our record says of the options.
-
-    plan  with what was taken of folders and repositories; None where only the size counts
-    """
-    taken = dict.fromkeys(FILES, "0" * SHA256_DIGITS)
-    if plan is not None:
-        told: dict[str, Callable[[], object]] = {
-            "lora": lambda: plan.adapter and sorted(plan.adapter.sha256.items()),
-            "global_scale": lambda: [[one.name, one.amaxes] for one in plan.steps if one.amaxes],
-            "input_scale": lambda: [
-                [one.name, one.scalar] for one in plan.steps if one.scalar is not None
-            ],
-            "config": lambda: source.checkpoint.config,
-        }
-        for name, values in told.items():
-            if getattr(options, name):
-                text = json.dumps(values(), sort_keys=True)
-                taken[name] = hashlib.sha256(text.encode()).hexdigest()
-    asked = options.as_recorded(target.calibration, taken)
-    if not source.checkpoint.repo:  # the folder itself is named again
-        asked.pop("subfolder", None)
-    elif (file := GGUF_FILE.fullmatch(os.fspath(options.source))) and file[2]:
-        asked["subfolder"] = "/".join(filter(None, (options.subfolder, file[2])))
-    return asked
 
 
 def goal_record(bits: float | None, calibration: Calibration | None) -> dict[str, object] | None:

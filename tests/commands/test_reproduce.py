@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from fp4convert import __version__
 from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.conversion.recorded_options import as_recorded
 from fp4convert.numerics.backends.cpu import Cpu
 
 RECORD = "quantization_config.json"
@@ -97,7 +98,7 @@ def test_every_option_that_changes_bytes_is_recorded():
         input_scale="me/other",
     )
     sha256 = hashlib.sha256(text.read_bytes()).hexdigest()
-    recorded = options.as_recorded(taken={"global_scale": "ab", "input_scale": "cd"})
+    recorded = as_recorded(options, taken={"global_scale": "ab", "input_scale": "cd"})
     assert recorded["calibration"] == {"sha256": sha256}
     assert recorded["global_scale"] == {"taken": "ab"}
     assert recorded["input_scale"] == {"repo": "me/other", "taken": "cd"}
