@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +37,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8
 from fp4convert.errors import InputError
 from fp4convert.progress import Phases, tokens_text
+from fp4convert.storage.disk import temporary_folder
 from fp4convert.storage.source import Source, stopping
 
 SOURCE, ARTIFACT = 0, 1
@@ -114,9 +114,8 @@ def compare_models(task: Task) -> Measured:
     with (
         stopping(task.source),
         stopping(task.artifact),
-        TemporaryDirectory(prefix="fp4convert-") as name,
+        temporary_folder() as folder,
     ):
-        folder = Path(name)
         task.phases.begin("model")
         models = _open_both(task, folder, device)
         samples = _find_samples(task, models[SOURCE], folder / "source")
@@ -126,8 +125,8 @@ def compare_models(task: Task) -> Measured:
 def check_models(task: Task) -> None:
     """Raise InputError where compare_models would: models are not the same."""
     import_transformers()
-    with TemporaryDirectory(prefix="fp4convert-") as name:
-        _open_both(task, Path(name), find_device(task.device))
+    with temporary_folder() as folder:
+        _open_both(task, folder, find_device(task.device))
 
 
 def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton, Skeleton]:

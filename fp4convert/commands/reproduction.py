@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from fp4convert.conversion.recorded_options import FILES, WHERE, as_page, read_o
 from fp4convert.conversion.repacking import prepare_transcode, transcode
 from fp4convert.conversion.work import Work, prepare
 from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
-from fp4convert.errors import InputError, OutputError, shell_line
+from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Elsewhere, Settings
 from fp4convert.process import keeping_nothing
@@ -36,7 +34,7 @@ from fp4convert.storage.checkpoint_files import (
     holds_weights,
     recorded_hashes,
 )
-from fp4convert.storage.disk import hash_file
+from fp4convert.storage.disk import hash_file, temporary_folder
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY
 
@@ -67,8 +65,8 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         if expected.get(file) != sha256 or artifact.hash_of(file, sha256) != sha256:
             differing[file] = first_difference(path, folder / file) if folder else None
 
-    with tempfile.TemporaryDirectory(prefix="fp4convert-") as scratch:
-        asked = _asked(options, record, Path(scratch, "out"))
+    with temporary_folder() as scratch:
+        asked = _asked(options, record, scratch / "out")
         steps, settings = _steps(record[OPTIONS]), options.settings(options.device)
         settings.phases.begin("plan")
         origin = _origin(record)
@@ -76,8 +74,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         work = _prepare(asked, is_recorded, folder, settings.phases)
         _compare_taken(options, record[OPTIONS], work)
         _refuse_own_weights(work, options, expected)
-        with _naming_tmpdir():
-            last = _carry_out(work, steps, settings, compare)
+        last = _carry_out(work, steps, settings, compare)
         found = read_ended_files(last)
         made = parse_json_object((last / RECORD).read_bytes(), RECORD)
     others = found.keys() - expected.keys() - {RECORD, *UNDIGESTED}
@@ -250,18 +247,6 @@ def _steps(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
             detail = f"{detail}, which this version of transcode does not write"
             raise InputError("not-reproducible", detail, "Install the version that made it.")
     return list(steps)
-
-
-@contextmanager
-def _naming_tmpdir() -> Iterator[None]:
-    """Say of a full disk that it is the one for temporary files."""
-    try:
-        yield
-    except OutputError as error:
-        if error.code != "disk-full":
-            raise
-        better = "Point TMPDIR to a folder on a disk with room, and run it again."
-        raise OutputError(error.code, error.message, better) from error
 
 
 def _carry_out(

@@ -15,14 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding, InputError, describe_missing
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CONFIG, INDEXES, PLAN_FILE, SIGNATURE
-from fp4convert.storage.disk import hash_stream
+from fp4convert.storage.disk import hash_stream, temporary_folder
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.source import Source, read_whole
 
@@ -74,8 +73,8 @@ def sign_folder(folder: Path, key: Path) -> bytes:
     except Exception as error:  # whatever the packages below it make of a file
         raise _bad_key("--key", key, error, f"{CURVES}, private and without a password") from None
     hashing = package.hashing.Config().set_ignored_paths(paths=UNSIGNED)
-    with TemporaryDirectory(prefix="fp4convert-") as scratch:
-        made = Path(scratch, SIGNATURE)
+    with temporary_folder() as scratch:
+        made = scratch / SIGNATURE
         try:
             signer.set_hashing_config(hashing).sign(folder, made)
         except (ValueError, OSError) as error:  # a link, a pipe; a file that cannot be read

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +20,9 @@ from fp4convert.storage.system import AS_BYTES
 
 SHA256_DIGITS = 64  # in hex
 HASH_NBYTES = 512 << 10  # read and hashed at once: what stays in a core's own cache
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNKNOWN_HERE = (errno.EINVAL, errno.EOPNOTSUPP)  # of a file system that knows no such thing
+TEMPORARY = "Point TMPDIR to a folder on a disk with room, and run it again."
 LOOKS, LOOK_SECONDS = 12, 0.001  # at the file system's clock; most go on every 1 to 10 ms
 
 
@@ -56,10 +59,40 @@ def write_error(path: Path, error: OSError, needed_nbytes: int | None = None) ->
         return lost_pages()  # what was to be written lies in a mapped file
     need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
     message = f"{path}: cannot be written{need}: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in FULL:
         next_step = "Make room and run the same command again: what is finished is kept."
         return OutputError("disk-full", message, next_step)
     return OutputError("cannot-write", message)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder where TMPDIR says, and remove it with all that is in it.
+
+    Raises  OutputError where that is no folder to write in (Python would take another in silence),
+            and where its disk is full
+    """
+    try:
+        place = os.environ.get("TMPDIR") or tempfile.gettempdir()
+        made = tempfile.TemporaryDirectory(prefix="fp4convert-", dir=place)
+    except OSError as error:
+        given = os.environ.get("TMPDIR")
+        detail = f"TMPDIR is {given}" if given else "TMPDIR is not set"
+        detail = f"{detail}: no temporary folder can be made ({error.strerror})"
+        raise OutputError("cannot-write", detail, TEMPORARY) from error
+    with made as name:
+        try:
+            yield Path(name)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise OutputError(
+                "disk-full", write_error(Path(name), error).message, TEMPORARY
+            ) from error
+        except OutputError as error:
+            if error.code != "disk-full":
+                raise
+            raise OutputError(error.code, error.message, TEMPORARY) from error
 
 
 def lost_pages() -> SourceError:

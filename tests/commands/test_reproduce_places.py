@@ -198,6 +198,16 @@ def test_a_full_disk_is_that_of_temporary_files(source, tmp_path, monkeypatch):
     assert (error["code"], "TMPDIR" in error["next"]) == ("disk-full", True)
 
 
+@pytest.mark.parametrize("place", ["missing", "file"])
+def test_a_tmpdir_that_is_no_folder_is_told(place, source, tmp_path, monkeypatch):
+    artifact = made(source, tmp_path / "out", "--format", "nvfp4")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / place))
+    reply = run("reproduce", artifact, "--source", source, "--json")
+    assert (reply.code, reply.json["error"]["code"]) == (5, "cannot-write")
+    assert str(tmp_path / place) in reply.json["error"]["message"]
+
+
 def test_places_that_no_record_of_ours_has_are_not_opened(source, tmp_path, monkeypatch):
     artifact = made(source, tmp_path / "out", "--format", "nvfp4")
     record = json.loads((artifact / RECORD).read_text())
