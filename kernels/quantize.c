@@ -73,83 +73,87 @@ DEFINE_NVFP4(fp32, float)
 
 /* --------------------------------------------------------------------------------------------------------------- MXFP4 */
 
-/* Scales of at most CHUNK blocks, the first of which is number `first`; maxima: their largest magnitudes, as float32 bits. */
-INLINE void mxfp4_scales(const float *restrict x, const uint32_t *restrict maxima, int64_t first, int blocks,
-                         const Choice *choice, uint8_t *restrict block_scales) {
-    if (choice->weights || choice->rule == MXFP4_MSE) return NAME(choose_mxfp4)(x, first, blocks, choice, block_scales);
-    for (int b = 0; b < blocks; b++) block_scales[b] = (uint8_t)e8m0_encode(maxima[b], choice->rule);
+/* A block scale is a power of two, which moves the exponent alone: so the midpoints are seven constants in 16-bit words of sign,
+ * exponent and mantissa, bf16's or fp16's.  Of float32 it is the upper half, odd where a bit below is set: no midpoint is odd.
+ *
+ *   UNIT_D                by how much the word of twice a value is more
+ *   FIRST_D, ONE_D        the block scale under which words stay as they are, and what 1 is then
+ *   LEAST_D .. LARGEST_D  block scales under which midpoints are normal numbers, no value underflows and no difference overflows,
+ *                         also where weights choose a scale 2^40 below; others are worked out in float32 */
+enum { UNIT_bf16 = 1 << 7, FIRST_bf16 = 127, ONE_bf16 = 127 * UNIT_bf16, LEAST_bf16 = 3, LARGEST_bf16 = 143 };
+enum { UNIT_fp16 = 1 << 10, FIRST_fp16 = 127 - 15, ONE_fp16 = 0, LEAST_fp16 = FIRST_fp16 + 3, LARGEST_fp16 = 142 };
+enum { UNIT_fp32 = UNIT_bf16, FIRST_fp32 = 127, ONE_fp32 = ONE_bf16, LEAST_fp32 = 3, LARGEST_fp32 = 127 };
+
+INLINE i16v words_bf16(const uint16_t *restrict x) { return LOAD(i16v, x); }
+INLINE i16v words_fp16(const uint16_t *restrict x) { return LOAD(i16v, x); }
+INLINE u32v odd_where_cut(u32v bits) { return bits | ((bits & 0xFFFFu) + 0xFFFFu); }
+INLINE i16v words_fp32(const float *restrict x) {
+    u32v a = odd_where_cut(LOAD(u32v, x)), b = odd_where_cut(LOAD(u32v, x + LANES / 2));
+#if WIDTH == 32
+    return (i16v)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16)), 0xD8);
+#elif defined(__SSE4_1__)
+    return (i16v)_mm_packus_epi32((__m128i)(a >> 16), (__m128i)(b >> 16));
+#else
+    return SHUFFLE((i16v)a, (i16v)b, 1, 3, 5, 7, 9, 11, 13, 15);
+#endif
 }
 
-/* The same for MXFP4; a product with a power of two is the division by its inverse. */
-static void mxfp4_chunk(const float *restrict x, int blocks, const uint8_t *restrict block_scales, uint8_t *restrict packed) {
-    uint16_t codes[CHUNK * 32];
-    for (int b = 0; b < blocks; b++) {
-        float inverse_step = fp4_float((254u - block_scales[b]) << 23);
-        for (int j = b * 32; j < b * 32 + 32; j++) codes[j] = (uint16_t)e2m1_encode(x[j] * inverse_step);
-    }
-    pack_codes(codes, blocks * 32, packed);
+INLINE i16v mxfp4_codes(i16v word, int16_t offset, int16_t one, int16_t unit) {
+    i16v u = magnitude16(word) - offset;
+    int16_t two = (int16_t)(one + unit), half = unit / 2, quarter = unit / 4;
+    i16v passed = ((u > (int16_t)(one - 2 * unit)) + (u >= (int16_t)(one - half))) +
+                  ((u > (int16_t)(one + quarter)) + (u >= (int16_t)(one + half + quarter))) +
+                  ((u > (int16_t)(two + quarter)) + (u >= (int16_t)(two + half + quarter))) + (u > (int16_t)(two + unit + quarter));
+    return sign16(word) - passed;
 }
 
-enum { PART = CHUNK / 2 }; /* blocks: 4 KB of float32, a page */
+/* A product with a power of two is the division by its inverse. */
+static __attribute__((noinline)) void mxfp4_block(const float *restrict x, uint8_t block_scale, uint8_t *restrict packed) {
+    uint16_t codes[32];
+    float inverse_step = fp4_float((254u - block_scale) << 23);
+    for (int j = 0; j < 32; j++) codes[j] = (uint16_t)e2m1_encode(x[j] * inverse_step);
+    pack_codes(codes, 32, packed);
+}
 
-#define DEFINE_MXFP4(dtype, type)                                                                                     \
-    static void mxfp4_##dtype(const type *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,      \
-                              uint8_t *restrict block_scales) {                                                       \
-        uint32_t maxima[PART];                                                                                        \
-        float wide[PART * 32];                                                                                        \
-        for (int64_t start = 0; start < n; start += PART * 32, packed += PART * 16, block_scales += PART) {           \
-            int blocks = (int)(n - start < PART * 32 ? n - start : PART * 32) / 32;                                   \
-            float_maxima_##dtype(x + start, blocks, 32, maxima);                                                      \
-            const float *values = float_array_##dtype(x + start, blocks * 32, wide);                                  \
-            mxfp4_scales(values, maxima, start / 32, blocks, choice, block_scales);                                   \
-            mxfp4_chunk(values, blocks, block_scales, packed);                                                        \
-        }                                                                                                             \
+#define CODES(dtype, x, offset) mxfp4_codes(words_##dtype(x), offset, ONE_##dtype, UNIT_##dtype)
+/* At most CHUNK blocks, the first of which is number `first`. */
+#define DEFINE_MXFP4(dtype, type)                                                                                             \
+    INLINE void mxfp4_chunk_##dtype(const type *restrict x, int64_t first, int blocks, const Choice *choice,                  \
+                                    uint8_t *restrict packed, uint8_t *restrict block_scales) {                               \
+        uint32_t maxima[CHUNK];                                                                                               \
+        int16_t offset[CHUNK];                                                                                                \
+        float wide[CHUNK * 32];                                                                                               \
+        int b = 0, slow = 0;                                                                                                  \
+        if (choice->weights || choice->rule == MXFP4_MSE)                                                                     \
+            NAME(choose_mxfp4)(float_array_##dtype(x, blocks * 32, wide), first, blocks, choice, block_scales);               \
+        else {                                                                                                                \
+            float_maxima_##dtype(x, blocks, 32, maxima);                                                                      \
+            for (int i = 0; i < blocks; i++) block_scales[i] = (uint8_t)e8m0_encode(maxima[i], choice->rule);                 \
+        }                                                                                                                     \
+        for (int i = 0; i < blocks; i++) {                                                                                    \
+            int is_slow = (block_scales[i] < LEAST_##dtype) | (block_scales[i] > LARGEST_##dtype);                            \
+            offset[i] = is_slow ? 0 : (int16_t)((block_scales[i] - FIRST_##dtype) * UNIT_##dtype);                              \
+            slow += is_slow;                                                                                                  \
+        }                                                                                                                     \
+        for (; b + WIDTH / 16 <= blocks; b += WIDTH / 16) { /* four vectors */                                                \
+            const type *p = x + b * 32;                                                                                       \
+            int16_t even = offset[b], odd = offset[b + WIDTH / 32];                                                           \
+            STORE(packed + b * 16, pack4(CODES(dtype, p, even), CODES(dtype, p + LANES, even),                                \
+                                         CODES(dtype, p + 2 * LANES, odd), CODES(dtype, p + 3 * LANES, odd)));                \
+        }                                                                                                                     \
+        for (int i = slow ? 0 : b; i < blocks; i++)                                                                           \
+            if (i >= b || block_scales[i] < LEAST_##dtype || block_scales[i] > LARGEST_##dtype)                               \
+                mxfp4_block(float_array_##dtype(x + i * 32, 32, wide), block_scales[i], packed + i * 16);                     \
+    }                                                                                                                         \
+    static void mxfp4_##dtype(const type *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,              \
+                              uint8_t *restrict block_scales) {                                                               \
+        for (int64_t first = 0, blocks = n / 32; first < blocks; first += CHUNK)                                              \
+            mxfp4_chunk_##dtype(x + first * 32, first, (int)(blocks - first < CHUNK ? blocks - first : CHUNK), choice,        \
+                                packed + first * 16, block_scales + first);                                                   \
     }
+DEFINE_MXFP4(bf16, uint16_t)
 DEFINE_MXFP4(fp16, uint16_t)
 DEFINE_MXFP4(fp32, float)
-
-/* A power-of-two block scale only moves the exponent, so the midpoints become seven constants in bf16 bits.
- * Valid for block_scales 3..143 (no subnormal quotient matters, none underflows); other blocks take the chunk above. */
-INLINE i16v mxfp4_codes(const uint16_t *restrict x, int16_t offset) {
-    i16v value = LOAD(i16v, x), u = magnitude16(value) - offset;
-    i16v passed = ((u > (int16_t)0x3E80) + (u >= (int16_t)0x3F40)) + ((u > (int16_t)0x3FA0) + (u >= (int16_t)0x3FE0)) +
-                  ((u > (int16_t)0x4020) + (u >= (int16_t)0x4060)) + (u > (int16_t)0x40A0);
-    return sign16(value) - passed;
-}
-
-static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, const uint8_t *restrict block_scale,
-                                                       uint8_t *restrict packed) {
-    float wide[32];
-    mxfp4_chunk(float_array_bf16(x, 32, wide), 1, block_scale, packed);
-}
-
-static void mxfp4_bf16(const uint16_t *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,
-                       uint8_t *restrict block_scales) {
-    uint16_t maxima[CHUNK];
-    int16_t offset[CHUNK];
-    float wide[CHUNK * 32];
-    for (int64_t first = 0; first < n / 32; first += CHUNK, x += CHUNK * 32, packed += CHUNK * 16, block_scales += CHUNK) {
-        int blocks = (int)(n / 32 - first < CHUNK ? n / 32 - first : CHUNK), b = 0, slow = 0;
-        if (choice->weights || choice->rule == MXFP4_MSE)
-            NAME(choose_mxfp4)(float_array_bf16(x, blocks * 32, wide), first, blocks, choice, block_scales);
-        else {
-            block_maxima16(x, blocks, 32, maxima);
-            for (int i = 0; i < blocks; i++) block_scales[i] = (uint8_t)e8m0_encode((uint32_t)maxima[i] << 16, choice->rule);
-        }
-        for (int i = 0; i < blocks; i++) {
-            offset[i] = (int16_t)((block_scales[i] - 127) * 128);
-            slow |= (block_scales[i] < 3) | (block_scales[i] > 143);
-        }
-        if (!slow)
-            for (; b + WIDTH / 16 <= blocks; b += WIDTH / 16) { /* four vectors */
-                const uint16_t *p = x + b * 32;
-                int16_t even = offset[b], odd = offset[b + WIDTH / 32];
-                STORE(packed + b * 16, pack4(mxfp4_codes(p, even), mxfp4_codes(p + LANES, even),
-                                             mxfp4_codes(p + 2 * LANES, odd), mxfp4_codes(p + 3 * LANES, odd)));
-            }
-        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, block_scales + b, packed + b * 16);
-    }
-}
 
 /* ------------------------------------------------------------------------------------------------------- entry points */
 

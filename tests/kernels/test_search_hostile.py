@@ -230,17 +230,22 @@ def test_mxfp4_clips_a_block_where_that_serves_the_others(backends: Backends) ->
         assert set(check_kernels(backends, MXFP4, rule, case)) == {126}
 
 
-def test_importance_reaches_far_down(backends: Backends) -> None:
-    """4 in a column of weight 2^-40; 15 others are 6, and 16 are 1.5, under a step of 2^-23; of
-    2^-22 that is 0.75.
+@pytest.mark.parametrize(
+    ("dtype", "largest", "exponent"), [("BF16", 4.0, -23), ("F32", 4.0, -23), ("F16", 256.0, -11)]
+)
+def test_importance_reaches_far_down(
+    backends: Backends, dtype: str, largest: float, exponent: int
+) -> None:
+    """A large value in a column of weight 2^-40; 15 others are 6, and 16 are 1.5, under a step of
+    2^exponent; of twice that it is 0.75.
     """
     blocks, importance = np.full((9, 32), 1.5, f32), np.full((9, 32), 1.999, f32)
     blocks[:, 1:16] = 6.0
-    blocks *= f32(2.0**-23)
-    blocks[:, 0], importance[:, 0] = 4.0, 0.0
-    case = Case("BF16", rounded(blocks, "BF16"), 0.0, importance.ravel())
+    blocks *= f32(2.0**exponent)
+    blocks[:, 0], importance[:, 0] = largest, 0.0
+    case = Case(dtype, rounded(blocks, dtype), 0.0, importance.ravel())
     check_case(backends, MXFP4, IMPORTANCE, case)
-    assert set(check_kernels(backends, MXFP4, IMPORTANCE, case)) == {127 - 23}
+    assert set(check_kernels(backends, MXFP4, IMPORTANCE, case)) == {127 + exponent}
 
 
 def test_a_subnormal_step_is_not_half_of_the_one_eight_codes_up(backends: Backends) -> None:
