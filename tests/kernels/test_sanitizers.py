@@ -64,7 +64,7 @@ def compiled(tmp_path_factory) -> Path:
     return folder
 
 
-def tested(library: Path, *words: object) -> subprocess.CompletedProcess[str]:
+def kernel_tests(library: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """Tests of the CPU with that library; memory of Python's objects is looked at, too."""
     # C++ of torch throws: what catches it has to be there when the sanitizer looks.
     found = [
@@ -94,7 +94,7 @@ def tested(library: Path, *words: object) -> subprocess.CompletedProcess[str]:
 
 def test_nothing_is_read_or_written_beside_its_place(compiled):
     library = link(compiled)
-    ended = tested(library, *(ROOT / "tests" / name for name in OF_THE_CPU))
+    ended = kernel_tests(library, *(ROOT / "tests" / name for name in OF_THE_CPU))
     assert (ended.returncode, REPORT in ended.stderr) == (0, False), ended.stdout + ended.stderr
     assert str(library) in ended.stdout
 
@@ -120,5 +120,5 @@ def test_a_broken_kernel_is_seen(name, compiled, tmp_path):
     (kernels / file).write_text(text.replace(old, new), encoding="utf-8")
     objects = Path(shutil.copytree(compiled, tmp_path / "objects"))
     compile_kernels(kernels, objects, only=file)
-    ended = tested(link(objects), ROOT / "tests" / tests)
+    ended = kernel_tests(link(objects), ROOT / "tests" / tests)
     assert expected in ended.stderr
