@@ -40,7 +40,7 @@ class Contents(NamedTuple):
     shapes   of modules whose tensors alone do not tell
     adapter  what is said of one that was merged
     goal     what formats of modules were chosen for
-    asked    options that make it again
+    options  those that make it again
     """
 
     groups: Sequence[Group]
@@ -50,7 +50,7 @@ class Contents(NamedTuple):
     folds: Sequence[FoldUse] = ()
     adapter: Mapping[str, object] | None = None
     goal: Mapping[str, object] | None = None
-    asked: Mapping[str, object] | None = None
+    options: Mapping[str, object] | None = None
 
 
 def make_record(
@@ -63,7 +63,7 @@ def make_record(
     origin  repo and revision of the weights it was made from; None for a folder, whose path is
             nobody's business
     """
-    groups, ignored, shapes, stacks, folds, adapter, goal, asked = contents
+    groups, ignored, shapes, stacks, folds, adapter, goal, options = contents
     form, spelling = groups[0].form, dialect_named(str(target.dialect))
     record: dict[str, object]
     if len(groups) > 1:
@@ -108,7 +108,7 @@ def make_record(
         **({GOAL: dict(goal)} if goal else {}),
         **method_settings(target),
         "ignore": [*ignored.modules, *ignored.patterns],
-        **({OPTIONS: dict(asked)} if asked else {}),
+        **({OPTIONS: dict(options)} if options else {}),
         "producer": producer,
         "source": origin,
     }

@@ -300,7 +300,7 @@ def _compare_file(name: str, given: Any, recorded: Any) -> None:
 
 def _compare_taken(options: ReproduceOptions, recorded: Mapping[str, Any], work: Work) -> None:
     """Raise InputError for a folder or repository that gives something else."""
-    now = work.plan.asked or {}
+    now = work.plan.options or {}
     for name in FILES:
         entries = [recorded.get(name), now.get(name)]
         then, found = (each[0] if isinstance(each, list) else each for each in entries)

@@ -103,7 +103,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     producer = {"name": "fp4convert", "version": __version__}
     origin = origin or _origin_of(source)
     contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)
-    contents = contents._replace(goal=plan.goal, asked=plan.asked)
+    contents = contents._replace(goal=plan.goal, options=plan.options)
     if plan.adapter:
         contents = contents._replace(adapter=plan.adapter.as_record())
     record = make_record(plan.target, contents, producer, origin)

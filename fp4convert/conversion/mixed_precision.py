@@ -150,8 +150,8 @@ def fit(
     if not parts.modules:
         detail = "no module becomes four-bit, so there is nothing to choose"
         raise InputError("no-linears", detail, NAME_SOME)
-    asked = options_recorded(options, source, recipe.target)
-    fitting, known = _Fitting(goal, parts, asked), parts.known_losses()
+    recorded = options_recorded(options, source, recipe.target)
+    fitting, known = _Fitting(goal, parts, recorded), parts.known_losses()
     fitting.check()
     if not any(recipe.format.name in one.formats for one in parts.candidates):
         count = sum(map(len, parts.modules.values()))
@@ -212,7 +212,7 @@ class _Fitting:
 
     goal: Goal
     parts: Parts
-    asked: Mapping[str, object]
+    recorded: Mapping[str, object]
 
     def check(self) -> None:
         """Raise InputError for a goal that is out of reach."""
@@ -334,5 +334,5 @@ class _Fitting:
         own, goal = self.parts, self.goal
         plan = plan_with(own.source, own.recipe, own.linears, own.scalars, rules)
         told = goal_record(goal.bits, own.scalars.calibration)
-        plan = replace(plan, goal=told, asked=self.asked)
+        plan = replace(plan, goal=told, options=self.recorded)
         return artifact_job(own.source, plan).result_nbytes

@@ -109,8 +109,8 @@ def prepare_quantize(
         plan = with_statistics(replace(plan, goal=goal), scalars.calibration, is_fitted)
     # Whoever names an engine does not ask what others do with the result.
     traps = () if options.engine else engine_warnings(plan, source.checkpoint)
-    asked = options_recorded(options, source, recipe.target, plan)
-    plan = replace(plan, warnings=(*plan.warnings, *traps), asked=asked)
+    recorded = options_recorded(options, source, recipe.target, plan)
+    plan = replace(plan, warnings=(*plan.warnings, *traps), options=recorded)
     given = [scalars.inputs.source, scalars.weights.source if scalars.weights else None]
     plan = replace(plan, scale_sources=tuple(filter(None, given)))
     if isinstance(source, PaddedSource):

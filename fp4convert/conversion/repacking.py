@@ -154,7 +154,9 @@ def prepare_transcode(
     if donor is None:
         caches, notes = carry_cache(artifact, spelling)
         plan = plan_transcode(artifact.source.checkpoint, contents, target, caches=caches)
-        plan = replace(plan, warnings=(*plan.warnings, *notes), asked=_asked(artifact, options))
+        plan = replace(
+            plan, warnings=(*plan.warnings, *notes), options=_options_recorded(artifact, options)
+        )
         return _add_losses(artifact, plan, made)
     if spelling.TRAITS.container != "gguf":
         raise InputError(
@@ -174,7 +176,9 @@ def prepare_transcode(
     lost = [name for name, reason in left_out.items() if reason == PLACELESS]
     what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"
     notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
-    plan = replace(plan, warnings=(*plan.warnings, *notes), asked=_asked(artifact, options))
+    plan = replace(
+        plan, warnings=(*plan.warnings, *notes), options=_options_recorded(artifact, options)
+    )
     return replace(plan, left_out=left_out)
 
 
@@ -191,7 +195,7 @@ def _dialect_of(target: Target) -> Dialect:
         raise InputError(error.code, detail, step) from None
 
 
-def _asked(artifact: Artifact, options: TranscodeOptions) -> dict[str, object] | None:
+def _options_recorded(artifact: Artifact, options: TranscodeOptions) -> dict[str, object] | None:
     """Return the options of the quantize that was first, and of all after it.
 
     None where they are not known

@@ -224,7 +224,7 @@ class Plan:
     adapter      that was merged, whose hash the target has
     goal         what formats of modules were chosen for, as our record says it
     left_out     tensors of the source that are in no output, and why
-    asked        options that the bytes depend on, as our record says them
+    options      those that the bytes depend on, as our record says them
     scale_sources  artifacts that input scales and global scales were taken of
     """
 
@@ -240,7 +240,7 @@ class Plan:
     adapter: Adapter | None = None
     goal: Mapping[str, object] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
-    asked: Mapping[str, object] | None = None
+    options: Mapping[str, object] | None = None
     scale_sources: tuple[Source, ...] = ()
 
     @property
