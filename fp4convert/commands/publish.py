@@ -23,7 +23,7 @@ from fp4convert.execution.settings import Elsewhere, Result, Settings
 from fp4convert.execution.share import Share
 from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
-from fp4convert.storage.checkpoint_files import CARD, PLAN_FILE, SIGNATURE
+from fp4convert.storage.checkpoint_files import CARD, SIGNATURE
 from fp4convert.storage.disk import hash_file, nbytes_there
 from fp4convert.storage.open import open_source
 
@@ -154,13 +154,10 @@ def _publish(work: Work, settings: Settings) -> Result:
     pusher = make_pusher(work, settings)
     work.check(settings)
     settings = leaving(work, settings, pusher)
-    # What is begun already has leftovers, which only `begin` clears away.
-    is_begun = (options.folder / PLAN_FILE).exists()
-    (work.begin if is_begun else work.check_output)(settings)
+    work.check_output(settings)
     try:
         pusher.begin()
-        if not is_begun:  # nothing is there before the Hub lets us write
-            work.begin(settings)
+        work.begin(settings)  # nothing is written or replaced before the Hub lets us write
         result = work.carry_out(replace(settings, on_named=pusher.add))
         files, card = work.ended_files(), None
         try:

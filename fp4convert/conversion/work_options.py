@@ -280,6 +280,10 @@ class PartOptions(WorkOptions):
         """
         from fp4convert.execution.share import choose_share
 
+        if self.join and self.force:
+            detail = "--force replaces what is there, and a worker that joins never does"
+            step = "Leave --force out; or begin alone with --force, and let the others join."
+            raise InputError("idle-option", detail, step)
         settings, is_shared = super().settings(device), self.join or is_elsewhere
         share = choose_share(is_shared, self.shard_index, self.num_shards, os.environ)
         return replace(settings, is_joining=self.join, share=share)

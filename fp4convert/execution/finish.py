@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp4convert.checkpoint.error_report import merge_accounts, report_text
@@ -20,6 +20,7 @@ from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.execution.folder import OutputFolder, entered
 from fp4convert.execution.plan_file import (
     ENDED,
+    Manifest,
     TaskFiles,
     digest_of,
     read_ended,
@@ -28,7 +29,14 @@ from fp4convert.execution.plan_file import (
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CARD, PLAN_FILE, REPORT, UNDIGESTED
-from fp4convert.storage.disk import SHA256_DIGITS, Mark, hash_file, is_sealed, write_errors_at
+from fp4convert.storage.disk import (
+    SHA256_DIGITS,
+    Mark,
+    hash_file,
+    is_sealed,
+    nbytes_there,
+    write_errors_at,
+)
 from fp4convert.storage.json_text import as_text
 
 ENDING = "end"  # the lease of whoever ends the conversion
@@ -51,11 +59,15 @@ class Ending:
     saturated: int = 0
 
 
-def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
+def find_harmed(
+    folder: OutputFolder, phases: Phases, is_reading_all: bool = False
+) -> list[TaskFiles]:
     """Find tasks whose files are not what was written.
 
     Files that others wrote are read, but for those that are as they were sealed.  Of those that
     went elsewhere whoever has them is asked.
+
+    is_reading_all  sealed files are read, too: a disk may have lost bytes below them
     """
     records = {task.key: folder.record_of(task) for task in folder.manifest.tasks}
     sizes: dict[str, int] = {}
@@ -67,9 +79,8 @@ def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
                 gone |= {file: (task.files[file], done.files[file]) for file in task.files}
             sizes |= task.files
             for file, sha256 in done.files.items():
-                if file not in folder.hashes and is_sealed(
-                    folder.root / file, sha256, done.seals.get(file)
-                ):
+                seal = None if is_reading_all else done.seals.get(file)
+                if file not in folder.hashes and is_sealed(folder.root / file, sha256, seal):
                     folder.hashes[file] = sha256
     if gone and folder.elsewhere:
         folder.hashes |= dict.fromkeys(folder.elsewhere.find_lost(gone), "")
@@ -217,6 +228,32 @@ def merge(
             what was written
     """
     started = time.monotonic()
+    manifests, ending = _end(root, phases, tell)
+    manifest = manifests[0]
+    # Whoever began it knew what it is made from and for; elsewhere its paths are others.
+    steps = list(manifest.next) if os.path.abspath(root) == manifest.root else []
+    if not steps and manifest.record:
+        source = ("--source", manifest.origin["repo"]) if manifest.origin.get("repo") else ()
+        steps = [shell_line("fp4convert", "verify", root, *source)]
+    return {
+        "output": str(root),
+        "format": (manifest.record or manifest.identity).get("format"),
+        "dialect": manifest.identity.get("dialect"),
+        "shards": sum(len(each.shards) for each in manifests),
+        "output_bytes": ending.nbytes,
+        "seconds": round(time.monotonic() - started, 3),
+        "digest": ending.digest,
+        **({"fidelity": ending.fidelity} if ending.fidelity else {}),
+        **({"next": steps} if steps else {}),
+    }
+
+
+def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[Manifest], Ending]:
+    """End the plan in a folder, after those in the folders of its parts.
+
+    Returns  the plan and those of its parts; and the folder with all of these, whose files have
+             their folder's name before theirs
+    """
     with write_errors_at(root):
         manifest = read_manifest(root) if (root / PLAN_FILE).exists() else None
     if manifest is None:
@@ -229,37 +266,55 @@ def merge(
         entered(root, manifest, tell) as folder,
         folder.leases.hold_when_free(ENDING, WHY_ENDING),
     ):
-        if missing := [file for task in folder.missing() for file in task.files]:
-            detail = f"{root}: {len(missing)} of {len(manifest.files)} files are not written yet"
-            workers = folder.leases.others()
-            next_step = "Run the command that began it again; of parts, those that are left."
-            if workers:
-                next_step = f"{len(workers)} processes are at work on it: wait."
-            raise OutputError("unfinished", f"{detail}, the first {missing[0]}", next_step)
-        if harmed := find_harmed(folder, phases):
-            files = [file for task in harmed for file in task.files]
-            detail = f"{root}: {len(files)} files differ from what was written, or are gone"
-            next_step = "Run the command that wrote it again: it writes them again."
-            raise OutputError("damaged", f"{detail}, the first {files[0]}", next_step)
-        for group, tasks in find_disputes(folder).items():
-            shards = " and ".join(file for task in tasks for file in task.files)
-            detail = f"{root}: scale group {group} has different global scales in different shards"
-            next_step = "Run the command that wrote them again: it writes them again."
-            raise OutputError("scale-group", f"{detail}: {shards}", next_step)
+        parts = {}
+        for part in manifest.parts:
+            if not (root / part / PLAN_FILE).exists():
+                detail = f"{root / part} is not begun yet, and is a part of {root}"
+                raise OutputError("unfinished", detail, "Run the command that began it again.")
+            parts[part] = _end(root / part, phases, tell)
+        _refuse_unfinished(folder)
+        _refuse_harmed(folder, phases)
         ending = write_ending(folder)
-    # Whoever began it knew what it is made from and for; elsewhere its paths are others.
-    steps = list(manifest.next) if os.path.abspath(root) == manifest.root else []
-    if not steps and manifest.record:
-        source = ("--source", manifest.origin["repo"]) if manifest.origin.get("repo") else ()
-        steps = [shell_line("fp4convert", "verify", root, *source)]
-    return {
-        "output": str(root),
-        "format": (manifest.record or manifest.identity).get("format"),
-        "dialect": manifest.identity.get("dialect"),
-        "shards": len(manifest.shards),
-        "output_bytes": ending.nbytes,
-        "seconds": round(time.monotonic() - started, 3),
-        "digest": ending.digest,
-        **({"fidelity": ending.fidelity} if ending.fidelity else {}),
-        **({"next": steps} if steps else {}),
-    }
+    manifests, files, nbytes = [manifest], dict(ending.files), ending.nbytes
+    for part, (plans, ended) in parts.items():
+        manifests += plans
+        files |= {f"{part}/{file}": sha256 for file, sha256 in ended.files.items()}
+        nbytes += ended.nbytes
+    return manifests, replace(ending, digest=digest_of(files), nbytes=nbytes, files=files)
+
+
+def _refuse_unfinished(folder: OutputFolder) -> None:
+    """Raise OutputError where a task is not done, naming a file that is not there."""
+    if not (missing := [file for task in folder.missing() for file in task.files]):
+        return
+    files = folder.manifest.files
+    absent = [file for file in missing if nbytes_there(folder.root / file) is None] or missing
+    detail = f"{folder.root}: {len(absent)} of {len(files)} files are not written yet"
+    workers = folder.leases.others()
+    next_step = "Run the command that began it again; of parts, those that are left."
+    if workers:
+        next_step = f"{len(workers)} processes are at work on it: wait."
+    raise OutputError("unfinished", f"{detail}, the first {absent[0]}", next_step)
+
+
+def _refuse_harmed(folder: OutputFolder, phases: Phases) -> None:
+    """Raise OutputError for files that are not what was written.
+
+    And for shards of one scale group that have different global scales.
+    """
+    root = folder.root
+    files = []
+    for task in find_harmed(folder, phases):
+        done = folder.record_of(task)
+        known = done.files if done else {}
+        changed = [file for file in task.files if folder.hashes.get(file) != known.get(file)]
+        files += [file for file in changed if file != CARD] or changed or list(task.files)
+    if files:
+        detail = f"{root}: {len(files)} files differ from what was written, or are gone"
+        next_step = "Run the command that wrote it again: it writes them again."
+        raise OutputError("damaged", f"{detail}, the first {files[0]}", next_step)
+    for group, tasks in find_disputes(folder).items():
+        shards = " and ".join(file for task in tasks for file in task.files)
+        detail = f"{root}: scale group {group} has different global scales in different shards"
+        next_step = "Run the command that wrote them again: it writes them again."
+        raise OutputError("scale-group", f"{detail}: {shards}", next_step)

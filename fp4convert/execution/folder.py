@@ -37,6 +37,8 @@ from fp4convert.execution.output_check import (
     check_output,
     check_space,
     find_forgotten,
+    find_forgotten_parts,
+    freed_nbytes,
     refuse_all_links,
 )
 from fp4convert.execution.plan_file import (
@@ -52,7 +54,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.settings import Elsewhere, OnNamed, Settings
 from fp4convert.execution.task_writer import TaskWriter
 from fp4convert.planning.steps import Shard, Task
-from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE, SIGNATURE
+from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE, REPORT, SIGNATURE
 from fp4convert.storage.disk import (
     Mark,
     fsync_folder,
@@ -385,13 +387,21 @@ class OutputFolder:
             # Has a network file system ask its server: that no plan was there may be old news.
             os.utime(self.state)
             old = read_manifest(self.root)
-            if old is not None and old.plan_id != self.manifest.plan_id:
-                self._replace(old, settings)
+            is_new = old is None or old.plan_id != self.manifest.plan_id
+            forgotten: list[str] = []
+            parts: dict[str, Manifest] = {}
+            if old is not None and is_new:
+                forgotten = self._find_forgotten(old, settings)
+                parts = find_forgotten_parts(self.root, old, self.manifest)
             self.sweep()
-            check_space(self.root, self.manifest, settings, more_nbytes)
+            freed = freed_nbytes(self.root, forgotten, self.manifest)
+            check_space(self.root, self.manifest, settings, more_nbytes - freed)
+            self._remove_all(forgotten)  # nothing is, for what then has no room
+            for part, plan in parts.items():
+                self._remove_part(part, plan)
             if old is None:
                 fsync_parents(self.state)
-            if old is None or old.plan_id != self.manifest.plan_id:
+            if is_new:
                 self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
             if settings.elsewhere is None:  # whatever has gone is made again, and stays
                 self.remove(f"{STATE}/{HUB}")
@@ -414,16 +424,37 @@ class OutputFolder:
                     else:
                         swept.unlink()
 
-    def _replace(self, old: Manifest, settings: Settings) -> None:
-        """Remove what another plan left in the folder, or refuse."""
+    def _find_forgotten(self, old: Manifest, settings: Settings) -> list[str]:
+        """List what another plan left in the folder and goes, or refuse.
+
+        What makes it whole goes first.
+        """
         if others := self.leases.wait_for_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
             raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
         forgotten = find_forgotten(self.root, old, self.manifest, settings)
         if (self.root / SIGNATURE).exists():
             settings.tell(f"{self.root / SIGNATURE} goes: what it signs is replaced")
-        for file in (old.last, *forgotten, SIGNATURE):
+        return list(dict.fromkeys((old.last, *forgotten, SIGNATURE)))
+
+    def _remove_all(self, files: Iterable[str]) -> None:
+        """Remove files of an earlier plan, and the folders that are empty then."""
+        folders = set()
+        for file in files:
             self.remove(file)
+            folders |= {*Path(file).parents}
+        for folder in sorted(folders - {Path()}, reverse=True):  # the deepest first
+            with suppress(OSError):  # of somebody's files
+                (self.root / folder).rmdir()
+
+    def _remove_part(self, part: str, plan: Manifest) -> None:
+        """Remove what another plan made in a folder of this one, and its state."""
+        state = self.temps / f"removed-{part.replace('/', '-')}"
+        self.remove(f"{part}/{plan.last}")
+        with write_errors_at(self.root / part):
+            os.replace(self.root / part / STATE, state)
+            shutil.rmtree(state)
+        self._remove_all(f"{part}/{file}" for file in (*plan.files, REPORT, SIGNATURE))
 
 
 def _check_header(path: Path, shard: Shard) -> None:

@@ -175,6 +175,7 @@ class Job:
             record=self.record,
             last=self.last,
             origin={"repo": checkpoint.repo, "revision": checkpoint.revision},
+            parts=tuple(self.parts),
         )
 
 
@@ -390,7 +391,7 @@ class _Run:
         has read what never was in the source.
         """
         elsewhere = self._folder.elsewhere
-        again = find_harmed(self._folder, self._settings.phases)
+        again = find_harmed(self._folder, self._settings.phases, self._settings.is_forced)
         why = "they are not what was written"
         if elsewhere and all(map(self._has_gone, again)):
             why = f"{elsewhere.name} does not hold them any more"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from fp4convert.errors import OutputError
@@ -42,9 +43,7 @@ def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes
         refuse_all_links(root, manifest)
         old = read_manifest(root)
         if old is not None and manifest.identity and old.plan_id != manifest.plan_id:
-            forgotten = find_forgotten(root, old, manifest, settings)
-            gone = set(forgotten) - set(manifest.files)
-            freed = sum(nbytes_there(root / file) or 0 for file in gone)
+            freed = freed_nbytes(root, find_forgotten(root, old, manifest, settings), manifest)
     with write_errors_at(root):
         place = _nearest(root)
         if not place.is_dir():
@@ -105,6 +104,25 @@ def find_forgotten(root: Path, old: Manifest, manifest: Manifest, settings: Sett
     forgotten = old.files if settings.is_forced else set(old.files) - set(manifest.files)
     refuse_linked_folders(root, forgotten)
     return sorted(forgotten)
+
+
+def find_forgotten_parts(root: Path, old: Manifest, manifest: Manifest) -> dict[str, Manifest]:
+    """Return the plans that lie in folders of an earlier result and have no place in this one.
+
+    Raises  OutputError where such a folder is a link, or its plan damaged
+    """
+    found = {}
+    for part in sorted({*old.parts} - {*manifest.parts}):
+        refuse_linked_folders(root, [f"{part}/{STATE}/{DONE}/any"])
+        if (root / part / PLAN_FILE).exists() and (plan := read_manifest(root / part)):
+            refuse_linked_folders(root, (f"{part}/{file}" for file in plan.files))
+            found[part] = plan
+    return found
+
+
+def freed_nbytes(root: Path, forgotten: Iterable[str], manifest: Manifest) -> int:
+    """Count what goes of an earlier plan and has no file of this one in its place."""
+    return sum(nbytes_there(root / file) or 0 for file in {*forgotten} - {*manifest.files})
 
 
 def _describe_difference(old: Manifest, new: Manifest) -> str:

@@ -118,6 +118,7 @@ class Manifest:
     origin    repository and commit that a re-run goes on with
     root      where the folder was when it was begun
     next      commands that a person may run once it is whole and there
+    parts     folders in it that are results of plans of their own: they end before this one does
     """
 
     identity: dict[str, str | None]
@@ -129,6 +130,7 @@ class Manifest:
     origin: dict[str, str | None] = field(default_factory=dict)
     root: str = ""
     next: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -167,6 +169,7 @@ class Manifest:
             "source": self.origin,
             "root": self.root,
             "next": self.next,
+            "parts": self.parts,
         }
         return {**document, "sha256": _hash(document)}
 
@@ -191,8 +194,10 @@ class Manifest:
             origin=_words(entry["source"]),
             root=str(entry.get("root", "")),
             next=tuple(map(str, entry.get("next", ()))),
+            parts=tuple(map(str, entry.get("parts", ()))),
         )
-        names = [manifest.last, *manifest.files, *(task.key for task in manifest.tasks)]
+        keys = (task.key for task in manifest.tasks)
+        names = [manifest.last, *manifest.files, *keys, *manifest.parts]
         for name in names:
             path = PurePosixPath(name)
             if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:

@@ -256,6 +256,16 @@ def test_a_name_that_cannot_be_is_refused_before_anything_is_written(repo, hub, 
     assert not (tmp_path / "q").exists()
 
 
+def test_a_refused_push_replaces_nothing(hub, source, tmp_path):
+    out = tmp_path / "q"
+    push(source, *NVFP4, "-o", out)
+    before = files_of(out)
+    words = ("--format", "mxfp4", "--json", "--force", "-o", out, "--push-to-hub", "other/q")
+    outcome = push(source, *words)
+    assert (outcome.code, outcome.json["error"]["code"]) == (4, "no-write")
+    assert files_of(out) == before
+
+
 def test_the_progress_of_an_upload_ends_at_all_of_it(hub, source, tmp_path, monkeypatch):
     monkeypatch.setattr("fp4convert.progress.LINE_SECONDS", 0.0)
     told = [

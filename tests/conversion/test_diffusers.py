@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
-from checkpoints import pack_shard, read_folder, run, weight
+from checkpoints import pack_shard, read_folder, run, weight, write_llama
 from diffusion import (
     COMPONENTS,
     DIFFUSERS,
@@ -166,6 +167,48 @@ def test_an_unfinished_component_says_so(wan, tmp_path):
         6,
         ["unfinished"],
     )
+
+
+def test_merge_ends_a_pipeline_only_where_its_components_are_whole(wan, tmp_path):
+    out = tmp_path / "q"
+    made = quantize(wan, out)
+    assert run("merge", out, "--json").json["digest"] == made.json["digest"]
+    (shard,) = (out / "transformer_2").glob("*.safetensors")
+    sound = shard.read_bytes()
+    broken = {
+        "damaged": sound[:-1] + bytes([sound[-1] ^ 1]),
+        "unfinished": sound[:-1],
+    }
+    for code, data in broken.items():
+        (out / PIPELINE).unlink()
+        shard.write_bytes(data)
+        outcome = run("merge", out, "--json")
+        assert (outcome.code, outcome.json["error"]["code"]) == (5, code)
+        assert "transformer_2: 1 " in outcome.json["error"]["message"]
+        assert not (out / PIPELINE).exists()
+        assert quantize(wan, out).json["digest"] == made.json["digest"]
+    shutil.rmtree(out / "transformer" / ".fp4convert")
+    assert run("merge", out, "--json").json["error"]["code"] == "unfinished"
+
+
+@pytest.mark.parametrize("after", ["flux", "llama"])
+def test_what_takes_a_pipelines_place_leaves_none_of_its_components(after, wan, tmp_path):
+    """But files that fp4convert did not write."""
+    make = {"flux": write_flux, "llama": write_llama}[after]
+    source, out = make(tmp_path / after), tmp_path / "q"
+    clean = quantize(source, tmp_path / "clean")
+    assert quantize(wan, out).code == 0
+    (out / "transformer_2" / "notes.txt").write_text("mine")
+    forced = run("quantize", source, "--format", "nvfp4", "-o", out, "--json", "--force")
+    assert (forced.code, forced.json["digest"]) == (0, clean.json["digest"])
+    found = {
+        str(path.relative_to(out)) for path in out.rglob("*") if ".fp4convert" not in str(path)
+    }
+    clean_names = {
+        str(path.relative_to(tmp_path / "clean")) for path in (tmp_path / "clean").rglob("*")
+    }
+    expected = {name for name in clean_names if ".fp4convert" not in name}
+    assert found == {*expected, "transformer_2", "transformer_2/notes.txt"}
 
 
 def test_a_restored_transformer_has_the_index_that_diffusers_reads(tmp_path):

@@ -171,6 +171,37 @@ def test_a_finished_artifact_gives_way_to_another_plan_only_by_force(options, so
     assert contents(out) == expected
 
 
+def test_force_removes_nothing_before_there_is_room(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    quantize(source, out)
+    before = contents(out)
+    monkeypatch.setattr("fp4convert.execution.output_check.free_nbytes", lambda place: -(1 << 40))
+    refusal(quantize(source, out, "--format", "mxfp4", "--force"), "disk-full")
+    assert contents(out) == before
+
+
+def test_force_reads_what_is_sealed_and_makes_it_again(source, tmp_path, monkeypatch):
+    """Bytes that a disk loses below a file change no time of it."""
+    out = tmp_path / "out"
+    quantize(source, out)
+    before = contents(out)
+    monkeypatch.setattr(
+        "fp4convert.execution.finish.is_sealed", lambda path, sha256, seal: seal is not None
+    )
+    shard = out / next(name for name in before if name.endswith(".safetensors"))
+    shard.write_bytes(before[shard.name][:-1] + b"?")
+    assert quantize(source, out).code == 0
+    assert contents(out) != before
+    assert quantize(source, out, "--force").code == 0
+    assert contents(out) == before
+
+
+def test_force_and_join_are_not_for_each_other(source, tmp_path):
+    outcome = quantize(source, tmp_path / "out", "--join", "--force")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "idle-option")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
