@@ -35,6 +35,8 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # replies that another
 NEWS_SECONDS = 0.2  # in which a second thread that fails has nothing new to tell
 LONGEST_PAUSE = 900.0  # seconds; of what a server asks for
 LATE = "it did not answer in time"
+# What huggingface_hub makes of a reply of JSON that is not what it asked for.
+ODD = (TypeError, AttributeError, LookupError)
 FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionRefusedError, "it refuses the connection: nothing listens there"),
     (socket.gaierror, "no such host is known here (DNS)"),
@@ -46,6 +48,7 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (http.client.HTTPException, "it does not speak HTTP"),
     (UnicodeError, "no host can have that name (DNS)"),
     (json.JSONDecodeError, "its answer is no JSON"),
+    *((kind, "its answer is not a Hub's; does a proxy answer instead?") for kind in ODD),
 )
 NAMED_FAILURES = {  # by a part of the class's name, of the libraries that are not loaded yet
     "Timeout": LATE,
@@ -241,7 +244,7 @@ class Asker:
             try:
                 limit = CALL_FACTOR * seconds_at_most + nbytes / LEAST_RATE
                 return self._wait_for(trouble, call, limit)
-            except (no_reply, OSError, RuntimeError, ValueError) as error:
+            except (no_reply, OSError, RuntimeError, ValueError, *ODD) as error:
                 failures += 1
                 reason, seconds = self._judge(trouble, error)
                 host = host_of(constants.ENDPOINT)

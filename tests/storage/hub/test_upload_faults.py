@@ -109,6 +109,33 @@ def test_what_passes_is_waited_for(fault, hub, made, told):
     assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
 
 
+ENDPOINTS = {
+    "repos/create": "POST",
+    "auth-check": "GET",
+    "revision": "GET",
+    "preupload": "POST",
+    "batch": "POST",
+    "validate-yaml": "POST",
+    "commit": "POST",
+}
+
+
+@pytest.mark.parametrize("body", [b"[]", b"null", b'"x"', b"{}", b'{"objects": [1], "files": [1]}'])
+@pytest.mark.parametrize("match", ENDPOINTS)
+@pytest.mark.sweep(5)
+def test_json_of_another_shape_passes_or_is_told(match, body, hub, made, told):
+    where = {"where": "hub", "method": ENDPOINTS[match], "match": match}
+    hub.fault("status", **where, status=200, body=body, times=1000)
+    try:
+        push(made, told)
+    except OutputError as error:
+        assert error.code in ("hub-unreachable", "push-refused")
+        assert "Error" not in error.message
+    hub.faults.clear()
+    push(made, told)
+    assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
+
+
 def test_everybody_is_told_of_a_rate_limit(hub, made, told):
     hub.fault(
         "status",
