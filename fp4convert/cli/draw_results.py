@@ -85,6 +85,8 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
     own = [entry for entry in differing if entry["file"] not in others]
     added = [entry["file"] for entry in differing if entry not in own]
     what = f"{len(own)} of {count} files differ" if own else "the record differs"
+    if len(own) > count:
+        what = f"{len(own)} files differ, or came out beside its {count}"
     screen.line(
         f"NOT reproduced: {'what engines load was added' if added and not own else what}{by}", "red"
     )

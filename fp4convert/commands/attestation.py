@@ -84,7 +84,8 @@ def _open_whole(folder: Path) -> Any:
         artifact = open_artifact(os.fspath(folder))
     except InputError as error:
         if error.code == "pipeline":
-            step = f"Sign its folders: {shell_line('fp4convert', 'attest', folder / 'transformer')}"
+            words = ("fp4convert", "attest", folder / "transformer", "--key", "FILE")
+            step = f"Sign its folders: {shell_line(*words)}"
             raise InputError(error.code, error.message, step) from None
         raise
     artifact.refuse_unsound()

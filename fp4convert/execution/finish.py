@@ -120,6 +120,21 @@ def find_harmed(
     return [task for task in folder.manifest.tasks if task.key not in sound]
 
 
+def find_edited(folder: OutputFolder) -> list[str]:
+    """Find small files that somebody changed after the folder was finished: they go again.
+
+    But the model card, which people edit.
+    """
+    _, plan_id, files = read_ended(folder.root)
+    if plan_id != folder.manifest.plan_id:
+        return []
+    ours = [file for task in folder.manifest.tasks if not task.may_leave for file in task.files]
+    small = {*ours, *folder.manifest.texts, folder.manifest.last} & files.keys() - {CARD}
+    there = [file for file in sorted(small) if nbytes_there(folder.root / file) is not None]
+    with write_errors_at(folder.root):
+        return [file for file in there if hash_file(folder.root / file) != files[file]]
+
+
 def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:
     """Find scale groups whose global scale differs between shards.
 

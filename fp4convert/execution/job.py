@@ -28,6 +28,7 @@ from fp4convert.execution.finish import (
     Ending,
     ended_meanwhile,
     find_disputes,
+    find_edited,
     find_harmed,
     record_nbytes,
     write_ending,
@@ -269,6 +270,9 @@ class _Run:
         """
         folder = self._folder
         folder.send_kept()
+        if edited := find_edited(folder):
+            more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
+            self._settings.tell(f"changed since, and written again as before: {edited[0]}{more}")
         self._settings.phases.begin(self._worker.action, sum(self._sizes.values()))
         while True:
             do_together(self._find_left, self._do_free, self._tell_whom)

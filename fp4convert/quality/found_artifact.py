@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 from fp4convert.storage.checkpoint_files import (
     ENGINE_RECORD,
     HUB_FILE,
@@ -17,6 +17,7 @@ from fp4convert.storage.checkpoint_files import (
     SIGNATURE,
     UNDIGESTED,
     holds_weights,
+    no_subfolder,
     recorded_hashes,
 )
 from fp4convert.storage.disk import (
@@ -83,6 +84,8 @@ def find_artifact(reference: str, access: Access) -> FoundArtifact:
     place = Path(reference)
     below = subfolder_of(access)
     folder = place / below if place.is_dir() else place.parent
+    if place.is_dir() and not folder.is_dir():
+        raise no_subfolder(place, below, (each.name for each in place.iterdir() if each.is_dir()))
     if place.exists():
         file = place if place.suffix == ".json" else folder / RECORD
         try:
@@ -92,6 +95,10 @@ def find_artifact(reference: str, access: Access) -> FoundArtifact:
                 raise _no_record(reference, f"it is longer than {TEXT_LIMIT:,} bytes")
             record = parse_json_object(text, file.name)
         except OSError as error:
+            if parts := sorted(path.parent for path in folder.glob(f"*/{RECORD}")):
+                detail = f"{reference} is a pipeline of {' and '.join(each.name for each in parts)}"
+                step = f"Name the folder: {shell_line('fp4convert', 'reproduce', parts[0])}"
+                raise InputError("pipeline", f"{detail}; expected one artifact", step) from None
             raise _no_record(reference, error.strerror) from None
         names = _files_in(folder)
         shards = {name for name in recorded_hashes(record) if holds_weights(name)}

@@ -135,8 +135,8 @@ def access_to(access: Access, pipeline: Source, component: str) -> Access:
 def _pipeline(reference: str, source: Source) -> InputError:
     source.stop()
     names = source.checkpoint.components
-    found = f"{reference} is a Diffusers pipeline, whose {' and '.join(names)} is a checkpoint"
-    detail = f"{found} by itself; expected one checkpoint"
+    found = f"{reference} is a Diffusers pipeline of {' and '.join(names)}"
+    detail = f"{found}; expected one checkpoint"
     return InputError("pipeline", detail, f"Name the folder: {shell_line('--subfolder', names[0])}")
 
 

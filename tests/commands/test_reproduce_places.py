@@ -198,6 +198,14 @@ def test_a_full_disk_is_that_of_temporary_files(source, tmp_path, monkeypatch):
     assert (error["code"], "TMPDIR" in error["next"]) == ("disk-full", True)
 
 
+def test_a_folder_that_is_no_artifact_is_told_for_what_it_is(source, tmp_path):
+    artifact = made(source, tmp_path / "out" / "transformer", "--format", "nvfp4")
+    error = run("reproduce", artifact, "--subfolder", "nope", "--json").json["error"]
+    assert error["code"] == "no-subfolder"
+    error = run("reproduce", tmp_path / "out", "--json").json["error"]
+    assert (error["code"], error["next"].endswith(str(artifact))) == ("pipeline", True)
+
+
 @pytest.mark.parametrize("place", ["missing", "file"])
 def test_a_tmpdir_that_is_no_folder_is_told(place, source, tmp_path, monkeypatch):
     artifact = made(source, tmp_path / "out", "--format", "nvfp4")

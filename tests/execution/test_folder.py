@@ -145,7 +145,8 @@ def test_a_missing_or_changed_small_file_is_written_again(file, source, tmp_path
     quantize(source, out)
     before = contents(out)
     (out / file).write_bytes(b"{}changed")
-    quantize(source, out)
+    outcome = quantize(source, out)
+    assert f"changed since, and written again as before: {file}" in outcome.err
     assert contents(out) == before
     (out / file).unlink()
     quantize(source, out)
