@@ -37,6 +37,11 @@ class Head(NamedTuple):
     files: dict[str, tuple[int, str]]
     is_private: bool
 
+    def holds_other(self, name: str, sha256: str) -> bool:
+        """Tell whether a large file has another sha256."""
+        oid = self.files.get(name, (0, ""))[1]
+        return len(oid) == len(sha256) and oid != sha256
+
     def holds(self, file: UploadedFile) -> bool:
         nbytes, oid = self.files.get(file.name, (-1, ""))
         if nbytes < 0 or nbytes != file.nbytes:
@@ -67,21 +72,22 @@ def read_head(api: Any, repo: str, revision: str) -> Head:
     return Head(str(info.sha or ""), files, bool(info.private))
 
 
-def names_in_record(data: bytes | bytearray, record: str) -> set[str]:
-    """Return the files that a record of fp4convert names, and its own name.
+def files_in_record(data: bytes | bytearray, record: str) -> dict[str, str]:
+    """Return the sha256 of the files that a record of fp4convert names.
 
-    An empty set for a record of somebody else.
+    And its own name, without one; nothing for a record of somebody else.
 
     record  where it lies in the repository
     """
     try:
         document = json.loads(data)
         if document["producer"]["name"] != "fp4convert":
-            return set()
+            return {}
         begin = record.removesuffix(PurePosixPath(record).name)
-        return {record, *(f"{begin}{name}" for name in recorded_hashes(document))}
+        hashes = recorded_hashes(document)
+        return {record: "", **{f"{begin}{name}": sha256 for name, sha256 in hashes.items()}}
     except MISSHAPEN:
-        return set()
+        return {}
 
 
 class Places:

@@ -30,7 +30,7 @@ from fp4convert.storage.hub.api import (
     hub_headers,
 )
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
-from fp4convert.storage.hub.repository import Head, Places, names_in_record, read_head
+from fp4convert.storage.hub.repository import Head, Places, files_in_record, read_head
 from fp4convert.storage.hub.uploaded_file import (
     UploadedFile,
     check_name,
@@ -138,7 +138,10 @@ class Pusher:
             raise OutputError("public-repo", detail, next_step)
         self._parent = head
         self._ours = {
-            name for record in self._places.records for name in self._recorded_files(head, record)
+            name
+            for record in self._places.records
+            for name, sha256 in self._recorded_files(head, record).items()
+            if not head.holds_other(name, sha256)  # which somebody has put in its place
         }
 
         if weights := self._places.foreign_weights(head, self._ours):
@@ -416,16 +419,13 @@ class Pusher:
             )
         return self._look_once(made.oid)
 
-    def _recorded_files(self, head: Head, record: str) -> set[str]:
-        """Return the files that a record of fp4convert names.
-
-        An empty set where there is no record, or one of somebody else.
-        """
+    def _recorded_files(self, head: Head, record: str) -> dict[str, str]:
+        """Return what files_in_record does; nothing where there is no record."""
         from huggingface_hub import constants, hf_hub_url
 
         nbytes, oid = head.files.get(record, (0, ""))
         if not 0 < nbytes < RECORD_LIMIT:
-            return set()
+            return {}
         url = hf_hub_url(self.repo, record, revision=head.commit, endpoint=constants.ENDPOINT)
         data = bytearray(nbytes)
         try:
@@ -433,7 +433,7 @@ class Pusher:
             reader.read_into(RemoteFile(record, url, nbytes, oid, head.commit), 0, memoryview(data))
         except SourceError as error:
             raise OutputError("hub-unreachable", f"{self.repo}: {error.message}", AGAIN) from None
-        return names_in_record(data, record)
+        return files_in_record(data, record)
 
     def _look(self, revision: str) -> Head:
         """Return the newest commit of a branch, or that commit."""

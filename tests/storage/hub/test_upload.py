@@ -202,13 +202,19 @@ def test_what_an_earlier_artifact_left_leaves_with_the_commit_and_nothing_else(
     assert {FIRST, SECOND, "model.safetensors.index.json"} & set(hub.head(REPO)) == set()
 
 
+OLD = b"x" * 2000
+
+
 def test_weights_of_any_kind_and_the_report_of_an_earlier_artifact_leave_too(
     hub, made, told, tmp_path
 ):
-    record = {"producer": {"name": "fp4convert"}, "files": {"old.gguf": "0" * 64}}
+    record = {
+        "producer": {"name": "fp4convert"},
+        "files": {"old.gguf": hashlib.sha256(OLD).hexdigest()},
+    }
     old = {
         RECORD: json.dumps(record).encode(),
-        "old.gguf": b"x" * 2000,
+        "old.gguf": OLD,
         REPORT: b"{}" * 2000,
         "theirs.bin": b"y" * 2000,
     }
@@ -224,16 +230,21 @@ def test_weights_of_any_kind_and_the_report_of_an_earlier_artifact_leave_too(
     assert "theirs.bin" in head
 
 
-def test_weights_that_people_put_beside_ours_are_theirs(hub, made, other, told):
-    """A LoRA beside an artifact of ours: no commit of ours takes it away."""
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", FIRST])
+def test_weights_that_people_put_beside_ours_are_theirs(name, hub, made, other, told):
+    """A LoRA beside an artifact of ours, or a shard in the place of one: no commit of ours takes it
+    away.
+    """
     push(made, told)
     data = b"x" * 2000
     mine = File(hub.keep(data), len(data), hashlib.sha256(data).hexdigest())
-    hub.repos[REPO].commit({**hub.head(REPO), "adapter_model.safetensors": mine})
-    error = refusal(OutputError, other, told)
-    assert (error.exit_code, error.code) == (5, "foreign-repo")
-    assert "adapter_model.safetensors" in error.message
-    assert {"adapter_model.safetensors", FIRST} <= set(hub.head(REPO))
+    hub.repos[REPO].commit({**hub.head(REPO), name: mine})
+    for artifact in (made, other):
+        error = refusal(OutputError, artifact, told)
+        assert (error.exit_code, error.code) == (5, "foreign-repo")
+        assert name in error.message
+    assert hub.head(REPO)[name] == mine
+    assert FIRST in hub.head(REPO)
 
 
 @pytest.mark.parametrize("record", [None, b"{}", b"[", b'{"producer": {"name": "auto-round"}}'])
