@@ -162,6 +162,8 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
             return len(left) < before
 
         do_together(find_left, measure_free, tell_whom)
+        if leases:
+            leases.others()  # which removes what the dead have left
     if unsound:
         raise summarize(list(unsound.values()))
     return {candidate.linear.module: found[candidate.linear.module] for candidate in candidates}

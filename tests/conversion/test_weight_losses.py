@@ -3,6 +3,8 @@ is measured again.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -226,6 +228,24 @@ def test_the_choice_does_not_depend_on_who_measures(source, tmp_path):
     ]
     assert [process.wait(120) for process in together] == [0, 0, 0]
     assert digits(tmp_path / "join") == digits(tmp_path / "one")
+
+
+def test_claims_of_a_killed_process_do_not_stay(source, tmp_path):
+    out = tmp_path / "q"
+    claims = out / MEASURED / "claims"
+    dies = f"""
+import os
+from pathlib import Path
+from fp4convert.execution.leases import Leases
+leases = Leases(Path({str(claims)!r}))
+leases.__enter__()
+os._exit(0)
+"""
+    (out / ".fp4convert").mkdir(parents=True)
+    subprocess.run([sys.executable, "-c", dies], check=True)
+    assert list(claims.iterdir())
+    quantize(source, out, "--target-bits", 6)
+    assert list(claims.iterdir()) == []
 
 
 def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(
