@@ -86,6 +86,12 @@ enum { UNIT_fp32 = UNIT_bf16, FIRST_fp32 = 127, ONE_fp32 = ONE_bf16, LEAST_fp32 
 
 INLINE i16v words_bf16(const uint16_t *restrict x) { return LOAD(i16v, x); }
 INLINE i16v words_fp16(const uint16_t *restrict x) { return LOAD(i16v, x); }
+#if SIDE == 16
+INLINE i16v words_fp32(const float *restrict x) {
+    u32s bits = LOAD(u32s, x);
+    return (i16v)_mm512_cvtepi32_epi16((__m512i)((bits | ((bits & 0xFFFFu) + 0xFFFFu)) >> 16));
+}
+#else
 INLINE u32v odd_where_cut(u32v bits) { return bits | ((bits & 0xFFFFu) + 0xFFFFu); }
 INLINE i16v words_fp32(const float *restrict x) {
     u32v a = odd_where_cut(LOAD(u32v, x)), b = odd_where_cut(LOAD(u32v, x + LANES / 2));
@@ -97,6 +103,7 @@ INLINE i16v words_fp32(const float *restrict x) {
     return SHUFFLE((i16v)a, (i16v)b, 1, 3, 5, 7, 9, 11, 13, 15);
 #endif
 }
+#endif
 
 INLINE i16v mxfp4_codes(i16v word, int16_t offset, int16_t one, int16_t unit) {
     i16v u = magnitude16(word) - offset;
