@@ -448,13 +448,17 @@ class OutputFolder:
                 (self.root / folder).rmdir()
 
     def _remove_part(self, part: str, plan: Manifest) -> None:
-        """Remove what another plan made in a folder of this one, and its state."""
+        """Remove what another plan made in a folder of this one; its state last.
+
+        Whoever is killed meanwhile leaves a plan by which the next one goes on.
+        """
+        self._remove_all(f"{part}/{file}" for file in (plan.last, *plan.files, REPORT, SIGNATURE))
         state = self.temps / f"removed-{part.replace('/', '-')}"
-        self.remove(f"{part}/{plan.last}")
         with write_errors_at(self.root / part):
             os.replace(self.root / part / STATE, state)
             shutil.rmtree(state)
-        self._remove_all(f"{part}/{file}" for file in (*plan.files, REPORT, SIGNATURE))
+        with suppress(OSError):  # of somebody's files
+            (self.root / part).rmdir()
 
 
 def _check_header(path: Path, shard: Shard) -> None:
