@@ -21,7 +21,7 @@ from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError, NumericError, named, shell_line
-from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.folder import OutputFolder, refuse_busy
 from fp4convert.execution.job import Job, carry_out, check_output, opened
 from fp4convert.execution.output_check import missing_nbytes
 from fp4convert.execution.plan_file import (
@@ -170,9 +170,9 @@ class PipelineConversion:
         self._refuse_links()
         check_output(self._copying(), self.options.folder, settings)
         for name, conversion in self.conversions.items():
+            is_forced = settings.is_forced or self._is_reopened(conversion)
             with named(name):
-                if not (conversion.options.folder / PLAN_FILE).exists():
-                    conversion.check_output(settings)
+                conversion.check_output(replace(settings, is_forced=is_forced))
 
     def begin(self, settings: Settings) -> OutputFolder:
         with self._begun(settings) as folder:
@@ -180,8 +180,14 @@ class PipelineConversion:
 
     @contextmanager
     def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
-        """Begin every folder with its plan in it, the pipeline's first."""
-        self._refuse_links()
+        """Begin every folder with its plan in it, the pipeline's first.
+
+        None is begun, and nothing goes, where one of them refuses.
+        """
+        self.check_output(settings)
+        for name, conversion in self.conversions.items():
+            with named(name):
+                refuse_busy(conversion.options.folder, conversion.job.manifest().plan_id)
         with opened(self._copying(), self.options.folder, settings) as folder:
             for name, conversion in self.conversions.items():
                 with named(name), write_errors_at(self.options.folder):
@@ -200,20 +206,25 @@ class PipelineConversion:
         """Return the file whose absence makes the whole unfinished."""
         return self.options.folder / PIPELINE
 
-    def _reopen(self, conversion: Conversion) -> None:
-        """Let changed options go on where the whole is unfinished.
+    def _is_reopened(self, conversion: Conversion) -> bool:
+        """Tell whether changed options may go on: the whole is unfinished.
 
         Then no component counts as finished, so that its plan may be replaced.
         """
         output = conversion.options.folder
         manifest = conversion.job.manifest()
         old = read_manifest(output) if (output / PLAN_FILE).exists() else None
-        if (
-            old
+        return (
+            old is not None
             and not self._end.exists()
             and old.identity == manifest.identity
             and old.plan_id != manifest.plan_id
-        ):
+        )
+
+    def _reopen(self, conversion: Conversion) -> None:
+        """Take the record of a component that is reopened, as of one that is not finished."""
+        output = conversion.options.folder
+        if self._is_reopened(conversion) and (old := read_manifest(output)):
             (output / old.last).unlink(missing_ok=True)
 
     def carry_out(self, settings: Settings) -> Result:

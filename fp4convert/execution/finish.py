@@ -130,9 +130,17 @@ def find_edited(folder: OutputFolder) -> list[str]:
         return []
     ours = [file for task in folder.manifest.tasks if not task.may_leave for file in task.files]
     small = {*ours, *folder.manifest.texts, folder.manifest.last} & files.keys() - {CARD}
-    there = [file for file in sorted(small) if nbytes_there(folder.root / file) is not None]
-    with write_errors_at(folder.root):
-        return [file for file in there if hash_file(folder.root / file) != files[file]]
+    edited = []
+    for file in sorted(small):
+        try:
+            if hash_file(folder.root / file) == files[file]:
+                continue
+        except FileNotFoundError:  # others remove and write them meanwhile
+            continue
+        except OSError:
+            pass  # it cannot be read, and is written again, too
+        edited.append(file)
+    return edited
 
 
 def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:
@@ -282,9 +290,11 @@ def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[
         folder.leases.hold_when_free(ENDING, WHY_ENDING),
     ):
         parts = {}
-        for part in manifest.parts:
-            if not (root / part / PLAN_FILE).exists():
-                detail = f"{root / part} is not begun yet, and is a part of {root}"
+        for part, plan_id in manifest.parts.items():
+            is_begun = (root / part / PLAN_FILE).exists()
+            plan = read_manifest(root / part) if is_begun else None
+            if plan is None or plan.plan_id != plan_id:
+                detail = f"{root / part}, a part of {root}, is not begun yet for its plan"
                 raise OutputError("unfinished", detail, "Run the command that began it again.")
             parts[part] = _end(root / part, phases, tell)
         _refuse_unfinished(folder)

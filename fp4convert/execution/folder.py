@@ -50,6 +50,7 @@ from fp4convert.execution.plan_file import (
     Manifest,
     TaskFiles,
     read_manifest,
+    refuse_links,
 )
 from fp4convert.execution.settings import Elsewhere, OnNamed, Settings
 from fp4convert.execution.task_writer import TaskWriter
@@ -393,15 +394,19 @@ class OutputFolder:
             if old is not None and is_new:
                 forgotten = self._find_forgotten(old, settings)
                 parts = find_forgotten_parts(self.root, old, self.manifest)
+                for part in parts:
+                    refuse_busy(self.root / part)
             self.sweep()
             freed = freed_nbytes(self.root, forgotten, self.manifest)
             check_space(self.root, self.manifest, settings, more_nbytes - freed)
+            if forgotten and (self.root / SIGNATURE).exists():
+                settings.tell(f"{self.root / SIGNATURE} goes: what it signs is replaced")
             self._remove_all(forgotten)  # nothing is, for what then has no room
             for part, plan in parts.items():
                 self._remove_part(part, plan)
             if old is None:
                 fsync_parents(self.state)
-            if is_new:
+            if old is None or is_new or old.parts != self.manifest.parts:
                 self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
             if settings.elsewhere is None:  # whatever has gone is made again, and stays
                 self.remove(f"{STATE}/{HUB}")
@@ -429,12 +434,8 @@ class OutputFolder:
 
         What makes it whole goes first.
         """
-        if others := self.leases.wait_for_other_work():
-            detail = f"{self.root} is being written by {others[0]} for another plan"
-            raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
+        _refuse_other_work(self.root, self.leases)
         forgotten = find_forgotten(self.root, old, self.manifest, settings)
-        if (self.root / SIGNATURE).exists():
-            settings.tell(f"{self.root / SIGNATURE} goes: what it signs is replaced")
         return list(dict.fromkeys((old.last, *forgotten, SIGNATURE)))
 
     def _remove_all(self, files: Iterable[str]) -> None:
@@ -459,6 +460,23 @@ class OutputFolder:
             shutil.rmtree(state)
         with suppress(OSError):  # of somebody's files
             (self.root / part).rmdir()
+
+
+def refuse_busy(root: Path, plan_id: str = "") -> None:
+    """Raise OutputError where a process works in a folder for another plan.
+
+    Changes nothing but leases of the dead.
+    """
+    if (root / PLAN_FILE).exists():
+        refuse_links(root, "claims")
+        with Leases(root / STATE / "claims", work=plan_id) as leases:
+            _refuse_other_work(root, leases)
+
+
+def _refuse_other_work(root: Path, leases: Leases) -> None:
+    if others := leases.wait_for_other_work():
+        detail = f"{root} is being written by {others[0]} for another plan"
+        raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
 
 
 def _check_header(path: Path, shard: Shard) -> None:

@@ -176,7 +176,7 @@ class Job:
             record=self.record,
             last=self.last,
             origin={"repo": checkpoint.repo, "revision": checkpoint.revision},
-            parts=tuple(self.parts),
+            parts={name: part.plan_id for name, part in self.parts.items()},
         )
 
 
@@ -270,7 +270,8 @@ class _Run:
         """
         folder = self._folder
         folder.send_kept()
-        if edited := find_edited(folder):
+        # A part of the work writes none of these again.
+        if self._settings.share is None and (edited := find_edited(folder)):
             more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
             self._settings.tell(f"changed since, and written again as before: {edited[0]}{more}")
         self._settings.phases.begin(self._worker.action, sum(self._sizes.values()))

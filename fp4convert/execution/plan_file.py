@@ -118,7 +118,8 @@ class Manifest:
     origin    repository and commit that a re-run goes on with
     root      where the folder was when it was begun
     next      commands that a person may run once it is whole and there
-    parts     folders in it that are results of plans of their own: they end before this one does
+    parts     folders in it that are results of plans of their own, which end before this one does,
+              with the ids of these plans
     """
 
     identity: dict[str, str | None]
@@ -130,7 +131,7 @@ class Manifest:
     origin: dict[str, str | None] = field(default_factory=dict)
     root: str = ""
     next: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
+    parts: dict[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -194,7 +195,7 @@ class Manifest:
             origin=_words(entry["source"]),
             root=str(entry.get("root", "")),
             next=tuple(map(str, entry.get("next", ()))),
-            parts=tuple(map(str, entry.get("parts", ()))),
+            parts=_words(entry.get("parts", {})),
         )
         keys = (task.key for task in manifest.tasks)
         names = [manifest.last, *manifest.files, *keys, *manifest.parts]

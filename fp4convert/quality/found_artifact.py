@@ -13,6 +13,7 @@ from fp4convert.storage.checkpoint_files import (
     ENGINE_RECORD,
     HUB_FILE,
     INDEX,
+    PIPELINE,
     RECORD,
     SIGNATURE,
     UNDIGESTED,
@@ -95,7 +96,8 @@ def find_artifact(reference: str, access: Access) -> FoundArtifact:
                 raise _no_record(reference, f"it is longer than {TEXT_LIMIT:,} bytes")
             record = parse_json_object(text, file.name)
         except OSError as error:
-            if parts := sorted(path.parent for path in folder.glob(f"*/{RECORD}")):
+            parts = sorted(path.parent for path in folder.glob(f"*/{RECORD}"))
+            if parts and (folder / PIPELINE).is_file():
                 detail = f"{reference} is a pipeline of {' and '.join(each.name for each in parts)}"
                 step = f"Name the folder: {shell_line('fp4convert', 'reproduce', parts[0])}"
                 raise InputError("pipeline", f"{detail}; expected one artifact", step) from None

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from checkpoints import pack_shard, read_folder, run, weight, write_llama
@@ -32,6 +33,12 @@ from diffusion import (
     write_wan,
 )
 from paths import ROOT
+
+from fp4convert.conversion.one_checkpoint import Conversion
+from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.leases import Leases
+from fp4convert.execution.plan_file import read_manifest
+from fp4convert.storage.checkpoint_files import PLAN_FILE
 
 QUANTIZED = (
     "attn1.to_q",
@@ -209,6 +216,65 @@ def test_what_takes_a_pipelines_place_leaves_none_of_its_components(after, wan, 
     }
     expected = {name for name in clean_names if ".fp4convert" not in name}
     assert found == {*expected, "transformer_2", "transformer_2/notes.txt"}
+
+
+def test_no_component_goes_where_another_is_refused(wan, tmp_path):
+    source, out = write_flux(tmp_path / "flux"), tmp_path / "q"
+    made = quantize(source, out)
+    before = files_of(out)
+    (out / "transformer_2").mkdir()
+    (out / "transformer_2" / "notes.txt").write_text("mine")
+    outcome = quantize(wan, out, "--force")
+    assert error_of(outcome)[:2] == (5, "foreign-output")
+    (out / "transformer_2" / "notes.txt").unlink()
+    with Leases(out / "transformer" / ".fp4convert" / "claims", work="another"):
+        assert error_of(quantize(wan, out, "--force"))[:2] == (5, "locked")
+    assert files_of(out) == before
+    assert run("merge", out, "--json").json["digest"] == made.json["digest"]
+
+
+def test_whoever_is_killed_leaves_no_component_behind(wan, tmp_path, monkeypatch):
+    source, out = write_flux(tmp_path / "flux"), tmp_path / "q"
+    assert quantize(wan, out).code == 0
+    remove = OutputFolder.remove
+
+    def die(self: OutputFolder, file: str) -> None:
+        if file.startswith("transformer_2/") and file.endswith(".safetensors"):
+            raise KeyboardInterrupt
+        remove(self, file)
+
+    monkeypatch.setattr(OutputFolder, "remove", die)
+    quantize(source, out, "--force")
+    assert (out / "transformer_2").exists()
+    monkeypatch.undo()
+    assert quantize(source, out, "--force").code == 0
+    assert not (out / "transformer_2").exists()
+
+
+def test_merge_wants_the_plan_of_every_component(wan, tmp_path, monkeypatch):
+    """One that an earlier command began is not what the whole was begun for."""
+    out = tmp_path / "q"
+    made = quantize(wan, out)
+    (out / PIPELINE).unlink()
+
+    def die(self: Conversion, settings: object) -> None:
+        raise KeyboardInterrupt
+
+    words = ("--exclude", "*to_out*")
+    monkeypatch.setattr(Conversion, "begin", die)
+    quantize(wan, out, *words)
+    monkeypatch.undo()
+    assert run("merge", out, "--json").json["error"]["code"] == "unfinished"
+    assert not (out / PIPELINE).exists()
+    changed = quantize(wan, out, *words)
+    assert changed.code == 0
+    assert changed.json["digest"] != made.json["digest"]
+    # A plan of an earlier version does not name its parts: whoever goes on adds them.
+    plan = read_manifest(out)
+    bare = json.dumps(replace(plan, parts={}).as_json())
+    (out / PLAN_FILE).write_text(bare)
+    quantize(wan, out, *words)
+    assert read_manifest(out).parts == plan.parts
 
 
 def test_a_restored_transformer_has_the_index_that_diffusers_reads(tmp_path):

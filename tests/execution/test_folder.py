@@ -30,6 +30,7 @@ from checkpoints import (
 )
 
 from fp4convert.errors import OutputError
+from fp4convert.execution import finish
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.storage.safetensors import SafetensorsFrame
 from fp4convert.storage.shard_writer import ShardWriter
@@ -194,6 +195,22 @@ def test_force_reads_what_is_sealed_and_makes_it_again(source, tmp_path, monkeyp
     assert quantize(source, out).code == 0
     assert contents(out) != before
     assert quantize(source, out, "--force").code == 0
+    assert contents(out) == before
+
+
+def test_a_small_file_that_cannot_be_read_is_written_again(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    quantize(source, out)
+    before = contents(out)
+    hash_file = finish.hash_file
+
+    def fails(path: Path, *each: object) -> str:
+        if path.name == "tokenizer.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return hash_file(path, *each)
+
+    monkeypatch.setattr(finish, "hash_file", fails)
+    assert quantize(source, out).code == 0
     assert contents(out) == before
 
 

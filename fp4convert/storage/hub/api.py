@@ -18,6 +18,7 @@ import socket
 import ssl
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
@@ -245,6 +246,8 @@ class Asker:
                 limit = CALL_FACTOR * seconds_at_most + nbytes / LEAST_RATE
                 return self._wait_for(trouble, call, limit)
             except (no_reply, OSError, RuntimeError, ValueError, *ODD) as error:
+                if isinstance(error, ODD) and not _is_of_package(error):
+                    raise  # a bug of ours
                 failures += 1
                 reason, seconds = self._judge(trouble, error)
                 host = host_of(constants.ENDPOINT)
@@ -318,6 +321,12 @@ class Asker:
         if isinstance(error, OSError) and error.filename is not None:
             raise cannot_read(error) from None
         return plain_words(error), None
+
+
+def _is_of_package(error: BaseException) -> bool:
+    """Tell whether huggingface_hub raised an error, not what calls it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("huggingface_hub")
 
 
 def clean_words(text: str) -> str:

@@ -102,15 +102,18 @@ class Places:
         # Where weights are ours, or in the way of ours.
         self._folders = {"", *map(_folder_of, self.records)}
 
-    def foreign_weights(self, head: Head, ours: set[str]) -> list[str]:
+    def foreign_weights(self, head: Head, ours: set[str], changed: set[str]) -> list[str]:
         """Name the weights of somebody else, which engines would find beside ours.
 
-        ours  files of an artifact that is there; where nothing is, weights in any form are others'
+        ours     files of an artifact that is there; where nothing is, weights in any form are
+                 others'
+        changed  files that its record names, and that are not what it says
         """
         return sorted(
             name
             for name in head.files.keys() - ours
-            if self._is_weights(name) or (self._holds_weights(name) and not ours)
+            if self._is_weights(name)
+            or (self._holds_weights(name) and (not ours or name in changed))
         )
 
     def stale_files(self, head: Head, ours: set[str], kept: set[str]) -> list[str]:

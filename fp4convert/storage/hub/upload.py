@@ -137,17 +137,19 @@ class Pusher:
             next_step = "Make it private in its settings, or name another."
             raise OutputError("public-repo", detail, next_step)
         self._parent = head
-        self._ours = {
-            name
-            for record in self._places.records
-            for name, sha256 in self._recorded_files(head, record).items()
-            if not head.holds_other(name, sha256)  # which somebody has put in its place
-        }
-
-        if weights := self._places.foreign_weights(head, self._ours):
+        recorded: dict[str, str] = {}
+        for record in self._places.records:
+            recorded |= self._recorded_files(head, record)
+        changed = {name for name, sha256 in recorded.items() if head.holds_other(name, sha256)}
+        self._ours = recorded.keys() - changed
+        if weights := self._places.foreign_weights(head, self._ours, changed):
             found = f"{self.repo} holds weights that fp4convert did not write"
             detail = f"{found}, the first {weights[0]!r}; expected a repository without, or its own"
-            raise OutputError("foreign-repo", detail, "Name another.")
+            next_step = "Name another."
+            if weights[0] in changed:
+                detail = f"{self.repo}: {weights[0]!r} is not what the record there says of it"
+                next_step = "Name another; or delete it there, if it may go."
+            raise OutputError("foreign-repo", detail, next_step)
 
     def add(self, path: Path, name: str, sha256: str) -> None:
         """Upload a finished file in the background; any thread may.

@@ -230,6 +230,15 @@ def test_weights_of_any_kind_and_the_report_of_an_earlier_artifact_leave_too(
     assert "theirs.bin" in head
 
 
+def test_weights_of_any_kind_in_the_place_of_ours_are_theirs(hub, made, told, tmp_path):
+    record = {"producer": {"name": "fp4convert"}, "files": {"old.gguf": "0" * 64}}
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    (tmp_path / "old.gguf").write_bytes(OLD)
+    hub.add(REPO, tmp_path)
+    error = refusal(OutputError, made, told)
+    assert (error.code, "old.gguf" in error.message) == ("foreign-repo", True)
+
+
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", FIRST])
 def test_weights_that_people_put_beside_ours_are_theirs(name, hub, made, other, told):
     """A LoRA beside an artifact of ours, or a shard in the place of one: no commit of ours takes it
@@ -243,6 +252,7 @@ def test_weights_that_people_put_beside_ours_are_theirs(name, hub, made, other, 
         error = refusal(OutputError, artifact, told)
         assert (error.exit_code, error.code) == (5, "foreign-repo")
         assert name in error.message
+        assert ("delete it there" in error.next_step) == (name == FIRST)
     assert hub.head(REPO)[name] == mine
     assert FIRST in hub.head(REPO)
 

@@ -139,6 +139,12 @@ def test_json_of_another_shape_passes_or_is_told(match, body, hub, made, told):
     assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
 
 
+def test_a_call_that_huggingface_hub_does_not_take_is_a_bug_of_ours(hub, made, told, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda self, repo: None)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        push(made, told)
+
+
 def test_everybody_is_told_of_a_rate_limit(hub, made, told):
     hub.fault(
         "status",
