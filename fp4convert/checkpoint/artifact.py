@@ -230,8 +230,10 @@ def open_artifact(reference: str, access: Access | None = None) -> Artifact:
 
     Raises what open_source raises, and InputError where it is no artifact
     """
-    is_unfinished = _is_unfinished(reference, access)
-    return read_artifact(open_source(reference, access, is_unfinished), reference, is_unfinished)
+    is_unfinished, called = _is_unfinished(reference, access), reference
+    if os.path.isdir(reference):
+        called = os.path.normpath(os.path.join(reference, subfolder_of(access or Access())))
+    return read_artifact(open_source(reference, access, is_unfinished), called, is_unfinished)
 
 
 def _is_unfinished(reference: str, access: Access | None) -> bool:

@@ -222,7 +222,7 @@ class PipelineConversion:
         )
 
     def _reopen(self, conversion: Conversion) -> None:
-        """Take the record of a component that is reopened, as of one that is not finished."""
+        """Remove the record of a component that is reopened."""
         output = conversion.options.folder
         if self._is_reopened(conversion) and (old := read_manifest(output)):
             (output / old.last).unlink(missing_ok=True)

@@ -6,6 +6,7 @@ It needs the output folder alone, so whoever is there when the last task is done
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -121,25 +122,28 @@ def find_harmed(
 
 
 def find_edited(folder: OutputFolder) -> list[str]:
-    """Find small files that somebody changed after the folder was finished: they go again.
+    """Find small files that somebody changed since the folder was finished.
 
-    But the model card, which people edit.
+    They are written again, but for the model card, which people edit; copies of the same size are
+    found harmed later.
     """
     _, plan_id, files = read_ended(folder.root)
     if plan_id != folder.manifest.plan_id:
         return []
-    ours = [file for task in folder.manifest.tasks if not task.may_leave for file in task.files]
-    small = {*ours, *folder.manifest.texts, folder.manifest.last} & files.keys() - {CARD}
     edited = []
-    for file in sorted(small):
+    for task in folder.manifest.tasks:
+        for file, nbytes in () if task.may_leave else task.files.items():
+            if file != CARD and nbytes_there(folder.root / file) not in (None, nbytes):
+                edited.append(file)
+    for file in sorted({*folder.manifest.texts, folder.manifest.last} & files.keys()):
         try:
-            if hash_file(folder.root / file) == files[file]:
-                continue
+            data = (folder.root / file).read_bytes()
         except FileNotFoundError:  # others remove and write them meanwhile
             continue
         except OSError:
-            pass  # it cannot be read, and is written again, too
-        edited.append(file)
+            data = b""  # it cannot be read, and is written again, too
+        if hashlib.sha256(data).hexdigest() != files[file]:
+            edited.append(file)
     return edited
 
 
@@ -309,7 +313,7 @@ def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[
 
 
 def _refuse_unfinished(folder: OutputFolder) -> None:
-    """Raise OutputError where a task is not done, naming a file that is not there."""
+    """Raise OutputError where a task is not done, for a file that is absent."""
     if not (missing := [file for task in folder.missing() for file in task.files]):
         return
     files = folder.manifest.files

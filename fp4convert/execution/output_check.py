@@ -107,7 +107,7 @@ def find_forgotten(root: Path, old: Manifest, manifest: Manifest, settings: Sett
 
 
 def find_forgotten_parts(root: Path, old: Manifest, manifest: Manifest) -> dict[str, Manifest]:
-    """Return the plans that lie in folders of an earlier result and have no place in this one.
+    """Return the plans of an earlier result's components that go with it.
 
     Raises  OutputError where such a folder is a link, or its plan damaged
     """
@@ -121,7 +121,7 @@ def find_forgotten_parts(root: Path, old: Manifest, manifest: Manifest) -> dict[
 
 
 def freed_nbytes(root: Path, forgotten: Iterable[str], manifest: Manifest) -> int:
-    """Count what goes of an earlier plan and has no file of this one in its place."""
+    """Count the bytes of an earlier plan's files whose names are not used again."""
     return sum(nbytes_there(root / file) or 0 for file in {*forgotten} - {*manifest.files})
 
 

@@ -202,6 +202,7 @@ def test_a_folder_that_is_no_artifact_is_told_for_what_it_is(source, tmp_path):
     artifact = made(source, tmp_path / "out" / "transformer", "--format", "nvfp4")
     error = run("reproduce", artifact, "--subfolder", "nope", "--json").json["error"]
     assert error["code"] == "no-subfolder"
+    (tmp_path / "out" / "model_index.json").write_text("{}")
     error = run("reproduce", tmp_path / "out", "--json").json["error"]
     assert (error["code"], error["next"].endswith(str(artifact))) == ("pipeline", True)
 

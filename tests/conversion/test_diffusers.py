@@ -165,6 +165,14 @@ def test_other_commands_want_one_checkpoint_and_are_told_its_name(wan, tmp_path)
         assert read_folder(tmp_path / f"d-{name}").keys() == wan_tensors().keys()
 
 
+def test_a_folder_of_a_pipeline_is_called_by_its_own_name(wan, tmp_path):
+    out = tmp_path / "q"
+    assert quantize(wan, out).code == 0
+    outcome = run("inspect", out, "--subfolder", "vae", "--json")
+    assert error_of(outcome)[:2] == (2, "not-an-artifact")
+    assert str(out / "vae") in outcome.json["error"]["next"]
+
+
 def test_an_unfinished_component_says_so(wan, tmp_path):
     out = tmp_path / "q"
     assert quantize(wan, out).code == 0

@@ -242,8 +242,7 @@ def test_one_that_joins_never_replaces_a_plan(tmp_path):
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     for options in (
         ("--exclude", "*.o_proj"),
-        ("--exclude", "*.o_proj", "--force"),
-        ("--dialect", "modelopt", "--force"),
+        ("--dialect", "modelopt"),
     ):
         outcome = quantize(source, out, "--join", *options)
         assert (outcome.code, outcome.json["error"]["code"]) == (5, "other-plan")

@@ -117,8 +117,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "nothing-is-checked-at-the-end": Mutation(
         JOB,
-        "        again = find_harmed(self._folder, self._settings.phases)\n",
-        "        find_harmed(self._folder, self._settings.phases)\n        again = []\n",
+        '        why = "they are not what was written"\n',
+        '        again, why = [], "they are not what was written"\n',
         "a shard that was damaged since stays",
     ),
     "seals-without-times": Mutation(
@@ -171,8 +171,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "merge-finds-damage": Mutation(
         FINISH,
-        "        if harmed := find_harmed(folder, phases):\n",
-        "        if harmed := find_harmed(folder, phases) or list(folder.manifest.tasks):\n",
+        "    for task in find_harmed(folder, phases):\n",
+        "    for task in find_harmed(folder, phases) or folder.manifest.tasks:\n",
         "merge calls whole shards damaged",
     ),
     "no-heartbeat": Mutation(
