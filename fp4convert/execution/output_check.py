@@ -121,7 +121,7 @@ def find_forgotten_parts(root: Path, old: Manifest, manifest: Manifest) -> dict[
 
 
 def freed_nbytes(root: Path, forgotten: Iterable[str], manifest: Manifest) -> int:
-    """Count the bytes of an earlier plan's files whose names are not used again."""
+    """Count the bytes of an earlier plan's files that no file replaces."""
     return sum(nbytes_there(root / file) or 0 for file in {*forgotten} - {*manifest.files})
 
 
