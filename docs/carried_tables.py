@@ -34,7 +34,8 @@ def carried() -> Iterator[str]:
             traits = dialect_named(dialect).TRAITS
             is_mixed = {fmt, FP8} <= {*traits.mixes} or {fmt, MXFP8} <= {*traits.mixes}
             floats = "yes, others become floats or Q8_0" if traits.container == "gguf" else "alone"
-            cells.append(("yes" if is_mixed else floats) if fmt in traits.writes else "")
+            is_carried = fmt in traits.writes and not traits.correction
+            cells.append(("yes" if is_mixed else floats) if is_carried else "")
         rows.append((name.upper(), *cells))
     for name, (coding, shape, dtype) in EIGHTS.items():
         packed = "I32" if isinstance(coding, Integers) else "F8_E4M3"

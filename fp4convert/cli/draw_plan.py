@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from fp4convert.checkpoint.module_names import join_words, split_leaf
 from fp4convert.cli.screen import GAP, Screen
+from fp4convert.numerics.formats import FP4_FORMATS
 from fp4convert.progress import duration_text, size_text
 from fp4convert.report.text import Document, escape, shorten
 
@@ -131,7 +132,8 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
     if adapter := plan.get("adapter"):
         merged = adapter["merged"]
         where = f"merged into {merged['rounded']:,} modules and {merged['kept']:,} kept tensors"
-        how = "rounded so that it stays" if plan["method"] == "gptq" else "rounded to the nearest"
+        is_kept = plan["method"] == "gptq" and plan["format"] in FP4_FORMATS
+        how = "rounded so that it stays" if is_kept else "rounded to the nearest"
         yield "adapter", f"{adapter['name']}, {where}; method {plan['method']}: {how}"
     if exact := plan.get("fake_quantized"):
         share = 100 * exact["exact"] / exact["blocks"]

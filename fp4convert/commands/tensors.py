@@ -98,7 +98,7 @@ def quantize_tensor(
                  global_amax that is no number or below the largest of x; NumericError for NaN and
                  infinity, with the first place; DeviceError for a GPU that cannot be used
     """
-    fmt = format_named(format)
+    fmt = format_named(format, FP4_FORMATS)
     rule = check_rule(fmt, fmt.default_rule if scale_rule is None else scale_rule)
     moments = None if importance is None else _moments(importance)
     if moments is not None and rule != IMPORTANCE:

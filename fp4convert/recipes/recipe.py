@@ -450,7 +450,11 @@ def _fill_ranges(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
         return replace(
             file,
             keep=tuple(
-                rule._replace(patterns=expand_all(rule.patterns, config)) for rule in file.keep
+                rule._replace(
+                    patterns=expand_all(rule.patterns, config),
+                    unless=expand_all(rule.unless, config),
+                )
+                for rule in file.keep
             ),
             only=tuple(
                 rule._replace(patterns=expand_all(rule.patterns, config)) for rule in file.only

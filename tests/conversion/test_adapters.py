@@ -136,6 +136,13 @@ def test_parts_and_threads_make_the_same_bytes(models, tmp_path):
     assert joined.json["fidelity"]["adapter"] == whole["fidelity"]["adapter"]
 
 
+def test_the_plan_says_how_an_adapter_is_rounded(models, tmp_path):
+    for fmt, how in (("nvfp4", "so that it stays"), ("fp8", "to the nearest")):
+        words = ("--format", fmt, "--lora", models / "adapter", "--dry-run")
+        told = " ".join(run("quantize", models / "base", "-o", tmp_path / "q", *words).out.split())
+        assert f"rounded {how}" in told
+
+
 def test_another_adapter_or_scale_is_another_plan(models, tmp_path):
     out = tmp_path / "out"
     words = (*NVFP4, "--lora", models / "adapter")

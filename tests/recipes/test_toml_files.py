@@ -126,6 +126,17 @@ def test_what_a_file_may_say():
     assert file.stacks == (StackRule(("*.w13",), ("w1", "w3"), True, True, named, **keys),)
 
 
+def test_ranges_are_filled_where_a_rule_makes_exceptions(tmp_path):
+    """They were left as they are, and fitted nothing."""
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[[keep]]\nreason = "x"\nmodules = ["*.up_proj"]\nunless = ["layers.{0:2}.*"]\n'
+    )
+    made = build_recipe(Target("nvfp4"), {"num_hidden_layers": 3}, RecipeOptions(recipe=path))
+    kept = [made.reason_to_keep(f"layers.{number}.up_proj") for number in range(3)]
+    assert kept == [None, None, "x"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
