@@ -187,7 +187,8 @@ class PipelineConversion:
         self.check_output(settings)
         for name, conversion in self.conversions.items():
             with named(name):
-                refuse_busy(conversion.options.folder, conversion.job.manifest().plan_id)
+                plan_id = conversion.job.manifest().plan_id
+                refuse_busy(conversion.options.folder, plan_id, settings.tell)
         with opened(self._copying(), self.options.folder, settings) as folder:
             for name, conversion in self.conversions.items():
                 with named(name), write_errors_at(self.options.folder):

@@ -395,7 +395,7 @@ class OutputFolder:
                 forgotten = self._find_forgotten(old, settings)
                 parts = find_forgotten_parts(self.root, old, self.manifest)
                 for part in parts:
-                    refuse_busy(self.root / part)
+                    refuse_busy(self.root / part, "", settings.tell)
             self.sweep()
             freed = freed_nbytes(self.root, forgotten, self.manifest)
             check_space(self.root, self.manifest, settings, more_nbytes - freed)
@@ -462,14 +462,16 @@ class OutputFolder:
             (self.root / part).rmdir()
 
 
-def refuse_busy(root: Path, plan_id: str = "") -> None:
+def refuse_busy(root: Path, plan_id: str, tell: Callable[[str], None]) -> None:
     """Raise OutputError where a process works in a folder for another plan.
 
     Changes nothing but leases of the dead.
+
+    tell  gets a line where it has to be seen first whether a process lives
     """
     if (root / PLAN_FILE).exists():
         refuse_links(root, "claims")
-        with Leases(root / STATE / "claims", work=plan_id) as leases:
+        with Leases(root / STATE / "claims", work=plan_id, tell=tell) as leases:
             _refuse_other_work(root, leases)
 
 
