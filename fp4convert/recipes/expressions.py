@@ -63,9 +63,10 @@ class Expression:
 
         Raises  InputError where that takes too long
         """
-        # Loops that follow one another end at places in that order.
-        ways = self._loops * math.log2(len(name) + 2) - math.lgamma(self._loops + 1) / math.log(2)
-        ways += self._choices
+        # Loops that follow one another end at places in that order: of len + 1, with repetition.
+        loops, places = self._loops, len(name) + 1
+        counts = math.lgamma(places + loops + 1), math.lgamma(places + 1), math.lgamma(loops + 1)
+        ways = (counts[0] - counts[1] - counts[2]) / math.log(2) + self._choices
         if ways <= FEW_WAYS:
             return self._python.match(name) is not None
         if ways <= MOST_WAYS and self._left > 0:
