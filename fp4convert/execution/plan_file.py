@@ -204,6 +204,7 @@ class Manifest:
             if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
                 raise ValueError(f"{name!r} is no file in the folder")
             os.fsencode(name)
+        _words({"format": (manifest.record or {}).get("format")})
         for small in manifest.texts.values():
             small.encode("utf-8")
         json.dumps(manifest.record, ensure_ascii=False).encode("utf-8")

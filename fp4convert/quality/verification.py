@@ -393,8 +393,7 @@ def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> 
         yield Finding("note", "no-hashes", None, detail)
         return
     hashes = _recorded_hashes(artifact)
-    held = {file: artifact.source.file_nbytes(file) for file in hashes if _is_there(artifact, file)}
-    phases.begin("hash", sum(held.values()))
+    phases.begin("hash", sum(_nbytes_there(artifact, file) for file in hashes))
     for file, sha256 in hashes.items():
         try:
             with artifact.source.open_file(file) as stream:
@@ -417,12 +416,13 @@ def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> 
             yield Finding("warning", "file-unrecorded", None, detail)
 
 
-def _is_there(artifact: Artifact, file: str) -> bool:
-    """Tell whether a recorded file is in the artifact's folder."""
+def _nbytes_there(artifact: Artifact, file: str) -> int:
+    """Return a recorded file's size; 0 where it is none, which whoever reads it is told."""
+    source = artifact.source
     try:
-        return artifact.source.has_file(file)
+        return source.file_nbytes(file) if source.has_file(file) else 0
     except InputError:
-        return False
+        return 0
 
 
 def _check_kept(artifact: Artifact, phases: Phases) -> Iterator[Finding]:

@@ -126,7 +126,10 @@ class LocalSource:
             done += count
 
     def has_file(self, file: str) -> bool:
-        return self._single is None and (self._folder / file).exists()
+        try:
+            return self._single is None and (self._folder / file).exists()
+        except OSError as error:  # a name longer than names may be, a folder that is closed to us
+            raise _unreadable(file, error) from error
 
     def open_file(self, file: str) -> BinaryIO:
         try:

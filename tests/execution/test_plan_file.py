@@ -194,6 +194,7 @@ IMPOSSIBLE = {
     "dialect-number": lambda plan: plan["identity"].update(dialect=1e-45),
     "commit-number": lambda plan: plan["source"].update(revision=7),
     "task-empty": lambda plan: plan["tasks"].append({"key": "x", "files": {}}),
+    "format-number": lambda plan: plan["record"].update(format=4),
     "record-surrogate": lambda plan: plan["record"].update(format="\ud800"),
 }
 

@@ -241,6 +241,18 @@ def test_a_missing_file_is_found(tmp_path):
     assert ("file-missing", None) in errors_of(verify(tmp_path / "a"))
 
 
+@pytest.mark.parametrize("name", ["a" * 999, "a/" * 3000, "\0", "config.json/a", "", ".fp4convert"])
+def test_a_recorded_name_that_no_file_has_is_found(name, tmp_path):
+    source, out = write_llama(tmp_path / "source"), tmp_path / "a"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    record = json.loads((out / "quantization_config.json").read_text())
+    record["files"][name] = "0" * 64
+    (out / "quantization_config.json").write_text(json.dumps(record))
+    found = run("verify", out, "--json")
+    assert found.code == 6
+    assert ("file-missing", None) in errors_of(found.json)
+
+
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
 def test_a_nan_scale_byte_is_found(format, dialect, source, artifact):
     folder = artifact(format, dialect)
