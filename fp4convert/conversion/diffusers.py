@@ -21,7 +21,7 @@ from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError, NumericError, named, shell_line
-from fp4convert.execution.folder import OutputFolder, refuse_busy
+from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job, carry_out, check_output, opened
 from fp4convert.execution.output_check import missing_nbytes
 from fp4convert.execution.plan_file import (
@@ -31,6 +31,7 @@ from fp4convert.execution.plan_file import (
     refuse_linked_folders,
 )
 from fp4convert.execution.settings import Result, Settings, summarize
+from fp4convert.execution.takeover import refuse_busy
 from fp4convert.execution.workers import CopyWorker
 from fp4convert.planning.global_scales import scales_for_component
 from fp4convert.planning.steps import Plan

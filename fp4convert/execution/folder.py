@@ -1,4 +1,4 @@
-"""The folder being written: whose it is, enough room, what is done.
+"""The folder being written: files on their way, their names, what is done.
 
   OUT/.fp4convert/plan.json         the plan being carried out: its identity, every task with its
                                     files, the texts written last
@@ -21,7 +21,6 @@ Any number of processes may carry out the same plan at once.  Nothing foreign is
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -34,32 +33,22 @@ from typing import BinaryIO
 from fp4convert.errors import OutputError, SourceError
 from fp4convert.execution.leases import Leases
 from fp4convert.execution.output_check import (
-    check_output,
-    check_space,
-    find_forgotten,
-    find_forgotten_parts,
-    freed_nbytes,
     refuse_all_links,
 )
 from fp4convert.execution.plan_file import (
     DONE,
-    HUB,
-    PLAN,
     STATE,
     Done,
     Manifest,
     TaskFiles,
-    read_manifest,
-    refuse_links,
 )
-from fp4convert.execution.settings import Elsewhere, OnNamed, Settings
+from fp4convert.execution.settings import Elsewhere, OnNamed
 from fp4convert.execution.task_writer import TaskWriter
 from fp4convert.planning.steps import Shard, Task
-from fp4convert.storage.checkpoint_files import CARD, GGUF, PLAN_FILE, REPORT, SIGNATURE
+from fp4convert.storage.checkpoint_files import CARD, GGUF
 from fp4convert.storage.disk import (
     Mark,
     fsync_folder,
-    fsync_parents,
     hash_file,
     is_sealed,
     nbytes_there,
@@ -70,7 +59,6 @@ from fp4convert.storage.json_text import MISSHAPEN, TEXT_LIMIT
 from fp4convert.storage.shard_writer import difference_from_package
 from fp4convert.storage.system import open_no_link
 
-PLANNING = "plan"  # the lease of whoever writes plan.json
 READ_NBYTES = 1 << 20
 POLL_SECONDS = 0.1  # in which an interrupt ends a wait
 
@@ -377,42 +365,6 @@ class OutputFolder:
             os.replace(temp, final)
             fsync_folder(final.parent)
 
-    def begin(self, settings: Settings, more_nbytes: int = 0) -> None:
-        """Make the folder this plan's own, or refuse.
-
-        more_nbytes  written to the same disk beside what the plan writes
-        """
-        # Who slept in here must not wake and write: it would be another's plan that it replaces.
-        lease = self.leases.hold_when_free(PLANNING, "begins here", is_fencing=True)
-        with write_errors_at(self.root), lease:
-            # Has a network file system ask its server: that no plan was there may be old news.
-            os.utime(self.state)
-            old = read_manifest(self.root)
-            is_new = old is None or old.plan_id != self.manifest.plan_id
-            forgotten: list[str] = []
-            parts: dict[str, Manifest] = {}
-            if old is not None and is_new:
-                forgotten = self._find_forgotten(old, settings)
-                parts = find_forgotten_parts(self.root, old, self.manifest)
-                for part in parts:
-                    refuse_busy(self.root / part, "", settings.tell)
-            self.sweep()
-            freed = freed_nbytes(self.root, forgotten, self.manifest)
-            check_space(self.root, self.manifest, settings, more_nbytes - freed)
-            if forgotten and (self.root / SIGNATURE).exists():
-                settings.tell(f"{self.root / SIGNATURE} goes: what it signs is replaced")
-            self._remove_all(forgotten)  # nothing is, for what then has no room
-            for part, plan in parts.items():
-                self._remove_part(part, plan)
-            if old is None:
-                fsync_parents(self.state)
-            if old is None or is_new or old.parts != self.manifest.parts:
-                self.put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
-            if settings.elsewhere is None:  # whatever has gone is made again, and stays
-                self.remove(f"{STATE}/{HUB}")
-            elif settings.elsewhere.name:
-                self.put(HUB, json.dumps({"repo": settings.elsewhere.name}))
-
     def sweep(self) -> None:
         """Remove files on their way that no living process fills."""
         leftovers = list((self.state / "tmp").iterdir())
@@ -428,57 +380,6 @@ class OutputFolder:
                         shutil.rmtree(swept)
                     else:
                         swept.unlink()
-
-    def _find_forgotten(self, old: Manifest, settings: Settings) -> list[str]:
-        """List what another plan left in the folder and goes, or refuse.
-
-        What makes it whole goes first.
-        """
-        _refuse_other_work(self.root, self.leases)
-        forgotten = find_forgotten(self.root, old, self.manifest, settings)
-        return list(dict.fromkeys((old.last, *forgotten, SIGNATURE)))
-
-    def _remove_all(self, files: Iterable[str]) -> None:
-        """Remove files of an earlier plan, and the folders that are empty then."""
-        folders = set()
-        for file in files:
-            self.remove(file)
-            folders |= {*Path(file).parents}
-        for folder in sorted(folders - {Path()}, reverse=True):  # the deepest first
-            with suppress(OSError):  # of somebody's files
-                (self.root / folder).rmdir()
-
-    def _remove_part(self, part: str, plan: Manifest) -> None:
-        """Remove what another plan made in a folder of this one; its state last.
-
-        Whoever is killed meanwhile leaves a plan by which the next one goes on.
-        """
-        self._remove_all(f"{part}/{file}" for file in (plan.last, *plan.files, REPORT, SIGNATURE))
-        state = self.temps / f"removed-{part.replace('/', '-')}"
-        with write_errors_at(self.root / part):
-            os.replace(self.root / part / STATE, state)
-            shutil.rmtree(state)
-        with suppress(OSError):  # of somebody's files
-            (self.root / part).rmdir()
-
-
-def refuse_busy(root: Path, plan_id: str, tell: Callable[[str], None]) -> None:
-    """Raise OutputError where a process works in a folder for another plan.
-
-    Changes nothing but leases of the dead.
-
-    tell  gets a line where it has to be seen first whether a process lives
-    """
-    if (root / PLAN_FILE).exists():
-        refuse_links(root, "claims")
-        with Leases(root / STATE / "claims", work=plan_id, tell=tell) as leases:
-            _refuse_other_work(root, leases)
-
-
-def _refuse_other_work(root: Path, leases: Leases) -> None:
-    if others := leases.wait_for_other_work():
-        detail = f"{root} is being written by {others[0]} for another plan"
-        raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
 
 
 def _check_header(path: Path, shard: Shard) -> None:
@@ -510,25 +411,6 @@ def _read_blocks(
                 return
             yield block
             report(file, len(block))
-
-
-@contextmanager
-def open_output(
-    root: Path, manifest: Manifest, settings: Settings, more_nbytes: int
-) -> Iterator[OutputFolder]:
-    """Create or enter the output folder, and begin the plan in it.
-
-    more_nbytes  as OutputFolder.begin has them
-    Raises  OutputError where it is foreign, holds another plan, cannot be written, or where the
-            disk has too little room (finished shards counted as there)
-    """
-    with write_errors_at(root):
-        if not (root / PLAN_FILE).exists():
-            check_output(root, manifest, settings, more_nbytes)
-    with entered(root, manifest, settings.tell) as folder:
-        folder.on_named, folder.elsewhere = settings.on_named, settings.elsewhere
-        folder.begin(settings, more_nbytes)
-        yield folder
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from fp4convert.execution.finish import (
     record_nbytes,
     write_ending,
 )
-from fp4convert.execution.folder import OutputFolder, open_output
+from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.leases import do_together
 from fp4convert.execution.output_check import needed_nbytes
 from fp4convert.execution.plan_file import (
@@ -44,6 +44,7 @@ from fp4convert.execution.plan_file import (
     read_ended,
 )
 from fp4convert.execution.settings import Result, Settings, UnsoundShardError, summarize
+from fp4convert.execution.takeover import open_output
 from fp4convert.execution.task_writer import TaskWriter
 from fp4convert.execution.workers import Crew, Worker, read_again_if_damaged
 from fp4convert.planning.steps import Action, Plan, Task

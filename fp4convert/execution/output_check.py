@@ -34,7 +34,7 @@ def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes
 
     manifest     what is to be written; without an identity where the folder held no plan a moment
                  ago, so that one which has come meanwhile is not compared
-    more_nbytes  as OutputFolder.begin has them
+    more_nbytes  as open_output has them
     Raises       OutputError
     """
     refuse_taken(root, settings)

@@ -417,7 +417,7 @@ def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> 
 
 
 def _nbytes_there(artifact: Artifact, file: str) -> int:
-    """Return a recorded file's size; 0 where it is none, which whoever reads it is told."""
+    """Return the size of a recorded file; 0 where there is none."""
     source = artifact.source
     try:
         return source.file_nbytes(file) if source.has_file(file) else 0

@@ -25,6 +25,7 @@ from fp4convert.execution.folder import OutputFolder, entered
 from fp4convert.execution.leases import Leases
 from fp4convert.execution.plan_file import read_manifest
 from fp4convert.execution.settings import Settings
+from fp4convert.execution.takeover import begin_plan
 
 CROWD = SUPPORT.joinpath("crowd.py")
 STATE, RECORD = ".fp4convert", "quantization_config.json"
@@ -32,12 +33,12 @@ DELAYS = (0.002, pytest.param(0.01, marks=pytest.mark.slow))  # seconds
 # Stops itself between the look at the plan that is there and the writing of its own.
 SLEEPER = """import os, signal, sys
 from fp4convert.cli.app import main
-from fp4convert.execution import folder
-check = folder.check_space
+from fp4convert.execution import takeover
+check = takeover.check_space
 def stop(*arguments):
     os.kill(os.getpid(), signal.SIGSTOP)
     return check(*arguments)
-folder.check_space = stop
+takeover.check_space = stop
 sys.argv = ["fp4convert", *sys.argv[1:]]
 main()"""
 OPTIONS = {
@@ -157,7 +158,7 @@ def test_one_that_comes_while_another_sweeps_keeps_its_files(clean, tmp_path, mo
             return names
 
         monkeypatch.setattr(first.leases, "others", others_and_one_more)
-        first.begin(Settings())
+        begin_plan(first, Settings())
         assert len(list((out / STATE / "tmp").iterdir())) == 2
         newcomer.__exit__(None, None, None)
 
@@ -173,7 +174,7 @@ def test_one_that_leaves_while_another_sweeps_is_no_error(clean, tmp_path, monke
 
     monkeypatch.setattr("fp4convert.execution.folder.shutil.rmtree", remove_twice)
     with entered(out, read_manifest(out)) as folder:
-        folder.begin(Settings())
+        begin_plan(folder, Settings())
 
 
 def test_one_that_wakes_while_it_is_swept_finds_no_place_to_write(clean, tmp_path, monkeypatch):
@@ -191,7 +192,7 @@ def test_one_that_wakes_while_it_is_swept_finds_no_place_to_write(clean, tmp_pat
 
     monkeypatch.setattr("fp4convert.execution.folder.shutil.rmtree", remove_late)
     with entered(out, read_manifest(out)) as folder:
-        folder.begin(Settings())
+        begin_plan(folder, Settings())
         assert not place.exists()
         monkeypatch.undo()
 

@@ -14,7 +14,7 @@ from checkpoints import run, write_llama
 
 from fp4convert.execution import finish as finish_module
 from fp4convert.execution import folder as folder_module
-from fp4convert.execution import output_check
+from fp4convert.execution import output_check, takeover
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.leases import Leases
 from fp4convert.execution.settings import Settings
@@ -118,10 +118,8 @@ def test_a_plan_that_came_meanwhile_is_seen_through_a_network_file_system(
 ):
     """What a machine remembers of a folder is renewed before it is asked for the plan."""
     calls: list[str] = []
-    read, utime = folder_module.read_manifest, os.utime
-    monkeypatch.setattr(
-        folder_module, "read_manifest", lambda root: calls.append("read") or read(root)
-    )
+    read, utime = takeover.read_manifest, os.utime
+    monkeypatch.setattr(takeover, "read_manifest", lambda root: calls.append("read") or read(root))
 
     def note(path: object, *more: object, **options: object) -> None:
         calls.append(Path(str(path)).name)

@@ -33,6 +33,7 @@ class Mutation:
 
 
 FOLDER, LEASES = "execution/folder.py", "execution/leases.py"
+TAKEOVER = "execution/takeover.py"
 DISK, FINISH, WRITER = "storage/disk.py", "execution/finish.py", "storage/shard_writer.py"
 UPLOAD, REPOSITORY = "storage/hub/upload.py", "storage/hub/repository.py"
 PUBLISH = "commands/publish.py"
@@ -76,9 +77,9 @@ MUTATIONS: dict[str, Mutation] = {
         "the folder of a file in a folder may be gone after a power cut",
     ),
     "no-fsync-of-parents": Mutation(
-        FOLDER,
-        "                fsync_parents(self.state)",
-        "                pass",
+        TAKEOVER,
+        "            fsync_parents(folder.state)",
+        "            pass",
         "the whole output may be gone after a power cut",
     ),
     "no-fsync-of-done": Mutation(
@@ -232,7 +233,7 @@ MUTATIONS: dict[str, Mutation] = {
         within=5000,
     ),
     "a-sleeper-goes-on": Mutation(
-        FOLDER,
+        TAKEOVER,
         'hold_when_free(PLANNING, "begins here", is_fencing=True)',
         'hold_when_free(PLANNING, "begins here")',
         "who slept while it began writes its plan over another's",
