@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fp4convert.checkpoint.error_report import merge_accounts, report_text
 from fp4convert.errors import InputError, OutputError, shell_line
-from fp4convert.execution.folder import OutputFolder, entered
+from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import (
     ENDED,
     Manifest,
@@ -27,6 +27,7 @@ from fp4convert.execution.plan_file import (
     read_ended,
     read_manifest,
 )
+from fp4convert.execution.takeover import reopened
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CARD, PLAN_FILE, REPORT, UNDIGESTED
@@ -290,7 +291,7 @@ def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[
         detail = f"{found}; expected the output of quantize or prune"
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
     with (
-        entered(root, manifest, tell) as folder,
+        reopened(root, manifest, tell) as folder,
         folder.leases.hold_when_free(ENDING, WHY_ENDING),
     ):
         parts = {}

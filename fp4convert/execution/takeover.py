@@ -46,6 +46,35 @@ def open_output(
         yield folder
 
 
+@contextmanager
+def reopened(root: Path, manifest: Manifest, tell: Callable[[str], None]) -> Iterator[OutputFolder]:
+    """Enter a folder where a plan was begun, as long as it is still that plan's.
+
+    Whoever would begin another one from then on sees this process, and refuses.
+
+    tell  gets a line where another process is waited for
+    Raises  OutputError where another plan has taken its place since the manifest was read
+    """
+    with entered(root, manifest, tell) as folder:
+        with _planning(folder):
+            found = read_manifest(root)
+        if found is None or found.plan_id != manifest.plan_id:
+            detail = f"another plan was begun in {root} while this one was read"
+            raise OutputError("other-plan", detail, "Run the same command again.")
+        yield folder
+
+
+@contextmanager
+def _planning(folder: OutputFolder) -> Iterator[None]:
+    """Keep the plan of a folder from being replaced, and have what is there be read anew."""
+    # Who slept in here must not wake and write: it would be another's plan that it replaces.
+    lease = folder.leases.hold_when_free(PLANNING, "begins here", is_fencing=True)
+    with write_errors_at(folder.root), lease:
+        # Has a network file system ask its server: that no plan was there may be old news.
+        os.utime(folder.state)
+        yield
+
+
 def refuse_busy(root: Path, plan_id: str, tell: Callable[[str], None]) -> None:
     """Raise OutputError where a process works in a folder for another plan.
 
@@ -65,11 +94,7 @@ def begin_plan(folder: OutputFolder, settings: Settings, more_nbytes: int = 0) -
     more_nbytes  as open_output has them
     """
     root, manifest = folder.root, folder.manifest
-    # Who slept in here must not wake and write: it would be another's plan that it replaces.
-    lease = folder.leases.hold_when_free(PLANNING, "begins here", is_fencing=True)
-    with write_errors_at(root), lease:
-        # Has a network file system ask its server: that no plan was there may be old news.
-        os.utime(folder.state)
+    with _planning(folder):
         old = read_manifest(root)
         is_new = old is None or old.plan_id != manifest.plan_id
         forgotten: list[str] = []

@@ -265,6 +265,24 @@ def test_a_plan_of_one_who_slept_takes_no_place_of_another(
     assert hashes(out) == hashes(clean["mxfp4"])
 
 
+def test_merge_waits_for_whoever_begins_another_plan(source, clean, tmp_path):
+    """It had seen nobody at work on the plan before, and removes that one's files."""
+    out = shutil.copytree(clean["a"], tmp_path / "out")
+    words = [sys.executable, "-c", SLEEPER, *command(source, out, "mxfp4", "--force")]
+    sleeper = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert os.WIFSTOPPED(os.waitpid(sleeper.pid, os.WUNTRACED)[1])
+    words = [sys.executable, "-m", "fp4convert", *command(source, out, "merge")]
+    merging = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        merging.wait(3)
+    sleeper.send_signal(signal.SIGCONT)
+    said, _ = merging.communicate(timeout=60)
+    sleeper.communicate(timeout=60)
+    assert (merging.returncode, json.loads(said)["error"]["code"]) == (5, "other-plan")
+    assert hashes(out) == hashes(clean["mxfp4"])
+    assert sleeper.returncode == 0
+
+
 def test_what_another_plan_ended_is_not_taken_for_the_own(clean, tmp_path):
     """Their files have the same names."""
     out = shutil.copytree(clean["mxfp4"], tmp_path / "out")
