@@ -48,7 +48,7 @@ def open_output(
 
 @contextmanager
 def reopened(root: Path, manifest: Manifest, tell: Callable[[str], None]) -> Iterator[OutputFolder]:
-    """Enter a folder where a plan was begun, as long as it is still that plan's.
+    """Enter a folder that still is of the plan begun there.
 
     Whoever would begin another one from then on sees this process, and refuses.
 
@@ -66,7 +66,7 @@ def reopened(root: Path, manifest: Manifest, tell: Callable[[str], None]) -> Ite
 
 @contextmanager
 def _planning(folder: OutputFolder) -> Iterator[None]:
-    """Keep the plan of a folder from being replaced, and have what is there be read anew."""
+    """Keep a folder from being begun for another plan."""
     # Who slept in here must not wake and write: it would be another's plan that it replaces.
     lease = folder.leases.hold_when_free(PLANNING, "begins here", is_fencing=True)
     with write_errors_at(folder.root), lease:
