@@ -230,7 +230,7 @@ class Asker:
         Raises   AccessError where the Hub gives no access;
                  OutputError where it refuses, or does not answer
         """
-        from huggingface_hub import constants, get_session
+        from huggingface_hub import constants
         from huggingface_hub.errors import HfHubHTTPError
 
         # Of the HTTP library that huggingface_hub is built on.
@@ -240,8 +240,7 @@ class Asker:
         tries = SENDING_TRIES if nbytes else patience.tries
         while True:
             self.check()
-            # It would wait forever.
-            get_session().timeout = seconds_at_most
+            _limit_waits(seconds_at_most)
             try:
                 limit = CALL_FACTOR * seconds_at_most + nbytes / LEAST_RATE
                 return self._wait_for(trouble, call, limit)
@@ -321,6 +320,18 @@ class Asker:
         if isinstance(error, OSError) and error.filename is not None:
             raise cannot_read(error) from None
         return plain_words(error), None
+
+
+def _limit_waits(seconds: float) -> None:
+    """Have huggingface_hub wait so long at most for bytes: it has no limit.
+
+    One client serves all threads; the one that loses its connection takes it from the others.
+    """
+    from huggingface_hub import get_session
+
+    while (client := get_session()) is None:
+        pass
+    client.timeout = seconds
 
 
 def _is_of_package(error: BaseException) -> bool:

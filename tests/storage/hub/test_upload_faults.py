@@ -451,3 +451,13 @@ def test_a_token_of_the_xet_storage_that_comes_late(chunks, made, told):
 def test_an_xet_storage_that_is_closed(chunks, made, told):
     chunks.fault("status", where="hub", match="xet-write-token", status=403, times=MANY)
     assert refusal(OutputError, made, told).code == "hub-unreachable"
+
+
+def test_a_client_that_another_thread_has_just_closed_is_made_again(hub, made, told, monkeypatch):
+    """huggingface_hub closes it where a connection fails, between another's look and its use."""
+    import huggingface_hub
+
+    get, taken = huggingface_hub.get_session, iter([None, None])
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: next(taken, get()))
+    assert push(made, told)
+    assert next(taken, "all") == "all"
