@@ -39,12 +39,12 @@ def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes
     """
     refuse_taken(root, settings)
     freed = 0
-    if (root / PLAN_FILE).exists():
-        refuse_all_links(root, manifest)
-        old = read_manifest(root)
-        if old is not None and manifest.identity and old.plan_id != manifest.plan_id:
-            freed = freed_nbytes(root, find_forgotten(root, old, manifest, settings), manifest)
     with write_errors_at(root):
+        if (root / PLAN_FILE).exists():
+            refuse_all_links(root, manifest)
+            old = read_manifest(root)
+            if old is not None and manifest.identity and old.plan_id != manifest.plan_id:
+                freed = freed_nbytes(root, find_forgotten(root, old, manifest, settings), manifest)
         place = _nearest(root)
         if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))

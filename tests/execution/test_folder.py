@@ -30,7 +30,7 @@ from checkpoints import (
 )
 
 from fp4convert.errors import OutputError
-from fp4convert.execution import finish
+from fp4convert.execution import finish, output_check
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.storage.safetensors import SafetensorsFrame
 from fp4convert.storage.shard_writer import ShardWriter
@@ -543,3 +543,20 @@ def test_a_header_that_a_second_reader_finds_otherwise_ends_the_run_without_a_re
     assert not (tmp_path / "out" / "quantization_config.json").exists()
     monkeypatch.undo()
     assert quantize(source, tmp_path / "out").code == 0
+
+
+def test_a_disk_that_fails_while_a_folder_is_judged_is_named(source, tmp_path, monkeypatch):
+    """It fails after the first look at plan.json."""
+    judge, exists, judged = output_check.refuse_taken, Path.exists, []
+
+    def fail(path: Path) -> bool:
+        if path.name == "plan.json" and judged:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", fail)
+    monkeypatch.setattr(output_check, "refuse_taken", lambda *a: judged.append(judge(*a)))
+    words = ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "new", "--dry-run", "--json")
+    failed = run(*words)
+    assert judged
+    assert (failed.code, failed.json["error"]["code"]) == (5, "cannot-write")

@@ -225,13 +225,6 @@ MUTATIONS: dict[str, Mutation] = {
         "            yield task",
         "a shard that another has just finished is made again",
     ),
-    "ends-without-a-claim": Mutation(
-        JOB,
-        "            with folder.leases.hold_when_free(ENDING, WHY_ENDING):\n",
-        "            if True:\n",
-        "several end the work at once",
-        within=5000,
-    ),
     "a-sleeper-goes-on": Mutation(
         TAKEOVER,
         'hold_when_free(PLANNING, "begins here", is_fencing=True)',
