@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, TextIO
 from fp4convert.errors import Fp4Error, InputError, OutputError
 from fp4convert.process import peak_nbytes, stop_listening
 from fp4convert.progress import Meter, Phases, duration_text, size_text
-from fp4convert.report.text import MOST_ALIKE, Document, escape, fold_findings, shorten
+from fp4convert.report.text import (
+    MOST_ALIKE,
+    Document,
+    escape,
+    fold_findings,
+    shorten,
+    shorten_words,
+)
 from fp4convert.storage.json_text import pieces_of
 
 if TYPE_CHECKING:
@@ -127,7 +134,7 @@ class Screen:
 
     def _wrap(self, to: TextIO, text: object, style: str, label: str = "", hang: int = 0) -> None:
         """Print a line; on a terminal it is wrapped as `line` has it."""
-        first, *more = [shown := escape(text)]
+        first, *more = [shown := shorten_words(escape(text))]
         width = PIPE_WIDTH
         if to.isatty():
             width = self.width if to is sys.stdout else self.err.width

@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 from fp4convert.errors import InputError, shell_line
 from fp4convert.recipes.expressions import Expression
 
+LONG_NAME, LONG_END = 1000, 200  # characters
 SHAPES = 1 << 12  # of names that are remembered
 MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
 # Where models of several kinds of input keep the layers' numbers.
@@ -43,8 +44,16 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def exclude_option(*modules: str) -> str:
-    """Write the options, for a shell, that exclude these modules alone."""
-    patterns = [glob.escape(module) for module in modules]
+    """Write the options, for a shell, that exclude these modules alone.
+
+    Of a name longer than any model has, which a shell may not take, the middle becomes "*".
+    """
+    patterns = [
+        "*".join(glob.escape(part) for part in (module[:LONG_END], module[-LONG_END:]))
+        if len(module) > LONG_NAME
+        else glob.escape(module)
+        for module in modules
+    ]
     exact = [f"[r]{each[1:]}" if each.startswith("re:") else each for each in patterns]
     return " ".join(shell_line("--exclude", pattern) for pattern in exact)
 

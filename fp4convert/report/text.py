@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +16,12 @@ Document = dict[str, Any]  # what --json prints
 # Control, format (bidi), surrogate, private, unassigned, separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 CELL_WIDTH = 100
+LONGEST_WORD, LONGEST_LINE = 1000, 10_000  # characters; no name of a model has as many
 MOST_ALIKE = 4  # lines of findings of one code
 _MEASURED = ("sqnr-low", "nmse-high", "output-error-high")  # verify lists the worst first
+
+
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 
 class FoldedFinding(NamedTuple):
@@ -94,6 +99,13 @@ def fake_quantized_text(summary: Document) -> str:
 def shorten(text: str, width: int = CELL_WIDTH) -> str:
     """Leave out the middle of a long text."""
     return text if len(text) <= width else f"{text[: width // 2]}...{text[-width // 2 :]}"
+
+
+def shorten_words(text: str) -> str:
+    """Leave out the middle of words and lines that nobody can read."""
+    if len(text) <= LONGEST_WORD:
+        return text
+    return shorten(_LONG_WORD.sub(lambda word: shorten(word[0], LONGEST_WORD), text), LONGEST_LINE)
 
 
 def artifact_rows(artifact: Document) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -175,13 +176,32 @@ def test_a_machine_that_gives_nothing(limit, place):
     assert done.returncode == 0 or "error[machine-limit]" in done.stderr
 
 
-@pytest.mark.slow
-def test_names_and_numbers_beyond_belief(tmp_path, monkeypatch):
+@pytest.mark.parametrize("letters", ["x", "x "], ids=["a-word", "words"])
+def test_a_name_of_a_million_letters(letters, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    long = "model.layers.0.mlp." + "x" * 1_000_000
+    long = "model.layers.0.mlp." + letters * (1_000_000 // len(letters))
     nan = ("BF16", (32, 64), bf16(32, 32) + b"\xc0\x7f" * 1024)
     write_single(tmp_path / "m", {f"{long}.weight": nan, "b.weight": weight(1)})
-    assert ended("quantize", "m", "--format", "nvfp4", "-o", "q").code == 2
+    write_single(tmp_path / "fine", {f"{long}.weight": weight(2), "b.weight": weight(1)})
+    quantize = ("--format", "nvfp4", "-o", "q")
+    refused = ended("quantize", "m", *quantize)
+    left_out = shlex.split(refused.err.partition(" --exclude ")[2])
+    assert ended("quantize", "m", *quantize, "--exclude", *left_out, "--dry-run").code == 0
+    for expected, words in (
+        (2, ("quantize", "m", *quantize)),
+        (0, ("quantize", "fine", *quantize)),
+        (0, ("quantize", "fine", "--format", "nvfp4", "--dry-run")),
+        (0, ("inspect", "q")),
+        (6, ("verify", "q", "--source", "m")),
+    ):
+        done = ended(*words)
+        assert done.code == expected
+        assert len(done.out + done.err) < 100_000
+
+
+@pytest.mark.slow
+def test_numbers_beyond_belief(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "e", {})
     entries = {
         f"t{number}": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}
