@@ -49,6 +49,11 @@ class _Numbers(NamedTuple):
     keys: tuple[str, int] | None
 
 
+def is_plain_decoder(config: Mapping[str, object]) -> bool:
+    """Tell whether a config.json is whole, and of a model whose layers are all alike."""
+    return str(config.get("model_type")) in DECODERS and config.keys() >= WHOLE
+
+
 def find_odd_sizes(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]
 ) -> Iterator[Finding]:
@@ -56,7 +61,7 @@ def find_odd_sizes(
 
     shapes  of every matrix, by the module that holds it: (rows, columns)
     """
-    if str(config.get("model_type")) not in DECODERS or not config.keys() >= WHOLE:
+    if not is_plain_decoder(config):
         return
     numbers, told, layers = _read(config), set[str](), _int(config, "num_hidden_layers")
     doubled = _read_twice(shapes, numbers.hidden)

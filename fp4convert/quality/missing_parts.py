@@ -1,13 +1,15 @@
-"""Find layers, experts and heads that an artifact lacks."""
+"""Find layers, experts, heads and parts of layers that an artifact lacks."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from itertools import islice
 
 from fp4convert.errors import Finding
+from fp4convert.quality.config_sizes import is_plain_decoder
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
 from fp4convert.recipes.recipe import Recipe
@@ -20,9 +22,21 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 # Configurations of layers one by one: some of them hold no weights.
 UNEVEN_LAYERS = "block_configs"
 TIED = "tie_word_embeddings"
-HEADS = frozenset({"lm_head", "embed_out", "output_layer", "output", "head", "proj_out"})
+HEADS = frozenset(
+    {
+        *("lm_head", "audio_lm_head", "embed_out", "output_layer", "output_projection"),
+        *("output", "head", "proj_out"),
+    }
+)
 GENERATING = ("ForCausalLM", "ForConditionalGeneration")  # classes with a head
+# Of a plain decoder: what its layers lie in, and the norm behind them.
+PLAIN, FINAL_NORMS = ("", "model"), frozenset({"norm", "final_layernorm"})
+MIXTURE = re.compile(r"(mlp|moe)\b")  # what layers of a plain decoder may differ in
+FEWEST_PARTS = 2  # of any layer, by which it is told from other numbered parts
+MOST_ALIKE = 3  # layers from which a single other one is told
 DIGITS = 18  # of a number in a name
+_Parts = dict[int, set[str]]
+_Lost = tuple[str, str]  # a module that is not there, and what is said of it
 SHOWN = 5  # missing numbers in a message
 WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
 
@@ -35,7 +49,8 @@ def find_missing(
     modules  every module that has a tensor, quantized or kept
     config   config.json; empty where there is none
     """
-    stacks, mixtures = defaultdict[str, set[int]](set), defaultdict[str, dict[int, set[str]]](dict)
+    # Parts of layers by stack and number, and of experts by mixture and number.
+    stacks, mixtures = defaultdict[str, _Parts](dict), defaultdict[str, _Parts](dict)
     of_mixture = cache(_split_at_number)  # which has hundreds of modules
     for module in modules:
         mixture, inside, rest = module.partition(EXPERTS)
@@ -47,19 +62,70 @@ def find_missing(
         if layer < 0:
             stack, layer = _split_at_number(module)
         if layer >= 0 and stack.rpartition(".")[2] in STACKS:
-            stacks[stack].add(layer)
+            parts = stacks[stack].setdefault(layer, set())
+            if not inside:
+                parts.add(module[len(stack) + 1 :].partition(".")[2])
     lost = [
         *_missing_layers(stacks, config, recipe),
         *_missing_experts(mixtures, config, recipe),
         *_missing_head(modules, config),
     ]
+    if not any(UNEVEN_LAYERS in one for one in configs_in(config)) and not is_draft_head(modules):
+        for stack, layers in stacks.items():
+            is_plain = is_plain_decoder(config) and stack.rpartition(".")[0] in PLAIN
+            of_stack = _missing_in_plain(stack, layers, modules) if is_plain else ()
+            lost += of_stack or _missing_in_one(stack, layers)
     for first, detail in lost:
         yield Finding("error", "module-missing", first, detail + WEIGHTLESS)
 
 
+def _missing_in_plain(stack: str, layers: _Parts, modules: Collection[str]) -> list[_Lost]:
+    """Find what layers of a plain decoder lack, and what is beside them.
+
+    All of its layers have the same norms and the same attention (transformers' own models;
+    tests/quality/test_missing_parts.py asks them).
+    """
+    above = stack.removesuffix("layers")
+    parts = set[str]().union(*layers.values())
+    common = [part for part in parts if not MIXTURE.search(part)]
+    lost = [
+        (f"{stack}.{number}.{part}", "which other layers have")
+        for number, own in layers.items()
+        for part in common
+        if part not in own
+    ]
+    beside = {module[len(above) :] for module in modules if module.startswith(above)}
+    if any("norm" in part for part in parts) and not beside & FINAL_NORMS:
+        lost.append((f"{above}norm", "the norm behind the last layer"))
+    return [(module, f"{module} is missing, {why}") for module, why in sorted(lost)]
+
+
+def _missing_in_one(stack: str, layers: _Parts) -> list[_Lost]:
+    """Find a layer that lacks one module, where it is the only one.
+
+    The first and the last layer of a model may lack what others have: ModernBERT begins with one
+    that has no norm, and the last of Stable Diffusion 3 ends one of two streams.
+    """
+    common, count = Counter(map(frozenset, layers.values())).most_common(1)[0]
+    ends = (min(layers), max(layers))
+    fewer = [
+        (number, part)
+        for number, own in layers.items()
+        if own < common and number not in ends
+        for part in common - own
+    ]
+    if len(fewer) != 1 or count < MOST_ALIKE:
+        return []
+    number, part = fewer[0]
+    if any(each.startswith(f"{part}.") for each in common):  # a parameter beside other modules
+        return []
+    module = f"{stack}.{number}.{part}"
+    return [(module, f"{module} is missing, which {count} other layers have")]
+
+
 def _missing_layers(
-    stacks: Mapping[str, set[int]], config: Mapping[str, object], recipe: Recipe
-) -> Iterator[tuple[str, str]]:
+    stacks: Mapping[str, _Parts], config: Mapping[str, object], recipe: Recipe
+) -> Iterator[_Lost]:
     if any(UNEVEN_LAYERS in one for one in configs_in(config)):
         return
     text = next((config[name] for name in TEXT_CONFIGS if name in config), config)
@@ -68,6 +134,9 @@ def _missing_layers(
     expected = min(numbers, default=0)
     for stack, found in stacks.items():
         first = 0 if min(found) < expected else min(found)  # beyond lie drafts alone
+        # Of what else is named so, as of an audio codec, some have no weights: a function, a pool.
+        if min(map(len, found.values())) < FEWEST_PARTS:
+            continue
         if missing := _missing_of(range(first, max(found)), found):
             yield f"{stack}.{missing[0]}", f"{_count(missing, 'layer')} of {stack} missing"
     texts = {
@@ -82,8 +151,8 @@ def _missing_layers(
 
 
 def _missing_experts(
-    mixtures: Mapping[str, Mapping[int, set[str]]], config: Mapping[str, object], recipe: Recipe
-) -> Iterator[tuple[str, str]]:
+    mixtures: Mapping[str, _Parts], config: Mapping[str, object], recipe: Recipe
+) -> Iterator[_Lost]:
     keys = recipe.experts[0].counts if recipe.experts else EXPERT_COUNTS
     found = [one[key] for one in configs_in(config) for key in keys if key in one]
     # Several numbers are of several kinds of mixtures.
@@ -101,9 +170,7 @@ def _missing_experts(
                 yield first, f"{first} is missing, which other experts have"
 
 
-def _missing_head(
-    modules: Collection[str], config: Mapping[str, object]
-) -> Iterator[tuple[str, str]]:
+def _missing_head(modules: Collection[str], config: Mapping[str, object]) -> Iterator[_Lost]:
     ties = [one[TIED] for one in configs_in(config) if TIED in one]
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None

@@ -1,11 +1,14 @@
 """Layers, experts and heads that are not there are found, and none where a model has none."""
 
 import pytest
+import transformers
 from checkpoints import pack_shard, read_shard, run
 from families import FAMILIES
 from family import build
+from meta_models import model_of
 from tiny_models import make_qwen3_moe, read_json, read_tensors
 
+from fp4convert.quality.config_sizes import DECODERS
 from fp4convert.quality.missing_parts import find_missing
 from fp4convert.recipes.recipe import model_recipe
 
@@ -16,10 +19,11 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 3}
+NINES = "9" * 5000  # longer than Python reads as a number
 
 
 def layers(*numbers, stack="model.layers"):
-    return {f"{stack}.{number}.self_attn.q_proj" for number in numbers}
+    return {f"{stack}.{number}.{part}" for number in numbers for part in ("attn", "norm")}
 
 
 def experts(*numbers, layer=0, leaves="gate up down"):
@@ -46,11 +50,11 @@ def missing(modules, config):
             {"model_type": "gemma3", "text_config": {"num_hidden_layers": 4}},
             "model.layers.2",
         ),
-        (experts(0, 2) | layers(1), MOE, "model.layers.0.mlp.experts.1"),
-        (experts(0, 1) | layers(1), MOE, "model.layers.0.mlp.experts.2"),
+        (experts(0, 2) | layers(0, 1), MOE, "model.layers.0.mlp.experts.1"),
+        (experts(0, 1) | layers(0, 1), MOE, "model.layers.0.mlp.experts.2"),
         (experts(0, 2), {}, "model.layers.0.mlp.experts.1"),
         (
-            experts(0, 1, 2) - experts(1, leaves="down") | layers(1),
+            experts(0, 1, 2) - experts(1, leaves="down") | layers(0, 1),
             MOE,
             "model.layers.0.mlp.experts.1.down_proj",
         ),
@@ -63,7 +67,7 @@ def test_what_is_missing_is_named(modules, config, first):
 @pytest.mark.parametrize("count", [10**18, "3", None, -1, [3], 2.5, True])
 def test_counts_of_any_kind_take_no_time(count):
     config = {"num_hidden_layers": count, "num_experts": count}
-    modules = experts(0, 1, 2) | layers(10**17) | {f"model.layers.{'9' * 5000}.mlp.down_proj"}
+    modules = experts(0, 1, 2) | layers(0, 10**17) | {f"model.layers.{NINES}.mlp.down_proj"}
     assert len(missing(modules, config)) == (3 if count == 10**18 else 1)
 
 
@@ -86,11 +90,11 @@ def test_a_head_of_its_own(name):
         (layers(0, 1, 2, 3) | {"lm_head"}, LLAMA),
         (layers(3) | {"lm_head"}, LLAMA),
         # Dense layers, and layers of another kind, among layers with experts.
-        (experts(0, 1, 2, layer=1) | layers(0), MOE),
+        (experts(0, 1, 2, layer=1) | layers(0, 1), MOE),
         # A stack holds the experts that have no number.
-        ({"model.layers.0.mlp.experts.gate_up_proj"} | layers(1), MOE),
+        ({"model.layers.0.mlp.experts.gate_up_proj"} | layers(0, 1), MOE),
         # Several counts are of several kinds of mixtures, or of one that is asked in part.
-        (experts(0, 1) | layers(1), {**MOE, "vision_config": {"num_experts": 2}}),
+        (experts(0, 1) | layers(0, 1), {**MOE, "vision_config": {"num_experts": 2}}),
         (layers(0, 2), {**LLAMA, "architectures": ["DeciLM"], "block_configs": [{}, {}, {}]}),
         # An encoder and a decoder that counts differ for.
         (layers(0, 1, stack="encoder.layers") | layers(0, stack="decoder.layers"), {"n_layers": 2}),
@@ -100,12 +104,73 @@ def test_what_a_model_does_not_have_is_not_missed(modules, config):
     assert missing(modules, config) == []
 
 
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("model_type", sorted(DECODERS))
+def test_a_plain_decoder_lacks_no_norm_and_no_projection(model_type):
+    """Of the models that transformers makes: whole ones, and each without one module."""
+    model = model_of(model_type)
+    config = model.config.to_dict()
+    modules = {name.rpartition(".")[0] for name in model.state_dict()}
+    assert missing(modules, config) == []
+    needed = [name for name in sorted(modules) if "norm" in name or "layers.1.self_attn" in name]
+    assert len(needed) > 3
+    for module in needed:
+        (found,) = missing(modules - {module}, config)
+        assert found == module or (found, module) == ("model.norm", "model.final_layernorm")
+
+
+LAYER = ("norm1", "attn", "attn.qkv", "mlp.fc1")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "first"),
+    [
+        ({2: {"norm1"}}, ["encoder.layer.2.norm1"]),
+        ({2: {"mlp.fc1"}}, ["encoder.layer.2.mlp.fc1"]),
+        ({0: {"norm1"}}, []),
+        ({4: {"norm1"}}, []),
+        ({1: {"norm1"}, 3: {"norm1"}}, []),
+        ({2: {"norm1", "mlp.fc1"}}, []),
+        ({2: {"attn"}}, []),  # a parameter of its own, as of a window
+    ],
+)
+def test_a_layer_that_lacks_what_all_others_have(lacking, first):
+    modules = {
+        f"encoder.layer.{number}.{part}"
+        for number in range(5)
+        for part in LAYER
+        if part not in lacking.get(number, ())
+    }
+    assert missing(modules, {"model_type": "anything"}) == first
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_nothing_is_missed_in_a_whole_model(family, tmp_path):
     folder = build(family, tmp_path / "m")
-    modules = {name.rpartition(".")[0] for name in read_tensors(folder)}
+    modules = {
+        name.rpartition(".")[0]
+        for name in read_tensors(folder)
+        if not family.beside or not name.startswith(family.beside)
+    }
     assert missing(modules, read_json(folder / "config.json")) == []
+
+
+@pytest.mark.slow
+def test_nothing_is_missed_in_any_model_of_transformers(monkeypatch):
+    """Codecs number their functions, hybrids have layers of several kinds, towers their own."""
+    monkeypatch.setattr("meta_models.MOST_LAYERS", 7)
+    seen = 0
+    for model_type in transformers.CONFIG_MAPPING:
+        try:
+            model = model_of(model_type)
+        except Exception:
+            continue
+        config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        modules = {name.rpartition(".")[0] for name in model.state_dict()}
+        assert missing(modules, config) == [], model_type
+        seen += 1
+    assert seen > 400
 
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
@@ -115,9 +180,10 @@ def test_inspect_and_verify_say_what_a_lost_tensor_takes_with_it(dialect, tmp_pa
     assert run("inspect", out).code == 0
     last = f"experts.{read_json(out / 'config.json')['num_local_experts'] - 1}."
     (shard,) = out.glob("*.safetensors")
-    tensors = {name: one for name, one in read_shard(shard).items() if last not in name}
-    shard.write_bytes(pack_shard(tensors))
-    for command in ("inspect", "verify"):
-        found = run(command, out, "--json")
-        codes = [one["code"] for one in found.json["findings"]]
-        assert (found.code, codes.count("module-missing")) == (6, 2)
+    whole = read_shard(shard)
+    for lost, count in ((last, 2), ("layers.0.input_layernorm.", 1), ("model.norm.", 1)):
+        shard.write_bytes(pack_shard({name: whole[name] for name in whole if lost not in name}))
+        for command in ("inspect", "verify"):
+            found = run(command, out, "--json")
+            codes = [one["code"] for one in found.json["findings"]]
+            assert (found.code, codes.count("module-missing")) == (6, count)
