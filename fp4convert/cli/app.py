@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
-from errno import EMFILE, ENFILE, ENOMEM, ENOSPC
+from errno import EIO, EMFILE, ENFILE, ENOMEM, ENOSPC, ESTALE
 from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -111,8 +111,8 @@ def main() -> None:
             if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
                 detail = f"standard output cannot be written: {error.strerror}"
                 failure = OutputError("cannot-print", detail)
-            elif limit := _find_limit(error):
-                failure = limit
+            elif known := _find_limit(error) or _name_broken_disk(error):
+                failure = known
             elif not hasattr(error, "format_message"):
                 _print_bug(error)
                 raise
@@ -135,6 +135,13 @@ def _find_limit(error: BaseException | None) -> OutputError | None:
             detail = f"the system gives this process {words}; expected enough for this work"
             return OutputError("machine-limit", detail, f"Allow more {limit}.")
         error = error.__cause__ or error.__context__
+    return None
+
+
+def _name_broken_disk(error: Exception) -> OutputError | None:
+    """Return our error for a disk that failed where nothing expected it."""
+    if isinstance(error, OSError) and error.errno in (EIO, ESTALE) and error.filename:
+        return OutputError("cannot-read", f"{error.filename}: its disk fails: {error.strerror}")
     return None
 
 

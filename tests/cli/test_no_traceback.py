@@ -1,6 +1,8 @@
 """Inputs and limits that once ended in a traceback, through the real command: none is a bug."""
 
+import errno
 import json
+import os
 import resource
 import shlex
 import subprocess
@@ -22,6 +24,7 @@ from checkpoints import (
     write_single,
 )
 
+from fp4convert.commands import quality
 from fp4convert.execution.plan_file import ENDED, PLAN, STATE
 from fp4convert.storage.checkpoint_files import RECORD, REPORT
 
@@ -174,6 +177,16 @@ def test_a_machine_that_gives_nothing(limit, place):
     done = outcome(place, words, lambda: resource.setrlimit(number, (most, most)))
     assert done.returncode in (0, 5)
     assert done.returncode == 0 or "error[machine-limit]" in done.stderr
+
+
+def test_a_disk_that_fails_where_nobody_looked_for_it(here, monkeypatch):
+    def fail(options):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "q/config.json")
+
+    monkeypatch.setattr(quality.inspect, "run", fail)
+    done = ended("inspect", "q")
+    assert done.code == 5
+    assert done.err.startswith("error[cannot-read]: q/config.json: its disk fails: Input/output")
 
 
 @pytest.mark.parametrize("letters", ["x", "x "], ids=["a-word", "words"])

@@ -2,10 +2,13 @@
 the work.
 """
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from checkpoints import FIRST, run, start, write_llama, write_zeros
@@ -143,6 +146,21 @@ def test_what_cannot_be_read_any_more_is_never_left_out_of_a_commit(
     monkeypatch.setattr(Conversion, "carry_out", real)
     assert push(source, *NVFP4, "-o", out, *PUSH).code == 0
     assert set(files_of(out)) <= set(hub.read("me/q"))
+
+
+def test_a_disk_that_fails_before_the_commit(hub, source, tmp_path, monkeypatch):
+    out, real = tmp_path / "q", Path.stat
+
+    def stat(path, **options):
+        if path == out / "config.json" and (out / "quantization_config.json").exists():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    outcome = push(source, *NVFP4, "-o", out, *PUSH)
+    assert (outcome.code, outcome.json["error"]["code"]) == (5, "cannot-read")
+    monkeypatch.setattr(Path, "stat", real)
+    assert push(source, *NVFP4, "-o", out, *PUSH).code == 0
 
 
 def test_a_folder_that_is_refused_makes_no_repository(hub, source, tmp_path):

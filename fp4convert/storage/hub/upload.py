@@ -234,9 +234,6 @@ class Pusher:
             if name in gone:
                 uploads.append(UploadedFile(name, None, sha256, gone[name]))
             elif name != CARD or card is None:
-                if not (folder / name).is_file():
-                    detail = f"{folder}: {name!r} is not there any more; expected what was written"
-                    raise OutputError("file-gone", detail, AGAIN)
                 uploads.append(file_on_disk(folder / name, name, sha256))
         if card is not None:
             data = card.encode("utf-8", "replace")

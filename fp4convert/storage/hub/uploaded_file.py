@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4convert.errors import InputError
-from fp4convert.storage.hub.api import cannot_read
+from fp4convert.errors import InputError, OutputError
+from fp4convert.storage.hub.api import AGAIN, cannot_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,21 @@ class UploadedFile:
 
 
 def file_on_disk(path: Path, name: str, sha256: str) -> UploadedFile:
-    """Describe a file on this disk, under its name in the repository."""
+    """Describe a file on this disk, under its name in the repository.
+
+    Raises  OutputError where it is not there any more, or its disk fails
+    """
     try:
-        return UploadedFile(name, path, sha256, path.stat().st_size)
+        status = path.stat()
+        is_there = stat.S_ISREG(status.st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_there = False
     except OSError as error:
         raise cannot_read(error) from None
+    if not is_there:
+        detail = f"{path} is not there any more; expected what was written"
+        raise OutputError("file-gone", detail, AGAIN)
+    return UploadedFile(name, path, sha256, status.st_size)
 
 
 class _Absent(io.BufferedIOBase):

@@ -168,8 +168,13 @@ class Rules:
         if kind == "tmp":  # whose claim was looked for
             path = f"{self.out}/{STATE}/claims/worker-{file.split('/')[2]}"
         has_slept = process.opened.get(path, process.started) < process.last_frozen
-        if kind in ("claims", "tmp") and not has_slept and self._is_lively(node.maker, process):
-            raise self._break(f"{process} takes {file} from {node.maker}, which is at work")
+        maker = node.maker if isinstance(node.maker, Process) else None
+        is_fenced = kind == "tmp" and maker is not None and maker.is_fenced
+        is_judged = kind in ("claims", "tmp") and not (has_slept or is_fenced)
+        if is_judged and self._is_lively(maker, process):
+            raise self._break(f"{process} takes {file} from {maker}, which is at work")
+        if kind == "claims" and name.startswith("worker-") and maker not in (None, process):
+            maker.is_fenced = True
         if kind == "claims":
             self.world.claim_gone(node.maker)
 

@@ -102,6 +102,7 @@ class Process:
         self.frozen_seconds = 0.0
         self.last_frozen = -1e9
         self.asleep_since = 0.0  # it last stood still; with less than a beat between, all along
+        self.is_fenced = False  # another took its worker's claim: whoever looks takes it for dead
         self.last_missed = -1e9  # when it woke from a sleep in which claims may have ended
         self.started = world.scheduler.now
         self.plan = ""  # that it carries out; "" for any
