@@ -31,6 +31,7 @@ from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
+from fp4convert.storage.checkpoint_files import INDEXES, SINGLES, WEIGHTS
 from fp4convert.storage.safetensors import WEIGHT, SafetensorsFrame
 from fp4convert.storage.shard_writer import difference_from_package
 from fp4convert.storage.source import Source
@@ -175,6 +176,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     """Check what is quantized and what is not, by the names of tensors."""
     traits = artifact.spelling.TRAITS
     # Tensors that the index of the checkpoint leaves out.
+    yield from _check_beside(artifact)
     if omitted := artifact.source.checkpoint.unindexed:
         detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}"
         detail += ": engines that follow it do not load them"
@@ -214,6 +216,27 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     if idle := idle_scales(artifact.modules, artifact.cache_scales, has_inputs):
         detail = f"{len(idle)} scales of four-bit modules, the first {idle[0]}: {UNSAID}"
         yield Finding("note", "scales-idle", None, f"{detail}; transcode leaves them out")
+
+
+def _check_beside(artifact: Artifact) -> Iterator[Finding]:
+    """Check that no other files of weights lie where engines load them.
+
+    vLLM and SGLang take what an index names, and every *.safetensors of a folder without one
+    (filter_duplicate_safetensors_files in weight_utils.py of both); transformers takes the single
+    file.
+    """
+    checkpoint = artifact.source.checkpoint
+    beside = [file for file in checkpoint.left_out if "/" not in file and file.endswith(WEIGHTS)]
+    if not beside:
+        return
+    many = f"{len(beside)} files hold weights" if len(beside) > 1 else "1 file holds weights"
+    detail = f"{many} beside the model's, the first {beside[0]!r}: "
+    if any(artifact.source.has_file(index) for index in INDEXES):
+        detail += "engines leave out what the index does not name"
+        yield Finding("warning", "weights-beside", None, detail)
+    elif [shard.file for shard in checkpoint.shards] == [SINGLES[0]]:
+        detail += "without an index vLLM and SGLang load every *.safetensors of a folder"
+        yield Finding("error", "weights-beside", None, detail)
 
 
 def _check_kept_names(artifact: Artifact) -> Iterator[Finding]:

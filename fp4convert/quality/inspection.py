@@ -17,6 +17,7 @@ from fp4convert.checkpoint.record import MIXED, describe_form
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge, scale_nbytes
 from fp4convert.quality.engine_check import check_engine, judge_by_engines
+from fp4convert.quality.kept_values import check_kept
 from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
@@ -41,9 +42,10 @@ def inspect(
     where nothing decides.  Of a mixed artifact, "forms" says more; what its forms do not agree on
     is None.  "source" is the name of the one given.
     """
-    chosen = choose_modules(artifact, is_full)
-    judged = judge(artifact, source, chosen, chosen, phases or Phases())
+    chosen, phases = choose_modules(artifact, is_full), phases or Phases()
+    judged = judge(artifact, source, chosen, chosen, phases)
     findings = [*judged.findings, *(check_headers(artifact) if is_full else ())]
+    findings += check_kept(artifact, phases, source is not None, is_whole=False)
     engines = [verdict.as_json() for verdict in judge_by_engines(artifact, findings)]
     findings += check_engine(artifact, findings, engine)
     # The share of block scales that was read; those of eight bits are read whole.
@@ -54,7 +56,6 @@ def inspect(
         key: value if all(form.get(key) == value for form in forms) else None
         for key, value in forms[0].items()
     }
-    words = [(module, each.form.word) for module, each in packed.items()]
     bits = common.get("bits_per_weight") if len(forms) == 1 else None
     cache, shared = _describe_cache(artifact), common.get("granularity")
     recorded, _ = read_recorded(artifact)
@@ -71,10 +72,7 @@ def inspect(
             "quantized": len(packed),
             "other": len(artifact.tensors) - len(_stored_tensors(packed.values())),
         },
-        "patterns": [
-            {"pattern": pattern, "modules": len(held), "form": words[held[0]][1]}
-            for pattern, held in join_names(words)
-        ],
+        "patterns": _join_modules(artifact),
         "bits_per_weight": bits or _bits_per_weight(artifact, packed.values()),
         "share_read": round(read / whole if whole else float(bool(packed)), 4),
         **({"fidelity": recorded.summary} if recorded else {}),
@@ -83,6 +81,15 @@ def inspect(
         "healthy": is_healthy(findings),
         **({"source": source.name} if source else {}),
     }
+
+
+def _join_modules(artifact: Artifact) -> list[dict[str, object]]:
+    """Describe the modules of one form by a pattern of their names each."""
+    words = [(module, each.form.word) for module, each in artifact.packed.items()]
+    return [
+        {"pattern": pattern, "modules": len(held), "form": words[held[0]][1]}
+        for pattern, held in join_names(words)
+    ]
 
 
 def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:

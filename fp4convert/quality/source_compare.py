@@ -27,6 +27,7 @@ from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
+from fp4convert.quality.odd_places import OddPlaces
 from fp4convert.storage.gguf_types import (
     Q8_0,
     decode,
@@ -50,11 +51,13 @@ class Distance:
 
     sums     added in float64; x is the source's, y the artifact's; nothing is counted as clipped
     stem     what holds it in the artifact
+    odd      which rows and blocks of four-bit values are not the source's; "" for none
     answers  mean power of W x over the layer's inputs x, and of (W - V) x; None where nobody asked
     """
 
     sums: Sums
     stem: str
+    odd: str = ""
     answers: tuple[float, float] | None = None
 
     @property
@@ -78,6 +81,9 @@ class Distance:
             return Finding("error", "not-measurable", name, detail)
         if self.sums.noise > DIFFERENT * self.sums.signal:
             detail = "its values are not the source's, rounded to its format"
+            return Finding("error", "source-differs", name, detail)
+        if self.odd:
+            detail = f"its values are the source's, but for {self.odd}"
             return Finding("error", "source-differs", name, detail)
         return None
 
@@ -127,6 +133,7 @@ def measure(
     coded = artifact.decode(module) if module in artifact.modules else None
     counts = np.zeros(0 if coded is None else CODES, np.int64)
     signal = noise = max_abs = output = 0.0
+    odd = OddPlaces(weights.shape[1])
     answered = answered_wrongly = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for panel in row_panels(weights.shape, MEASURED_ELEMENTS):
@@ -139,8 +146,9 @@ def measure(
             if not coding.is_packed:
                 x = x.astype(FLOAT_DTYPES[rows.dtype]).astype(np.float64)
             difference = x - y
-            signal += float(x @ x)
-            noise += float(difference @ difference)
+            of_x, of_difference = odd.look(panel[0], x, difference)
+            signal += of_x
+            noise += of_difference
             output += float(y @ y)
             max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
             if inputs:
@@ -153,7 +161,8 @@ def measure(
     histogram = tuple(map(int, counts))
     sums = Sums(math.prod(weights.shape), signal, noise, output, max_abs, histogram=histogram)
     stem = artifact.modules[module].stem if module in artifact.modules else module
-    return Distance(sums, stem, (answered, answered_wrongly) if inputs else None)
+    answers = (answered, answered_wrongly) if inputs else None
+    return Distance(sums, stem, odd.describe() if coding.is_packed else "", answers)
 
 
 def _without_factors(

@@ -38,8 +38,8 @@ DIFFERENT_RESIDUAL = 0.5  # other weights have nearly 1, and odd ones lose up to
 COMPARED_CHUNKS = 8  # of rows, from all over a module
 # Scales that lie wrong leave 5 to 20 times what rounding leaves.
 CLEARLY_BETTER, SAME_RESIDUAL = 2, 1e-3
-FACTOR_LIMIT = 0.06  # rounding alone leaves up to 0.02 in ordinary weights
-ROUNDING_EXCESS = 1.1  # the noise of codes over that of the nearest ones under the same scales
+FACTOR_LIMIT = 0.04  # rounding alone leaves up to 0.02 in ordinary weights
+ROUNDING_EXCESS = 1.05  # the noise of codes over that of the nearest ones under the same scales
 PLACED = 5.0  # times these limits, where a method places errors for the sake of outputs
 Doubles = NDArray[np.float64]
 

@@ -16,7 +16,6 @@ from fp4convert.calibration.input_power import describe_inputs
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import Entry, Recorded, read_recorded, shares
 from fp4convert.errors import Finding, InputError
-from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.error_sums import SOURCE, Sums, count_codes, summarise
 from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
@@ -24,15 +23,14 @@ from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
 from fp4convert.quality.engine_check import check_engine
+from fp4convert.quality.kept_values import check_kept
 from fp4convert.quality.signature import check_signature, open_verifier
 from fp4convert.quality.source_compare import (
     Distance,
     Outputs,
     SourcePairs,
     mean_output_error,
-    own_names,
     pair_with_source,
-    split_bytes,
 )
 from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine
@@ -212,7 +210,7 @@ def verify(
     # 2. The hashes of files, the signature, and the tensors that were kept.
     findings += _check_hashes(artifact, hashes := dict[str, str](), phases)
     signed = check_signature(artifact, verifier, hashes, phases)
-    findings += [*signed.findings, *_check_kept(artifact, phases)]
+    findings += [*signed.findings, *check_kept(artifact, phases, source is not None)]
     # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages
@@ -423,27 +421,6 @@ def _nbytes_there(artifact: Artifact, file: str) -> int:
         return source.file_nbytes(file) if source.has_file(file) else 0
     except InputError:
         return 0
-
-
-def _check_kept(artifact: Artifact, phases: Phases) -> Iterator[Finding]:
-    """Check that the tensors that were kept hold no NaN or Inf."""
-    ours = own_names(artifact)
-    kept = [
-        ref
-        for ref in artifact.tensors.values()
-        if ref.name not in ours and ref.dtype in FLOAT_DTYPES
-    ]
-    phases.begin("kept", sum(ref.nbytes for ref in kept))
-    for ref in kept:
-        bad = 0
-        for part in split_bytes(ref):
-            stored = artifact.source.read_range(ref, *part)
-            values = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype])
-            bad += int(np.count_nonzero(~np.isfinite(values)))
-            phases.report(ref.name, len(stored))
-        if bad:
-            detail = f"it was kept with {bad} values that are NaN or Inf"
-            yield Finding("warning", "kept-not-finite", ref.name, detail)
 
 
 def check_codes(artifact: Artifact, recorded: Recorded, phases: Phases) -> Iterator[Finding]:

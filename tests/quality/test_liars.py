@@ -16,6 +16,7 @@ from liars import (
     GLOBAL,
     KEY,
     MODEL,
+    NORM,
     ORDERS,
     OURS,
     QUERY,
@@ -24,9 +25,11 @@ from liars import (
     VALUE,
     Folder,
     Lie,
+    add_shard,
     from_128x4,
     make,
     split_in_two,
+    spoil_norm,
     to_8x4,
     write_minilm,
 )
@@ -201,6 +204,7 @@ def modelopt_mxfp4(folder: Folder) -> None:
 
 W, S = f"{DENSE}.weight", f"{DENSE}.weight_scale"
 ERROR, WARNING = "error", "warning"
+NAN = "kept-not-finite"
 LIES = [
     *(
         Lie(f"ct {order}", "ct", partial(rearrange, order), (ERROR, "scale-layout", None))
@@ -402,6 +406,8 @@ LIES = [
         lambda f: keep(f, DENSE, "weight", "weight_scale"),
         (ERROR, "kept-not-ignored", DENSE),
     ),
+    Lie("another shard", "ct", add_shard, (ERROR, "weights-beside", None)),
+    Lie("a norm of NaN", "ct", spoil_norm, (ERROR, NAN, NORM)),
     Lie("not in the index", "ct", omit_from_index, (ERROR, "index-omits", None)),
     Lie(
         "another format",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from fp4convert.errors import Finding
 from fp4convert.quality.inspection import inspect
 from fp4convert.quality.verification import Gate, verify
 from fp4convert.report.explanations import explanations
+from fp4convert.storage.checkpoint_files import REPORT
 from fp4convert.storage.open import open_source
 
 PACKED = {"ct": ".weight_packed", "ct-mx": ".weight_packed", "mo": ".weight", "comfy": ".weight"}
@@ -128,6 +130,12 @@ LIES = [
         partial(multiply, f"{DENSE}.weight_scale_2", 1.08),
         (ERROR, "scale-factor", DENSE),
     ),
+    Lie(
+        "a smaller factor",
+        "ct",
+        partial(multiply, f"{DENSE}.weight_global_scale", 1 / 1.05),
+        (ERROR, "scale-factor", DENSE),
+    ),
     Lie("twice as large", "ct-mx", next_exponent, (ERROR, "scale-factor", DENSE)),
     Lie("negated", "ct", negate, (ERROR, "scale-factor", DENSE)),
     Lie("another model", "ct", another_model, (ERROR, "source-differs", None)),
@@ -162,6 +170,67 @@ def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(
     verified = verify(artifact, open_source(str(source)), Gate())
     assert {Finding(**finding) for finding in beside["findings"]} <= set(verified.findings)
     assert not verified.passed
+
+
+def zero_last_rows(folder: Folder) -> None:
+    packed = folder.bytes_of(f"{DENSE}.weight_packed").copy()
+    packed[-8:] = 0
+    folder.store(f"{DENSE}.weight_packed", packed)
+
+
+def exchange_two_rows(folder: Folder) -> None:
+    for ending in ("weight_packed", "weight_scale"):
+        stored = folder.bytes_of(f"{DENSE}.{ending}").copy()
+        stored[[3, 200]] = stored[[200, 3]]
+        folder.store(f"{DENSE}.{ending}", stored)
+
+
+def change_scales(change: Callable[[np.ndarray], np.ndarray], folder: Folder) -> None:
+    """The scales of two blocks of row 5."""
+    scales = folder.bytes_of(S).copy()
+    scales[5, 2:4] = change(scales[5, 2:4])
+    folder.store(S, scales)
+
+
+DAMAGES = {
+    "rows of zeros": (zero_last_rows, "8 rows (the first is row 376)"),
+    "exchanged rows": (exchange_two_rows, "2 rows (the first is row 3)"),
+    "scales of zero": (
+        partial(change_scales, lambda scales: scales * 0),
+        "2 blocks of 16 values (the first in row 5 from column 32)",
+    ),
+    "larger scales": (
+        partial(change_scales, lambda scales: scales + 0x18),  # by 2^3
+        "2 blocks of 16 values (the first in row 5 from column 32)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_few_rows_or_blocks_are_seen_by_verify_without_hashes(
+    damage, artifacts, source, tmp_path
+):
+    change, words = DAMAGES[damage]
+    folder = artifacts["ct"].copy()
+    change(folder)
+    for file in (OURS, REPORT):  # as of an artifact that somebody else made
+        folder.records.pop(file, None)
+    artifact = open_artifact(str(folder.write(tmp_path / "damaged")))
+    verified = verify(artifact, open_source(str(source)), Gate())
+    errors = [finding for finding in verified.findings if finding.level == ERROR]
+    assert [(one.code, one.tensor) for one in errors] == [("source-differs", f"{DENSE}.weight")]
+    assert errors[0].detail == f"its values are the source's, but for {words}"
+
+
+def test_rows_that_no_block_scale_holds_are_the_source_s(tmp_path):
+    """FP8 has no scale for values 2^-30 of the largest: they become zeros, as they must."""
+    x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    x[40:] *= 2.0**-30
+    tensors = {"x.o_proj.weight": ("F32", x.shape, x.tobytes())}
+    source = write_single(tmp_path / "source", tensors)
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+    assert not np.any(read_values(tmp_path / "out", tmp_path / "plain")[40:])
+    assert run("verify", tmp_path / "out", "--source", source).code == 0
 
 
 def test_a_layout_on_which_statistics_say_nothing(tmp_path):

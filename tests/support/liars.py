@@ -26,6 +26,7 @@ MODEL, SCALES, CONFIG, OURS, THEIRS = (
 LAYER = "encoder.layer.2"
 QUERY, KEY, VALUE = (f"{LAYER}.attention.self.{leaf}" for leaf in ("query", "key", "value"))
 DENSE = f"{LAYER}.output.dense"
+NORM = f"{LAYER}.output.LayerNorm.weight"
 Json = dict[str, Any]
 
 
@@ -214,3 +215,14 @@ def split_in_two(folder: Folder) -> None:
         folder.notes = {**folder.notes, file: notes}
         weight_map |= dict.fromkeys(folder.files[file], file)
     folder.records[INDEX] = {"metadata": {}, "weight_map": weight_map}
+
+
+def spoil_norm(folder: Folder) -> None:
+    dtype, shape, data = folder[NORM]
+    folder.put(NORM, (dtype, shape, data[:-4] + b"\xff" * 4))
+
+
+def add_shard(folder: Folder) -> None:
+    """One of three that are not there, of ordinary weights of a layer."""
+    folder.files["model-00003-of-00003.safetensors"] = {NORM: folder[NORM]}
+    folder.notes["model-00003-of-00003.safetensors"] = {}
