@@ -189,6 +189,56 @@ def test_a_disk_that_fails_where_nobody_looked_for_it(here, monkeypatch):
     assert done.err.startswith("error[cannot-read]: q/config.json: its disk fails: Input/output")
 
 
+SECRETS = "hf_AbCdEfGhIjKlMnOpQrStUvWx", "https://me:secretpassword@huggingface.co/me/q"
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("is_json", [False, True], ids=["", "json"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "{}", "--format", "nvfp4", "--dry-run"),
+        ("quantize", "m", "--format", "nvfp4", "-o", "x", "--push-to-hub", "{}"),
+        ("quantize", "m", "--format", "nvfp4", "-o", "x", "--push-to-hub", "{}/q"),
+        ("quantize", "m", "--format", "nvfp4", "--dry-run", "--lora", "{}"),
+        ("quantize", "m", "--format", "{}"),
+        ("quantize", "m", "--format", "nvfp4", "--device", "{}", "-o", "x"),
+        ("inspect", "{}"),
+        ("verify", "q", "--source", "{}"),
+        ("reproduce", "q", "--source", "{}"),
+        ("{}",),
+    ],
+    ids=" ".join,
+)
+def test_a_secret_in_a_wrong_place_is_not_repeated(words, secret, is_json, here, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = ended(*(word.format(secret) for word in words), *(["--json"] if is_json else []))
+    assert done.code in (2, 3)
+    assert "AbCd" not in done.out + done.err
+    assert "secretpassword" not in done.out + done.err
+    assert not (here / "x").exists()
+
+
+def test_a_dry_run_refuses_what_the_run_does(here, monkeypatch):
+    dry_run = (*COMMANDS["dry-run"], "-o", "x")
+    for words in (("--report", "x/r.html"), ("--report", "m/r.html"), ("--report", "r.txt")):
+        assert ended(*dry_run, *words).code == 2
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    refused = ended(*dry_run, "--push-to-hub", "me/q")
+    assert (refused.code, "error[offline]" in refused.err) == (2, True)
+    assert not (here / "x").exists()
+
+
+def test_a_record_of_very_many_files(here):
+    """Each costs one look; a person reads a few of them, a program all."""
+    record = json.loads((here / "q" / RECORD).read_text())
+    record["files"] |= {f"f{number}.safetensors": "0" * 64 for number in range(20_000)}
+    (here / "q" / RECORD).write_text(json.dumps(record))
+    done = outcome(here, ("verify", "q", "--source", "m"), small_memory)
+    assert (done.returncode, len(done.stdout.splitlines()) < 60) == (6, True)
+    assert "20,000" in done.stdout or "20000" in done.stdout
+
+
 @pytest.mark.parametrize("letters", ["x", "x "], ids=["a-word", "words"])
 def test_a_name_of_a_million_letters(letters, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -376,3 +376,24 @@ def test_what_one_task_refutes_the_other_does_not_believe(times, hub, folder):
         source.read(ref)
         with pytest.raises(SourceError) if times else nullcontext(), source.proving([SECOND]):
             source.read(ref)
+
+
+@pytest.mark.parametrize("other", ["values", "header", "noise"])
+@pytest.mark.parametrize("memory", [(), ("--memory", "0")], ids=["", "no-memory"])
+def test_another_file_of_the_same_size(other, memory, hub, folder, tmp_path):
+    """The storage has it in the place of the one whose hash the Hub tells."""
+    right = (folder / SECOND).read_bytes()
+    begins = header_nbytes(folder / SECOND)
+    wrong = {
+        "values": right[:begins] + bytes(reversed(right[begins:])),
+        "header": right.replace(b"lm_head", b"lm_hand"),
+        "noise": np.random.default_rng(0).bytes(len(right)),
+    }[other]
+    expected = expect(hub, folder, tmp_path / "a")
+    (folder / SECOND).write_bytes(wrong)
+    outcome = ask("quantize", "org/m", *NVFP4, *memory, "-o", tmp_path / "b")
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
+    assert SECOND in outcome.json["error"]["message"]
+    assert not (tmp_path / "b" / "quantization_config.json").exists()
+    (folder / SECOND).write_bytes(right)
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
