@@ -1,4 +1,4 @@
-"""Look for NaN and infinity in the tensors that an artifact keeps."""
+"""Tell which tensors an artifact keeps; look for NaN and infinity in them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.errors import Finding
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.progress import Phases
-from fp4convert.quality.source_compare import own_names, split_bytes
 from fp4convert.storage.safetensors import TensorRef
 
+PART_NBYTES = 8 << 20  # of a tensor, held at once
 VECTORS_NBYTES = 8 << 20  # of norms and biases, that are read at most where not all is
 
 
@@ -59,3 +60,20 @@ def _count_not_finite(artifact: Artifact, ref: TensorRef, phases: Phases | None)
         if phases:
             phases.report(ref.name, len(stored))
     return nans, infinities
+
+
+def own_names(artifact: Artifact) -> set[str]:
+    """Name the tensors that were not kept: codes, scales and companions."""
+    names = {
+        ref.name
+        for module in artifact.packed.values()
+        for ref in (*module.refs, *module.companions)
+    }
+    names |= {ref.name for linear in find_affine(artifact.clues).values() for ref in linear.refs}
+    return names | artifact.cache_scales.keys()
+
+
+def split_bytes(ref: TensorRef) -> Iterator[tuple[int, int]]:
+    """Split a tensor's bytes into ranges that are held at once."""
+    for start in range(0, ref.nbytes, PART_NBYTES):
+        yield start, min(start + PART_NBYTES, ref.nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from fp4convert.calibration.input_power import Inputs, output_power
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.linears import Linears, linears_stored
 from fp4convert.checkpoint.record import ADAPTER, DECODED, describe_adapter
 from fp4convert.errors import Finding, InputError
@@ -27,6 +26,7 @@ from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
+from fp4convert.quality.kept_values import own_names, split_bytes
 from fp4convert.quality.odd_places import OddPlaces
 from fp4convert.storage.gguf_types import (
     Q8_0,
@@ -41,7 +41,6 @@ from fp4convert.storage.source import Source, stopping
 # Of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding.
 DIFFERENT = 0.5
 MEASURED_ELEMENTS = 1 << 20  # at once: 8 MB for each float64 copy
-PART_NBYTES = 8 << 20  # of a tensor, held at once
 Doubles = NDArray[np.float64]
 
 
@@ -357,20 +356,3 @@ def pair_with_source(
         packed = [pair.theirs for pair in pairs if pair.ours.coding.is_packed]
         check_source(outputs.calibration, source, packed)
     return SourcePairs(artifact, source, originals, pairs, findings, outputs)
-
-
-def own_names(artifact: Artifact) -> set[str]:
-    """Name the tensors that were not kept: codes, scales and companions."""
-    names = {
-        ref.name
-        for module in artifact.packed.values()
-        for ref in (*module.refs, *module.companions)
-    }
-    names |= {ref.name for linear in find_affine(artifact.clues).values() for ref in linear.refs}
-    return names | artifact.cache_scales.keys()
-
-
-def split_bytes(ref: TensorRef) -> Iterator[tuple[int, int]]:
-    """Split a tensor's bytes into ranges that are held at once."""
-    for start in range(0, ref.nbytes, PART_NBYTES):
-        yield start, min(start + PART_NBYTES, ref.nbytes)
