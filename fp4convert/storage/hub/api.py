@@ -73,6 +73,7 @@ WAITS = "Rate limited"  # how it begins to say that it waits
 _RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
 _SECONDS = re.compile(r"\s*[0-9]+\s*")  # other digits, such as a raised 2, are no number
 _UNSAID = re.compile(r"\S+://\S+|hf_\w+")
+_STORAGE_SAYS = re.compile(r"<Message>([^<]{1,300})</Message>")
 T = TypeVar("T")
 
 
@@ -298,7 +299,7 @@ class Asker:
             # The storage's links expire: another try gets a new one.
             is_passing = status in PASSING or status == CHANGED
             if is_passing or (is_storage and status not in FINAL):
-                of_storage = f" of {host}" if is_storage else ""
+                of_storage = f" of {host}{_words_of_storage(response)}" if is_storage else ""
                 return f"HTTP {status}{of_storage}", pause_of(response.headers.get)
             words = clean_words(getattr(error, "server_message", None) or "")
             said = f": {words}" if words else ""
@@ -320,6 +321,15 @@ class Asker:
         if isinstance(error, OSError) and error.filename is not None:
             raise cannot_read(error) from None
         return plain_words(error), None
+
+
+def _words_of_storage(response: Any) -> str:
+    """Return ": " and why a storage refuses, as S3 and its kin say it."""
+    try:
+        found = _STORAGE_SAYS.search(response.text)
+    except RuntimeError:  # it was closed before it was read
+        return ""
+    return f": {clean_words(found[1])}" if found else ""
 
 
 def _limit_waits(seconds: float) -> None:

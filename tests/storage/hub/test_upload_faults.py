@@ -339,6 +339,18 @@ def test_a_file_that_is_gone(hub, made, told):
         pusher.commit(made.folder, {**made.files, "gone.json": "0" * 64}, CARD)
 
 
+@pytest.mark.parametrize("status", [400, 403])
+def test_why_a_storage_refuses_is_told(status, hub, made, told):
+    words = "The bucket takes no more than 50 GB; see https://s3.example/?X-Amz-Signature=abc"
+    body = f"<?xml version='1.0'?><Error><Code>EntityTooLarge</Code><Message>{words}</Message>"
+    fault = {"method": "PUT", "where": "storage", "status": status, "body": body.encode()}
+    hub.fault("status", times=MANY, **fault)
+    error = refusal(OutputError, made, told)
+    assert (error.exit_code, error.code) == (5, "hub-unreachable")
+    assert f"HTTP {status} of " in error.message
+    assert error.message.endswith(": The bucket takes no more than 50 GB; see ...")
+
+
 @pytest.fixture
 def patient(hub, monkeypatch):
     """Whatever ends soon does not end because the Hub was given up."""
