@@ -471,6 +471,12 @@ def _fill_ranges(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
                 rule._replace(patterns=Patterns(expand_all(rule.patterns, config)))
                 for rule in file.formats
             ),
+            experts=tuple(
+                rule._replace(
+                    rows=expand_all(rule.rows, config), columns=expand_all(rule.columns, config)
+                )
+                for rule in file.experts
+            ),
         )
     except InputError as error:
         raise InputError(error.code, f"{file.name}: {error.message}", error.next_step) from None

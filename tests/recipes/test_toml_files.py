@@ -137,6 +137,17 @@ def test_ranges_are_filled_where_a_rule_makes_exceptions(tmp_path):
     assert kept == [None, None, "x"]
 
 
+def test_ranges_are_filled_where_a_rule_names_routers(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[[experts]]\ncounts = ["n"]\nchosen = ["k"]\n'
+        'rows = ["layers.{1:num_hidden_layers}.gate"]\ncolumns = ["layers.{0:1}.bias"]\n'
+    )
+    made = build_recipe(Target("nvfp4"), {"num_hidden_layers": 3}, RecipeOptions(recipe=path))
+    assert made.experts[0].rows == ("layers.1.gate", "layers.2.gate")
+    assert made.experts[0].columns == ("layers.0.bias",)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
