@@ -107,11 +107,12 @@ def main() -> None:
         except Stopped as stopped:
             failure = _interrupted(stopped)
         except Exception as error:
-            # What click refuses has a message, a full disk takes no help; else it is our bug.
+            # What click refuses has a message, a full disk takes no help, the system has limits
+            # and its disks fail; else it is our bug.
             if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
                 detail = f"standard output cannot be written: {error.strerror}"
                 failure = OutputError("cannot-print", detail)
-            elif known := _find_limit(error) or _name_broken_disk(error):
+            elif known := _find_limit(error) or _find_broken_disk(error):
                 failure = known
             elif not hasattr(error, "format_message"):
                 _print_bug(error)
@@ -138,10 +139,13 @@ def _find_limit(error: BaseException | None) -> OutputError | None:
     return None
 
 
-def _name_broken_disk(error: Exception) -> OutputError | None:
+def _find_broken_disk(error: BaseException | None) -> OutputError | None:
     """Return our error for a disk that failed where nothing expected it."""
-    if isinstance(error, OSError) and error.errno in (EIO, ESTALE) and error.filename:
-        return OutputError("cannot-read", f"{error.filename}: its disk fails: {error.strerror}")
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (EIO, ESTALE):
+            where = f"{error.filename}: its disk fails" if error.filename else "a disk fails"
+            return OutputError("cannot-read", f"{where}: {error.strerror}")
+        error = error.__cause__ or error.__context__
     return None
 
 

@@ -9,7 +9,7 @@ from fp4convert.checkpoint.module_names import join_words, split_leaf
 from fp4convert.cli.screen import GAP, Screen
 from fp4convert.numerics.formats import FP4_FORMATS
 from fp4convert.progress import duration_text, size_text
-from fp4convert.report.text import LONGEST_WORD, Document, escape, shorten
+from fp4convert.report.text import Document, escape, shorten
 
 HEADINGS = ("modules", "count", "becomes", "before", "after", "why")
 WORDS = {
@@ -23,6 +23,7 @@ WORDS = {
     "reorder": "reordered",
 }  # what becomes of others than four-bit modules
 STYLES = {"copy": "", "write": "", "skip": "yellow", "dequantize": "yellow"}
+LONGEST_NAME = 1000  # characters: no model has one of as many
 INDENT = "  "
 RIGHT = (1, 3, 4)  # columns of numbers
 WHY_WIDTH = 20  # at least
@@ -63,7 +64,7 @@ def draw_plan(screen: Screen, plan: Document) -> None:
 
 def _escape_name(name: str) -> str:
     """Escape a name or a pattern; shorten words longer than any model's."""
-    return shorten(",".join(map(shorten, escape(name).split(","))), LONGEST_WORD)
+    return shorten(",".join(map(shorten, escape(name).split(","))), LONGEST_NAME)
 
 
 def _break_name(name: str, width: int) -> Iterator[str]:

@@ -175,8 +175,8 @@ def _stored_scales(artifact: Artifact, modules: Sequence[str]) -> Iterator[Store
 def _check_names(artifact: Artifact) -> Iterator[Finding]:
     """Check what is quantized and what is not, by the names of tensors."""
     traits = artifact.spelling.TRAITS
-    # Tensors that the index of the checkpoint leaves out.
     yield from _check_beside(artifact)
+    # Tensors that the index of the checkpoint leaves out.
     if omitted := artifact.source.checkpoint.unindexed:
         detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}"
         detail += ": engines that follow it do not load them"
@@ -223,7 +223,7 @@ def _check_beside(artifact: Artifact) -> Iterator[Finding]:
 
     vLLM and SGLang take what an index names, and every *.safetensors of a folder without one
     (filter_duplicate_safetensors_files in weight_utils.py of both); transformers takes the single
-    file.
+    file, and Diffusers, whose file has another name, that one.
     """
     checkpoint = artifact.source.checkpoint
     beside = [file for file in checkpoint.left_out if "/" not in file and file.endswith(WEIGHTS)]

@@ -50,7 +50,7 @@ class _Numbers(NamedTuple):
 
 
 def is_plain_decoder(config: Mapping[str, object]) -> bool:
-    """Tell whether a config is whole, and all layers of its model alike."""
+    """Tell whether a config is whole, and of layers that differ by mlp alone."""
     return str(config.get("model_type")) in DECODERS and config.keys() >= WHOLE
 
 

@@ -17,7 +17,7 @@ from fp4convert.checkpoint.record import MIXED, describe_form
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge, scale_nbytes
 from fp4convert.quality.engine_check import check_engine, judge_by_engines
-from fp4convert.quality.kept_values import check_kept
+from fp4convert.quality.kept_values import check_vectors_finite
 from fp4convert.recipes.engine_versions import Version
 from fp4convert.recipes.engines import Engine
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
@@ -45,7 +45,7 @@ def inspect(
     chosen, phases = choose_modules(artifact, is_full), phases or Phases()
     judged = judge(artifact, source, chosen, chosen, phases)
     findings = [*judged.findings, *(check_headers(artifact) if is_full else ())]
-    findings += check_kept(artifact, phases, source is not None, is_whole=False)
+    findings += check_vectors_finite(artifact, source is not None)
     engines = [verdict.as_json() for verdict in judge_by_engines(artifact, findings)]
     findings += check_engine(artifact, findings, engine)
     # The share of block scales that was read; those of eight bits are read whole.

@@ -14,52 +14,56 @@ from fp4convert.progress import Phases
 from fp4convert.storage.safetensors import TensorRef
 
 PART_NBYTES = 8 << 20  # of a tensor, held at once
-VECTORS_NBYTES = 8 << 20  # of norms and biases, that are read at most where not all is
 
 
-def check_kept(
-    artifact: Artifact, phases: Phases, has_source: bool, is_whole: bool = True
-) -> Iterator[Finding]:
-    """Check that the tensors that were kept hold no NaN or Inf.
+def check_all_finite(artifact: Artifact, phases: Phases, has_source: bool) -> Iterator[Finding]:
+    """Check that no kept tensor holds NaN or Inf.
 
-    has_source  the source is compared, and decides what NaN in a norm means
-    is_whole    look at all of them; else at norms and biases, which are small, but on the Hub
-                not even at these: each would cost a request
+    has_source  a source is compared, and has what is not finite, too
     """
-    if not is_whole and artifact.source.is_streamed:
-        return
+    kept = _find_kept(artifact)
+    phases.begin("kept", sum(ref.nbytes for ref in kept))
+    for ref in kept:
+        yield from _check_finite(artifact, ref, has_source, phases)
+
+
+def check_vectors_finite(artifact: Artifact, has_source: bool) -> Iterator[Finding]:
+    """Check it of norms and biases, which are small.
+
+    Not on the Hub, where each would be a request.
+    """
+    if not artifact.source.is_streamed:
+        for ref in _find_kept(artifact):
+            if len(ref.shape) == 1:
+                yield from _check_finite(artifact, ref, has_source)
+
+
+def _find_kept(artifact: Artifact) -> list[TensorRef]:
     ours = own_names(artifact)
-    kept = [
+    return [
         ref
         for ref in artifact.tensors.values()
-        if ref.name not in ours and ref.dtype in FLOAT_DTYPES and (is_whole or len(ref.shape) == 1)
+        if ref.name not in ours and ref.dtype in FLOAT_DTYPES
     ]
-    if is_whole:
-        phases.begin("kept", sum(ref.nbytes for ref in kept))
-    elif sum(ref.nbytes for ref in kept) > VECTORS_NBYTES:
-        return
-    for ref in kept:
-        nans, infinities = _count_not_finite(artifact, ref, phases if is_whole else None)
-        if nans or infinities:
-            detail = f"it was kept with {nans + infinities} values that are NaN or Inf"
-            is_fatal = nans and len(ref.shape) == 1 and not has_source
-            if is_fatal:
-                detail += ": a norm or a bias with NaN makes every answer NaN"
-            yield Finding("error" if is_fatal else "warning", "kept-not-finite", ref.name, detail)
 
 
-def _count_not_finite(artifact: Artifact, ref: TensorRef, phases: Phases | None) -> tuple[int, int]:
-    """Count the values that are NaN, and those that are infinite."""
-    nans = infinities = 0
+def _check_finite(
+    artifact: Artifact, ref: TensorRef, has_source: bool, phases: Phases | None = None
+) -> Iterator[Finding]:
+    bad, has_nan = 0, False
     for part in split_bytes(ref):
         stored = artifact.source.read_range(ref, *part)
         values = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype])
-        if not_finite := int(np.count_nonzero(~np.isfinite(values))):
-            own = int(np.count_nonzero(np.isnan(values)))
-            nans, infinities = nans + own, infinities + not_finite - own
+        if own := int(np.count_nonzero(~np.isfinite(values))):
+            bad, has_nan = bad + own, has_nan or bool(np.isnan(values).any())
         if phases:
             phases.report(ref.name, len(stored))
-    return nans, infinities
+    if bad:
+        detail = f"it was kept with {bad} values that are NaN or Inf"
+        is_fatal = has_nan and len(ref.shape) == 1 and not has_source
+        if is_fatal:
+            detail += ": a norm or a bias with NaN makes NaN of all that follows"
+        yield Finding("error" if is_fatal else "warning", "kept-not-finite", ref.name, detail)
 
 
 def own_names(artifact: Artifact) -> set[str]:

@@ -29,16 +29,16 @@ HEADS = frozenset(
     }
 )
 GENERATING = ("ForCausalLM", "ForConditionalGeneration")  # classes with a head
-# Of a plain decoder: what its layers lie in, and the norm behind them.
-PLAIN, FINAL_NORMS = ("", "model"), frozenset({"norm", "final_layernorm"})
-MIXTURE = re.compile(r"(mlp|moe)\b")  # what layers of a plain decoder may differ in
-FEWEST_PARTS = 2  # of any layer, by which it is told from other numbered parts
-MOST_ALIKE = 3  # layers from which a single other one is told
+# Of a plain decoder: how its layers are named, and the norm behind them.
+DECODER_STACKS, FINAL_NORMS = ("layers", "model.layers"), frozenset({"norm", "final_layernorm"})
+MAY_DIFFER = re.compile(r"(mlp|moe|experts)\b")  # from one of its layers to the next
+FEWEST_PARTS = 3  # of most layers, by which they are told from other numbered parts
+FEWEST_ALIKE = 3  # layers from which a single other one is told
 DIGITS = 18  # of a number in a name
-_Parts = dict[int, set[str]]
-_Lost = tuple[str, str]  # a module that is not there, and what is said of it
 SHOWN = 5  # missing numbers in a message
 WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
+_Parts = dict[int, set[str]]  # of each layer of a stack, or of each expert
+_Lost = tuple[str, str]  # a module that is not there, and what is said of it
 
 
 def find_missing(
@@ -49,78 +49,29 @@ def find_missing(
     modules  every module that has a tensor, quantized or kept
     config   config.json; empty where there is none
     """
-    # Parts of layers by stack and number, and of experts by mixture and number.
     stacks, mixtures = defaultdict[str, _Parts](dict), defaultdict[str, _Parts](dict)
-    of_mixture = cache(_split_at_number)  # which has hundreds of modules
+    split_mixture = cache(_split_at_number)  # which has hundreds of modules
     for module in modules:
         mixture, inside, rest = module.partition(EXPERTS)
         if inside:
             expert, _, projection = rest.partition(".")
             if _is_number(expert):
                 mixtures[mixture].setdefault(int(expert), set()).add(projection)
-        stack, layer = of_mixture(mixture) if inside else ("", -1)
-        if layer < 0:
-            stack, layer = _split_at_number(module)
+        stack, layer, part = split_mixture(mixture) if inside else ("", -1, "")
+        if layer >= 0:
+            part += EXPERTS.removesuffix(".")
+        else:
+            stack, layer, part = _split_at_number(module)
         if layer >= 0 and stack.rpartition(".")[2] in STACKS:
-            parts = stacks[stack].setdefault(layer, set())
-            if not inside:
-                parts.add(module[len(stack) + 1 :].partition(".")[2])
+            stacks[stack].setdefault(layer, set()).add(part)
     lost = [
         *_missing_layers(stacks, config, recipe),
         *_missing_experts(mixtures, config, recipe),
         *_missing_head(modules, config),
+        *_missing_parts(stacks, config, modules),
     ]
-    if not any(UNEVEN_LAYERS in one for one in configs_in(config)) and not is_draft_head(modules):
-        for stack, layers in stacks.items():
-            is_plain = is_plain_decoder(config) and stack.rpartition(".")[0] in PLAIN
-            of_stack = _missing_in_plain(stack, layers, modules) if is_plain else ()
-            lost += of_stack or _missing_in_one(stack, layers)
     for first, detail in lost:
         yield Finding("error", "module-missing", first, detail + WEIGHTLESS)
-
-
-def _missing_in_plain(stack: str, layers: _Parts, modules: Collection[str]) -> list[_Lost]:
-    """Find what layers of a plain decoder lack, and what is beside them.
-
-    All of its layers have the same norms and the same attention (transformers' own models;
-    tests/quality/test_missing_parts.py asks them).
-    """
-    above = stack.removesuffix("layers")
-    parts = set[str]().union(*layers.values())
-    common = [part for part in parts if not MIXTURE.search(part)]
-    lost = [
-        (f"{stack}.{number}.{part}", "which other layers have")
-        for number, own in layers.items()
-        for part in common
-        if part not in own
-    ]
-    beside = {module[len(above) :] for module in modules if module.startswith(above)}
-    if any("norm" in part for part in parts) and not beside & FINAL_NORMS:
-        lost.append((f"{above}norm", "the norm behind the last layer"))
-    return [(module, f"{module} is missing, {why}") for module, why in sorted(lost)]
-
-
-def _missing_in_one(stack: str, layers: _Parts) -> list[_Lost]:
-    """Find a layer that lacks one module, where it is the only one.
-
-    The first and the last layer of a model may lack what others have: ModernBERT begins with one
-    that has no norm, and the last of Stable Diffusion 3 ends one of two streams.
-    """
-    common, count = Counter(map(frozenset, layers.values())).most_common(1)[0]
-    ends = (min(layers), max(layers))
-    fewer = [
-        (number, part)
-        for number, own in layers.items()
-        if own < common and number not in ends
-        for part in common - own
-    ]
-    if len(fewer) != 1 or count < MOST_ALIKE:
-        return []
-    number, part = fewer[0]
-    if any(each.startswith(f"{part}.") for each in common):  # a parameter beside other modules
-        return []
-    module = f"{stack}.{number}.{part}"
-    return [(module, f"{module} is missing, which {count} other layers have")]
 
 
 def _missing_layers(
@@ -135,7 +86,7 @@ def _missing_layers(
     for stack, found in stacks.items():
         first = 0 if min(found) < expected else min(found)  # beyond lie drafts alone
         # Of what else is named so, as of an audio codec, some have no weights: a function, a pool.
-        if min(map(len, found.values())) < FEWEST_PARTS:
+        if sorted(map(len, found.values()))[len(found) // 2] < FEWEST_PARTS:
             continue
         if missing := _missing_of(range(first, max(found)), found):
             yield f"{stack}.{missing[0]}", f"{_count(missing, 'layer')} of {stack} missing"
@@ -148,6 +99,63 @@ def _missing_layers(
         stack = max(texts, key=lambda name: texts[name])
         detail = f"config.json has {expected} layers, and {stack} ends after {texts[stack]}"
         yield f"{stack}.{texts[stack]}", detail
+
+
+def _missing_parts(
+    stacks: Mapping[str, _Parts], config: Mapping[str, object], modules: Collection[str]
+) -> Iterator[_Lost]:
+    """Find what a layer lacks that others have."""
+    if any(UNEVEN_LAYERS in one for one in configs_in(config)) or is_draft_head(modules):
+        return
+    is_plain = is_plain_decoder(config)
+    for stack, layers in stacks.items():
+        if is_plain and stack in DECODER_STACKS:
+            yield from _missing_in_decoder(stack, layers, modules)
+        else:
+            yield from _missing_in_one(stack, layers)
+
+
+def _missing_in_decoder(stack: str, layers: _Parts, modules: Collection[str]) -> Iterator[_Lost]:
+    """Find what layers of a plain decoder lack, and the norm behind them.
+
+    All have the same norms and the same attention, and those with one kind of mlp all of its parts
+    (transformers' own models; tests/quality/test_missing_parts.py asks them).
+    """
+    parts = set[str]().union(*layers.values())
+    common = {part for part in parts if not MAY_DIFFER.search(part)}
+    kinds = {frozenset(own - common) for own in layers.values()}
+    for number, own in sorted(layers.items()):
+        mlp = own - common
+        whole = max((kind for kind in kinds if mlp and mlp < kind), key=len, default=mlp)
+        for part in sorted(common - own | whole - mlp):
+            yield f"{stack}.{number}.{part}", "it is missing, and other layers have one"
+    above = stack.removesuffix("layers")
+    if any("norm" in part for part in parts) and not FINAL_NORMS & {
+        module[len(above) :] for module in modules if module.startswith(above)
+    }:
+        yield f"{above}norm", "the norm behind the last layer is missing"
+
+
+def _missing_in_one(stack: str, layers: _Parts) -> Iterator[_Lost]:
+    """Find the only layer that lacks a module, where it lacks no other.
+
+    The first and the last layer of a model may lack what others have: ModernBERT begins with one
+    that has no norm, and the last of Stable Diffusion 3 ends one of two streams.
+    """
+    common, count = Counter(map(frozenset, layers.values())).most_common(1)[0]
+    ends = (min(layers), max(layers))
+    fewer = [
+        (number, part)
+        for number, own in layers.items()
+        if own < common and number not in ends
+        for part in common - own
+    ]
+    if len(fewer) != 1 or count < FEWEST_ALIKE:
+        return
+    number, part = fewer[0]
+    # Not a parameter that a module with others in it has in some layers.
+    if not any(each.startswith(f"{part}.") for each in common):
+        yield f"{stack}.{number}.{part}", f"it is missing, and {count} other layers have one"
 
 
 def _missing_experts(
@@ -182,13 +190,13 @@ def _missing_head(modules: Collection[str], config: Mapping[str, object]) -> Ite
         yield "lm_head", f"lm_head is missing; {name} has one that is not tied to the embedding"
 
 
-def _split_at_number(module: str) -> tuple[str, int]:
-    """Split a name before its first number; -1 where it has none."""
+def _split_at_number(module: str) -> tuple[str, int, str]:
+    """Split a name before and after its first number; -1 where it has none."""
     parts = module.split(".")
     for place, part in enumerate(parts):
         if _is_number(part):
-            return ".".join(parts[:place]), int(part)
-    return module, -1
+            return ".".join(parts[:place]), int(part), ".".join(parts[place + 1 :])
+    return module, -1, ""
 
 
 def _is_number(part: str) -> bool:

@@ -5,80 +5,86 @@ Sums over a whole tensor do not show a few of them: eight rows of zeros among 4,
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 16  # elements, where rows have whole ones: NVFP4's; two are MXFP4's
-# Of a row's power: other values have about 2 and zeros 1; GPTQ left up to 0.5 where 40 samples of
-# text were its calibration.
+# Power of the errors of a row, by its own: other values have about 2, zeros 1; GPTQ on 40 samples
+# of text left 0.5 at most.
 DIFFERENT_ROW = 0.9
-# Of a block's power, and of the mean of its row: GPTQ left up to 4.
+# Of a block, by its own and by the mean of its row's blocks: GPTQ left 4 at most.
 DIFFERENT_BLOCK = 16.0
-# Of the mean power of a row's blocks: a block that has that much is rounded to zeros by no rule.
+# Power of a block by that mean, from which no rule rounds all of it to zeros.
 NEVER_ZERO = 0.25
-FEW = 0.25  # of a row's blocks
-# Of the largest value: so much smaller ones may become zeros, because FP8 holds no block scale of
-# theirs (2^-9 / 448 of the largest is its smallest).
+# Share of a row's blocks up to which they are told as blocks, and above as a row.
+FEW = 0.25
+# Of the largest value: FP8 has no block scale for values 2^-9 / 448 = 2^-17.8 of it, which become
+# zeros as they must.
 FAINT = 2.0**-16
 Doubles = NDArray[np.float64]
 
 
 class OddPlaces:
-    """Look for rows and blocks that are not the source's, panel by panel."""
+    """Rows and blocks that are not the source's, gathered panel by panel.
 
-    def __init__(self, columns: int) -> None:
-        self._columns = columns
-        self._width = columns if columns % BLOCK else BLOCK
-        self._largest = 0.0  # power of a block
+    columns  of the tensor
+    width    elements of a block; `columns` where it has none
+
+    signal, noise  power of all values of the source so far, and of what the artifact's differ by
+    """
+
+    def __init__(self, columns: int, width: int) -> None:
+        self.signal = self.noise = 0.0
+        self._columns, self._width = columns, width
+        self._largest = 0.0  # mean power of the values of a block
         self._rows: list[tuple[int, float]] = []  # that differ, and by which power
-        self._blocks: list[tuple[int, int]] = []  # the first of them
-        self._count = 0  # of all of them
+        self._block: tuple[int, int] | None = None  # row and column of the first that differs
+        self._blocks = 0  # that differ
 
-    def look(self, first: int, x: Doubles, difference: Doubles) -> tuple[float, float]:
-        """Look at rows, and return the power of both.
+    def add(self, first_row: int, x: Doubles, difference: Doubles) -> None:
+        """Look at whole rows.
 
-        first          number of the first row
-        x, difference  the source's values of whole rows, and what the artifact's lack of them
+        x, difference  (rows * columns,) the source's values, and those minus the artifact's
         """
         if not x.size:
-            return 0.0, 0.0
+            return
+        shape = (-1, self._columns // self._width, self._width)
         signal, noise = (
             np.einsum("rbk,rbk->rb", blocks, blocks)
-            for blocks in (
-                each.reshape(-1, self._columns // self._width, self._width)
-                for each in (x, difference)
-            )
+            for blocks in (x.reshape(shape), difference.reshape(shape))
         )
-        row_signal, row_noise = signal.sum(axis=1), noise.sum(axis=1)
-        self._largest = max(self._largest, float(signal.max(initial=0)))
-        mean = row_signal[:, None] / signal.shape[1]
+        of_rows, wrong = signal.sum(axis=1), noise.sum(axis=1)
+        self.signal += float(of_rows.sum())
+        self.noise += float(wrong.sum())
+        self._largest = max(self._largest, float(signal.max()) / self._width)
+        # 1. Blocks: far from the source's, or zeros in the place of ordinary values.
+        mean = of_rows[:, None] / signal.shape[1]
         is_lost = (noise == signal) & (signal > NEVER_ZERO * mean)
-        is_wrong = (noise > DIFFERENT_BLOCK * np.maximum(signal, mean)) | is_lost
-        # A row is told as one unless a few blocks are all that is wrong with it.
-        is_odd = row_noise > DIFFERENT_ROW * row_signal
-        others = row_noise - np.where(is_wrong, noise, 0).sum(axis=1)
-        is_odd &= (is_wrong.mean(axis=1) > FEW) | (others > DIFFERENT_ROW * row_signal)
-        self._rows += [(first + int(row), float(row_noise[row])) for row in np.flatnonzero(is_odd)]
-        is_wrong[is_odd] = False
-        if found := int(np.count_nonzero(is_wrong)):
-            row, block = np.argwhere(is_wrong)[0]
-            self._blocks = self._blocks or [(first + int(row), int(block) * self._width)]
-            self._count += found
-        return float(row_signal.sum()), float(row_noise.sum())
+        is_odd = (noise > DIFFERENT_BLOCK * np.maximum(signal, mean)) | is_lost
+        # 2. Rows, unless a few such blocks are all that is wrong with one.
+        others = wrong - np.where(is_odd, noise, 0).sum(axis=1)
+        is_odd_row = (wrong > DIFFERENT_ROW * of_rows) & (
+            (is_odd.mean(axis=1) > FEW) | (others > DIFFERENT_ROW * of_rows)
+        )
+        self._rows += [
+            (first_row + int(row), float(wrong[row])) for row in np.flatnonzero(is_odd_row)
+        ]
+        is_odd[is_odd_row] = False
+        if is_odd.any():
+            row, block = (int(index) for index in np.argwhere(is_odd)[0])
+            self._block = self._block or (first_row + row, block * self._width)
+            self._blocks += int(np.count_nonzero(is_odd))
 
     def describe(self) -> str:
         """Say which rows and blocks differ; "" where none does."""
-        least = self._columns * self._largest * FAINT**2
-        rows = [row for row, noise in self._rows if noise > least and math.isfinite(noise)]
+        faint = self._columns * self._largest * FAINT**2
+        rows = [row for row, noise in self._rows if noise > faint]
         parts = []
         if rows:
             parts.append(f"{_count(len(rows), 'row')} (the first is row {rows[0]})")
-        if self._blocks:
-            row, column = self._blocks[0]
+        if self._block:
+            row, column = self._block
             where = f"the first in row {row} from column {column}"
-            parts.append(f"{_count(self._count, 'block')} of {self._width} values ({where})")
+            parts.append(f"{_count(self._blocks, 'block')} of {self._width} values ({where})")
         return " and ".join(parts)
 
 

@@ -50,7 +50,7 @@ class Distance:
 
     sums     added in float64; x is the source's, y the artifact's; nothing is counted as clipped
     stem     what holds it in the artifact
-    odd      which rows and blocks of four-bit values are not the source's; "" for none
+    odd      which rows and blocks of packed values are not the source's; "" for none
     answers  mean power of W x over the layer's inputs x, and of (W - V) x; None where nobody asked
     """
 
@@ -131,8 +131,9 @@ def measure(
     module, blocks = pair.ours.module, coding.blocks(pair.ours)
     coded = artifact.decode(module) if module in artifact.modules else None
     counts = np.zeros(0 if coded is None else CODES, np.int64)
-    signal = noise = max_abs = output = 0.0
-    odd = OddPlaces(weights.shape[1])
+    max_abs = output = 0.0
+    width = coded.format.block_size if coded else weights.shape[1]
+    places = OddPlaces(weights.shape[1], width)
     answered = answered_wrongly = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for panel in row_panels(weights.shape, MEASURED_ELEMENTS):
@@ -145,9 +146,7 @@ def measure(
             if not coding.is_packed:
                 x = x.astype(FLOAT_DTYPES[rows.dtype]).astype(np.float64)
             difference = x - y
-            of_x, of_difference = odd.look(panel[0], x, difference)
-            signal += of_x
-            noise += of_difference
+            places.add(panel[0], x, difference)
             output += float(y @ y)
             max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
             if inputs:
@@ -158,10 +157,17 @@ def measure(
                 answered += output_power(x, inputs)
                 answered_wrongly += output_power(difference, inputs)
     histogram = tuple(map(int, counts))
-    sums = Sums(math.prod(weights.shape), signal, noise, output, max_abs, histogram=histogram)
+    sums = Sums(
+        math.prod(weights.shape),
+        places.signal,
+        places.noise,
+        output,
+        max_abs,
+        histogram=histogram,
+    )
     stem = artifact.modules[module].stem if module in artifact.modules else module
     answers = (answered, answered_wrongly) if inputs else None
-    return Distance(sums, stem, odd.describe() if coding.is_packed else "", answers)
+    return Distance(sums, stem, places.describe() if coding.is_packed else "", answers)
 
 
 def _without_factors(

@@ -23,7 +23,7 @@ from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
 from fp4convert.quality.engine_check import check_engine
-from fp4convert.quality.kept_values import check_kept
+from fp4convert.quality.kept_values import check_all_finite
 from fp4convert.quality.signature import check_signature, open_verifier
 from fp4convert.quality.source_compare import (
     Distance,
@@ -210,7 +210,7 @@ def verify(
     # 2. The hashes of files, the signature, and the tensors that were kept.
     findings += _check_hashes(artifact, hashes := dict[str, str](), phases)
     signed = check_signature(artifact, verifier, hashes, phases)
-    findings += [*signed.findings, *check_kept(artifact, phases, source is not None)]
+    findings += [*signed.findings, *check_all_finite(artifact, phases, source is not None)]
     # 3. Every tensor against the source, and what the report says against what was measured.
     recorded, damages = read_recorded(artifact)
     findings += damages

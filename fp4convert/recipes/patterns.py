@@ -44,18 +44,21 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def exclude_option(*modules: str) -> str:
-    """Write the options, for a shell, that exclude these modules alone.
+    """Write the options, for a shell, that exclude these modules.
 
-    Of a name longer than any model has, which a shell may not take, the middle becomes "*".
+    Of a name longer than any model has, also those with its beginning and its end: Linux takes no
+    word of 128 KiB.
     """
-    patterns = [
-        "*".join(glob.escape(part) for part in (module[:LONG_END], module[-LONG_END:]))
-        if len(module) > LONG_NAME
-        else glob.escape(module)
-        for module in modules
-    ]
+    patterns = [_glob_of(module) for module in modules]
     exact = [f"[r]{each[1:]}" if each.startswith("re:") else each for each in patterns]
     return " ".join(shell_line("--exclude", pattern) for pattern in exact)
+
+
+def _glob_of(module: str) -> str:
+    """Return the glob that fits a name, and of a very long one its ends."""
+    if len(module) <= LONG_NAME:
+        return glob.escape(module)
+    return f"{glob.escape(module[:LONG_END])}*{glob.escape(module[-LONG_END:])}"
 
 
 def matches_any(patterns: tuple[str, ...], module: str) -> bool:

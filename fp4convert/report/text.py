@@ -16,12 +16,10 @@ Document = dict[str, Any]  # what --json prints
 # Control, format (bidi), surrogate, private, unassigned, separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 CELL_WIDTH = 100
-LONGEST_WORD, LONGEST_LINE = 1000, 10_000  # characters; no name of a model has as many
+LONGEST_WORD, LONGEST_LINE = 5000, 20_000  # characters; Linux has paths of 4096 at most
 MOST_ALIKE = 4  # lines of findings of one code
-_MEASURED = ("sqnr-low", "nmse-high", "output-error-high")  # verify lists the worst first
-
-
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
+_MEASURED = ("sqnr-low", "nmse-high", "output-error-high")  # verify lists the worst first
 
 
 class FoldedFinding(NamedTuple):

@@ -427,3 +427,38 @@ def test_a_folder_that_lacks_numbered_shards_is_unfinished(written, tmp_path):
         made[0].read_bytes() if written else b""
     )
     assert run("inspect", foreign, "--json").code == 2
+
+
+def findings_of(folder: Path) -> dict[str, tuple[str, str | None]]:
+    """Levels and tensors by codes, of one of our own artifacts."""
+    findings = run("inspect", folder, "--json").json["findings"]
+    return {one["code"]: (one["level"], one["tensor"]) for one in findings}
+
+
+def test_weights_beside_an_index_are_left_out_by_engines(tmp_path):
+    out = tmp_path / "q"
+    assert run("quantize", write_llama(tmp_path / "m"), "--format", "nvfp4", "-o", out).code == 0
+    write_single(tmp_path / "beside", {"model.norm.weight": weight(1)})
+    (tmp_path / "beside" / "model.safetensors").rename(out / "model-00009-of-00009.safetensors")
+    assert findings_of(out)["weights-beside"] == ("warning", None)
+    (out / "model-00009-of-00009.safetensors").unlink()
+    assert "weights-beside" not in findings_of(out)
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "level"),
+    [(np.nan, (64,), "error"), (np.inf, (64,), "warning"), (np.nan, (4, 16), None)],
+)
+def test_what_is_not_finite_beside_the_layers(value, shape, level, tmp_path):
+    """Matrices are read by `verify`."""
+    values = np.full(shape, value, np.float32)
+    kept = ("F32", shape, values.tobytes())
+    source = write_single(tmp_path / "m", {"x.o_proj.weight": weight(1), "x.bias": kept})
+    out = tmp_path / "q"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    found = findings_of(out).get("kept-not-finite")
+    assert found == ((level, "x.bias") if level else None)
+    verified = run("verify", out, "--json").json["findings"]
+    assert [(one["level"], one["code"]) for one in verified] == [
+        (level or "warning", "kept-not-finite")
+    ]

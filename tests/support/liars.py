@@ -223,6 +223,6 @@ def spoil_norm(folder: Folder) -> None:
 
 
 def add_shard(folder: Folder) -> None:
-    """One of three that are not there, of ordinary weights of a layer."""
+    """Add a file of weights that nothing names."""
     folder.files["model-00003-of-00003.safetensors"] = {NORM: folder[NORM]}
     folder.notes["model-00003-of-00003.safetensors"] = {}
