@@ -183,6 +183,11 @@ def size_text(nbytes: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
+def count_text(number: int, what: str) -> str:
+    """Write a number of things: 1 module, 2,000 modules."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def tokens_text(tokens: float) -> str:
     """Write a number of tokens; of few in a second, with a decimal."""
     return f"{tokens:,.{0 if tokens >= 10 or tokens == int(tokens) else 1}f} tokens"

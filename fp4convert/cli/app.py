@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
-from errno import EIO, EMFILE, ENFILE, ENOMEM, ENOSPC, ESTALE
+from errno import EIO, EMFILE, ENAMETOOLONG, ENFILE, ENOMEM, ENOSPC, ESTALE
 from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -112,7 +112,7 @@ def main() -> None:
             if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
                 detail = f"standard output cannot be written: {error.strerror}"
                 failure = OutputError("cannot-print", detail)
-            elif known := _find_limit(error) or _find_broken_disk(error):
+            elif known := _find_limit(error) or _find_refusal(error):
                 failure = known
             elif not hasattr(error, "format_message"):
                 _print_bug(error)
@@ -139,9 +139,12 @@ def _find_limit(error: BaseException | None) -> OutputError | None:
     return None
 
 
-def _find_broken_disk(error: BaseException | None) -> OutputError | None:
-    """Return our error for a disk that failed where nothing expected it."""
+def _find_refusal(error: BaseException | None) -> Fp4Error | None:
+    """Return our error for what a disk refused where nothing expected it."""
     while error is not None:
+        if isinstance(error, OSError) and error.errno == ENAMETOOLONG:
+            detail = f"{os.fsdecode(error.filename or '')[:60]}... is longer than disks allow"
+            return InputError("usage", detail, "Give a name of 255 bytes at most.")
         if isinstance(error, OSError) and error.errno in (EIO, ESTALE):
             where = f"{error.filename}: its disk fails" if error.filename else "a disk fails"
             return OutputError("cannot-read", f"{where}: {error.strerror}")

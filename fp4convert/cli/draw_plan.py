@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fp4convert.checkpoint.module_names import join_words, split_leaf
 from fp4convert.cli.screen import GAP, Screen
 from fp4convert.numerics.formats import FP4_FORMATS
-from fp4convert.progress import duration_text, size_text
+from fp4convert.progress import count_text, duration_text, size_text
 from fp4convert.report.text import Document, escape, shorten
 
 HEADINGS = ("modules", "count", "becomes", "before", "after", "why")
@@ -125,7 +125,7 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
         if chosen := [row for row in others if (row["action"] == "write") == is_added]:
             yield word, _sum_text(chosen, "tensors")
     for reason, count in Counter(one["reason"] for one in plan.get("left_out", ())).items():
-        yield "left out", f"{count:,} tensor{'s' if count > 1 else ''}: {reason}"
+        yield "left out", f"{count_text(count, 'tensor')}: {reason}"
     if copied := plan.get("copied_bytes"):
         components = " and ".join(part["name"] for part in plan["components"])
         yield "copied", f"{size_text(copied)} outside {components}"

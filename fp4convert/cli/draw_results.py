@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp4convert import __version__
 from fp4convert.cli.screen import Screen
-from fp4convert.progress import duration_text, size_text
+from fp4convert.progress import count_text, duration_text, size_text
 from fp4convert.report.text import Document, adapter_text, fake_quantized_text, fidelity_text
 
 
@@ -153,7 +153,7 @@ def draw_merged(screen: Screen, merged: Document) -> None:
     screen.unwrapped(merged["output"], "bold")
     made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
     size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
-    count = f"{merged['shards']} shard{'s' if merged['shards'] != 1 else ''}"
+    count = count_text(merged["shards"], "shard")
     screen.line(f"  {count} merged ({made}), {size}, in {seconds}")
     _draw_fidelity(screen, merged)
     screen.line(f"  digest {merged['digest']}")

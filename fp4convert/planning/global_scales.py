@@ -25,6 +25,7 @@ from fp4convert.numerics.codec import global_scale_of
 from fp4convert.numerics.formats import NVFP4, Format, Kind, global_range
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.method_needs import FOLDING
+from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import ScaleGroup, Target
 from fp4convert.storage.json_text import read_text_file
 from fp4convert.storage.open import open_source
@@ -270,7 +271,7 @@ def _check_groups(
 
 def _listed(names: list[str]) -> str:
     more = len(names) - SHOWN
-    count = f"{len(names)} module{'s' if len(names) > 1 else ''}"
+    count = count_text(len(names), "module")
     return f"{count}: {', '.join(names[:SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 

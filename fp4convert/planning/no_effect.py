@@ -13,6 +13,7 @@ from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import ChoiceError, InputError, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.steps import Idle, Plan, Step, module_of
+from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import compiled, matches
 from fp4convert.recipes.recipe import Recipe
@@ -91,7 +92,11 @@ def refuse_idle(found: Sequence[Sequence[Idle]]) -> None:
         return
     lines = tuple(
         f"{idle.asked} {idle.why}"
-        + (f"; did you mean {idle.better} ({_modules(idle.modules)})?" if idle.better else "")
+        + (
+            f"; did you mean {idle.better} ({count_text(idle.modules, 'module')})?"
+            if idle.better
+            else ""
+        )
         for idle in everywhere
     )
     better = [idle.better for idle in everywhere if idle.better]
@@ -127,10 +132,6 @@ def _better(pattern: str, modules: Collection[str], is_itself: bool = False) -> 
             continue
         if one.strip("*.") and any(matches(one, module) for module in modules):
             yield one
-
-
-def _modules(count: int) -> str:
-    return "1 module" if count == 1 else f"{count:,} modules"
 
 
 def refuse_empty(source: str, plans: Sequence[Plan]) -> None:

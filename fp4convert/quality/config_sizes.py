@@ -51,7 +51,8 @@ class _Numbers(NamedTuple):
 
 def is_plain_decoder(config: Mapping[str, object]) -> bool:
     """Tell whether a config is whole, and of layers that differ by mlp alone."""
-    return str(config.get("model_type")) in DECODERS and config.keys() >= WHOLE
+    is_known = str(config.get("model_type")) in DECODERS and "auto_map" not in config
+    return is_known and config.keys() >= WHOLE
 
 
 def find_odd_sizes(

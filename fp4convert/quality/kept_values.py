@@ -62,7 +62,7 @@ def _check_finite(
         detail = f"it was kept with {bad} values that are NaN or Inf"
         is_fatal = has_nan and len(ref.shape) == 1 and not has_source
         if is_fatal:
-            detail += ": a norm or a bias with NaN makes NaN of all that follows"
+            detail += ": a norm, a bias or another vector with NaN makes NaN of what follows"
         yield Finding("error" if is_fatal else "warning", "kept-not-finite", ref.name, detail)
 
 

@@ -24,8 +24,8 @@ UNEVEN_LAYERS = "block_configs"
 TIED = "tie_word_embeddings"
 HEADS = frozenset(
     {
-        *("lm_head", "audio_lm_head", "embed_out", "output_layer", "output_projection"),
-        *("output", "head", "proj_out"),
+        *("lm_head", "lm_heads", "audio_lm_head", "codec_head", "embed_out", "output_layer"),
+        *("output_projection", "output", "head", "proj_out"),
     }
 )
 GENERATING = ("ForCausalLM", "ForConditionalGeneration")  # classes with a head
@@ -110,29 +110,48 @@ def _missing_parts(
     is_plain = is_plain_decoder(config)
     for stack, layers in stacks.items():
         if is_plain and stack in DECODER_STACKS:
-            yield from _missing_in_decoder(stack, layers, modules)
+            yield from _missing_in_decoder(stack, layers, config)
+            yield from _missing_norm(stack, layers, config, modules)
         else:
             yield from _missing_in_one(stack, layers)
 
 
-def _missing_in_decoder(stack: str, layers: _Parts, modules: Collection[str]) -> Iterator[_Lost]:
-    """Find what layers of a plain decoder lack, and the norm behind them.
+def _missing_in_decoder(
+    stack: str, layers: _Parts, config: Mapping[str, object]
+) -> Iterator[_Lost]:
+    """Find what layers of a plain decoder lack.
 
     All have the same norms and the same attention, and those with one kind of mlp all of its parts
-    (transformers' own models; tests/quality/test_missing_parts.py asks them).
+    (transformers' own models; tests/quality/test_missing_parts.py asks them). What only few layers
+    have is theirs: a buffer, an adapter. Layers beyond the count draft tokens.
     """
-    parts = set[str]().union(*layers.values())
-    common = {part for part in parts if not MAY_DIFFER.search(part)}
-    kinds = {frozenset(own - common) for own in layers.values()}
-    for number, own in sorted(layers.items()):
-        mlp = own - common
-        whole = max((kind for kind in kinds if mlp and mlp < kind), key=len, default=mlp)
+    count = config[LAYER_COUNTS[0]]
+    layers = {at: own for at, own in layers.items() if type(count) is int and at < count}
+    counts = Counter(part for own in layers.values() for part in own)
+    parents = {part.rpartition(".")[0] for part in counts}  # which may hold parameters in a few
+    common = {
+        part
+        for part, found in counts.items()
+        if 2 * found >= len(layers) and part not in parents and not MAY_DIFFER.search(part)
+    }
+    of_mlp = {at: frozenset(filter(MAY_DIFFER.search, own)) for at, own in layers.items()}
+    kinds = Counter(of_mlp.values())
+    for at, own in sorted(layers.items()):
+        mlp = of_mlp[at]
+        wholes = [kind for kind in kinds if mlp and mlp < kind and kinds[kind] >= kinds[mlp]]
+        whole = max(wholes, key=len, default=mlp)
         for part in sorted(common - own | whole - mlp):
-            yield f"{stack}.{number}.{part}", "it is missing, and other layers have one"
-    above = stack.removesuffix("layers")
-    if any("norm" in part for part in parts) and not FINAL_NORMS & {
-        module[len(above) :] for module in modules if module.startswith(above)
-    }:
+            yield f"{stack}.{at}.{part}", "it is missing, and other layers have one"
+
+
+def _missing_norm(
+    stack: str, layers: _Parts, config: Mapping[str, object], modules: Collection[str]
+) -> Iterator[_Lost]:
+    """Find whether a plain decoder that generates lacks its last norm."""
+    name, above = _class_of(config), stack.removesuffix("layers")
+    beside = {module[len(above) :] for module in modules if module.startswith(above)}
+    has_norms = any("norm" in part for own in layers.values() for part in own)
+    if has_norms and not beside & FINAL_NORMS and (not name or name.endswith(GENERATING)):
         yield f"{above}norm", "the norm behind the last layer is missing"
 
 
@@ -150,7 +169,7 @@ def _missing_in_one(stack: str, layers: _Parts) -> Iterator[_Lost]:
         if own < common and number not in ends
         for part in common - own
     ]
-    if len(fewer) != 1 or count < FEWEST_ALIKE:
+    if len(fewer) != 1 or count < FEWEST_ALIKE or len(common) < FEWEST_PARTS:
         return
     number, part = fewer[0]
     # Not a parameter that a module with others in it has in some layers.
@@ -180,14 +199,20 @@ def _missing_experts(
 
 def _missing_head(modules: Collection[str], config: Mapping[str, object]) -> Iterator[_Lost]:
     ties = [one[TIED] for one in configs_in(config) if TIED in one]
-    classes = config.get("architectures")
-    name = classes[0] if isinstance(classes, list) and classes else None
-    if not ties or any(ties) or not (isinstance(name, str) and name.endswith(GENERATING)):
+    name = _class_of(config)
+    if not ties or any(ties) or not name.endswith(GENERATING):
         return
     if is_draft_head(modules):  # engines lend it that of its model
         return
     if not any(HEADS.intersection(module.rsplit(".", 2)[-2:]) for module in modules):
         yield "lm_head", f"lm_head is missing; {name} has one that is not tied to the embedding"
+
+
+def _class_of(config: Mapping[str, object]) -> str:
+    """Return the name of the model's class; "" where config.json has none."""
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
+    return name if isinstance(name, str) else ""
 
 
 def _split_at_number(module: str) -> tuple[str, int, str]:

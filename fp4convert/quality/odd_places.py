@@ -8,12 +8,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Power of the errors of a row, by its own: other values have about 2, zeros 1; GPTQ on 40 samples
-# of text left 0.5 at most.
+from fp4convert.progress import count_text
+
+# Power of the errors of a row, by its own: other values have about 2, zeros 1; rounding left 0.06,
+# and GPTQ on 40 samples of text 0.5 at most.
 DIFFERENT_ROW = 0.9
 # Of a block, by its own and by the mean of its row's blocks: GPTQ left 4 at most.
 DIFFERENT_BLOCK = 16.0
-# Power of a block by that mean, from which no rule rounds all of it to zeros.
+PLACED = 5.0  # times these limits, where GPTQ is known to have placed errors for outputs' sake
+# Power of a block by that mean, from which no rule rounds all of it to zeros: its largest value
+# decides its scale.
 NEVER_ZERO = 0.25
 # Share of a row's blocks up to which they are told as blocks, and above as a row.
 FEW = 0.25
@@ -26,19 +30,21 @@ Doubles = NDArray[np.float64]
 class OddPlaces:
     """Rows and blocks that are not the source's, gathered panel by panel.
 
-    columns  of the tensor
-    width    elements of a block; `columns` where it has none
+    columns    of the tensor
+    width      elements that share a scale; `columns` where it has no blocks
+    is_placed  GPTQ made it
 
     signal, noise  power of all values of the source so far, and of what the artifact's differ by
     """
 
-    def __init__(self, columns: int, width: int) -> None:
+    def __init__(self, columns: int, width: int, is_placed: bool = False) -> None:
+        self._slack = PLACED if is_placed else 1.0
         self.signal = self.noise = 0.0
         self._columns, self._width = columns, width
         self._largest = 0.0  # mean power of the values of a block
-        self._rows: list[tuple[int, float]] = []  # that differ, and by which power
-        self._block: tuple[int, int] | None = None  # row and column of the first that differs
-        self._blocks = 0  # that differ
+        # What differs: row, first column (of blocks alone), and by which mean power.
+        self._rows: list[tuple[int, float]] = []
+        self._blocks: list[tuple[int, int, float]] = []
 
     def add(self, first_row: int, x: Doubles, difference: Doubles) -> None:
         """Look at whole rows.
@@ -58,35 +64,32 @@ class OddPlaces:
         self._largest = max(self._largest, float(signal.max()) / self._width)
         # 1. Blocks: far from the source's, or zeros in the place of ordinary values.
         mean = of_rows[:, None] / signal.shape[1]
+        most = self._slack * DIFFERENT_ROW * of_rows
         is_lost = (noise == signal) & (signal > NEVER_ZERO * mean)
-        is_odd = (noise > DIFFERENT_BLOCK * np.maximum(signal, mean)) | is_lost
+        is_odd = (noise > self._slack * DIFFERENT_BLOCK * np.maximum(signal, mean)) | is_lost
         # 2. Rows, unless a few such blocks are all that is wrong with one.
         others = wrong - np.where(is_odd, noise, 0).sum(axis=1)
-        is_odd_row = (wrong > DIFFERENT_ROW * of_rows) & (
-            (is_odd.mean(axis=1) > FEW) | (others > DIFFERENT_ROW * of_rows)
-        )
+        is_odd_row = (wrong > most) & ((is_odd.mean(axis=1) > FEW) | (others > most))
         self._rows += [
-            (first_row + int(row), float(wrong[row])) for row in np.flatnonzero(is_odd_row)
+            (first_row + int(row), float(wrong[row]) / self._columns)
+            for row in np.flatnonzero(is_odd_row)
         ]
         is_odd[is_odd_row] = False
-        if is_odd.any():
-            row, block = (int(index) for index in np.argwhere(is_odd)[0])
-            self._block = self._block or (first_row + row, block * self._width)
-            self._blocks += int(np.count_nonzero(is_odd))
+        self._blocks += [
+            (first_row + int(row), int(block) * self._width, float(noise[row, block]) / self._width)
+            for row, block in np.argwhere(is_odd)
+        ]
 
     def describe(self) -> str:
         """Say which rows and blocks differ; "" where none does."""
-        faint = self._columns * self._largest * FAINT**2
-        rows = [row for row, noise in self._rows if noise > faint]
+        faint = self._largest * FAINT**2
+        rows = [row for row, power in self._rows if power > faint]
+        blocks = [(row, column) for row, column, power in self._blocks if power > faint]
         parts = []
         if rows:
-            parts.append(f"{_count(len(rows), 'row')} (the first is row {rows[0]})")
-        if self._block:
-            row, column = self._block
+            parts.append(f"{count_text(len(rows), 'row')} (the first is row {rows[0]})")
+        if blocks:
+            row, column = blocks[0]
             where = f"the first in row {row} from column {column}"
-            parts.append(f"{_count(self._blocks, 'block')} of {self._width} values ({where})")
+            parts.append(f"{count_text(len(blocks), 'block')} of {self._width} values ({where})")
         return " and ".join(parts)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -133,7 +133,7 @@ def measure(
     counts = np.zeros(0 if coded is None else CODES, np.int64)
     max_abs = output = 0.0
     width = coded.format.block_size if coded else weights.shape[1]
-    places = OddPlaces(weights.shape[1], width)
+    places = OddPlaces(weights.shape[1], width, artifact.record.get("method") == "gptq")
     answered = answered_wrongly = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for panel in row_panels(weights.shape, MEASURED_ELEMENTS):

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from fp4convert.progress import count_text
 from fp4convert.recipes.options import KEEP, SAME
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import PREDICTION, Recipe
@@ -44,7 +45,7 @@ class DraftFormat(NamedTuple):
         if not self.body:
             return f"{self.modules[0]!r}, which joins the inputs of a draft head, is {self.word}"
         count = len(self.modules)
-        what = "1 module" if count == 1 else f"{count:,} modules"
+        what = count_text(count, "module")
         own, body = (word or "not quantized" for word in (self.word, self.body))
         return (
             f"{what} of layers that draft tokens, the first {self.modules[0]!r},"

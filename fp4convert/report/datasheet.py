@@ -29,7 +29,7 @@ from fp4convert.checkpoint.module_names import (
 )
 from fp4convert.numerics.codec import decode_e2m1
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.progress import size_text
+from fp4convert.progress import count_text, size_text
 from fp4convert.quality.checks import choose_modules
 from fp4convert.quality.inspection import inspect
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales, read_group_scales
@@ -119,11 +119,7 @@ def make_datasheet(
 def count_levels(findings: Sequence[Mapping[str, Any]]) -> str:
     """Count errors and warnings, behind a colon; "" where there are none."""
     levels = Counter(finding["level"] for finding in findings)
-    counts = [
-        f"{levels[level]} {level}{'s' if levels[level] > 1 else ''}"
-        for level in ("error", "warning")
-        if levels[level]
-    ]
+    counts = [count_text(levels[level], level) for level in ("error", "warning") if levels[level]]
     return f": {', '.join(counts)}" if counts else ""
 
 

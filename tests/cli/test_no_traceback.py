@@ -198,6 +198,28 @@ def test_a_disk_that_fails_where_nobody_looked_for_it(here, monkeypatch):
         assert (done.code, f"error[cannot-read]: {words}" in done.err) == (5, True)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 2500], ids=["name", "path"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("attest", "q", "--key", "{}"),
+        ("attest", "{}"),
+        ("evaluate", "q", "--source", "m", "--text", "{}"),
+        ("quantize", "{}", "--format", "nvfp4"),
+        ("quantize", "m", "--format", "nvfp4", "-o", "{}"),
+        ("reproduce", "{}"),
+        ("inspect", "{}"),
+        ("verify", "q", "--sarif", "{}.sarif"),
+        ("verify", "q", "--report", "{}.html"),
+    ],
+    ids=" ".join,
+)
+def test_names_that_no_disk_allows(words, name, here):
+    done = ended(*(word.format(name) for word in words))
+    assert done.code in (2, 5)
+    assert len(done.err) < 12_000
+
+
 SECRETS = "hf_AbCdEfGhIjKlMnOpQrStUvWx", "https://me:secretpassword@huggingface.co/me/q"
 
 

@@ -222,15 +222,38 @@ def test_a_few_rows_or_blocks_are_seen_by_verify_without_hashes(
     assert errors[0].detail == f"its values are the source's, but for {words}"
 
 
-def test_rows_that_no_block_scale_holds_are_the_source_s(tmp_path):
-    """FP8 has no scale for values 2^-30 of the largest: they become zeros, as they must."""
-    x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
-    x[40:] *= 2.0**-30
-    tensors = {"x.o_proj.weight": ("F32", x.shape, x.tobytes())}
-    source = write_single(tmp_path / "source", tensors)
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
-    assert not np.any(read_values(tmp_path / "out", tmp_path / "plain")[40:])
-    assert run("verify", tmp_path / "out", "--source", source).code == 0
+def faint_rows(scale: float) -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
+    x[3] *= scale
+    return x
+
+
+def loud_columns() -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((256, 1024)).astype(np.float32)
+    x[:, [5, 300, 700]] *= 30
+    return x
+
+
+def loud_values() -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((4, 4096)).astype(np.float32)
+    x[1, 7] = 60
+    return x
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8", "mxfp8"])
+@pytest.mark.parametrize(
+    "x",
+    [faint_rows(2.0**-30), faint_rows(2.0**-21), loud_columns(), loud_values()],
+    ids=["zeros", "nearly-zeros", "columns", "values"],
+)
+def test_odd_weights_are_their_own(x, format, tmp_path):
+    """Of faint rows FP8 holds no scale, or one that is far off; beside a loud value others become
+    zeros.
+    """
+    source = write_single(tmp_path / "source", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())})
+    assert run("quantize", source, "--format", format, "-o", tmp_path / "out").code == 0
+    done = run("verify", tmp_path / "out", "--source", source)
+    assert done.code == 0, done.out
 
 
 def test_a_layout_on_which_statistics_say_nothing(tmp_path):

@@ -18,12 +18,19 @@ LLAMA = {
     "num_hidden_layers": 3,
     "tie_word_embeddings": False,
 }
+PLAIN = {**LLAMA, **dict.fromkeys(WHOLE, 64), "num_hidden_layers": 4}
 MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 3}
 NINES = "9" * 5000  # longer than Python reads as a number
 
 
 def layers(*numbers, stack="model.layers"):
     return {f"{stack}.{number}.{part}" for number in numbers for part in ("attn", "mlp", "norm")}
+
+
+def decoder(count):
+    parts = ("input_layernorm", "self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
+    modules = {f"model.layers.{at}.{part}" for at in range(count) for part in parts}
+    return modules | {"model.norm", "lm_head"}
 
 
 def experts(*numbers, layer=0, leaves="gate up down"):
@@ -102,6 +109,23 @@ def test_a_head_of_its_own(name):
             | {"output", "output_norm"},
             {**LLAMA, **dict.fromkeys(WHOLE, 3)},
         ),
+        # DPT: one of four has the size that is wanted, and resizes nothing.
+        (
+            {f"neck.stage.layers.{at}.{part}" for at in range(4) for part in ("project", "resize")}
+            - {"neck.stage.layers.2.resize"},
+            {"model_type": "dpt"},
+        ),
+        ({"model.layers.0.self_attn.q_proj", "lm_heads.0", "lm_heads.1"}, LLAMA | {"n_layer": 1}),
+        # A decoder of which one layer has more than others: buffers, an adapter, drafts.
+        (decoder(4) | {"model.layers.0.self_attn.rotary_emb"}, PLAIN),
+        (decoder(4) | {"model.layers.1.self_attn"}, PLAIN),
+        (decoder(4) | {"model.layers.1.mlp.up_proj.lora_A"}, PLAIN),
+        (decoder(4) | {"model.layers.4.eh_proj", "model.layers.4.enorm"}, PLAIN),
+        (decoder(4) - {"model.norm"}, PLAIN | {"architectures": ["LlamaModel"]}),
+        (
+            decoder(4) - {"model.layers.2.input_layernorm", "model.layers.2.self_attn.q_proj"},
+            PLAIN | {"auto_map": {}},
+        ),
         # An encoder and a decoder that counts differ for.
         (layers(0, 1, stack="encoder.layers") | layers(0, stack="decoder.layers"), {"n_layers": 2}),
     ],
@@ -122,6 +146,13 @@ def test_a_plain_decoder_lacks_no_norm_and_no_projection(model_type):
     assert len(needed) > 5
     for module in needed:
         assert missing(modules - {module}, config) in ([module], ["model.norm"]), module
+
+
+@pytest.mark.parametrize(
+    "lost", ["model.layers.0.input_layernorm", "model.layers.3.mlp.up_proj", "model.norm"]
+)
+def test_the_ends_of_a_plain_decoder_are_judged(lost):
+    assert missing(decoder(4) - {lost}, PLAIN) == [lost]
 
 
 def test_a_stump_of_a_layer_hides_no_other():
