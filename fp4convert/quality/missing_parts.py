@@ -31,6 +31,7 @@ HEADS = frozenset(
 GENERATING = ("ForCausalLM", "ForConditionalGeneration")  # classes with a head
 # Of a plain decoder: how its layers are named, and the norm behind them.
 DECODER_STACKS, FINAL_NORMS = ("layers", "model.layers"), frozenset({"norm", "final_layernorm"})
+MIXTURE = EXPERTS.removesuffix(".")  # how the part ends that all experts are together
 MAY_DIFFER = re.compile(r"(mlp|moe|experts)\b")  # from one of its layers to the next
 FEWEST_PARTS = 3  # of most layers, by which they are told from other numbered parts
 FEWEST_ALIKE = 3  # layers from which a single other one is told
@@ -59,7 +60,7 @@ def find_missing(
                 mixtures[mixture].setdefault(int(expert), set()).add(projection)
         stack, layer, part = split_mixture(mixture) if inside else ("", -1, "")
         if layer >= 0:
-            part += EXPERTS.removesuffix(".")
+            part += MIXTURE
         else:
             stack, layer, part = _split_at_number(module)
         if layer >= 0 and stack.rpartition(".")[2] in STACKS:
