@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
 from typing import Any
 
 MOST_LAYERS = 4
@@ -42,3 +45,29 @@ def _shorten(config: Any) -> None:
             setattr(config, key, min(getattr(config, key), MOST_LAYERS))
     if isinstance(getattr(config, "layer_types", None), list):
         config.layer_types = config.layer_types[:MOST_LAYERS]
+
+
+def model_classes() -> Iterator[type]:
+    """Every class of transformers that is a model with a config of its own."""
+    from transformers import PreTrainedModel, models
+
+    for found in pkgutil.iter_modules(models.__path__):
+        name = f"{models.__name__}.{found.name}.modeling_{found.name}"
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # it has another name, or wants a package
+            continue
+        for made in vars(module).values():
+            is_model = isinstance(made, type) and issubclass(made, PreTrainedModel)
+            if is_model and made.__module__ == name and getattr(made, "config_class", None):
+                yield made
+
+
+def default_model(of: Any) -> Any:
+    """The model of a class and its default config."""
+    import torch
+
+    config = of.config_class()
+    _shorten(config)
+    with torch.device("meta"):
+        return of(config)
