@@ -142,7 +142,7 @@ def plan_quantize(
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
     idle = (*find_idle(recipe, checkpoint, linears), *idle_keep_dtype(recipe, tasks))
-    ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
+    ignored = _ignore(kept, asked, verdicts, recipe)
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = sum(matches_any(recipe.exclude, module) for module in verdicts)
     return Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
@@ -179,6 +179,17 @@ def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
         for module, verdict in verdicts.items()
         if verdict.is_made and (verdict.stays or recipe.is_asked_for(module))
     ]
+
+
+def _ignore(
+    kept: Sequence[str], asked: Iterable[str], verdicts: Mapping[str, Verdict], recipe: Recipe
+) -> Ignored:
+    """Say which modules records ignore: no pattern fits a quantized one.
+
+    A pattern of a rule may fit what the rule makes an exception of.
+    """
+    made = recipe.pick_doubtful([module for module in verdicts if verdicts[module].is_made])
+    return Ignored(tuple(kept), recipe.patterns_to_declare(kept, [*asked, *made]))
 
 
 class _StepMaker:

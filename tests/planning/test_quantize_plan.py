@@ -26,6 +26,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.planning.quantize_plan import plan_quantize
 from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.patterns import matches
 from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.storage.open import open_source
 
@@ -407,3 +408,15 @@ def test_one_chosen_file_is_planned_alone(tmp_path):
     assert [(task.sources, [shard.file for shard in task.shards]) for task in plan.tasks] == [
         ((SECOND,), [SECOND])
     ]
+
+
+def test_a_pattern_that_a_rule_makes_exceptions_of_ignores_no_quantized_module(tmp_path):
+    """`*.gate` names routers; matrices of blocks of Krea 2, which are none, are quantized."""
+    large, router = "transformer_blocks.0.ff.gate", "model.layers.0.mlp.gate"
+    tensors = {f"{module}.weight": weight(1) for module in (large, router)}
+    source, out = write(tmp_path / "m", tensors), tmp_path / "q"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert router in ignored
+    assert not any(matches(pattern, large) for pattern in ignored)
+    assert run("inspect", out).code == 0
