@@ -143,6 +143,8 @@ def _read_report(source: Source) -> Recorded:
         keys = ("sqnr_db_min", "sqnr_db_mean", "nmse")
         summary: dict[str, Any] = {key: _number(found[key]) for key in keys}
         summary["worst"] = None if found["worst"] is None else str(found["worst"])
+        if len({summary[key] is None for key in ("sqnr_db_min", "sqnr_db_mean", "worst")}) > 1:
+            raise ValueError("a mean without a least, or without the tensor that has it")
         entries = []
         for entry in document["tensors"]:
             histogram = tuple(int(count) for count in entry["histogram"] or ())

@@ -182,14 +182,15 @@ def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
 
 
 def _ignore(
-    kept: Sequence[str], asked: Iterable[str], verdicts: Mapping[str, Verdict], recipe: Recipe
+    kept: Iterable[str], asked: Iterable[str], verdicts: Mapping[str, Verdict], recipe: Recipe
 ) -> Ignored:
     """Say which modules records ignore: no pattern fits a quantized one.
 
     A pattern of a rule may fit what the rule makes an exception of.
     """
     made = recipe.pick_doubtful([module for module in verdicts if verdicts[module].is_made])
-    return Ignored(tuple(kept), recipe.patterns_to_declare(kept, [*asked, *made]))
+    stays = tuple(kept)
+    return Ignored(stays, recipe.patterns_to_declare(stays, [*asked, *made]))
 
 
 class _StepMaker:

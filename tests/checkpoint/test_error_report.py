@@ -337,8 +337,10 @@ def test_a_report_that_is_none_is_found(source: Path, tmp_path: Path) -> None:
         "tensors": [{key: value for key, value in whole["tensors"][0].items() if key != "mse"}],
     }
     short = {**whole, "tensors": [{**whole["tensors"][0], "histogram": [1, 2]}]}
+    no_least = {**whole, "summary": {**whole["summary"], "sqnr_db_min": None}}
     for text in (
         b"",
+        json.dumps(no_least).encode(),
         b"{",
         b"[]",
         b"7",
