@@ -205,10 +205,7 @@ ONE_BY_ONE = (
         V4_EXPERTS,
         published=unprefixed,
         runs="restored",
-        extra={
-            "mtp.0.e_proj.weight": (128, 128),
-            **{f"mtp.0.ffn.experts.{expert}.w1.weight": (64, 128) for expert in range(4)},
-        },
+        extra={"mtp.0.e_proj.weight": (128, 128)},
         beside="mtp.",
     ),
     Family(

@@ -73,7 +73,9 @@ NEWEST = (
             "model.layers.1.mlp.shared_experts.down_proj",
         ),
         runs="restored",
-        extra={"model.layers.2.mlp.experts.0.up_proj.weight": (48, 64)},
+        extra={
+            f"model.layers.2.mlp.experts.{expert}.up_proj.weight": (48, 64) for expert in range(4)
+        },
         beside="model.layers.2.",
     ),
     Family(
