@@ -332,9 +332,8 @@ def test_the_first_run_from_beginning_to_end(builds, tmp_path):
 def test_whole_conversions_are_of_a_checkpoint_that_is_one(tmp_path):
     """Two shards of a shape that is quick; the GPU's row says why there is none."""
     whole.write_checkpoint(tmp_path / "source", whole.LAYERS_PER_SHARD + 1, 128)
-    outcome = run(
-        "quantize", tmp_path / "source", "--format", "nvfp4", "-o", tmp_path / "o", "--json"
-    )
+    words = ("--format", "nvfp4", "--scale-rule", "mse", "-o", tmp_path / "o", "--json")
+    outcome = run("quantize", tmp_path / "source", *words)
     assert (outcome.code, outcome.json["tensors"]["quantized"]) == (0, 7 * 9)
     row = whole.convert(tmp_path / "source", tmp_path / "again", "nvfp4", "mse", ("cpu", 1))
     assert (row["rc"], row["digest"]) == (0, outcome.json["digest"])
