@@ -43,6 +43,7 @@ from fp4convert.recipes.engines import Preset, known_engines  # noqa: E402
 from fp4convert.recipes.toml_files import FAMILIES as INDEX  # noqa: E402
 from fp4convert.recipes.toml_files import known_file  # noqa: E402
 
+NO_ENGINE = "No engine is known to load it in four bits; the plan is that of `--format mxfp4`."
 PAGE = ROOT / "docs" / "gallery.md"
 HEAD = """# Recipes gallery
 
@@ -119,14 +120,14 @@ def section(family: Family) -> str:
         kind = config.get("_class_name") or config["model_type"]
         recipe = tomllib.loads(INDEX.read_text(encoding="utf-8")).get(kind, "default")
         plans = dict(_plans(family, source, recipe))
+        shown = [plan for *_, plan in plans.values()][:1] or [
+            fp4convert.preview_quantize(source, format="mxfp4", warn=lambda text: None)
+        ]
     about = known_file(recipe).about
     lines = [f"## {family.name}", "", f"`{kind}`, recipe `{recipe}`: {about}", ""]
-    lines += table(
-        ("engine", "command", "which is"),
-        [(engine, f"`{command}`", f"`{words}`") for engine, command, words, _ in plans.values()],
-    )
-    (*_, plan), *_ = plans.values()
-    lines += ["", *table(("modules", "count", "becomes", "why"), list(_rows(plan))), ""]
+    rows = [(engine, f"`{command}`", f"`{words}`") for engine, command, words, _ in plans.values()]
+    lines += table(("engine", "command", "which is"), rows) if rows else [NO_ENGINE]
+    lines += ["", *table(("modules", "count", "becomes", "why"), list(_rows(shown[0]))), ""]
     return "\n".join([*lines, *_sizes(family.name)])
 
 

@@ -244,7 +244,7 @@ SECRETS = "hf_AbCdEfGhIjKlMnOpQrStUvWx", "https://me:secretpassword@huggingface.
 def test_a_secret_in_a_wrong_place_is_not_repeated(words, secret, is_json, here, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     done = ended(*(word.format(secret) for word in words), *(["--json"] if is_json else []))
-    assert done.code in (2, 3)
+    assert done.code in (2, 3, 4)
     assert "AbCd" not in done.out + done.err
     assert "secretpassword" not in done.out + done.err
     assert not (here / "x").exists()
@@ -252,6 +252,7 @@ def test_a_secret_in_a_wrong_place_is_not_repeated(words, secret, is_json, here,
 
 def test_a_dry_run_refuses_a_push_as_the_run_does(here, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_TOKEN", SECRETS[0])
     words = (*COMMANDS["dry-run"][:-1], "-o", "x", "--push-to-hub", "me/q")
     for done in (ended(*words), ended(*words, "--dry-run")):
         assert (done.code, "error[offline]" in done.err) == (2, True)

@@ -305,7 +305,8 @@ def test_what_a_refusal_advises_is_accepted(name, engine, tmp_path):
             error = caught
         refused += 1
         words = error.next_step.partition("--")[2]
-        if error.code == "dialect-container" or not words:
+        is_other = error.code == "no-linears" and not error.next_step.startswith("Use --")
+        if error.code == "dialect-container" or is_other or not words:
             unadvised.append(given)
             continue
         words = shlex.split(words)
