@@ -148,7 +148,7 @@ def _find_refusal(error: BaseException | None) -> Fp4Error | None:
         if isinstance(error, OSError) and error.errno in (EIO, ESTALE):
             where = f"{error.filename}: its disk fails" if error.filename else "a disk fails"
             return OutputError("cannot-read", f"{where}: {error.strerror}")
-        error = error.__cause__ or error.__context__
+        error = error.__cause__  # an error of its own, while one is handled, is a bug
     return None
 
 

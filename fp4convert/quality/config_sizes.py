@@ -51,8 +51,7 @@ class _Numbers(NamedTuple):
 
 def is_plain_decoder(config: Mapping[str, object]) -> bool:
     """Tell whether a config is whole, and of layers that differ by mlp alone."""
-    is_known = str(config.get("model_type")) in DECODERS and "auto_map" not in config
-    return is_known and config.keys() >= WHOLE
+    return str(config.get("model_type")) in DECODERS and config.keys() >= WHOLE
 
 
 def find_odd_sizes(

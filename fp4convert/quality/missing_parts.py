@@ -108,7 +108,7 @@ def _missing_parts(
     """Find what a layer lacks that others have."""
     if any(UNEVEN_LAYERS in one for one in configs_in(config)) or is_draft_head(modules):
         return
-    is_plain = is_plain_decoder(config)
+    is_plain = is_plain_decoder(config) and "auto_map" not in config  # which is code of its own
     for stack, layers in stacks.items():
         if is_plain and stack in DECODER_STACKS:
             yield from _missing_in_decoder(stack, layers, config)
