@@ -148,12 +148,15 @@ def missing_nbytes(root: Path, manifest: Manifest) -> int:
 
 
 def needed_nbytes(root: Path, manifest: Manifest, settings: Settings) -> int:
-    """Count the bytes that a plan will still take of the disk at once."""
+    """Count the bytes that a plan will still take of the disk at once.
+
+    Shards of it that are there and may leave are among those at once.
+    """
     missing = missing_nbytes(root, manifest)
     if settings.elsewhere is None:
         return missing
     sizes = sorted(task.nbytes for task in manifest.tasks if task.may_leave)
-    return min(missing, manifest.nbytes - sum(sizes[: -settings.shards_at_once]))
+    return max(0, missing - sum(sizes[: -settings.shards_at_once]))
 
 
 def check_space(root: Path, manifest: Manifest, settings: Settings, more_nbytes: int) -> None:

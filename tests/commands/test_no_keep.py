@@ -301,6 +301,28 @@ def test_a_dry_run_says_what_the_disk_must_have(hub, tmp_path):
     assert 4_718_592 < bounded <= 7_000_000
 
 
+def test_shards_that_are_there_are_among_those_at_once(hub, tmp_path, monkeypatch):
+    """A disk that has room for two, and holds two, is large enough for the rest."""
+    hub.keeps_bytes = False
+    source, out = write_zeros(tmp_path / "m", count=6, rows=1024), tmp_path / "q"
+    digest, files = kept(source, tmp_path / "kept", hub)
+    assert quantize(source, "-o", out, "--shard-index", 0, "--num-shards", 3).code == 0
+    assert len(weights(out)) == 2
+    real = os.statvfs
+
+    def tight(path):
+        found = list(real(path))
+        found[4] = 1_000_000 // found[1]  # blocks that a user may take
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", tight)
+    with Size(out) as size:
+        outcome = quantize(source, "-o", out, *AWAY, "--disk", "0.01")
+    assert (outcome.code, outcome.json["digest"]) == (0, digest), outcome.out
+    assert oids(hub) == files
+    assert size.most <= 10_000_000
+
+
 def test_a_folder_whose_shards_have_left_says_where_they_are(hub, source, tmp_path):
     quantize(source, "-o", tmp_path / "q", *AWAY)
     for command in (("inspect",), ("verify", "--source", source), ("dequantize", "-o", "x")):
