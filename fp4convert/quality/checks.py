@@ -21,7 +21,7 @@ from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
-from fp4convert.progress import Phases
+from fp4convert.progress import Phases, count_text
 from fp4convert.quality.config_sizes import find_odd_sizes
 from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
@@ -229,8 +229,8 @@ def _check_beside(artifact: Artifact) -> Iterator[Finding]:
     beside = [file for file in checkpoint.left_out if "/" not in file and file.endswith(WEIGHTS)]
     if not beside:
         return
-    many = f"{len(beside)} files hold weights" if len(beside) > 1 else "1 file holds weights"
-    detail = f"{many} beside the model's, the first {beside[0]!r}: "
+    detail = f"{count_text(len(beside), 'file')} of weights beside the model's, the first "
+    detail += f"{beside[0]!r}: "
     if any(artifact.source.has_file(index) for index in INDEXES):
         detail += "engines leave out what the index does not name"
         yield Finding("warning", "weights-beside", None, detail)

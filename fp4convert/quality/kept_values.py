@@ -10,10 +10,12 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.errors import Finding
 from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.fp8_int import FP8_DTYPES
 from fp4convert.progress import Phases
 from fp4convert.storage.safetensors import TensorRef
 
 PART_NBYTES = 8 << 20  # of a tensor, held at once
+WITH_NAN = {**FLOAT_DTYPES, **FP8_DTYPES, "F64": np.dtype(np.float64)}
 
 
 def check_all_finite(artifact: Artifact, phases: Phases, has_source: bool) -> Iterator[Finding]:
@@ -43,7 +45,7 @@ def _find_kept(artifact: Artifact) -> list[TensorRef]:
     return [
         ref
         for ref in artifact.tensors.values()
-        if ref.name not in ours and ref.dtype in FLOAT_DTYPES
+        if ref.name not in ours and ref.dtype in WITH_NAN
     ]
 
 
@@ -53,7 +55,7 @@ def _check_finite(
     bad, has_nan = 0, False
     for part in split_bytes(ref):
         stored = artifact.source.read_range(ref, *part)
-        values = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype])
+        values = np.frombuffer(stored, WITH_NAN[ref.dtype])
         if own := int(np.count_nonzero(~np.isfinite(values))):
             bad, has_nan = bad + own, has_nan or bool(np.isnan(values).any())
         if phases:

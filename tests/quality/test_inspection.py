@@ -446,13 +446,19 @@ def test_weights_beside_an_index_are_left_out_by_engines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "shape", "level"),
-    [(np.nan, (64,), "error"), (np.inf, (64,), "warning"), (np.nan, (4, 16), None)],
+    ("kind", "stored", "shape", "level"),
+    [
+        ("F32", b"\0\0\xc0\x7f", (64,), "error"),  # NaN
+        ("F32", b"\0\0\x80\x7f", (64,), "warning"),  # Inf
+        ("F32", b"\0\0\xc0\x7f", (4, 16), None),
+        ("F64", b"\0\0\0\0\0\0\xf8\x7f", (64,), "error"),
+        ("F8_E4M3", b"\x7f", (64,), "error"),  # the one NaN that it has
+        ("F8_E5M2", b"\x7c", (64,), "warning"),  # Inf
+    ],
 )
-def test_what_is_not_finite_beside_the_layers(value, shape, level, tmp_path):
+def test_what_is_not_finite_beside_the_layers(kind, stored, shape, level, tmp_path):
     """Matrices are read by `verify`."""
-    values = np.full(shape, value, np.float32)
-    kept = ("F32", shape, values.tobytes())
+    kept = (kind, shape, stored * 64)
     source = write_single(tmp_path / "m", {"x.o_proj.weight": weight(1), "x.bias": kept})
     out = tmp_path / "q"
     assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
