@@ -2,7 +2,9 @@
 
 Such a part stands between `<!-- made: NAME -->` and `<!-- end -->`; the function of that name
 writes it.  After `<!-- measured: FILE, HEADING -->` stand the tables below that heading of
-benchmarks/results/FILE, and where they were measured.  The index of recipes is made here, too.
+benchmarks/results/FILE, and where they were measured.  After `<!-- figure: FILE, HEADING, ROW,
+COLUMN -->` stands one figure of such a table, by two digits; ROW is how its
+first cells begin, `A + B` of two.  The index of recipes is made here, too.
 
 python docs/tables.py            # prints the files that differ, exits 1 where one does
 python docs/tables.py --write    # replaces them
@@ -41,6 +43,7 @@ MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.D
 MEASURED = re.compile(
     r"(?<=<!-- measured: )([\w.-]+), ([^\n]+?)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL
 )
+FIGURE = re.compile(r"(?<=<!-- figure: )([^\n]+?) -->(.*?)(?=<!-- end -->)")
 RESULTS = DOCS.parent / "benchmarks" / "results"
 PACKAGE = DOCS.parent / "fp4convert"
 FLOORS = DOCS.parent / "tests" / "repository" / "test_architecture.py"  # has the table of floors
@@ -345,6 +348,22 @@ def measured(results: str, heading: str) -> Iterator[str]:
     yield part or next(line for line in lines if line and not line.startswith("#"))
 
 
+def figure(place: str) -> str:
+    """Take one figure of a table, by two digits: "cpu.md, Memory, 8 GB + mse, seconds" -> "11".
+
+    Raises  KeyError where there is no such row or column; ValueError where it is no figure
+    """
+    file, heading, row, column = place.split(", ")
+    lines = measured((RESULTS / file).read_text(encoding="utf-8"), heading)
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
+    first = row.split(" + ")
+    for cells in table:
+        if all(map(str.startswith, cells, first)):
+            number = float(cells[table[0].index(column)].replace(",", ""))
+            return f"{number:#.2g}".rstrip(".") if number < 100 else f"{number:,.0f}"
+    raise KeyError(place)
+
+
 def filled(text: str) -> str:
     """Return a page with every part made anew.
 
@@ -358,6 +377,7 @@ def filled(text: str) -> str:
         lines = measured((RESULTS / found[1]).read_text(encoding="utf-8"), found[2])
         return "".join((found[1], ", ", found[2], found[3], *(f"{line}\n" for line in lines)))
 
+    text = FIGURE.sub(lambda found: f"{found[1]} -->{figure(found[1])}", text)
     return MEASURED.sub(taken, MADE.sub(made, text))
 
 

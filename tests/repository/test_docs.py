@@ -9,7 +9,7 @@ from paths import ROOT
 
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
-from tables import MADE, PAGES, PARTS, families, filled, measured, offsets  # noqa: E402
+from tables import MADE, PAGES, PARTS, families, figure, filled, measured, offsets  # noqa: E402
 
 from fp4convert.numerics.scale_layouts import LAYOUTS  # noqa: E402
 from fp4convert.recipes.toml_files import FAMILIES  # noqa: E402
@@ -77,6 +77,36 @@ def test_measured_tables_are_those_below_their_heading() -> None:
     )
     with pytest.raises(KeyError):
         list(measured(RESULTS, "Third"))
+
+
+FIGURES = """# Speed
+
+Some processor.
+
+## Whole
+
+| cache | rule | s |
+| --- | --- | --- |
+| warm | amax | 2.96 |
+| warm | mse | 1,234.5 |
+| cold | mse (squares) | 61.2 |
+"""
+
+
+def test_a_figure_is_that_of_its_row_and_column(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tables.RESULTS", tmp_path)
+    (tmp_path / "a.md").write_text(FIGURES)
+    assert figure("a.md, Whole, warm, s") == "3.0"
+    assert figure("a.md, Whole, warm + mse, s") == "1,234"
+    assert figure("a.md, Whole, cold + mse, s") == "61"
+    assert filled("<!-- figure: a.md, Whole, cold, s -->9<!-- end --> s") == (
+        "<!-- figure: a.md, Whole, cold, s -->61<!-- end --> s"
+    )
+    for nowhere in ("a.md, Part, warm, s", "a.md, Whole, hot, s"):
+        with pytest.raises(KeyError):
+            figure(nowhere)
+    with pytest.raises(ValueError, match="ms"):
+        figure("a.md, Whole, warm, ms")
 
 
 def test_a_page_with_another_figure_than_the_results_is_found() -> None:
