@@ -25,7 +25,7 @@ from harness.processes import Cost, FailedError, TimeIsUpError, median_of, ratio
 from harness.sections import Row, Section
 
 GIGABYTES, PAIRS = 4.0, 5
-LIMIT = 420.0  # seconds
+LIMIT = 1100.0  # seconds; five pairs take as long
 LONGEST = 4  # times the limit, for one run
 BAR = 100  # times as fast as each
 SMALLEST, LARGEST = 0.25, 0.45  # of the source's bytes: what an artifact of four bits has

@@ -455,6 +455,19 @@ def block_steps(q: Quantized) -> Float32s:
         return scales * global_scale if q.kind == "multiplier" else scales / global_scale
 
 
+def nearest_values(x: NDArray[np.floating], q: Quantized) -> Float32s:
+    """Round values to the nearest codes under the block scales that q has.
+
+    x        (rows, columns) of q, or flat
+    Returns  the same shape; 0 where a scale is NaN
+    """
+    steps = block_steps(q)[:, None]
+    with np.errstate(all="ignore"):
+        quotients = np.nan_to_num(x.reshape(steps.size, -1).astype(np.float32) / steps)
+        values = decode_e2m1(encode_e2m1(quotients)) * steps
+    return np.where(np.isfinite(values), values, f32(0)).reshape(x.shape)
+
+
 def check_range(q: Quantized, dtype: str) -> None:
     """Raise NumericError where a value is beyond the range of `dtype`.
 

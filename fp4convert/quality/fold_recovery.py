@@ -21,16 +21,18 @@ from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Factors, Linear
 from fp4convert.checkpoint.encodings.corrected import biases_in_tiles
+from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.checkpoint.linears import Linears, linears_stored, originals_of
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import Finding
-from fp4convert.numerics.codec import as_floats, block_steps, decode_e2m1, dequantize, encode_e2m1
-from fp4convert.numerics.matrices import Blocks, row_panels
+from fp4convert.numerics.codec import Float32s, as_floats, dequantize, nearest_values
+from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
 from fp4convert.storage.source import Source
 
 EXCESS = 1.1  # of a column's noise over that of the nearest codes, which rounding chose
 UNSEEN = 1e-6  # of a column's power: what float32 may lose
 CERTAIN = 0.25  # how far from a power of two a row may be, in powers of two
+WORN = 0.1  # of a row's power that no factor explains; then its codes tell
 COMPARED_ELEMENTS = 1 << 20  # at once
 Doubles = NDArray[np.float64]
 
@@ -127,18 +129,37 @@ class _FactorFinder:
         coding = replace(folded, rows=None) if axis == 1 else replace(folded, columns=None)
         theirs = coding.weights(linear, source)
         ours = own.coding.weights(own, self._artifact.source)
-        power, common = np.zeros(linear.shape[1 - axis]), np.zeros(linear.shape[1 - axis])
+        power, made, common = (np.zeros(linear.shape[1 - axis]) for _ in range(3))
         for panel in row_panels(linear.shape, COMPARED_ELEMENTS):
             x = as_floats(theirs.rows(*panel)).astype(np.float64)
             y = as_floats(ours.rows(*panel)).astype(np.float64)
             place = slice(*panel) if axis == 1 else slice(None)
             power[place] += (x * x).sum(axis=axis)
+            made[place] += (y * y).sum(axis=axis)
             common[place] += (x * y).sum(axis=axis)
         with np.errstate(all="ignore"):
-            exponents = np.log2(common / power)
+            # By what is there: however much was rounded to zero, the rest says the same.
+            exponents = np.log2(made / common)
             is_near = np.abs(exponents - np.rint(exponents)) < CERTAIN
             found: Doubles = np.where(is_near, np.exp2(np.rint(exponents)), np.nan)
+            is_worn = ~is_near | (1 - common * common / (power * made) > WORN)
+        if axis == 1 and isinstance(own.coding, FourBit):
+            blocks = self._artifact.decode(linear.module)
+            for row in map(int, np.flatnonzero(is_worn & np.isfinite(exponents))):
+                weights = as_floats(theirs.rows(row, row + 1))
+                found[row] = _choose_power(weights, blocks.rows(row, row + 1), exponents[row])
         return found
+
+
+def _choose_power(x: Float32s, q: Quantized, exponent: float) -> float:
+    """Choose the power of two under which x is nearest to the codes of q.
+
+    exponent  near the one that is right
+    """
+    powers = np.exp2(np.rint(exponent) + np.arange(-2, 3)).astype(np.float32)
+    values = dequantize(q)
+    noises = [np.square(values - nearest_values(x * power, q)).sum() for power in powers]
+    return float(powers[int(np.argmin(noises))])
 
 
 def check_vector(artifact: Artifact, linear: Linear, source: Source) -> Finding | None:
@@ -174,12 +195,9 @@ def check_columns(
     signal, noise, least = (np.zeros(blocks.shape[1]) for _ in range(3))
     for panel in row_panels(blocks.shape, COMPARED_ELEMENTS):
         q, x = blocks.rows(*panel), as_floats(weights.rows(*panel))
-        steps = block_steps(q).reshape(len(x), -1, 1)
         with np.errstate(all="ignore"):
-            q_values = np.nan_to_num(x.reshape(len(x), -1, q.format.block_size) / steps)
-            nearest = (decode_e2m1(encode_e2m1(q_values)) * steps).reshape(x.shape)
             noise += np.square(x - dequantize(q), dtype=np.float64).sum(axis=0)
-            least += np.square(x - nearest, dtype=np.float64).sum(axis=0)
+            least += np.square(x - nearest_values(x, q), dtype=np.float64).sum(axis=0)
             signal += np.square(x, dtype=np.float64).sum(axis=0)
     odd = ~(noise <= EXCESS * least + UNSEEN * signal)
     if count := int(np.count_nonzero(odd)):

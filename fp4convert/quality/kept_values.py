@@ -43,9 +43,7 @@ def check_vectors_finite(artifact: Artifact, has_source: bool) -> Iterator[Findi
 def _find_kept(artifact: Artifact) -> list[TensorRef]:
     ours = own_names(artifact)
     return [
-        ref
-        for ref in artifact.tensors.values()
-        if ref.name not in ours and ref.dtype in WITH_NAN
+        ref for ref in artifact.tensors.values() if ref.name not in ours and ref.dtype in WITH_NAN
     ]
 
 

@@ -18,13 +18,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.corrected import Residual
 from fp4convert.errors import Finding, InputError
-from fp4convert.numerics.codec import (
-    FLOAT_DTYPES,
-    block_steps,
-    decode_e2m1,
-    dequantize,
-    encode_e2m1,
-)
+from fp4convert.numerics.codec import FLOAT_DTYPES, dequantize, nearest_values
 from fp4convert.numerics.matrices import Blocks, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales, swap_nibbles
 from fp4convert.progress import Phases
@@ -195,11 +189,7 @@ def _fit(x: Doubles, rows: Quantized, slack: float) -> _Fit:
     is_off = abs(factor - 1) > slack * FACTOR_LIMIT or residual >= slack * RESIDUAL_LIMIT
     if is_off:
         # Not off where the nearest codes under the same scales leave nearly as much.
-        steps = block_steps(rows)[:, None]
-        with np.errstate(all="ignore"):
-            quotients = np.nan_to_num(x.reshape(steps.size, -1).astype(np.float32) / steps)
-            nearest = decode_e2m1(encode_e2m1(quotients)) * steps
-        nearest = np.where(np.isfinite(nearest), nearest, 0).ravel().astype(np.float64)
+        nearest = nearest_values(x, rows).astype(np.float64)
         least = dot(x - nearest, x - nearest)
         is_off = dot(x - y, x - y) > ROUNDING_EXCESS * least
     return _Fit(residual, factor, is_off)

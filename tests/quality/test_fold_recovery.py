@@ -13,6 +13,8 @@ import pytest
 from checkpoints import run
 from folded_llama import LAYER, calibrated, changed, doubled, made, write_source
 from folding_llama import TENSORS
+from made_up_inputs import calibrate, inputs_of
+from peft_models import make_llama
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,22 @@ def test_verify_and_inspect_know_the_artifact_for_what_it_is(artifact, source, t
     assert run("inspect", out, "--source", source, "--json").json["findings"] == []
     assert run("transcode", out, "-o", tmp_path / "there", "--dialect", "modelopt", "-q").code == 0
     report = run("verify", tmp_path / "there", "--source", source, "--json")
+    assert (report.code, report.json["findings"]) == (0, [])
+
+
+@pytest.mark.parametrize(("method", "seed"), [("awq", 6), ("smooth", 6), ("awq", 10)])
+def test_rows_are_told_where_outliers_leave_little_of_them(method, seed, tmp_path):
+    """A tenth of the inputs is 300 times the others: of what shares their blocks of MXFP4 much
+    is rounded to zero.
+    """
+    source, inputs = make_llama(tmp_path / "m"), {}
+    for module, x in inputs_of(source).items():
+        is_large = np.random.default_rng(seed).random(x.shape[1]) < 0.1
+        inputs[module] = (x * np.where(is_large, 300, 1)).astype(np.float32)
+    file = calibrate(tmp_path / "c.safetensors", source, "full", inputs)
+    words = ("--format", "mxfp4", "--method", method, "--calibration", file, "-o", tmp_path / "q")
+    assert run("quantize", source, *words, "-q").code == 0
+    report = run("verify", tmp_path / "q", "--source", source, "--json")
     assert (report.code, report.json["findings"]) == (0, [])
 
 
