@@ -14,6 +14,7 @@ REFUSALS = {  # of an engine that has no place for the family, and of its dialec
     *("engine-refuses", "dialect-container", "dialect-format", "dialect-module"),
     *("no-linears", "unmatched-pattern"),
 }
+NOWHERE = {"axk2"}  # families that no engine loads in four bits; the gallery says why
 
 
 @pytest.mark.sweep(36)
@@ -38,4 +39,4 @@ def test_what_is_made_for_an_engine_is_loaded_by_it(family: Family, tmp_path) ->
         assert named[engine] is True
         loaded.append(engine)
     is_transformer = "_class_name" in family.config  # of a pipeline of several files
-    assert bool(loaded) == (not is_transformer), loaded
+    assert bool(loaded) == (not is_transformer and family.name not in NOWHERE), loaded

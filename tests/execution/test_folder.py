@@ -340,7 +340,7 @@ def test_while_a_run_writes_no_other_plan_takes_its_folder(tmp_path):
     with start(
         "quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1", "--json"
     ) as first:
-        wait_until((out / STATE / "plan.json").exists, first)
+        wait_until((out / "part-1.safetensors").exists, first)  # one that begins is waited for
         first.send_signal(signal.SIGSTOP)
         try:
             for options in (
