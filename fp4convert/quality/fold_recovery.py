@@ -25,8 +25,8 @@ from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.checkpoint.linears import Linears, linears_stored, originals_of
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import Finding
-from fp4convert.numerics.codec import Float32s, as_floats, dequantize, nearest_values
-from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
+from fp4convert.numerics.codec import as_floats, dequantize, nearest_values
+from fp4convert.numerics.matrices import Blocks, Weights, row_panels
 from fp4convert.storage.source import Source
 
 EXCESS = 1.1  # of a column's noise over that of the nearest codes, which rounding chose
@@ -143,23 +143,43 @@ class _FactorFinder:
             is_near = np.abs(exponents - np.rint(exponents)) < CERTAIN
             found: Doubles = np.where(is_near, np.exp2(np.rint(exponents)), np.nan)
             is_worn = ~is_near | (1 - common * common / (power * made) > WORN)
-        if axis == 1 and isinstance(own.coding, FourBit):
+            is_worn &= np.isfinite(exponents)
+        if isinstance(own.coding, FourBit):
             blocks = self._artifact.decode(linear.module)
-            for row in map(int, np.flatnonzero(is_worn & np.isfinite(exponents))):
-                weights = as_floats(theirs.rows(row, row + 1))
-                found[row] = _choose_power(weights, blocks.rows(row, row + 1), exponents[row])
+            guess = np.rint(np.where(is_worn, exponents, 0))
+            if axis == 0 and is_worn.any():  # some of all rows say it
+                panel = next(iter(row_panels(linear.shape, COMPARED_ELEMENTS)))
+                settled = _choose_powers(theirs, blocks, panel, guess[None, :], axis)
+                found[is_worn] = settled[is_worn]
+            for row in map(int, np.flatnonzero(is_worn) if axis == 1 else ()):
+                own_guess, panel = guess[row : row + 1, None], (row, row + 1)
+                found[row] = _choose_powers(theirs, blocks, panel, own_guess, axis)[0]
         return found
 
 
-def _choose_power(x: Float32s, q: Quantized, exponent: float) -> float:
-    """Choose the power of two under which x is nearest to the codes of q.
+def _choose_powers(
+    weights: Weights, blocks: Blocks, rows: tuple[int, int], guess: Doubles, axis: int
+) -> Doubles:
+    """Choose powers of two under which weights are nearest to the codes.
 
-    exponent  near the one that is right
+    guess    exponents near the right ones, (rows, 1) or (1, columns)
+    axis     of the sums: 1 for rows, 0 for columns
+    Returns  of each row or column; NaN where two are as near
     """
-    powers = np.exp2(np.rint(exponent) + np.arange(-2, 3)).astype(np.float32)
-    values = dequantize(q)
-    noises = [np.square(values - nearest_values(x * power, q)).sum() for power in powers]
-    return float(powers[int(np.argmin(noises))])
+    q, x = blocks.rows(*rows), as_floats(weights.rows(*rows))
+    powers = np.exp2(guess + np.arange(-2, 3)[:, None, None]).astype(np.float32)
+    with np.errstate(all="ignore"):
+        values = dequantize(q)
+        noises = np.stack(
+            [
+                np.square(values - nearest_values(x * each, q), dtype=np.float64).sum(axis=axis)
+                for each in powers
+            ]
+        )
+    is_best = noises == noises.min(axis=0)
+    best = np.take_along_axis(powers.reshape(noises.shape), is_best.argmax(axis=0)[None], 0)[0]
+    found: Doubles = np.where(is_best.sum(axis=0) == 1, best, np.nan)
+    return found
 
 
 def check_vector(artifact: Artifact, linear: Linear, source: Source) -> Finding | None:

@@ -8,11 +8,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import run
+from checkpoints import run, values_of, write_single
 from folded_llama import LAYER, calibrated, changed, doubled, made, write_source
-from folding_llama import TENSORS
+from folding_llama import LLAMA, TENSORS
 from made_up_inputs import calibrate, inputs_of
 from peft_models import make_llama
 
@@ -52,6 +53,34 @@ def test_rows_are_told_where_outliers_leave_little_of_them(method, seed, tmp_pat
         inputs[module] = (x * np.where(is_large, 300, 1)).astype(np.float32)
     file = calibrate(tmp_path / "c.safetensors", source, "full", inputs)
     words = ("--format", "mxfp4", "--method", method, "--calibration", file, "-o", tmp_path / "q")
+    assert run("quantize", source, *words, "-q").code == 0
+    report = run("verify", tmp_path / "q", "--source", source, "--json")
+    assert (report.code, report.json["findings"]) == (0, [])
+
+
+def thinned(kind: str) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The tensors; rows of v_proj and up_proj are zero, tiny, or nearly empty."""
+    chance, found = np.random.default_rng(0), dict(TENSORS)
+    for name, tensor in TENSORS.items():
+        if "v_proj" in name or "up_proj" in name:
+            values = values_of(tensor).astype(np.float32)
+            if kind == "zero":
+                values[::3] = 0
+            elif kind == "tiny":
+                values[::2] *= 1e-6
+            else:
+                values *= chance.random(values.shape) < 0.05
+            found[name] = (*tensor[:2], values.astype(ml_dtypes.bfloat16).tobytes())
+    return found
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("method", ["awq", "smooth"])
+@pytest.mark.parametrize("kind", ["zero", "tiny", "thin"])
+def test_rows_of_which_little_is_there_are_told(kind, method, fmt, tmp_path):
+    source = write_single(tmp_path / "m", thinned(kind), LLAMA)
+    file = calibrated(source, tmp_path / "c.safetensors")
+    words = ("--format", fmt, "--method", method, "--calibration", file, "-o", tmp_path / "q")
     assert run("quantize", source, *words, "-q").code == 0
     report = run("verify", tmp_path / "q", "--source", source, "--json")
     assert (report.code, report.json["findings"]) == (0, [])
