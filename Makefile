@@ -43,7 +43,8 @@ fuzz: $(VENV)/test.stamp
 
 # Installs the tools (Debian's names; asks for root) and runs the tests that need them.
 system: $(VENV)/test.stamp .venv-space/space.stamp
-	apt-get install --yes --quiet chromium fonts-dejavu-core gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user strace
+	apt-get install --yes --quiet chromium fonts-dejavu-core gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user strace \
+		bochs bochs-sdl isolinux syslinux-common xorriso
 	$(PIP_INSTALL) cmake ziglang
 	$(BIN)/pytest -m system
 
