@@ -3,8 +3,8 @@
 Such a part stands between `<!-- made: NAME -->` and `<!-- end -->`; the function of that name
 writes it.  After `<!-- measured: FILE, HEADING -->` stand the tables below that heading of
 benchmarks/results/FILE, and where they were measured.  After `<!-- figure: FILE, HEADING, ROW,
-COLUMN -->` stands one figure of such a table, by two digits; ROW is how its
-first cells begin, `A + B` of two.  The index of recipes is made here, too.
+COLUMN -->` stands one figure of such a table; ROW is how its first cells begin, `A + B` of two.
+The index of recipes is made here, too.
 
 python docs/tables.py            # prints the files that differ, exits 1 where one does
 python docs/tables.py --write    # replaces them
@@ -349,9 +349,9 @@ def measured(results: str, heading: str) -> Iterator[str]:
 
 
 def figure(place: str) -> str:
-    """Take one figure of a table, by two digits: "cpu.md, Memory, 8 GB + mse, seconds" -> "11".
+    """Take one figure of a table: "cpu.md, Memory, 8 GB + mse, seconds" -> "10.5".
 
-    Raises  KeyError where there is no such row or column; ValueError where it is no figure
+    Raises  KeyError where there is no such row; ValueError where there is no such column
     """
     file, heading, row, column = place.split(", ")
     lines = measured((RESULTS / file).read_text(encoding="utf-8"), heading)
@@ -359,8 +359,7 @@ def figure(place: str) -> str:
     first = row.split(" + ")
     for cells in table:
         if all(map(str.startswith, cells, first)):
-            number = float(cells[table[0].index(column)].replace(",", ""))
-            return f"{number:#.2g}".rstrip(".") if number < 100 else f"{number:,.0f}"
+            return cells[table[0].index(column)]
     raise KeyError(place)
 
 

@@ -99,11 +99,11 @@ Some processor.
 def test_a_figure_is_that_of_its_row_and_column(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tables.RESULTS", tmp_path)
     (tmp_path / "a.md").write_text(FIGURES)
-    assert figure("a.md, Whole, warm, s") == "3.0"
-    assert figure("a.md, Whole, warm + mse, s") == "1,234"
-    assert figure("a.md, Whole, cold + mse, s") == "61"
+    assert figure("a.md, Whole, warm, s") == "2.96"
+    assert figure("a.md, Whole, warm + mse, s") == "1,234.5"
+    assert figure("a.md, Whole, cold + mse, s") == "61.2"
     assert filled("<!-- figure: a.md, Whole, cold, s -->9<!-- end --> s") == (
-        "<!-- figure: a.md, Whole, cold, s -->61<!-- end --> s"
+        "<!-- figure: a.md, Whole, cold, s -->61.2<!-- end --> s"
     )
     for nowhere in ("a.md, Part, warm, s", "a.md, Whole, hot, s"):
         with pytest.raises(KeyError):

@@ -48,6 +48,6 @@ if __name__ == "__main__":
     try:
         work()
     except BaseException:
-        traceback.print_exc()
+        say(error=traceback.format_exc())
     print("\nEND", flush=True)
     signal.pause()

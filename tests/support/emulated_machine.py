@@ -33,7 +33,7 @@ KERNEL = "linux-image-cloud-amd64"  # depends on the package that has it
 BOOT_FILES = "/usr/lib/ISOLINUX/isolinux.bin", "/usr/lib/syslinux/modules/bios/ldlinux.c32"
 LEFT_OUT = {"test", "tests", "site-packages", "__pycache__", "idlelib", "tkinter", "ensurepip"}
 GUEST = Path(__file__).with_name("emulated_guest.py")
-SITE, WORK, LAST = "/site", "/artifacts", "END"
+SITE, WORK, LAST, PANIC = "/site", "/artifacts", "END", b"Kernel panic"
 # Bochs' XSAVEC does not take the room that it says; without it Linux uses XSAVE.
 LINUX = "console=ttyS0 mitigations=off nokaslr clearcpuid=xsavec,xsaves,pku quiet"
 MACHINE = """\
@@ -60,7 +60,8 @@ def run_there(folder: Path, work: Path, seconds: float) -> Iterator[dict[str, ob
     """Run emulated_guest.py on what is in `work`; yield each of its answers.
 
     folder  for the image; it takes about as much as Python and `work`
-    Raises  TimeoutError after so many seconds, with the last that the machine said
+    Raises  RuntimeError, with the last that the machine said, where it ends, stops by a fault of
+            the kernel, or has taken so many seconds
     """
     _write_image(folder, work)
     (folder / "bochsrc").write_text(MACHINE.format(folder=folder))
@@ -83,8 +84,9 @@ def run_there(folder: Path, work: Path, seconds: float) -> Iterator[dict[str, ob
             if line.startswith("{"):
                 yield json.loads(line)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _lines(path: Path, process: subprocess.Popen[bytes], seconds: float) -> Iterator[str]:
@@ -96,8 +98,8 @@ def _lines(path: Path, process: subprocess.Popen[bytes], seconds: float) -> Iter
         for line in whole:
             read += len(line) + 1
             yield line.decode(errors="replace").strip()
-        if process.poll() is not None or time.monotonic() > ended:
-            raise TimeoutError(f"the machine's last words: {text[-2000:].decode(errors='replace')}")
+        if process.poll() is not None or PANIC in text or time.monotonic() > ended:
+            raise RuntimeError(f"the machine said last: {text[-2000:].decode(errors='replace')}")
         time.sleep(0.5)
 
 
