@@ -185,7 +185,7 @@ def known_engines() -> tuple[Engine, ...]:
 def _read_engine(key: str, table: dict[str, Any], models: dict[str, Any]) -> Engine:
     """Read its files; TypeError or ValueError for what none has."""
     if models:
-        names = frozenset(models.pop("names"))
+        names = frozenset(models.pop("names").split())
         table["models"] = ModelList(names=names, **_as_tuples(models))
     rows = tuple(map(_read_row, table.pop("row", ())))
     presets = tuple(Preset(**_as_tuples(preset)) for preset in table.pop("preset", ()))

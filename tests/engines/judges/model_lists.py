@@ -119,7 +119,8 @@ PACKAGES = {
 
 def written(engine: str) -> dict[str, Any]:
     """Return what the list of an engine says."""
-    return tomllib.loads((LISTS / f"{engine}.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads((LISTS / f"{engine}.toml").read_text(encoding="utf-8"))
+    return {**table, "names": table["names"].split()}
 
 
 def version_in(root: Path, package: str) -> str:
@@ -139,9 +140,9 @@ def text_of(engine: str, root: Path) -> str:
         f'source = "{package.folder} {version_in(root, package.folder)}, {package.file}"',
         f'by = "{package.by}"',
         *([f"endings = {json.dumps(endings)}"] if endings else []),
-        "names = [",
-        *(f'  "{name}",' for name in names),
-        "]",
+        "names = '''",  # one text, which is read in a tenth of the time of a list
+        *names,
+        "'''",
     ]
     return "\n".join(lines) + "\n"
 
