@@ -7,7 +7,6 @@ import os
 from fp4convert.conversion.work_options import AccessOptions
 from fp4convert.errors import InputError
 from fp4convert.recipes.options import declared_in
-from fp4convert.storage.checkpoint_files import GGUF
 
 
 def refuse_idle_options(options: object) -> None:
@@ -45,6 +44,8 @@ def _refuse_idle_config(options: AccessOptions) -> None:
         named.append("source")
     if options.config is None or not _are_here(options, named):
         return
+    from fp4convert.storage.checkpoint_files import GGUF
+
     given = _given(options, named)
     folders = (os.listdir(place) if os.path.isdir(place) else [place] for place in given)
     if not any(name.endswith(GGUF) for names in folders for name in names):

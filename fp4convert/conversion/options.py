@@ -23,9 +23,9 @@ from fp4convert.numerics.formats import (
     PASSES,
 )
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
-from fp4convert.recipes.engines import ENGINES
 from fp4convert.recipes.options import (
     DRAFTS,
+    ENGINES,
     HUB,
     MACHINES,
     MODULES,

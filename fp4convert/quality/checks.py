@@ -33,7 +33,6 @@ from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.checkpoint_files import INDEXES, SINGLES, WEIGHTS
 from fp4convert.storage.safetensors import WEIGHT, SafetensorsFrame
-from fp4convert.storage.shard_writer import difference_from_package
 from fp4convert.storage.source import Source
 
 # Of block scales: read whole up to the first number, else about the second.
@@ -121,6 +120,8 @@ def check_headers(artifact: Artifact) -> Iterator[Finding]:
     """
     if artifact.source.is_streamed:
         return
+    from fp4convert.storage.shard_writer import difference_from_package
+
     for shard in artifact.source.checkpoint.shards:
         if isinstance(shard.frame, SafetensorsFrame) and shard.frame.is_stored:
             with artifact.source.open_file(shard.file) as stream:

@@ -20,20 +20,11 @@ from fp4convert.recipes.engine_versions import (
     read_version,
     read_versions,
 )
+from fp4convert.recipes.options import ENGINES
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-ENGINES = (  # as --for has them, in the order in which they are listed
-    "vllm",
-    "sglang",
-    "tensorrt-llm",
-    "transformers",
-    "llama.cpp",
-    "mlx",
-    "comfyui",
-    "diffusers",
-)
 NICKNAMES = {
     "trtllm": "tensorrt-llm",
     "tensorrt": "tensorrt-llm",

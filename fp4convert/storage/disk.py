@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -72,6 +70,8 @@ def temporary_folder() -> Iterator[Path]:
     Raises  OutputError where that is no folder to write in (Python would take another in silence),
             and where its disk is full
     """
+    import tempfile
+
     try:
         place = os.environ.get("TMPDIR") or tempfile.gettempdir()
         made = tempfile.TemporaryDirectory(prefix="fp4convert-", dir=place)
@@ -224,6 +224,8 @@ def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> 
 
 def hash_stream(stream: BinaryIO, each: Callable[[int], None] = lambda nbytes: None) -> str:
     """Return the sha256 of what is left of a stream, as hash_file."""
+    import hashlib
+
     found = hashlib.sha256()
     for block in read_blocks(stream):
         found.update(block)
@@ -304,6 +306,8 @@ def _look(path: Path, sha256: str) -> tuple[str, int]:
     machine, mark = boot_id(), Mark.of(status)
     sealed = ""
     if machine:
+        import hashlib
+
         text = json.dumps([machine, status.st_dev, *mark, sha256])
         sealed = hashlib.sha256(text.encode()).hexdigest()
     return sealed, max(mark.written_ns, mark.changed_ns)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.recipes.engines import engine_called
 from fp4convert.recipes.options import one_of
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ _TELLING_ENDINGS_OF_FLOATS = tuple(
 def dialect_named(name: str) -> Dialect:
     """Return the dialect of that name; InputError names the known ones."""
     if name not in DIALECTS:
+        from fp4convert.recipes.engines import engine_called
+
         if engine := engine_called(name):
             read = [dialect for dialect in DIALECTS if dialect in engine.dialects]
             detail = f"{name!r} is an engine; expected a dialect, of which {engine.name} reads"
