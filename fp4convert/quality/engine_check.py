@@ -23,17 +23,18 @@ MLX_STACKS = ".switch_mlp."
 def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
     """Say what of an artifact decides which engines load it."""
     modules = artifact.packed
+    made = {
+        # rows on experts of the dialect mlx are about those that stand one by one
+        (
+            packed.form.word,
+            packed.form.activations,
+            EXPERTS in module and MLX_STACKS not in packed.stem,
+        )
+        for module, packed in modules.items()
+    }
     contents = Contents(
         artifact.dialect,
-        frozenset(
-            # rows on experts of the dialect mlx are about those that stand one by one
-            Part(
-                packed.form.word,
-                packed.form.activations,
-                EXPERTS in module and MLX_STACKS not in packed.stem,
-            )
-            for module, packed in modules.items()
-        ),
+        frozenset(Part(word, bits, is_expert) for word, bits, is_expert in made),
         is_sharded=len(artifact.source.checkpoint.shards) > 1,
         cache=artifact.forms[0].kv_cache,
         findings=frozenset(finding.code for finding in findings),

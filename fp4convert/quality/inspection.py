@@ -114,9 +114,9 @@ def _bits_per_weight(artifact: Artifact, packed: Collection[Packed]) -> float | 
     The scales of activations are not counted.
     """
     of_activations = artifact.spelling.TRAITS.companions
-    elements = sum(each.shape[0] * each.shape[1] for each in packed)
+    elements = sum([each.shape[0] * each.shape[1] for each in packed])
     stored = [ref for ref in _stored_tensors(packed) if not ref.name.endswith(of_activations)]
-    kinds = Counter((ref.dtype, ref.shape) for ref in stored)  # few, of many tensors
+    kinds = Counter(map(attrgetter("dtype", "shape"), stored))  # few, of many tensors
     nbytes = sum(count * nbytes_of(*kind) for kind, count in kinds.items())
     return round(8 * nbytes / elements, 4) if elements else None
 

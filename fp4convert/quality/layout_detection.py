@@ -187,16 +187,12 @@ def explained_shares(readings: Sequence[Bytes], log2: Doubles) -> Doubles:
               exact enough for differences of them
     Returns   (readings, STRUCTURES): rows and columns, then those of RUNS, then of PERIODS
     """
-    rows, blocks = readings[0].shape
+    rows, blocks = shape = readings[0].shape
     runs = (rows, *RUNS)  # all rows of one block are a column
     sums, of_rows = zip(*(Cpu().sum_cells(each, log2, runs) for each in readings), strict=True)
     power, total, squares = np.moveaxis(np.stack(sums), -1, 0)
-    # How many cells there are of each kind, and of how many scales.
-    widths = np.array(CELL_WIDTHS)
-    members = np.array([*runs, *(rows // period for period in PERIODS)])[:, None]
-    groups = np.array([*(rows // run for run in runs), *PERIODS])[:, None]
-    cell = members * widths
-    share = _share_of_cells(squares, total, power, (groups * (blocks // widths), cell))
+    cells, cell = _cells_of(shape)
+    share = _share_of_cells(squares, total, power, (cells, cell))
     # Columns are the first of these; rows are added to them.
     row_share = _share_of_cells(squares[:, 0, 0], total[:, 0, 0], np.array(of_rows), (rows, blocks))
     both = share[:, 0, 0] + row_share
@@ -204,6 +200,16 @@ def explained_shares(readings: Sequence[Bytes], log2: Doubles) -> Doubles:
     others = np.where(2 * cell >= blocks, share, share * cell / blocks)
     others = np.where(cell < LEAST_CELL, 0, others)[:, 1:]
     return np.concatenate((both[:, None], others.reshape(len(readings), -1)), axis=1)
+
+
+@cache  # matrices have few shapes
+def _cells_of(shape: tuple[int, int]) -> tuple[Integers, Integers]:
+    """Count the cells of each kind, and the scales of each."""
+    rows, blocks = shape
+    runs, widths = (rows, *RUNS), np.array(CELL_WIDTHS)
+    members = np.array([*runs, *(rows // period for period in PERIODS)])[:, None]
+    groups = np.array([*(rows // run for run in runs), *PERIODS])[:, None]
+    return groups * (blocks // widths), members * widths
 
 
 def _share_of_cells(

@@ -50,21 +50,21 @@ def find_missing(
     modules  every module that has a tensor, quantized or kept
     config   config.json; empty where there is none
     """
-    stacks, mixtures = defaultdict[str, _Parts](dict), defaultdict[str, _Parts](dict)
+    stacks, mixtures = (defaultdict[str, _Parts](lambda: defaultdict(set)) for _ in range(2))
     split_mixture = cache(_split_at_number)  # which has hundreds of modules
     for module in modules:
         mixture, inside, rest = module.partition(EXPERTS)
         if inside:
             expert, _, projection = rest.partition(".")
             if _is_number(expert):
-                mixtures[mixture].setdefault(int(expert), set()).add(projection)
+                mixtures[mixture][int(expert)].add(projection)
         stack, layer, part = split_mixture(mixture) if inside else ("", -1, "")
         if layer >= 0:
             part += MIXTURE
         else:
             stack, layer, part = _split_at_number(module)
         if layer >= 0 and stack.rpartition(".")[2] in STACKS:
-            stacks[stack].setdefault(layer, set()).add(part)
+            stacks[stack][layer].add(part)
     lost = [
         *_missing_layers(stacks, config, recipe),
         *_missing_experts(mixtures, config, recipe),

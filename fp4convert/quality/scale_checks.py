@@ -11,7 +11,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,26 +65,28 @@ def _read_scalars(artifact: Artifact, modules: list[str], ending: str) -> dict[s
     source, homes = artifact.source, {module: artifact.modules[module] for module in modules}
     wanted = {packed.stem + ending for packed in homes.values()}
     # Tensors that follow one another in a file are read together.
-    runs: list[list[TensorRef]] = []
-    for ref in (ref for name, ref in artifact.tensors.items() if name in wanted):
-        last = runs[-1][-1] if runs else None
-        if last and last.file == ref.file and last.start + last.nbytes == ref.start:
-            runs[-1].append(ref)
-        else:
-            runs.append([ref])
+    runs: list[list[tuple[TensorRef, int]]] = []  # with the number of their scalars
+    next_place: tuple[str, int] | None = None
+    for ref in [ref for name, ref in artifact.tensors.items() if name in wanted]:
+        if next_place != (ref.file, ref.start):
+            runs.append([])
+        size = ref.nbytes
+        runs[-1].append((ref, size // nbytes))
+        next_place = ref.file, ref.start + size
 
-    def read(run: list[TensorRef]) -> tuple[float, ...]:
-        count = sum(ref.nbytes for ref in run) // nbytes
-        buffer = memoryview(bytearray(nbytes * count))
-        source.read_into(run[0]._replace(dtype=dtype, shape=(count,)), 0, buffer)
+    def read(run: list[tuple[TensorRef, int]]) -> tuple[float, ...]:
+        total = sum([count for _, count in run])
+        buffer = memoryview(bytearray(nbytes * total))
+        source.read_into(run[0][0]._replace(dtype=dtype, shape=(total,)), 0, buffer)
         values = np.frombuffer(buffer, FLOAT_DTYPES[dtype]).astype(np.float64)
-        return tuple(float(value) for value in values)
+        return tuple(values.tolist())
 
     found: dict[str, tuple[float, ...]] = {}
     for run, values in zip(runs, read_each(source, read, runs), strict=True):
-        ends = accumulate(ref.nbytes // nbytes for ref in run)
-        for ref, end in zip(run, ends, strict=True):
-            found[ref.name] = values[end - ref.nbytes // nbytes : end]
+        end = 0
+        for ref, count in run:
+            found[ref.name] = values[end : end + count]
+            end += count
     scales = {}
     for module, packed in homes.items():
         own = found.get(packed.stem + ending, (1.0,))

@@ -24,6 +24,7 @@ _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.)")
 DRAFT_FORMAT = "draft-format"  # the code of the finding
 JOINT = "fc"  # joins what a draft head reads of its model: an embedding, hidden states of layers
 HEAD_LAYERS = frozenset({"layers", "midlayer"})  # of heads, which have no prefix before them
+HEAD_WORDS = (JOINT, *HEAD_LAYERS)
 
 
 class DraftFormat(NamedTuple):
@@ -77,7 +78,7 @@ def is_draft_head(names: Iterable[str]) -> bool:
 
     names  of its tensors, or of modules; config.json is often that of a plain Llama
     """
-    firsts = {name.partition(".")[0] for name in names}
+    firsts = {name.partition(".")[0] for name in names if name.startswith(HEAD_WORDS)}
     return JOINT in firsts and not firsts.isdisjoint(HEAD_LAYERS)
 
 

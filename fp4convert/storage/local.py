@@ -345,6 +345,13 @@ def _unreadable(place: object, error: OSError) -> InputError:
     return InputError("unreadable", detail, "Check that this user may read it.")
 
 
+@cache
+def _links_lead_to(root: Path) -> tuple[Path, ...]:
+    """List the folders to which links in a folder may lead."""
+    caches = [place for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    return (root, *(place.parent.parent / "blobs" for place in caches))
+
+
 def _regular(folder: Path, name: str) -> Path:
     """Return the path of a regular file inside a folder.
 
@@ -362,9 +369,7 @@ def _regular(folder: Path, name: str) -> Path:
         # RuntimeError: a link that leads to itself; ValueError: NUL.
         words = getattr(error, "strerror", None) or error
         raise InputError("unreadable", f"{name} cannot be read: {words}") from None
-    caches = [place for place in (root, *root.parents) if place.parent.name == "snapshots"]
-    allowed = [root, *(place.parent.parent / "blobs" for place in caches)]
-    if not any(target.is_relative_to(place) for place in allowed):
+    if not any(target.is_relative_to(place) for place in _links_lead_to(root)):
         detail = f"{name} is a link to {target}, outside the folder; expected a file in it"
         raise InputError("link-outside", detail)
     if not stat.S_ISREG(mode):

@@ -319,14 +319,9 @@ def ignores_none(clues: Clues) -> Callable[[str], bool]:
 
 def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
     """List the stems that at least one tensor's name gives, in order."""
-    found = {
-        name.removesuffix(ending): None
-        for name in tensors
-        if name.endswith(endings)
-        for ending in endings
-        if name.endswith(ending)
-    }
-    # Of a dict and no set: it keeps the order, in which long runs are sorted already.
+    found: dict[str, None] = {}  # and no set: it keeps the order, in which long runs are sorted
+    for ending in endings:
+        found |= {name.removesuffix(ending): None for name in tensors if name.endswith(ending)}
     return sorted(found)
 
 
