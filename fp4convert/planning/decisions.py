@@ -78,7 +78,14 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
             "no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows."
         )
     # A scale group is quantized whole where only some of it would be taken over.
-    groups = gather_groups({module: verdict.group for module, verdict in verdicts.items()})
+    carried = {verdict.group for verdict in verdicts.values() if verdict.action == "transcode"}
+    groups = gather_groups(
+        {
+            module: verdict.group
+            for module, verdict in verdicts.items()
+            if carried and verdict.group in carried
+        }
+    )
     for modules in groups.values():
         members = [verdicts[module] for module in modules]
         if len({(verdict.action, verdict.linear.coding.word) for verdict in members}) > 1:

@@ -28,14 +28,15 @@ EAGLE3 = "Eagle3LlamaForCausalLM"
 def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
     """Say what of a plan's result decides which engines load it."""
     steps = list(plan.steps)
-    made = {(step.form.word, step.form.activations, step.module) for step in steps if step.form}
+    made = [(step.form, step.module) for step in steps if step.form]
+    parts = {(form.word, form.activations, EXPERTS in module) for form, module in made}
     contents = Contents(
         str(plan.target.dialect),
-        frozenset(Part(word, bits, EXPERTS in module) for word, bits, module in made),
+        frozenset(Part(*part) for part in parts),
         is_sharded=len(plan.shards) > 1,
         cache=plan.target.kv_cache,
         findings=_uneven_codes(steps, checkpoint),
-        modules=frozenset(step.module for step in steps if step.form),
+        modules=frozenset([module for _, module in made]),
     )
     return with_model(contents, checkpoint)
 

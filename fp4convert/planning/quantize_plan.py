@@ -46,7 +46,7 @@ from fp4convert.planning.steps import (
     refuse_collisions,
     spec_of,
 )
-from fp4convert.recipes.patterns import matches_any
+from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import (
     Recipe,
     ScaleGroup,
@@ -144,7 +144,7 @@ def plan_quantize(
     idle = (*find_idle(recipe, checkpoint, linears), *idle_keep_dtype(recipe, tasks))
     ignored = _ignore(kept, asked, verdicts, recipe)
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
-    excluded = sum(matches_any(recipe.exclude, module) for module in verdicts)
+    excluded = len(sift(recipe.exclude, verdicts))
     return Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
 
 
@@ -174,10 +174,11 @@ def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
 
     Records must not ignore these.
     """
+    asked = recipe.pick_asked_for(verdicts)
     return [
         module
         for module, verdict in verdicts.items()
-        if verdict.is_made and (verdict.stays or recipe.is_asked_for(module))
+        if (verdict.stays or module in asked) and verdict.is_made
     ]
 
 
@@ -283,7 +284,8 @@ class _StepMaker:
         linears = tuple([verdict.linear for verdict in verdicts])
         # The members of its scale group, in whose tensors the common amax is found.
         members = self._members[first.group] if first.group else linears
-        amaxes = tuple([self._amaxes[one.module] for one in linears if one.module in self._amaxes])
+        modules = [one.module for one in linears] if self._amaxes or self._inputs else []
+        amaxes = tuple([self._amaxes[module] for module in modules if module in self._amaxes])
         # Where their scale is given, their weights are not read for it.
         key = first.group, bool(amaxes)
         if first.group is None or key not in self._read:
@@ -295,7 +297,7 @@ class _StepMaker:
             found = tuple(dict.fromkeys(read))
             self._read[key] = members[0].refs if found == members[0].refs else found
         refs = [linear.refs for linear in linears]
-        scalars = [self._inputs[one.module] for one in linears if one.module in self._inputs]
+        scalars = [self._inputs[module] for module in modules if module in self._inputs]
         return Step(
             first.action,
             first.reason,
@@ -318,7 +320,7 @@ def _label_of(group: ScaleGroup, members: Iterable[Linear]) -> str:
     """Name a group for people: its parent, and the members that are there."""
     leaves = {linear.module.rpartition(".")[2] for linear in members}
     there = tuple(leaf for leaf in group.members if leaf in leaves)
-    return str(group._replace(members=there))
+    return str(ScaleGroup(group.parent, there))
 
 
 def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) -> list[Fed]:
@@ -517,7 +519,7 @@ def _note_left_behind(linears: Linears, tasks: Iterable[Task], scalars: Scalars)
     Where those of activations are given, these take their place.
     """
     stays = [
-        step for task in tasks for step in task.steps if step.is_made and step.action == "copy"
+        step for task in tasks for step in task.steps if step.action == "copy" and step.is_made
     ]
     kept = {ref.name for step in stays for ref in step.outputs}
     is_written = any(step.scalar is not None for task in tasks for step in task.steps)
@@ -526,8 +528,7 @@ def _note_left_behind(linears: Linears, tasks: Iterable[Task], scalars: Scalars)
         ref.name
         for linear in linears.of.values()
         for ref in (*linear.idle, *linear.refs)
-        if ref.name not in kept and not is_given
-        if any(word in ref.name.rpartition(".")[2] for word in ("input", "activation"))
+        if _is_of_activations(ref.name.rpartition(".")[2]) and ref.name not in kept and not is_given
     ]
     caches = [ref.name for ref in linears.idle if ref.name not in scalars.cache.own]
     taken = "; --input-scale SOURCE takes them over" if is_written else ""
@@ -540,6 +541,10 @@ def _note_left_behind(linears: Linears, tasks: Iterable[Task], scalars: Scalars)
                 f"{len(names)} {what} of the source are left out, the first {names[0]!r}: they"
                 f" belong to how it was quantized{more}"
             )
+
+
+def _is_of_activations(word: str) -> bool:
+    return "input" in word or "activation" in word
 
 
 def _note_unchanged(

@@ -211,14 +211,14 @@ class Recipe:
             *(rule.format for rule in self.formats if rule.format not in (KEEP, ANY_FORMAT)),
         }
 
-    def is_asked_for(self, module: str) -> bool:
-        """Tell whether a person or a [[format]] names a module.
+    def pick_asked_for(self, modules: Collection[str]) -> set[str]:
+        """Pick the modules that a person or a [[format]] names.
 
-        It may then become four-bit though a rule of keep fits it; so may one of a layer that drafts
-        tokens.
+        They may then become four-bit though a rule of keep fits them; so may those of a layer that
+        drafts tokens.
         """
-        is_named = matches_any(self.include, module) or self.override(module) is not None
-        return is_named or module in self.drafts
+        named = (pattern for rule in self.formats for pattern in rule.patterns)
+        return {*sift((*self.include, *named), modules), *self.drafts.intersection(modules)}
 
     def is_draft(self, module: str) -> bool:
         """Tell whether it is of a layer that drafts tokens."""

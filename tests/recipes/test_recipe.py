@@ -227,7 +227,7 @@ def test_what_a_family_keeps_for_accuracy_a_mode_or_a_file_may_ask_for(tmp_path)
         assert made.reason_to_keep(ATTENTION) is None
         assert made.reason_to_keep(multi) == "part of a multi-token-prediction layer"
         assert made.reason_to_keep("lm_head") == "an output head"
-        assert made.is_asked_for(ATTENTION)
+        assert made.pick_asked_for([ATTENTION]) == {ATTENTION}
     assert chosen(tmp_path, asked, model).format_of(ATTENTION) == "fp8"
     assert (
         build_recipe(Target("nvfp4"), model, RecipeOptions(recipe="all")).format_of(ATTENTION)
