@@ -7,7 +7,7 @@ see whether its weights were trained with fake quantization.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -72,10 +72,10 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
     choice = choose_device(settings.device, plan.target, rounded_by(plan))
     backend = open_backend(choice.device)
     known: dict[int, int] = {}  # sizes, of which there are few
-    sized = [
-        Sized(step, *(known.setdefault(n, n) for n in (step.source_bytes, step.output_bytes)))
-        for step in plan.steps
-    ]
+    sized = []
+    for step in plan.steps:
+        before, after = step.source_bytes, step.output_bytes
+        sized.append(Sized(step, known.setdefault(before, before), known.setdefault(after, after)))
     shapes = {step.shape for step in plan.steps if step.shape}
     widest = max(shapes, key=lambda shape: shape[-1], default=())
     rounding = Rounding(plan.target, backend, reopened(plan))
@@ -106,8 +106,11 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
     }
 
 
-def list_groups(plan: Plan) -> list[int]:
-    """List the bytes of each scale group that is measured, as they lie."""
+def list_groups(plan: Plan) -> Iterator[int]:
+    """Yield the bytes of each scale group that is measured, as they lie.
+
+    Nothing is counted before they are asked for: a source on a disk never asks.
+    """
     groups: dict[tuple[str, str], tuple[int, int]] = {}
     for task in plan.tasks:
         for step in task.steps:
@@ -119,7 +122,7 @@ def list_groups(plan: Plan) -> list[int]:
             key = task.key, step.group or step.name
             groups[key] = min(start, groups.get(key, (start, 0))[0]), nbytes
     ordered = sorted((key[0], *group) for key, group in groups.items())
-    return [nbytes for _, _, nbytes in ordered]
+    yield from (nbytes for _, _, nbytes in ordered)
 
 
 def find_fake_quantized(source: Source, plan: Plan) -> dict[str, int] | None:

@@ -10,7 +10,7 @@ q and k take turns (convert_hf_to_gguf.py, LlamaModel.permute). Rows move whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -91,8 +91,9 @@ class Framed:
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
         return self._artifact.room_for(nbytes, refs)
 
-    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
         both = (self._donor, self._artifact)
+        groups = [*groups]  # both ask
         return sum(source.held_nbytes(groups, at_once) for source in both)
 
     def stop(self) -> None:

@@ -9,7 +9,7 @@ Source: llama.cpp, convert_hf_to_gguf.py (LlamaModel.permute; GemmaModel.modify_
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -241,7 +241,7 @@ class GgufFolder:
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
         return self._gguf.room_for(nbytes, [ref._replace(file=self._file) for ref in refs])
 
-    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
         return self._gguf.held_nbytes(groups, at_once)
 
     def stop(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +97,7 @@ class PaddedSource:
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
         return self._source.room_for(nbytes, [self._stored.get(ref.name, ref) for ref in refs])
 
-    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
         return self._source.held_nbytes(groups, at_once)
 
     def stop(self) -> None:

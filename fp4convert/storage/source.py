@@ -10,7 +10,7 @@ import gc
 import json
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -157,10 +157,11 @@ class Source(Protocol):
         until there is memory for them.
         """
 
-    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
         """Count the memory that is held of what is read.
 
-        groups   bytes of each scale group, in the order of their reading, so many at once
+        groups   bytes of each scale group, in the order of their reading, so many at once; they
+                 can be gone through once
         Returns  0 where the system holds it
         """
 

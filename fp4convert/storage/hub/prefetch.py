@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -367,12 +367,12 @@ class Pieces:
         same = (hold for hold in self._asked if files & {piece.file for piece in hold.ranges[:1]})
         return min(same, key=lambda hold: hold.ranges[0].start, default=first)
 
-    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
         """Count the memory that is held where these ask for room in turn.
 
         at_once  how many groups have readers
         """
-        room_nbytes, most_nbytes = self._groups_nbytes, 0
+        groups, room_nbytes, most_nbytes = [*groups], self._groups_nbytes, 0
         for first in range(len(groups)):
             nbytes = groups[first]
             room_nbytes = max(room_nbytes, min(nbytes, self._budget_nbytes))

@@ -12,7 +12,7 @@ import hashlib
 import io
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -255,7 +255,7 @@ class HubSource:
         finally:
             self._own_files.pop(threading.get_ident(), None)
 
-    def held_nbytes(self, groups: Sequence[int], at_once: int) -> int:
+    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
         return min(self._pieces.held_nbytes(groups, at_once), self.checkpoint.nbytes)
 
     def stop(self) -> None:
