@@ -7,6 +7,7 @@
  * comes within its error.  Blocks that stay in doubt, few of them, take the exact one: codec.py's own operations in its own order.
  * The rough cost's error: a quotient is off by less than 1.5 * 2^-23 of itself, a distance by as much, so t by less than
  * 2^-12 t + 2^-20 (from 2ab <= ha^2 + b^2/h over 16 elements, weights below 2); DOUBT and SLACK (fp4.h) are four times that.
+ * A bound of one clipped element is off by less: by 2^-13 of itself where it clips 2^-8 of its quotient or more, else by 2^-24 top^2.
  *
  * Codes tried, from the top: codec._nvfp4_last says why none above can win; below, once the clipping of one element alone
  * costs more than the best code found, every lower code costs more too.
@@ -82,8 +83,8 @@ INLINE f32s exact_cost(const f32s *v, const f32s *w, f32s step, f32s factor) {
     return sum_by_halves(v, w, 16, step, 0) * factor;
 }
 
-INLINE f32s rough_cost(const f32s *v, const f32s *w, f32s step, f32s factor, int is_clipped) {
-    f32s inverse = 1.0f / step, sums[4] = {{0}};
+INLINE f32s rough_cost(const f32s *v, const f32s *w, f32s inverse, f32s factor, int is_clipped) {
+    f32s sums[4] = {{0}};
 #pragma GCC unroll 16
     for (int j = 0; j < 16; j++) {
         f32s d = remainder_of(v[j] * inverse, is_clipped);
@@ -91,6 +92,21 @@ INLINE f32s rough_cost(const f32s *v, const f32s *w, f32s step, f32s factor, int
     }
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) * factor;
 }
+
+/* In functions of their own gcc keeps the sums in registers; clang does so anyway, and AVX-512 has registers enough. */
+#if defined(__clang__) || SIDE == 16
+#define APART INLINE
+#else
+#define APART static __attribute__((noinline))
+#endif
+#define DEFINE_ROUGH(name, weights, is_clipped)                                                       \
+    APART f32s name(const f32s *v, const f32s *w, f32s inverse, f32s factor) {                        \
+        return (void)w, rough_cost(v, weights, inverse, factor, is_clipped);                          \
+    }
+DEFINE_ROUGH(rough_unclipped, NULL, 0)
+DEFINE_ROUGH(rough_clipped, NULL, 1)
+DEFINE_ROUGH(rough_unclipped_weighted, w, 0)
+DEFINE_ROUGH(rough_clipped_weighted, w, 1)
 
 /* ------------------------------------------------------------------------------------------------------------- NVFP4 */
 
@@ -123,9 +139,9 @@ INLINE i32s distances(i32s codes, i32s first) { return greater(codes - first, fi
 typedef struct { i32s best; f32s least, second; } Found;
 
 INLINE void consider(Found *found, f32s cost, i32s code) {
-    i32s is_less = cost < found->least;
-    found->second = either(is_less, found->least, either(cost < found->second, cost, found->second));
-    found->least = either(is_less, cost, found->least);
+    i32s is_less = cost < found->least; /* costs are 0 and more: their bits compare as they do */
+    found->second = (f32s)lesser((i32s)found->second, greater((i32s)found->least, (i32s)cost));
+    found->least = (f32s)lesser((i32s)found->least, (i32s)cost);
     found->best = (found->best & ~is_less) | (code & is_less);
 }
 
@@ -137,29 +153,43 @@ INLINE void consider_exactly(Found *found, f32s cost, i32s code, i32s first) {
     found->best = (found->best & ~is_better) | (code & is_better);
 }
 
-/* Whether this code or one below it may cost as little as `limit`. */
-INLINE i32s is_open(const Side *side, i32s code, int is_weighted, f32s limit) {
-    f32s value = e4m3_values(code), clipped = side->heaviest / (value * side->global_scale) - 6.0f;
-    f32s square = clipped * clipped, bound = (is_weighted ? side->its_weight * square : square) * (value * value);
+/* Whether this code or one below it may cost as little as `limit`; quotient: of the heaviest element by the code's step. */
+INLINE i32s is_open(const Side *side, i32s code, f32s quotient, f32s factor, int is_weighted, f32s limit) {
+    f32s clipped = quotient - 6.0f, square = clipped * clipped;
+    f32s bound = (is_weighted ? side->its_weight * square : square) * factor;
     return (code > 0) & ~((clipped > 0.0f) & (bound > limit));
 }
 
-/* cost: rough_cost or exact_cost */
-#define COST_OF(code, cost, ...)                                                                   \
-    ({                                                                                             \
-        f32s worth = e4m3_values(code);                                                            \
-        cost(side->v, w, worth * side->global_scale, worth * worth __VA_OPT__(,) __VA_ARGS__);     \
-    })
+/* What a code is tried with: the inverse of its step, and the square of what it stands for. */
+typedef struct { f32s inverse, factor; } Trial;
 
+INLINE Trial trial_of(const Side *side, i32s code) {
+    f32s value = e4m3_values(code);
+    return (Trial){1.0f / (value * side->global_scale), value * value};
+}
+
+INLINE f32s exact_cost_of(const Side *side, const f32s *w, i32s code) {
+    f32s value = e4m3_values(code);
+    return exact_cost(side->v, w, value * side->global_scale, value * value);
+}
+
+/* The next code's division is begun before a code is tried, so that none is waited for. */
 INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
-    f32s infinite = all(__builtin_inff()), top = e4m3_values(side->last), slack = SLACK * top * top;
+    f32s infinite = all(__builtin_inff()), top = e4m3_values(side->last), slack = SLACK * top * top, cost;
     Found found = {side->first, infinite, infinite};
     i32s code = side->last;
-    int left = side->unclipped;
-    for (; left > 0; left--, code -= 1) consider(&found, COST_OF(code, rough_cost, 0), code);
-    while (any(is_open(side, code, w != NULL, (found.least + slack) * DOUBT))) {
-        consider(&found, either(code > 0, COST_OF(code, rough_cost, 1), infinite), code);
-        code -= 1;
+    Trial trial = trial_of(side, code), next;
+    for (int left = side->unclipped; left > 0; left--, code -= 1, trial = next) {
+        next = trial_of(side, code - 1);
+        cost = (w ? rough_unclipped_weighted : rough_unclipped)(side->v, w, trial.inverse, trial.factor);
+        consider(&found, cost, code);
+    }
+    for (;; code -= 1, trial = next) {
+        f32s limit = (found.least + slack) * DOUBT;
+        if (!any(is_open(side, code, side->heaviest * trial.inverse, trial.factor, w != NULL, limit))) break;
+        next = trial_of(side, code - 1);
+        cost = (w ? rough_clipped_weighted : rough_clipped)(side->v, w, trial.inverse, trial.factor);
+        consider(&found, either(code > 0, cost, infinite), code);
     }
     *is_certain = (found.second > (found.least + slack) * DOUBT) & side->is_sound;
     return found.best;
@@ -167,10 +197,11 @@ INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
 
 INLINE i32s search_exactly(const Side *side, const f32s *w) {
     Found found = {side->first, all(__builtin_inff()), {0}};
-    i32s code = side->last;
-    while (any(is_open(side, code, w != NULL, found.least * MARGIN))) {
-        consider_exactly(&found, either(code > 0, COST_OF(code, exact_cost), all(__builtin_nanf(""))), code, side->first);
-        code -= 1;
+    for (i32s code = side->last;; code -= 1) {
+        f32s value = e4m3_values(code), quotient = side->heaviest / (value * side->global_scale);
+        if (!any(is_open(side, code, quotient, value * value, w != NULL, found.least * MARGIN))) break;
+        f32s cost = either(code > 0, exact_cost_of(side, w, code), all(__builtin_nanf("")));
+        consider_exactly(&found, cost, code, side->first);
     }
     return found.best;
 }
@@ -213,7 +244,7 @@ INLINE i32s best_codes(const Side *side, const f32s *w) {
 INLINE i32s four_over_six(const Side *side) {
     const f32s *w = NULL;
     i32s four = e4m3_codes(1.5f * side->r);
-    i32s is_less = COST_OF(four, exact_cost) < COST_OF(side->first, exact_cost);
+    i32s is_less = exact_cost_of(side, w, four) < exact_cost_of(side, w, side->first);
     return (four & is_less) | (side->first & ~is_less);
 }
 

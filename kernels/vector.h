@@ -94,6 +94,8 @@ INLINE f32s either(i32s mask, f32s a, f32s b) { return (f32s)((mask & (i32s)a) |
 /* Whether a lane is not zero. */
 #if SIDE == 16
 INLINE int any(i32s mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
+#elif SIDE == 8
+INLINE int any(i32s mask) { return !_mm256_testz_si256((__m256i)mask, (__m256i)mask); }
 #else
 INLINE int any(i32s mask) {
     int64_t words[SIDE / 2], found = 0;
