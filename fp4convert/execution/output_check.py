@@ -15,7 +15,9 @@ from fp4convert.errors import OutputError
 from fp4convert.execution.plan_file import (
     DONE,
     STATE,
+    Done,
     Manifest,
+    TaskFiles,
     read_manifest,
     refuse_foreign,
     refuse_linked_folders,
@@ -24,6 +26,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.settings import Settings
 from fp4convert.storage.checkpoint_files import PLAN_FILE
 from fp4convert.storage.disk import nbytes_there, write_errors_at
+from fp4convert.storage.json_text import MISSHAPEN, read_text_file
 from fp4convert.storage.system import check_writable, free_nbytes
 
 
@@ -150,13 +153,24 @@ def missing_nbytes(root: Path, manifest: Manifest) -> int:
 def needed_nbytes(root: Path, manifest: Manifest, settings: Settings) -> int:
     """Count the bytes that a plan will still take of the disk at once.
 
-    Shards of it that are there and may leave are among those at once.
+    Shards of it that are there and may leave are among those at once; those that have left take
+    nothing.
     """
     missing = missing_nbytes(root, manifest)
     if settings.elsewhere is None:
         return missing
-    sizes = sorted(task.nbytes for task in manifest.tasks if task.may_leave)
-    return max(0, missing - sum(sizes[: -settings.shards_at_once]))
+    shards = [(task.nbytes, _has_left(root, task)) for task in manifest.tasks if task.may_leave]
+    gone = sum(nbytes for nbytes, has_left in shards if has_left)
+    here = sorted(nbytes for nbytes, has_left in shards if not has_left)
+    return max(0, missing - gone - sum(here[: -settings.shards_at_once]))
+
+
+def _has_left(root: Path, task: TaskFiles) -> bool:
+    """Tell whether a task's record says that its files have left the folder."""
+    try:
+        return Done.from_json(read_text_file(root / STATE / DONE / f"{task.key}.json")).is_gone
+    except (OSError, *MISSHAPEN):
+        return False
 
 
 def check_space(root: Path, manifest: Manifest, settings: Settings, more_nbytes: int) -> None:

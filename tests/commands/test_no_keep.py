@@ -54,6 +54,18 @@ def oids(hub, repo: str = "me/q") -> dict[str, tuple[int, str]]:
     return {name: (file.nbytes, file.oid) for name, file in head if name != "README.md"}
 
 
+def leave_free(nbytes: int, monkeypatch) -> None:
+    """Let every disk have as little room."""
+    real = os.statvfs
+
+    def tight(path):
+        found = list(real(path))
+        found[4] = nbytes // found[1]  # blocks that a user may take
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", tight)
+
+
 def weights(folder: Path) -> list[str]:
     found = (path for path in folder.rglob("*") if path.suffix in (".safetensors", ".gguf"))
     return sorted(str(path.relative_to(folder)) for path in found)
@@ -308,19 +320,21 @@ def test_shards_that_are_there_are_among_those_at_once(hub, tmp_path, monkeypatc
     digest, files = kept(source, tmp_path / "kept", hub)
     assert quantize(source, "-o", out, "--shard-index", 0, "--num-shards", 3).code == 0
     assert len(weights(out)) == 2
-    real = os.statvfs
-
-    def tight(path):
-        found = list(real(path))
-        found[4] = 1_000_000 // found[1]  # blocks that a user may take
-        return os.statvfs_result(found)
-
-    monkeypatch.setattr(os, "statvfs", tight)
+    leave_free(1_000_000, monkeypatch)
     with Size(out) as size:
         outcome = quantize(source, "-o", out, *AWAY, "--disk", "0.01")
     assert (outcome.code, outcome.json["digest"]) == (0, digest), outcome.out
     assert oids(hub) == files
     assert size.most <= 10_000_000
+
+
+def test_shards_that_have_left_want_no_room(hub, tmp_path, monkeypatch):
+    source, out = write_zeros(tmp_path / "m", count=6, rows=1024), tmp_path / "q"
+    first = quantize(source, "-o", out, *AWAY, "--disk", "0.02")
+    leave_free(1_000_000, monkeypatch)
+    again = quantize(source, "-o", out, *AWAY, "--disk", "0.02")
+    assert (again.code, again.json["digest"]) == (0, first.json["digest"]), again.out
+    assert quantize(source, "-o", out).json["error"]["code"] == "disk-full"  # it would keep them
 
 
 def test_a_folder_whose_shards_have_left_says_where_they_are(hub, source, tmp_path):
