@@ -93,21 +93,6 @@ INLINE f32s rough_cost(const f32s *v, const f32s *w, f32s inverse, f32s factor, 
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) * factor;
 }
 
-/* In functions of their own gcc keeps the sums in registers; clang does so anyway, and AVX-512 has registers enough. */
-#if defined(__clang__) || SIDE == 16
-#define APART INLINE
-#else
-#define APART static __attribute__((noinline))
-#endif
-#define DEFINE_ROUGH(name, weights, is_clipped)                                                       \
-    APART f32s name(const f32s *v, const f32s *w, f32s inverse, f32s factor) {                        \
-        return (void)w, rough_cost(v, weights, inverse, factor, is_clipped);                          \
-    }
-DEFINE_ROUGH(rough_unclipped, NULL, 0)
-DEFINE_ROUGH(rough_clipped, NULL, 1)
-DEFINE_ROUGH(rough_unclipped_weighted, w, 0)
-DEFINE_ROUGH(rough_clipped_weighted, w, 1)
-
 /* ------------------------------------------------------------------------------------------------------------- NVFP4 */
 
 /* SIDE blocks. first: the codes that rule amax stores; last: the highest to try, 0 where there is nothing to choose. */
@@ -181,14 +166,14 @@ INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
     Trial trial = trial_of(side, code), next;
     for (int left = side->unclipped; left > 0; left--, code -= 1, trial = next) {
         next = trial_of(side, code - 1);
-        cost = (w ? rough_unclipped_weighted : rough_unclipped)(side->v, w, trial.inverse, trial.factor);
+        cost = rough_cost(side->v, w, trial.inverse, trial.factor, 0);
         consider(&found, cost, code);
     }
     for (;; code -= 1, trial = next) {
         f32s limit = (found.least + slack) * DOUBT;
         if (!any(is_open(side, code, side->heaviest * trial.inverse, trial.factor, w != NULL, limit))) break;
         next = trial_of(side, code - 1);
-        cost = (w ? rough_clipped_weighted : rough_clipped)(side->v, w, trial.inverse, trial.factor);
+        cost = rough_cost(side->v, w, trial.inverse, trial.factor, 1);
         consider(&found, either(code > 0, cost, infinite), code);
     }
     *is_certain = (found.second > (found.least + slack) * DOUBT) & side->is_sound;
@@ -240,6 +225,10 @@ INLINE i32s best_codes(const Side *side, const f32s *w) {
     if (any(~(is_certain | is_settled))) best = search_exactly(side, w);
     return (best & ~is_settled) | (side->first & is_settled);
 }
+
+/* Functions of their own: within choose_nvfp4 gcc would keep no sum in a register. */
+static __attribute__((noinline)) i32s best_plain(const Side *side) { return best_codes(side, NULL); }
+static __attribute__((noinline)) i32s best_weighted(const Side *side) { return best_codes(side, side->w); }
 
 INLINE i32s four_over_six(const Side *side) {
     const f32s *w = NULL;
@@ -296,10 +285,10 @@ void NAME(choose_nvfp4)(const float *restrict x, int64_t first, int blocks, cons
         i32s best;
         if (choice->weights) {
             open_side(rows, weights, choice->global_scale, &side);
-            best = best_codes(&side, side.w);
+            best = best_weighted(&side);
         } else {
             open_side(rows, NULL, choice->global_scale, &side);
-            best = choice->rule == NVFP4_MSE ? best_codes(&side, NULL) : four_over_six(&side);
+            best = choice->rule == NVFP4_MSE ? best_plain(&side) : four_over_six(&side);
         }
         for (int l = 0; l < SIDE && b + l < blocks; l++) block_scales[b + l] = (uint8_t)best[l];
     }
