@@ -44,16 +44,17 @@ INLINE void load_magnitudes(const float *const *rows, int width, f32s *v) {
     }
 }
 
-/* q - e2m1(q), exact, for q >= 0, but for the side to which ties go: E2M1's spacing at q is half the power of two at or below
- * min(max(q, 1), 6), and the last place of 2^22 times that power.  Unclipped: for q < 7. */
+/* q - e2m1(q), exact, for q >= 0, but for the side to which ties go: with p the power of two at or below min(max(q, 1), 6), E2M1's
+ * spacing at q is p / 2, the last place of 2^22 times any number from p to 2 p: of q itself, or 1.5.  To take q from that never
+ * carries; where it borrows, q is next to p (tests/kernels/test_search_remainder.py tries every float).  Unclipped: for q < 7. */
 INLINE f32s remainder_of(f32s q, int is_clipped) {
     f32s held = is_clipped ? (f32s)lesser((i32s)q, (i32s)all(6.0f)) : q;
-    f32s power = (f32s)(greater((i32s)held, (i32s)all(1.0f)) & 0x7F800000);
+    f32s far = (f32s)greater((i32s)held, (i32s)all(1.5f));
 #ifdef __FMA__
-    return q - fused(power, all(-0x1p22f), fused(power, all(0x1p22f), held));
+    return q - fused(far, all(0x1p22f), fused(far, all(-0x1p22f), held));
 #else
-    power *= 0x1p22f;
-    return q - ((held + power) - power);
+    far *= 0x1p22f;
+    return q - ((held - far) + far);
 #endif
 }
 
