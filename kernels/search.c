@@ -6,8 +6,9 @@
  * NVFP4 takes two ways.  The rough one multiplies with an inverse and adds as it likes; what it finds is certain where no other code
  * comes within its error.  Blocks that stay in doubt, few of them, take the exact one: codec.py's own operations in its own order.
  * The rough cost's error: a quotient is off by less than 1.5 * 2^-23 of itself, a distance by as much, so t by less than
- * 2^-12 t + 2^-20 (from 2ab <= ha^2 + b^2/h over 16 elements, weights below 2); DOUBT and SLACK (fp4.h) are four times that.
- * A bound of one clipped element is off by less: by 2^-13 of itself where it clips 2^-8 of its quotient or more, else by 2^-24 top^2.
+ * 2^-14 t + 2^-20 (from 2ab <= ha^2 + b^2/h with h = 2^-14 over 16 elements, weights below 2); DOUBT (fp4.h) is four times the
+ * first, SLACK eight times the second.  A bound of one clipped element is off by 2^-13 of itself where it clips 2^-8 of its quotient
+ * or more, else by 2^-23 top^2: less than what DOUBT and SLACK leave.
  *
  * Codes tried, from the top: codec._nvfp4_last says why none above can win; below, once the clipping of one element alone
  * costs more than the best code found, every lower code costs more too.
@@ -45,16 +46,17 @@ INLINE void load_magnitudes(const float *const *rows, int width, f32s *v) {
 }
 
 /* q - e2m1(q), exact, for q >= 0, but for the side to which ties go: with p the power of two at or below min(max(q, 1), 6), E2M1's
- * spacing at q is p / 2, the last place of 2^22 times any number from p to 2 p: of q itself, or 1.5.  To take q from that never
- * carries; where it borrows, q is next to p (tests/kernels/test_search_remainder.py tries every float).  Unclipped: for q < 7. */
+ * spacing at q is p / 2, the last place of 2^22 q (of 2^22 * 1.5 where q < 1.5).  So q - 2^22 q is rounded to that place.  It never
+ * reaches 2^23 p; it falls below 2^22 p only where q is within two floats of p, and there the finer place gives the same result
+ * (tests/kernels/test_search_remainder.py tries every float from 2^-30 to 64).  Unclipped: for q < 7. */
 INLINE f32s remainder_of(f32s q, int is_clipped) {
     f32s held = is_clipped ? (f32s)lesser((i32s)q, (i32s)all(6.0f)) : q;
-    f32s far = (f32s)greater((i32s)held, (i32s)all(1.5f));
+    f32s base = (f32s)greater((i32s)held, (i32s)all(1.5f));
 #ifdef __FMA__
-    return q - fused(far, all(0x1p22f), fused(far, all(-0x1p22f), held));
+    return q - fused(base, all(0x1p22f), fused(base, all(-0x1p22f), held));
 #else
-    far *= 0x1p22f;
-    return q - ((held - far) + far);
+    base *= 0x1p22f;
+    return q - ((held - base) + base);
 #endif
 }
 
@@ -125,7 +127,7 @@ INLINE i32s distances(i32s codes, i32s first) { return greater(codes - first, fi
 typedef struct { i32s best; f32s least, second; } Found;
 
 INLINE void consider(Found *found, f32s cost, i32s code) {
-    i32s is_less = cost < found->least; /* costs are 0 and more: their bits compare as they do */
+    i32s is_less = cost < found->least; /* Costs are >= 0: their bits order as they do.  NaN is of sides that are settled or not sound. */
     found->second = (f32s)lesser((i32s)found->second, greater((i32s)found->least, (i32s)cost));
     found->least = (f32s)lesser((i32s)found->least, (i32s)cost);
     found->best = (found->best & ~is_less) | (code & is_less);
@@ -139,7 +141,7 @@ INLINE void consider_exactly(Found *found, f32s cost, i32s code, i32s first) {
     found->best = (found->best & ~is_better) | (code & is_better);
 }
 
-/* Whether this code or one below it may cost as little as `limit`; quotient: of the heaviest element by the code's step. */
+/* Whether this code or one below it may cost as little as `limit`; quotient: the heaviest element by the code's step. */
 INLINE i32s is_open(const Side *side, i32s code, f32s quotient, f32s factor, int is_weighted, f32s limit) {
     f32s clipped = quotient - 6.0f, square = clipped * clipped;
     f32s bound = (is_weighted ? side->its_weight * square : square) * factor;
@@ -161,20 +163,19 @@ INLINE f32s exact_cost_of(const Side *side, const f32s *w, i32s code) {
 
 /* The next code's division is begun before a code is tried, so that none is waited for. */
 INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
-    f32s infinite = all(__builtin_inff()), top = e4m3_values(side->last), slack = SLACK * top * top, cost;
+    f32s infinite = all(__builtin_inff()), top = e4m3_values(side->last), slack = SLACK * top * top;
     Found found = {side->first, infinite, infinite};
     i32s code = side->last;
     Trial trial = trial_of(side, code), next;
     for (int left = side->unclipped; left > 0; left--, code -= 1, trial = next) {
         next = trial_of(side, code - 1);
-        cost = rough_cost(side->v, w, trial.inverse, trial.factor, 0);
-        consider(&found, cost, code);
+        consider(&found, rough_cost(side->v, w, trial.inverse, trial.factor, 0), code);
     }
     for (;; code -= 1, trial = next) {
         f32s limit = (found.least + slack) * DOUBT;
         if (!any(is_open(side, code, side->heaviest * trial.inverse, trial.factor, w != NULL, limit))) break;
         next = trial_of(side, code - 1);
-        cost = rough_cost(side->v, w, trial.inverse, trial.factor, 1);
+        f32s cost = rough_cost(side->v, w, trial.inverse, trial.factor, 1);
         consider(&found, either(code > 0, cost, infinite), code);
     }
     *is_certain = (found.second > (found.least + slack) * DOUBT) & side->is_sound;
@@ -232,9 +233,8 @@ static __attribute__((noinline)) i32s best_plain(const Side *side) { return best
 static __attribute__((noinline)) i32s best_weighted(const Side *side) { return best_codes(side, side->w); }
 
 INLINE i32s four_over_six(const Side *side) {
-    const f32s *w = NULL;
     i32s four = e4m3_codes(1.5f * side->r);
-    i32s is_less = exact_cost_of(side, w, four) < exact_cost_of(side, w, side->first);
+    i32s is_less = exact_cost_of(side, NULL, four) < exact_cost_of(side, NULL, side->first);
     return (four & is_less) | (side->first & ~is_less);
 }
 

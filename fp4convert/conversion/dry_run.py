@@ -74,14 +74,14 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
     known: dict[int, int] = {}  # sizes, of which there are few
     sized = []
     for step in plan.steps:
-        before, after = step.source_bytes, step.output_bytes
-        sized.append(Sized(step, known.setdefault(before, before), known.setdefault(after, after)))
+        read, made = step.source_bytes, step.output_bytes
+        sized.append(Sized(step, known.setdefault(read, read), known.setdefault(made, made)))
     shapes = {step.shape for step in plan.steps if step.shape}
     widest = max(shapes, key=lambda shape: shape[-1], default=())
     rounding = Rounding(plan.target, backend, reopened(plan))
     held_nbytes = rounding.held_nbytes(settings.workers, widest[-1] if widest else 0)
     workers = settings.workers or rounding.threads
-    read_nbytes = source.held_nbytes(list_groups(plan), workers)
+    read_nbytes = source.held_nbytes(each_group(plan), workers)
     own = None if isinstance(source, PaddedSource) else source
     return {
         "format": plan.target.format,
@@ -106,7 +106,7 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
     }
 
 
-def list_groups(plan: Plan) -> Iterator[int]:
+def each_group(plan: Plan) -> Iterator[int]:
     """Yield the bytes of each scale group that is measured, as they lie.
 
     Nothing is counted before they are asked for: a source on a disk never asks.
@@ -122,7 +122,8 @@ def list_groups(plan: Plan) -> Iterator[int]:
             key = task.key, step.group or step.name
             groups[key] = min(start, groups.get(key, (start, 0))[0]), nbytes
     ordered = sorted((key[0], *group) for key, group in groups.items())
-    yield from (nbytes for _, _, nbytes in ordered)
+    for _, _, nbytes in ordered:
+        yield nbytes
 
 
 def find_fake_quantized(source: Source, plan: Plan) -> dict[str, int] | None:

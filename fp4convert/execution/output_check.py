@@ -153,8 +153,9 @@ def missing_nbytes(root: Path, manifest: Manifest) -> int:
 def needed_nbytes(root: Path, manifest: Manifest, settings: Settings) -> int:
     """Count the bytes that a plan will still take of the disk at once.
 
-    Shards of it that are there and may leave are among those at once; those that have left take
-    nothing.
+    No more than shards_at_once of the shards that may leave are there together; one that is there
+    already is one of them.  A shard that has left needs no room.  Whether the Hub still has it is
+    asked later: where it is made again, the disk may turn out to be full.
     """
     missing = missing_nbytes(root, manifest)
     if settings.elsewhere is None:
@@ -168,9 +169,10 @@ def needed_nbytes(root: Path, manifest: Manifest, settings: Settings) -> int:
 def _has_left(root: Path, task: TaskFiles) -> bool:
     """Tell whether a task's record says that its files have left the folder."""
     try:
-        return Done.from_json(read_text_file(root / STATE / DONE / f"{task.key}.json")).is_gone
+        done = Done.from_json(read_text_file(root / STATE / DONE / f"{task.key}.json"))
     except (OSError, *MISSHAPEN):
         return False
+    return done.is_gone and done.files.keys() == task.files.keys()
 
 
 def check_space(root: Path, manifest: Manifest, settings: Settings, more_nbytes: int) -> None:

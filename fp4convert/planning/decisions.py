@@ -78,12 +78,12 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
             "no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows."
         )
     # A scale group is quantized whole where only some of it would be taken over.
-    carried = {verdict.group for verdict in verdicts.values() if verdict.action == "transcode"}
+    taken_over = {verdict.group for verdict in verdicts.values() if verdict.action == "transcode"}
     groups = gather_groups(
         {
             module: verdict.group
             for module, verdict in verdicts.items()
-            if carried and verdict.group in carried
+            if verdict.group in taken_over
         }
     )
     for modules in groups.values():

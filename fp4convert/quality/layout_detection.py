@@ -187,12 +187,12 @@ def explained_shares(readings: Sequence[Bytes], log2: Doubles) -> Doubles:
               exact enough for differences of them
     Returns   (readings, STRUCTURES): rows and columns, then those of RUNS, then of PERIODS
     """
-    rows, blocks = shape = readings[0].shape
+    rows, blocks = readings[0].shape
     runs = (rows, *RUNS)  # all rows of one block are a column
     sums, of_rows = zip(*(Cpu().sum_cells(each, log2, runs) for each in readings), strict=True)
     power, total, squares = np.moveaxis(np.stack(sums), -1, 0)
-    cells, cell = _cells_of(shape)
-    share = _share_of_cells(squares, total, power, (cells, cell))
+    groups, cell = _cells_of((rows, blocks))
+    share = _share_of_cells(squares, total, power, (groups, cell))
     # Columns are the first of these; rows are added to them.
     row_share = _share_of_cells(squares[:, 0, 0], total[:, 0, 0], np.array(of_rows), (rows, blocks))
     both = share[:, 0, 0] + row_share

@@ -50,7 +50,8 @@ def find_missing(
     modules  every module that has a tensor, quantized or kept
     config   config.json; empty where there is none
     """
-    stacks, mixtures = (defaultdict[str, _Parts](lambda: defaultdict(set)) for _ in range(2))
+    stacks = defaultdict[str, _Parts](lambda: defaultdict(set))
+    mixtures = defaultdict[str, _Parts](lambda: defaultdict(set))
     split_mixture = cache(_split_at_number)  # which has hundreds of modules
     for module in modules:
         mixture, inside, rest = module.partition(EXPERTS)

@@ -70,9 +70,9 @@ def _read_scalars(artifact: Artifact, modules: list[str], ending: str) -> dict[s
     for ref in [ref for name, ref in artifact.tensors.items() if name in wanted]:
         if next_place != (ref.file, ref.start):
             runs.append([])
-        size = ref.nbytes
-        runs[-1].append((ref, size // nbytes))
-        next_place = ref.file, ref.start + size
+        ref_nbytes = ref.nbytes
+        runs[-1].append((ref, ref_nbytes // nbytes))
+        next_place = ref.file, ref.start + ref_nbytes
 
     def read(run: list[tuple[TensorRef, int]]) -> tuple[float, ...]:
         total = sum([count for _, count in run])

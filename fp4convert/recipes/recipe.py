@@ -214,8 +214,8 @@ class Recipe:
     def pick_asked_for(self, modules: Collection[str]) -> set[str]:
         """Pick the modules that a person or a [[format]] names.
 
-        They may then become four-bit though a rule of keep fits them; so may those of a layer that
-        drafts tokens.
+        They may then become four-bit though a rule of keep fits them. Those of layers that draft
+        tokens are among them.
         """
         named = (pattern for rule in self.formats for pattern in rule.patterns)
         return {*sift((*self.include, *named), modules), *self.drafts.intersection(modules)}

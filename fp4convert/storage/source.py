@@ -160,8 +160,8 @@ class Source(Protocol):
     def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
         """Count the memory that is held of what is read.
 
-        groups   bytes of each scale group, in the order of their reading, so many at once; they
-                 can be gone through once
+        groups   bytes of each scale group, in the order in which they are read; to be gone through
+                 once, for it may be an iterator
         Returns  0 where the system holds it
         """
 

@@ -44,7 +44,7 @@ LEVELS = [level for level in (2, 3, 4) if level <= HIGHEST] or [0]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_float_is_as_far_as_from_the_nearest_value(level: int, tmp_path: Path) -> None:
+def test_remainder_is_the_distance_to_the_nearest_value(level: int, tmp_path: Path) -> None:
     (tmp_path / "remainder.c").write_text(PROGRAM)
     march = [f"-march=x86-64-v{level}"] if level else []
     command = ["cc", *FLAGS, "-Wno-psabi", *march, f"-DFP4_LEVEL={level}", f"-I{ROOT / 'kernels'}"]

@@ -319,7 +319,7 @@ def ignores_none(clues: Clues) -> Callable[[str], bool]:
 
 def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
     """List the stems that at least one tensor's name gives, in order."""
-    found: dict[str, None] = {}  # and no set: it keeps the order, in which long runs are sorted
+    found: dict[str, None] = {}  # no set: in the order of the files long runs are sorted already
     for ending in endings:
         found |= {name.removesuffix(ending): None for name in tensors if name.endswith(ending)}
     return sorted(found)
