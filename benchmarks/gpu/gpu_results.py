@@ -40,7 +40,7 @@ def row_of(title: str, line: dict[str, str]) -> Row:
 
 
 def section_of(page: str, name: str) -> Section:
-    """The GPU, its date and versions as the page has them, and the rows."""
+    """The GPU and the rows; when and of which commit they are, the page itself says."""
     head = page.split("\n## ", maxsplit=1)[0].split("\n\n")
     device = head[1].partition(",")[0]
     chosen = [
@@ -49,7 +49,7 @@ def section_of(page: str, name: str) -> Section:
         if title.startswith("Others") or any("_naive" in line["what"] for line in lines)
         for line in lines
     ]
-    about = f"{head[1]}\n\nFrom [{name}]({name}), which has more."
+    about = f"Copied from [{name}]({name}), which says when and of which commit they were measured."
     return Section(
         f"GPU: {device}", about, ("data", "what", *COLUMNS), tuple(chosen), "of a copy's rate"
     )
