@@ -21,18 +21,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fp4convert.errors import InputError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from fp4convert.numerics.matrices import Blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """One order of scale bytes.
 
     rows, blocks  factors that a row's and a block's index are split into, slowest first, below what
@@ -72,6 +73,17 @@ class Layout:
         """
         import numpy as np
 
+        return np.ascontiguousarray(self.restore_rows(stored, shape, 0, *shape)).reshape(-1).data
+
+    def restore_rows(
+        self, stored: memoryview, shape: tuple[int, int], first: int, last: int, blocks: int
+    ) -> NDArray[np.uint8]:
+        """Restore the first blocks of rows (first, last + 1), as a matrix.
+
+        Only the tiles that hold them are copied. Raises as restore does.
+        """
+        import numpy as np
+
         padded = self.padded(shape)
         if stored.nbytes != math.prod(padded):
             detail = (
@@ -80,9 +92,13 @@ class Layout:
             )
             raise InputError("scale-layout", detail)
         split = self._split(padded)
-        tiles = np.frombuffer(stored, np.uint8).reshape([split[axis] for axis in self.order])
-        linear = tiles.transpose(np.argsort(self.order)).reshape(padded)[: shape[0], : shape[1]]
-        return np.ascontiguousarray(linear).reshape(-1).data
+        stored_axes = np.frombuffer(stored, np.uint8).reshape([split[axis] for axis in self.order])
+        tiles = stored_axes.transpose(np.argsort(self.order))
+        height, width = math.prod(self.rows), math.prod(self.blocks)
+        begin, end, across = first // height, -(-last // height), -(-blocks // width)
+        held = tiles[(slice(begin, end), *[slice(None)] * len(self.rows), slice(across))]
+        linear = held.reshape((end - begin) * height, across * width)
+        return linear[first - begin * height : last - begin * height, :blocks]
 
     def restore_lazily(
         self, read: Callable[[], memoryview], shape: tuple[int, int]

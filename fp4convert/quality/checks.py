@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from fp4convert.quality.missing_parts import find_missing
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
-from fp4convert.recipes.recipe import model_recipe
+from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.checkpoint_files import INDEXES, SINGLES, WEIGHTS
 from fp4convert.storage.safetensors import WEIGHT, SafetensorsFrame
@@ -56,8 +56,7 @@ LINEARS = HEADS | {
 GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(NamedTuple):
     """What speaks against an artifact.
 
     refuted   what its scales alone would say, were it not for a source that fits
@@ -89,7 +88,8 @@ def judge(
     phases   learns how far the reading is
     Raises   InputError where the source holds none of them
     """
-    findings = [*artifact.findings, *_check_names(artifact), *check_fused(artifact)]
+    recipe = model_recipe(artifact.source.checkpoint.config)
+    findings = [*artifact.findings, *_check_names(artifact, recipe), *check_fused(artifact, recipe)]
     nbytes = scale_nbytes(artifact)
     phases.begin("scales", sum(nbytes[module] for module in read))
     findings += check_scales(artifact, read, phases.report)
@@ -173,7 +173,7 @@ def _stored_scales(artifact: Artifact, modules: Sequence[str]) -> Iterator[Store
         yield StoredScales(np.frombuffer(arrange_scales(q, layout), np.uint8), shape, q.format)
 
 
-def _check_names(artifact: Artifact) -> Iterator[Finding]:
+def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     """Check what is quantized and what is not, by the names of tensors."""
     traits = artifact.spelling.TRAITS
     yield from _check_beside(artifact)
@@ -183,7 +183,6 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
         detail += ": engines that follow it do not load them"
         yield Finding("error", "index-omits", None, detail)
     # Modules that the recipes of the model's family would keep.
-    recipe = model_recipe(artifact.source.checkpoint.config)
     for module in sift(recipe.kept_patterns, artifact.packed):
         kind = recipe.kind_of(module)
         if kind == "router":
@@ -196,7 +195,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
             detail = "it is part of a vision or audio tower, which most engines keep"
             yield Finding("warning", "tower-quantized", module, detail)
     if traits.ignores_by_name:
-        yield from _check_kept_names(artifact)
+        yield from _check_kept_names(artifact, recipe)
     yield from _check_targets(artifact)
     if all(finding.code != "unfinished" for finding in artifact.findings):
         stored = {ref.name for packed in artifact.packed.values() for ref in packed.refs}
@@ -240,7 +239,7 @@ def _check_beside(artifact: Artifact) -> Iterator[Finding]:
         yield Finding("error", "weights-beside", None, detail)
 
 
-def _check_kept_names(artifact: Artifact) -> Iterator[Finding]:
+def _check_kept_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     """Check that records ignore the linear layers that stay.
 
     These are the ones that a target names or fits; where records are for every linear layer, those
@@ -249,7 +248,6 @@ def _check_kept_names(artifact: Artifact) -> Iterator[Finding]:
     if any(finding.code == "ignore-pattern" for finding in artifact.findings):
         return
     leaves = {module.rpartition(".")[2] for module in artifact.packed}
-    recipe = model_recipe(artifact.source.checkpoint.config)
     targets = _targets(artifact.clues)
     linears = frozenset[str]()
     if "Linear" in targets:

@@ -11,7 +11,7 @@ from fp4convert.checkpoint.modules import form_finder
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8, MXFP4
 from fp4convert.recipes.draft_layers import find_differing
-from fp4convert.recipes.recipe import group_members, model_recipe
+from fp4convert.recipes.recipe import Recipe
 from fp4convert.recipes.uneven_formats import (
     EXPERTS,
     EXPERTS_IN_PART,
@@ -26,14 +26,13 @@ from fp4convert.storage.safetensors import WEIGHT
 PACKED_WORDS = {"I8": MXFP4.name, "U8": "four-bit", "F8_E4M3": FP8.name}
 
 
-def check_fused(artifact: Artifact) -> Iterator[Finding]:
+def check_fused(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     """Check the experts of every layer, every scale group, and draft layers."""
     packed = artifact.packed
     stored = {ref.name for one in packed.values() for ref in one.refs}
     others = [ref for name, ref in artifact.tensors.items() if name not in stored]
     kept = (ref for ref in others if ref.dtype in FLOAT_TYPES)
     words = {**ordinary_matrices(kept), **{name: one.form.word for name, one in packed.items()}}
-    recipe = model_recipe(artifact.source.checkpoint.config)
     unread = {
         ref.name.removesuffix(WEIGHT): PACKED_WORDS[ref.dtype]
         for ref in others
@@ -45,7 +44,7 @@ def check_fused(artifact: Artifact) -> Iterator[Finding]:
         yield Finding("note" if differing.is_note else "warning", "draft-format", module, detail)
     # One finding for each kind: a model has as many as layers.
     first: dict[tuple[str, ...], list[Uneven]] = {}
-    for uneven in find_uneven(words, group_members(artifact.source.checkpoint.config)):
+    for uneven in find_uneven(words, recipe.groups):
         if uneven.code != GROUP_IN_PART or artifact.spelling.TRAITS.shares_scales:
             first.setdefault((uneven.code, *uneven.modules), []).append(uneven)
     yield from map(_finding, first.values())

@@ -156,14 +156,15 @@ def _says_anything(matrix: StoredScales) -> bool:
 
 def _sample(matrix: StoredScales, layout: Layout) -> Bytes:
     """Read a (rows, blocks) part of the scales as they lie in a layout."""
-    linear = np.frombuffer(layout.restore(matrix.stored.data, matrix.shape), np.uint8)
-    block_scales = linear.reshape(matrix.shape)[:, :SAMPLE_BLOCKS]
-    rows, blocks = block_scales.shape
+    rows, blocks = matrix.shape[0], min(matrix.shape[1], SAMPLE_BLOCKS)
     panels, count = rows // PANEL, max(PANELS, SAMPLE // (PANEL * blocks))
+    parts = [(0, rows)]
     if panels > count:
         firsts = [PANEL * (number * panels // count) for number in range(count)]
-        block_scales = np.concatenate([block_scales[first : first + PANEL] for first in firsts])
-    return np.ascontiguousarray(block_scales)
+        parts = [(first, first + PANEL) for first in firsts]
+    stored = matrix.stored.data
+    read = [layout.restore_rows(stored, matrix.shape, *part, blocks) for part in parts]
+    return np.ascontiguousarray(read[0] if len(read) == 1 else np.concatenate(read))
 
 
 @cache

@@ -178,6 +178,21 @@ def test_rows_are_restored_when_they_are_asked_for(name: str) -> None:
     assert len(reads) == 1
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 4)])
+def test_rows_alone_are_those_of_the_whole(name: str, shape: tuple[int, int]) -> None:
+    """At the edges of tiles and between them."""
+    linear = scales(shape)
+    stored = arrange(name, linear).data
+    rows, blocks = shape
+    ends = {0, 1, 7, 8, 31, 127, 128, 129, rows} & set(range(rows + 1))
+    for first, last in ((a, b) for a in ends for b in ends if a <= b):
+        for few in {1, 3, 4, 5, blocks} & set(range(blocks + 1)):
+            found = LAYOUTS[name].restore_rows(stored, shape, first, last, few)
+            assert found.tobytes() == linear[first:last, :few].tobytes()
+            assert found.shape == (last - first, few)
+
+
 # --------------------------------------------------------------------------------------------------
 # codes and scales
 
