@@ -8,8 +8,7 @@ that is the expectation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ from fp4convert.numerics.codec import Float32s
 FloatArray = NDArray[np.floating[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What a linear layer is given.
 
     It is known by the Gram matrix, by the moments alone, or by neither: Gaussians of unit variance.

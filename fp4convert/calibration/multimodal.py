@@ -9,10 +9,9 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,8 +31,7 @@ AS_PART = 'Write it into a message: {"type": "image", "path": FILE}.'
 SPOKEN = 'Give --chat FILE.jsonl with records of {"audio": FILE, "text": WORDS}.'
 
 
-@dataclass(frozen=True, slots=True)
-class Mixed:
+class Mixed(NamedTuple):
     """A record with images or sound.
 
     where     it stands, for errors

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -151,7 +151,7 @@ def calibrate(run: Run) -> Calibrated:
         if run.has_losses:
             recipe = model_recipe(run.source.checkpoint.config)
             losses = LossRun(skeleton, recipe, samples, state, run.phases)
-            needs = replace(needs, hidden_nbytes=max(needs.hidden_nbytes, losses.hidden_nbytes))
+            needs = needs._replace(hidden_nbytes=max(needs.hidden_nbytes, losses.hidden_nbytes))
             run.tell(losses.words())
         needs.check(run.output, state, device)
         run.tell(needs.words())

@@ -58,8 +58,7 @@ class Sample:
 Samples = list[Sample]
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(NamedTuple):
     """What a person feeds: one of text, dataset and self_generate.
 
     self_generate    how many sequences the model is to write

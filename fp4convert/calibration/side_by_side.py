@@ -82,8 +82,7 @@ class LayerLoss(NamedTuple):
     cumulated: float
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """What both say of every token that has text before it in its window.
 
     windows  how many there are

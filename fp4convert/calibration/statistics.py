@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -58,8 +57,7 @@ class Experts(NamedTuple):
     saliency: Float32s
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(NamedTuple):
     """An opened calibration file; statistics are read when asked for.
 
     Every reader raises InputError where the file lacks the statistic, or holds what cannot be.

@@ -22,8 +22,8 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -170,8 +170,7 @@ def _shard_writer(path: Path, header: bytes, refs: Sequence[TensorRef]) -> Itera
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):
     """What is needed at most; layers that share their input take less.
 
     statistics_nbytes  of the file, and of the parts that it is joined from

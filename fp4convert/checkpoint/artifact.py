@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, strings
 from fp4convert.checkpoint.dialects.forms import Form, Group
@@ -71,8 +71,7 @@ class _Tensor:
         return self.source.read_range(self.ref, *part.indices(self.nbytes)[:2])
 
 
-@dataclass(frozen=True, slots=True)
-class Artifact:
+class Artifact(NamedTuple):
     """Quantized weights on a disk.
 
     clues    what its records and names say

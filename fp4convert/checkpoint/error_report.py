@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding, InputError
@@ -105,8 +104,7 @@ def shares(histogram: tuple[int, ...]) -> dict[str, Any]:
     return {**found, "histogram": list(histogram) if total else None}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What a report says of a tensor.
 
     against  `source`, or what the weights were before they were rounded
@@ -124,8 +122,7 @@ class Entry:
     cosine: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """A report that was read."""
 
     summary: dict[str, Any]

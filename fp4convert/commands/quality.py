@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
@@ -176,7 +175,7 @@ def _with_adapter(artifact: Artifact, options: VerifyOptions | CompareOptions) -
     from fp4convert.checkpoint.adapters.peft import open_recorded
 
     access = options.original_access()
-    return replace(artifact, adapter=open_recorded(given[0], artifact.record, access))
+    return artifact._replace(adapter=open_recorded(given[0], artifact.record, access))
 
 
 def _with_adapters(artifacts: list[Artifact], options: CompareOptions) -> list[Artifact]:

@@ -11,10 +11,10 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.dry_run import READING_RATES
@@ -42,8 +42,7 @@ from fp4convert.storage.open import absolute, access_to
 from fp4convert.storage.source import Source
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineConversion:
+class PipelineConversion(NamedTuple):
     """A Diffusers pipeline into one folder: a Work.
 
     source       of what is copied: everything but the components

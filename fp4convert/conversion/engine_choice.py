@@ -276,7 +276,7 @@ def _as_if(contents: Contents, candidate: Candidate, keeps_experts: bool) -> Con
         if not (part.is_expert and keeps_experts) and (part.is_expert or not candidate.keeps_others)
     ]
     findings = contents.findings - {EXPERTS_IN_PART}  # by the format's blocks, perhaps
-    return replace(contents, dialect=candidate.dialect, parts=frozenset(parts), findings=findings)
+    return contents._replace(dialect=candidate.dialect, parts=frozenset(parts), findings=findings)
 
 
 def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> Verdict | None:

@@ -11,8 +11,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.forms import parents_of
 from fp4convert.errors import InputError
@@ -57,8 +58,7 @@ class Mixture:
         return f"{self.name}{EXPERTS}{number}{rest}"
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(NamedTuple):
     """What config.json says of experts, and how many are to stay.
 
     chosen          how many a token is sent to
@@ -122,8 +122,7 @@ def read_routing(config: Mapping[str, object], rule: ExpertsRule, keep: int) -> 
     if groups > 1:
         methods = [one.get("topk_method") for one in configs_in(config)]
         least = 1 if BY_THE_BEST in methods else GROUP_BEST
-        routing = replace(
-            routing,
+        routing = routing._replace(
             groups=groups,
             chosen_groups=integer_of(config, "topk_group") or groups,
             group_at_least=least,

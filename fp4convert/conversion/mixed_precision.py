@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from fp4convert.calibration.statistics import check_linears
 from fp4convert.conversion.artifact_job import artifact_job
@@ -44,8 +45,7 @@ NMSE = "nmse"  # what errors are where outputs were not measured
 MOST_TRIES = 50  # to meet a size: what names and records take changes a little with the choice
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
+class Goal(NamedTuple):
     """What the artifact should come to: one of the two.
 
     nbytes  of all its files
@@ -102,8 +102,7 @@ def goal_of(gigabytes: float | None, bits: float | None) -> Goal | None:
     return None if bits is None else Goal(bits=bits)
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """What was chosen.
 
     rules    formats of modules, for prepare_quantize
@@ -176,7 +175,7 @@ def _measure(
     """Measure weights; say what a person should know of it."""
     source, recipe, candidates = parts.source, parts.recipe, parts.candidates
     calibration, table = parts.scalars.calibration, parts.dialect.TRAITS.fp8
-    target = replace(recipe.target, method="rtn")
+    target = recipe.target._replace(method="rtn")
     measured = (one.linear for one in candidates if recipe.format.name in one.formats)
     choice = choose_device(options.device, target, measured)
     if choice.device != "cpu" and choice.reason:
@@ -206,8 +205,7 @@ def _measure(
     return losses, tuple(words)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fitting:
+class _Fitting(NamedTuple):
     """A goal, and the choices that meet it."""
 
     goal: Goal

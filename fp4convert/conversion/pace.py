@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,7 @@ WIDEST = 1 << 20
 ELEMENT_NBYTES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """Rates of this machine.
 
     threads                  that work at once

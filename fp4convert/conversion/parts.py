@@ -18,7 +18,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from fp4convert.calibration.statistics import KL, OUTPUT, Calibration
 from fp4convert.checkpoint.dialects.base import Dialect
@@ -44,8 +45,7 @@ WORDS = {KL: "KL of predictions", OUTPUT: "squared error of what it gives"}
 SENSE = "Calibrate again with --sensitivity."
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """One source, one request: what may become what, and what each takes.
 
     modules     of each part, by its name

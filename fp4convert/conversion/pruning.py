@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fp4convert import __version__
 from fp4convert.calibration.statistics import Calibration, check_source
@@ -67,8 +67,7 @@ _ONE_EXPERT = re.compile(r"experts\\*\.\d")
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
-@dataclass(frozen=True, slots=True)
-class Pruning:
+class Pruning(NamedTuple):
     """What `prune` will do.
 
     config  config.json of the result

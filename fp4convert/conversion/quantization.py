@@ -185,7 +185,7 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
         calibration = open_statistics(method, options.scale_rule, statistics)
     recipe = _recipe_for(source, options, calibration)
     if adapter:
-        recipe = replace(recipe, target=replace(recipe.target, adapter=adapter.key))
+        recipe = replace(recipe, target=recipe.target._replace(adapter=adapter.key))
     if calibration:
         check_source(calibration, source)
         _check_adapter(calibration, adapter)
@@ -270,8 +270,7 @@ def _recipe_for(
     reads_any = traits.global_scale_kind and all(s.frame.reads_global_scales for s in shards)
     has_scales = any(each.has_global_scale for each in (fmt, *traits.mixes))
     is_weighed = options.method == GPTQ and calibration is not None
-    target = replace(
-        asked,
+    target = asked._replace(
         scale_rule=options.scale_rule or (IMPORTANCE if is_weighed else None),
         has_unit_scale=has_scales and not reads_any,
         via=options.via,
@@ -282,7 +281,7 @@ def _recipe_for(
     if is_weighed:
         told = (options.damping, DAMPING), (options.passes, PASSES)
         damping, passes = (default if given is None else given for given, default in told)
-        target = replace(target, damping=float(damping), passes=int(passes))
+        target = target._replace(damping=float(damping), passes=int(passes))
     recipe = build_recipe(target, source.checkpoint.config, options)
     return replace(recipe, keeps_packed=options.keep_packed)
 

@@ -247,10 +247,10 @@ def _target_of(artifact: Artifact, options: TranscodeOptions, made: Format | Non
         _as_text_or_none(record.get(key)) for key in ("method", "calibration", "keep_dtype")
     )
     kept = options.keep_dtype or kept
-    target = replace(target, method=method, calibration=calibration, keep_dtype=kept)
+    target = target._replace(method=method, calibration=calibration, keep_dtype=kept)
     damping, passes = record.get("damping"), record.get("passes")
     if type(damping) is float and type(passes) is int:
-        target = replace(target, damping=damping, passes=passes)
+        target = target._replace(damping=damping, passes=passes)
     return target
 
 
@@ -280,7 +280,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
             odd = next(module for module, own in becoming.items() if own not in traits.mixes)
             raise unheld(find_fp4(artifact)[odd], target, step, four)
         bits = _activations(artifact, fmt, made)
-        form = module_form(replace(target, activations=bits), fmt.name)
+        form = module_form(target._replace(activations=bits), fmt.name)
         forms |= {module: form for module, own in becoming.items() if own is fmt}
     if traits.container == "gguf" and four:  # which has no place for them: they become floats
         return Contents(artifact.modules, others, forms)
@@ -289,7 +289,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
     for module, linear in others.items():
         packed = artifact.others.get(module)
         bits = packed.form.activations if packed else ACTIVATIONS_FP8
-        own = held_form(linear, replace(target, activations=bits), four | eight)
+        own = held_form(linear, target._replace(activations=bits), four | eight)
         if own is None:
             raise unheld(linear, target, step, four | eight)
         forms[module] = own

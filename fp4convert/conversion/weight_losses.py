@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +66,7 @@ Losses = dict[str, dict[str, float]]
 """{module: {format: loss}}"""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A linear layer that may take several formats.
 
     group    the members of its scale group, itself among them, in whichever shard

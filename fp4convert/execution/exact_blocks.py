@@ -70,7 +70,7 @@ def under_their_scale(measured: Sequence[Weights], fmt: Format, rule: str, given
         )
         if exact > most:
             best, most = tried, exact
-    return given if best == amax else replace(given, amax=best)
+    return given if best == amax else given._replace(amax=best)
 
 
 def with_exact(

@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from fp4convert.checkpoint.error_report import merge_accounts, report_text
 from fp4convert.errors import InputError, OutputError, shell_line
@@ -45,8 +45,7 @@ ENDING = "end"  # the lease of whoever ends the conversion
 WHY_ENDING = "checks what is written, and ends the work"
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(NamedTuple):
     """A finished folder: the digest, the size and the sha256 of all its files.
 
     nbytes    of what was planned: without the report
@@ -310,7 +309,7 @@ def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[
         manifests += plans
         files |= {f"{part}/{file}": sha256 for file, sha256 in ended.files.items()}
         nbytes += ended.nbytes
-    return manifests, replace(ending, digest=digest_of(files), nbytes=nbytes, files=files)
+    return manifests, ending._replace(digest=digest_of(files), nbytes=nbytes, files=files)
 
 
 def _refuse_unfinished(folder: OutputFolder) -> None:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -154,7 +154,7 @@ class Job:
         stamps = {shard.file: checkpoint.stamps[shard.file] for shard in checkpoint.shards}
         source = _sha256([*headers, *(part.identity for part in self.parts.values())])
         options = [
-            asdict(self.plan.target),
+            self.plan.target._asdict(),
             self.plan.quantized,
             [step.scalar for step in self.plan.steps if step.scalar is not None],
             self.texts,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 from fp4convert.calibration.methods.gptq import (
     PANEL_ELEMENTS,
@@ -42,8 +43,7 @@ from fp4convert.recipes.recipe import Target
 MEMORY_SHARE = 0.5  # of the machine's, for all workers together
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
+class Rounding(NamedTuple):
     """Rounds as the target says.
 
     calibration  None where neither method nor rule takes statistics
@@ -79,7 +79,7 @@ class Rounding:
             ]
         is_unit = self.target.has_unit_scale and fmt.has_global_scale
         amax = global_range(rule) if is_unit else given.amax
-        given = replace(given, amax=amax, importance=importance)
+        given = given._replace(amax=amax, importance=importance)
         is_exact = are_exact(members, fmt)
         if is_exact:
             given = under_their_scale(measured, fmt, rule, given)

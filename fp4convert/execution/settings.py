@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from fp4convert.errors import NumericError
 from fp4convert.execution.share import Share
@@ -21,8 +22,7 @@ FILES_A_SHARD = 8  # that may be open: what is read, written and hashed, with so
 OnNamed = Callable[[Path, str, str], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
+class Elsewhere(NamedTuple):
     """Where shards go as soon as they are finished, instead of staying.
 
     name       of the repository, if it is one

@@ -18,8 +18,7 @@ from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, Format, Kind
 PANEL_ELEMENTS = 4 << 20  # elements held at once: 8 MB of bf16 in, 2.3 MB out
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(NamedTuple):
     """Weights as they are stored: whole rows of a matrix, row-major.
 
     data   the bytes, little-endian; need not be aligned
@@ -265,8 +264,7 @@ class Blocks(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(NamedTuple):
     """Blocks that are put into canonical form as they are fetched.
 
     fetch         (first, last + 1) of a range of rows -> its packed codes and its block scales

@@ -14,7 +14,6 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -51,8 +50,7 @@ class Fed(NamedTuple):
     has_own: bool
 
 
-@dataclass(frozen=True, slots=True)
-class InputScales:
+class InputScales(NamedTuple):
     """Where the input scales of modules come from.
 
     origin       names it for a person

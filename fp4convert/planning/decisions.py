@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect
@@ -106,8 +105,7 @@ def judge_each(
     return {module: judge.verdict(linear) for module, linear in linears.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Judge:
+class _Judge(NamedTuple):
     """Decides on one linear layer after the other.
 
     forms    of the modules that become each format

@@ -6,7 +6,6 @@ What engines do is data (configs/engines); the rows ask about these contents.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing, is_draft_head
@@ -61,8 +60,7 @@ def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
     config = checkpoint.config
     is_head = is_draft_head(ref.name for ref in checkpoint.tensors)
     is_speculators = SPECULATORS.items() <= config.items()
-    return replace(
-        contents,
+    return contents._replace(
         model=HEAD if is_head else str(config.get("model_type", "")),
         classes=(EAGLE3,) if is_speculators else class_names(config),
         has_code="auto_map" in config,

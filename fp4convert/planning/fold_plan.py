@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from fp4convert.calibration.methods.folds import (
     FindFactors,
@@ -30,8 +31,7 @@ from fp4convert.storage.source import Checkpoint
 TOLD_REFUSALS = 3  # in warnings, one for each reason
 
 
-@dataclass(frozen=True, slots=True)
-class FoldedLayers:
+class FoldedLayers(NamedTuple):
     """Linear layers under the folds that are used.
 
     folds  what is divided, and by which rule
@@ -75,12 +75,12 @@ def use_folds(
                 or fold.bias is not None
                 or any(not verdicts[linear.module].is_made for linear in fold.readers)
             )
-            used.append(replace(fold, rounded=rounded, is_exact=is_exact))
+            used.append(fold._replace(rounded=rounded, is_exact=is_exact))
     if not used:
         raise _no_folds(checkpoint, recipe, refused)
     changed = changed_by(used, find)
     of = {
-        module: replace(linear, coding=changed.get(module, linear.coding))
+        module: linear._replace(coding=changed.get(module, linear.coding))
         for module, linear in linears.of.items()
     }
     vectors = {linear.name: linear for fold in used for linear in vectors_of(fold, find)}

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,7 +47,7 @@ class Framed:
         self._donor = donor
         self._artifact = artifact
         stamps = {**artifact.checkpoint.stamps, **donor.checkpoint.stamps}
-        self.checkpoint = replace(donor.checkpoint, sidecars=(), stamps=stamps)
+        self.checkpoint = donor.checkpoint._replace(sidecars=(), stamps=stamps)
         self._files = {shard.file for shard in donor.checkpoint.shards}
 
     def read(self, ref: TensorRef) -> memoryview:

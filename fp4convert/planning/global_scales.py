@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -51,8 +50,7 @@ class Stored(NamedTuple):
         return 1 / self.number if self.kind == "divisor" and self.number else self.number
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalScales:
+class GlobalScales(NamedTuple):
     """Global scales that a file gives.
 
     origin   names it for a person

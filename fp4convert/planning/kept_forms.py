@@ -7,7 +7,6 @@ codes and scales that nothing rounds again?
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
@@ -43,7 +42,7 @@ def unheld(
     able = [
         name
         for name in DIALECTS
-        if held_form(linear, replace(target, dialect=name, scale_layout=None), beside)
+        if held_form(linear, target._replace(dialect=name, scale_layout=None), beside)
     ]
     others = sorted({fmt.name for fmt in beside} - {linear.coding.word.partition(" ")[0]})
     together = f" beside {' and '.join(others)}" if others else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, whole
@@ -158,7 +157,7 @@ def plan_transcode(
     """
     dialect, caches = dialect_to_write(target), caches or {}
     refuse_other_container(checkpoint, dialect, str(target.dialect))
-    recipe = build_recipe(replace(target, keep_dtype=contents.keep_dtype), checkpoint.config)
+    recipe = build_recipe(target._replace(keep_dtype=contents.keep_dtype), checkpoint.config)
     expanded = [_expand(linear, recipe) for linear in _expandable(checkpoint)]
     refuse_other_matrices(checkpoint, contents)
     if placed is None:

@@ -116,8 +116,7 @@ class Step(NamedTuple):
         return self.form.format.name if self.form else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """A file to be written: its size, its tensors, and what makes its header.
 
     notes  what engines want to read in the file itself
@@ -136,8 +135,7 @@ class Shard:
         return self.frame.lay_out(self.file, specs, self.notes)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One input shard becomes an output shard of the same name.
 
     And a second where scales stand apart; no task needs another.
@@ -310,8 +308,7 @@ def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
     return 8 * sum(nbytes for _, nbytes in made) / weights if weights else None
 
 
-@dataclass(frozen=True, slots=True)
-class Writing:
+class Writing(NamedTuple):
     """What is written, and how; ordinary weights have no dialect."""
 
     checkpoint: Checkpoint

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
@@ -83,8 +83,7 @@ def find_bad_splits(plan: Plan, ranks: tuple[int, ...] = RANKS) -> Iterator[tupl
         yield f"{leaf}: {evenly} among {listed} ranks of tensor parallelism ({where})", bad
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
+class _Sizes(NamedTuple):
     """What config.json says of a model's sizes, and what becomes of it.
 
     changed  keys and their new numbers

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4convert.calibration.input_power import Inputs, describe_inputs
 from fp4convert.calibration.statistics import Calibration, check_source
@@ -42,8 +41,7 @@ MOST_NAMED = 3  # of them
 KEPT = (Way(FP8.name, "amax", ROW), Way(BF16))  # what a kind can be instead of four-bit
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredKind:
+class MeasuredKind(NamedTuple):
     """One kind of matrices, and what was measured of it.
 
     losses  of every sampled matrix, by the form; of forms that fit all of them alone

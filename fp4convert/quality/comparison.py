@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from string import ascii_lowercase
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4convert.calibration.input_power import describe_inputs
 from fp4convert.checkpoint.artifact import Artifact
@@ -37,8 +37,7 @@ ALIKE = 1e-6  # of a figure: what is closer differs by the rounding of float32 s
 LETTERS = ascii_lowercase  # which name the artifacts, in their order
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
+class _Side(NamedTuple):
     """An artifact, measured.
 
     distances  of the linear layers that it has quantized, by module

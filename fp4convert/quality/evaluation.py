@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 MOST_NATS = math.log(np.finfo(np.float64).max)  # of which exp is a number
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationGate:
+class EvaluationGate(NamedTuple):
     """What `passed` asks; None asks nothing.
 
     max_kl         of the mean KL divergence, in nats

@@ -62,7 +62,7 @@ def fold_originals(artifact: Artifact, source: Source) -> Linears:
     finder = _FactorFinder(artifact)
     changed = finder.changed = changed_by(folds, finder.factors)
     of = {
-        module: replace(linear, coding=changed.get(module, linear.coding))
+        module: linear._replace(coding=changed.get(module, linear.coding))
         for module, linear in originals.of.items()
     }
     vectors = {linear.name: linear for fold in folds for linear in vectors_of(fold, finder.factors)}

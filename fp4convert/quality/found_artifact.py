@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4convert.errors import InputError, shell_line
 from fp4convert.storage.checkpoint_files import (
@@ -33,8 +32,7 @@ from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
 
-@dataclass(frozen=True, slots=True)
-class FoundArtifact:
+class FoundArtifact(NamedTuple):
     """An artifact as it is found.
 
     names   of all its files; none where it is a record alone

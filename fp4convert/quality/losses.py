@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -127,7 +126,7 @@ def through_form(x: Float32s, way: Way, importance: Float32s | None = None) -> F
         fmt, amax = FP4_FORMATS[way.format], float(np.abs(x).max(initial=0))
         given = importance if way.rule == IMPORTANCE else None
         if way.is_for_study:
-            fmt = replace(fmt, block_size=way.block)
+            fmt = fmt._replace(block_size=way.block)
             return dequantize(quantize(x, fmt, str(way.rule), amax, given))
         q = Cpu().quantize(as_matrix(x), fmt, str(way.rule), amax, given)
         return Cpu().values(q)
@@ -136,8 +135,7 @@ def through_form(x: Float32s, way: Way, importance: Float32s | None = None) -> F
     return through_fp8(x, (1, x.shape[1]) if way.block == ROW else (x.shape[0], x.shape[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class RowSample:
+class RowSample(NamedTuple):
     """Rows of one matrix.
 
     strips  (first, last + 1) of ranges of whole rows, ascending

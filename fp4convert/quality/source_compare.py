@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -44,8 +43,7 @@ MEASURED_ELEMENTS = 1 << 20  # at once: 8 MB for each float64 copy
 Doubles = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
+class Distance(NamedTuple):
     """How far one tensor of an artifact is from the source's.
 
     sums     added in float64; x is the source's, y the artifact's; nothing is counted as clipped
@@ -100,8 +98,7 @@ def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | N
     return math.sqrt(math.fsum(weights * error * error for weights, error in known) / total)
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
+class Outputs(NamedTuple):
     """That the errors of outputs are measured, too.
 
     calibration  whose inputs count; None for Gaussians of unit variance
@@ -185,8 +182,7 @@ def _without_factors(
     return matrix
 
 
-@dataclass(frozen=True, slots=True)
-class SourcePairs:
+class SourcePairs(NamedTuple):
     """An artifact beside its source, of which no weight was read yet.
 
     originals  the linear layers of the source, under the folds of the artifact

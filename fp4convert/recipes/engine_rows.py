@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
@@ -30,8 +29,7 @@ class Part(NamedTuple):
     is_expert: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(NamedTuple):
     """What of an artifact decides which engines load it.
 
     model      model_type of config.json
@@ -56,8 +54,7 @@ class Contents:
     modules: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
     """Which artifacts a row is about; what is left out asks nothing.
 
     formats      of four-bit modules; has_experts, has_others and activations are about these
@@ -126,8 +123,7 @@ def _fit_any(globs: Iterable[str], names: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for name in names for glob in globs)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One fact: what an engine does with artifacts of a kind.
 
     says     a predicate whose subject is the engine

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fp4convert.recipes.engine_rows import FAILS, Contents, Row
 from fp4convert.recipes.engine_versions import Version, Versions, read_version
 from fp4convert.recipes.engines import Engine, ModelList, known_engines
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What an engine does with an artifact.
 
     versions  for which that is so; "" where it has none, or none are known
@@ -111,7 +110,7 @@ def _unknown(
 ) -> tuple[bool | None, str, str]:
     """Say why no row decides: another dialect or version, or none knows."""
     if contents.dialect not in engine.dialects:
-        others = {dialect: replace(contents, dialect=dialect) for dialect in engine.dialects}
+        others = {dialect: contents._replace(dialect=dialect) for dialect in engine.dialects}
         able = sorted(
             dialect for dialect, other in others.items() if judge_contents(engine, other, at).loads
         )

@@ -8,9 +8,9 @@ in a plan's result is told by planning/engine_contents.py, in a folder by qualit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.recipes.engine_rows import Condition, Contents, Row
@@ -38,8 +38,7 @@ NICKNAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
+class Preset(NamedTuple):
     """One choice of what to type for an engine.
 
     only          models that it is for, for people; "" for all
@@ -68,8 +67,7 @@ class Preset:
         return f"{words} --activations {self.activations}" if self.activations != 16 else words
 
 
-@dataclass(frozen=True, slots=True)
-class ModelList:
+class ModelList(NamedTuple):
     """The models that an engine has a class for: configs/engines/models.
 
     source   the package, its version and the file that says so
@@ -185,7 +183,7 @@ def _read_engine(key: str, table: dict[str, Any], models: dict[str, Any]) -> Eng
 
 
 def _read_row(table: dict[str, Any]) -> Row:
-    asked = {each.name for each in fields(Condition)}
+    asked = Condition._fields
     condition = Condition(**_as_tuples({key: table[key] for key in table if key in asked}))
     rest = {key: value for key, value in table.items() if key not in asked}
     versions = read_versions(rest.pop("versions", ""))

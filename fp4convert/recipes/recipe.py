@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fp4convert.errors import InputError, did_you_mean
@@ -72,8 +72,7 @@ class ScaleGroup(NamedTuple):
         return f"{self.parent}.{'/'.join(self.members)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What is made: a four-bit format, a float type, or nothing new.
 
     By a dialect and a rule it is four-bit; by neither it is dequantized, or pruned.
@@ -360,7 +359,7 @@ def build_recipe(
     only = tuple(rule for file in files for rule in file.only)
     return Recipe(
         fmt,
-        replace(target, scale_rule=check_rule(fmt, target.rule_for(fmt))),
+        target._replace(scale_rule=check_rule(fmt, target.rule_for(fmt))),
         keep,
         kept_patterns=tuple(pattern for rule in keep for pattern in rule.patterns),
         groups=tuple(group for file in later_first for group in file.groups),
@@ -447,8 +446,7 @@ def _fill_ranges(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
     Raises  InputError that names the file, for a range or an expression that is none
     """
     try:
-        return replace(
-            file,
+        return file._replace(
             keep=tuple(
                 rule._replace(
                     patterns=expand_all(rule.patterns, config),

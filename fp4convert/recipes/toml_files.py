@@ -12,10 +12,9 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.formats import FORMATS
@@ -45,8 +44,7 @@ MOST_BASES = 20  # of a file, one upon another
 _MEMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeFile:
+class RecipeFile(NamedTuple):
     """One file, checked.
 
     name      of a file of configs/, without its ending; of a user's, its path

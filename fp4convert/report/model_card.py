@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4convert import __version__
 from fp4convert.checkpoint.dialects.forms import granularity_word
@@ -48,8 +47,7 @@ _EVALUATED = re.compile(f"{EVALUATION}((?!{EVALUATION}).)*?{EVALUATION_END}", re
 _PLAIN = re.compile(r"(?!.*www)[A-Za-z0-9 ,.:'()+-]*")
 
 
-@dataclass(frozen=True, slots=True)
-class CardRequest:
+class CardRequest(NamedTuple):
     """What a card is for.
 
     repo       where it goes

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fp4convert.errors import InputError, OutputError
 from fp4convert.storage.disk import replace_files, temp_beside, write_errors_at
 
 
-@dataclass(frozen=True, slots=True)
-class Paper:
+class Paper(NamedTuple):
     """A kind of such files.
 
     option   that asks for it

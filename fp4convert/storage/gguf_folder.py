@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -143,8 +142,8 @@ class GgufFolder:
         stamps = {name: beside.checkpoint.stamps[name] for name in sidecars}
         stamps[FILE] = gguf.checkpoint.stamps[self._file]
         header = Header(FILE, shard.nbytes, tuple(refs), SafetensorsFrame({}, is_stored=False))
-        self.checkpoint: Checkpoint = replace(
-            gguf.checkpoint, config=config, shards=(header,), sidecars=sidecars, stamps=stamps
+        self.checkpoint: Checkpoint = gguf.checkpoint._replace(
+            config=config, shards=(header,), sidecars=sidecars, stamps=stamps
         )
 
     def _renamed(self, ref: TensorRef, config: Mapping[str, object]) -> Iterator[TensorRef]:

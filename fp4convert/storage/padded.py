@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,15 +33,14 @@ class PaddedSource:
         self._source = source
         self._stored = {ref.name: ref for ref in source.checkpoint.tensors if ref.name in shapes}
         shards = tuple(
-            replace(
-                shard,
+            shard._replace(
                 tensors=tuple(
                     ref._replace(shape=shapes.get(ref.name, ref.shape)) for ref in shard.tensors
                 ),
             )
             for shard in source.checkpoint.shards
         )
-        self.checkpoint = replace(source.checkpoint, config=config, shards=shards)
+        self.checkpoint = source.checkpoint._replace(config=config, shards=shards)
 
     def read(self, ref: TensorRef) -> memoryview:
         return self.read_range(ref, 0, ref.nbytes)

@@ -121,8 +121,7 @@ class Frame(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What one shard says of itself.
 
     nbytes   of the file

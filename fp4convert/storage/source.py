@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 from fp4convert.errors import InputError
 from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE
@@ -51,8 +51,7 @@ class Access:
     config: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """What a source holds.
 
     repo, revision  Hub repository and commit; None for a folder or a file

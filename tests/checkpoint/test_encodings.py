@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def test_gate_and_up_are_measured_as_the_one_matrix_that_they_are(order, rows, t
         "norm", "key", (), lambda source: Factors(np.full(HIDDEN, 2, "f4"), np.ones(1))
     )
     folded = [
-        replace(found[module], coding=Folded(found[module].coding, columns=scaled))
+        found[module]._replace(coding=Folded(found[module].coding, columns=scaled))
         for module in (gate, up)
     ]
     assert len(list(measured_whole(folded, source))) == 2, "no stored matrix has their values"

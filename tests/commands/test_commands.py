@@ -122,13 +122,12 @@ class StoppedError(Exception):
 
 def plain(value: object) -> object:
     """A value without who is told, and of sources and artifacts what they hold."""
+    names = getattr(value, "_fields", ())
     if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value)]
+    if names:
         told = {"phases", "tell", "named", "warn"}
-        return {
-            field.name: plain(getattr(value, field.name))
-            for field in fields(value)
-            if field.name not in told
-        }
+        return {name: plain(getattr(value, name)) for name in names if name not in told}
     if isinstance(value, tuple | list):
         return [plain(one) for one in value]
     if isinstance(value, os.PathLike):
@@ -484,7 +483,6 @@ def type_checked(tmp_path_factory):
         "workers='2')\n"
     )
     (folder / "way.py").write_text(
-        "from dataclasses import replace\n"
         "from fp4convert.cli.commands import _quantize\n"
         "from fp4convert.commands import convert\n"
         "from fp4convert.conversion.options import QuantizeOptions\n"
@@ -496,7 +494,7 @@ def type_checked(tmp_path_factory):
         "    reveal_type(_quantize)\n"
         "    reveal_type(convert.quantize.run)\n"
         "    reveal_type(asked.scale_rule)\n"
-        "    reveal_type(replace(target, scale_rule=asked.scale_rule).scale_rule)\n"
+        "    reveal_type(target._replace(scale_rule=asked.scale_rule).scale_rule)\n"
         "    reveal_type(target.scale_rule)\n"
         "    reveal_type(target.rule_for(fmt))\n"
         "    reveal_type(backend.quantize_group)\n"
@@ -523,7 +521,8 @@ def test_a_type_checker_follows_an_option_to_the_kernel(type_checked):
     assert "QuantizeOptions" in revealed[1]
     taken = [kind.partition("->")[0] for kind in revealed]  # what comes back is a document
     assert len(taken) == 7
-    assert not any(re.search(r"\bAny\b", kind) for kind in taken)
+    shape = "numpy.ndarray[tuple[Any, ...]"  # of what Given holds, which NumPy leaves open
+    assert not any(re.search(r"\bAny\b", kind.replace(shape, "")) for kind in taken)
     assert 'Argument "scale_rule"' in type_checked
 
 

@@ -6,7 +6,6 @@ Rates are typed here; whether a GPU really has them no test can tell.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ RATES = {"amax": 1.5e9, "mse": 0.4e9}  # weights a second of a core
 def work_of(weights: float, rule: str = "mse") -> tuple[Target, list[Linear]]:
     """What `choose_device` is told of a plan that rounds so many weights."""
     linear = Linear("m", (int(weights) // 4096, 4096), Floats("bf16"), ())
-    return replace(Target("nvfp4"), scale_rule=rule), [linear]
+    return Target("nvfp4", scale_rule=rule), [linear]
 
 
 class NoCupy:
@@ -116,20 +115,20 @@ def test_no_timing_chooses_the_bytes_of_gptq(cores, monkeypatch, without_cupy):
     """docs/methods.md: a GPU gives it other bytes; nothing is measured."""
     monkeypatch.setattr(device_choice, "measure_pace", None)
     target, rounded = work_of(70e9)
-    chosen = choose_device("auto", replace(target, method="gptq"), rounded)
+    chosen = choose_device("auto", target._replace(method="gptq"), rounded)
     assert chosen == Choice(
         "cpu",
         "device cpu: a GPU gives gptq other bytes, which no timing may choose;"
         " --device cuda uses cuda:0",
     )
-    assert choose_device("cuda", replace(target, method="gptq"), rounded) == Choice("cuda")
+    assert choose_device("cuda", target._replace(method="gptq"), rounded) == Choice("cuda")
 
 
 def test_fp8_is_chosen_as_four_bits_are(cores, sound, without_cupy):
     """A GPU rounds FP8 and MXFP8, too: nothing of them is left to the CPU."""
     for fmt in ("fp8", "mxfp8"):
         target, rounded = work_of(70e9)
-        target = replace(target, format=fmt)
+        target = target._replace(format=fmt)
         assert choose_device("cuda", target, rounded) == Choice("cuda")
         assert choose_device("auto", target, rounded).device == "cuda:0"
 

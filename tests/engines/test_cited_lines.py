@@ -73,8 +73,7 @@ def test_another_line_is_seen(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "one.py").write_text("if is_here:\n")
     row = next(row for _, row in CITED)
-    from dataclasses import replace
 
-    assert not stale(replace(row, lines=("vllm/one.py: if is_here:",)), tmp_path)
-    assert stale(replace(row, lines=("vllm/one.py: if is_there:",)), tmp_path)
-    assert stale(replace(row, lines=("vllm/two.py: if is_here:",)), tmp_path)
+    assert not stale(row._replace(lines=("vllm/one.py: if is_here:",)), tmp_path)
+    assert stale(row._replace(lines=("vllm/one.py: if is_there:",)), tmp_path)
+    assert stale(row._replace(lines=("vllm/two.py: if is_here:",)), tmp_path)

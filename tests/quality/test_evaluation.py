@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,7 +44,7 @@ def test_figures_are_means_and_percentiles():
 
 def test_a_perplexity_that_no_float_holds_is_the_largest_float():
     """JSON has no infinity, and `compare --report` no page with one."""
-    given = replace(measured(), losses=(np.full(8, 5.0), np.full(8, 4000.0)))
+    given = measured()._replace(losses=(np.full(8, 5.0), np.full(8, 4000.0)))
     found = evaluate(given, EvaluationGate(max_ppl_ratio=2.0))
     assert found.ppl["source"] == pytest.approx(np.exp(5.0))
     assert 1e308 < found.ppl["artifact"] <= np.finfo(np.float64).max

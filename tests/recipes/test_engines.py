@@ -1,7 +1,5 @@
 """What engines load is one table: its rows are whole, and say what was tried by hand."""
 
-from dataclasses import replace
-
 import pytest
 from engine_contents import contents
 from paths import ROOT
@@ -85,7 +83,7 @@ def test_names_of_engines_are_understood():
 )
 def test_a_list_of_models_says_what_it_lacks(classes, missing):
     made = ModelList("an engine", "class", frozenset({"LlamaForCausalLM"}), ("ForCausalLM",))
-    with_endings = replace(made, endings=("ForCausalLM", "EmbeddingModel"))
+    with_endings = made._replace(endings=("ForCausalLM", "EmbeddingModel"))
     assert with_endings.lacks(contents("plain", classes=classes)) == missing
     assert bool(made.lacks(contents("plain", classes=("LlamaEmbeddingModel",))))
     by_type = ModelList("an engine", "model_type", frozenset({"llama"}))

@@ -12,7 +12,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -36,8 +36,7 @@ FloatArray = NDArray[np.floating[Any]]
 _WORDS = {"{layer}": r"(?P<layer>(?:.+\.)?\d+)", "{expert}": r"(?P<expert>\d+)"}
 
 
-@dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(NamedTuple):
     """One place for factors.
 
     rule     that speaks of it
@@ -154,7 +153,7 @@ def folds_used(uses: Iterable[FoldUse], checkpoint: Checkpoint, linears: Linears
             if isinstance(fold, Fold):
                 columns = fold.readers[0].shape[1]
                 if fold.outputs * use.repeats == columns and fold.outputs % use.width == 0:
-                    found.append(replace(fold, repeats=use.repeats, width=use.width))
+                    found.append(fold._replace(repeats=use.repeats, width=use.width))
                     continue
                 why = f"{use.repeats} heads of {use.width} do not fit"
             detail = f"the record lists a fold into {name}"
@@ -290,14 +289,14 @@ class _PlaceFinder:
                 why = f"{linear.module} has {linear.shape[1]} columns"
                 return f"{why}, and expected {max(repeats, 1)} for each of {outputs} outputs"
         if repeats == 1:
-            return replace(fold, width=outputs)
+            return fold._replace(width=outputs)
         # Heads that are repeated are those that config.json tells of.
         heads = integer_of(self._config, "num_attention_heads")
         own = integer_of(self._config, "num_key_value_heads")
         if not heads or not own or heads != repeats * own or outputs % own:
             why = f"num_attention_heads {heads} and num_key_value_heads {own} of config.json"
             return f"{why} do not say how {outputs} outputs become {repeats * outputs} columns"
-        return replace(fold, repeats=repeats, width=outputs // own)
+        return fold._replace(repeats=repeats, width=outputs // own)
 
     def fold(self, rule: FoldRule, name: str, places: Mapping[str, list[str]]) -> Fold | str:
         """Return the fold without its heads, or what it lacks."""

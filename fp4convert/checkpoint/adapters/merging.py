@@ -176,11 +176,11 @@ class _Merger:
             if leaf == "weight" and here in of:
                 linear = of[here]
                 self._check_shape(name, values.shape, linear.shape)
-                of[here] = replace(linear, coding=MergedCoding(linear.coding, Whole(values)))
+                of[here] = linear._replace(coding=MergedCoding(linear.coding, Whole(values)))
             else:
                 linear = self._vector(f"{here}.{leaf}", name, values.shape)
                 flat = Whole(values.reshape(1, -1))
-                vectors[linear.name] = replace(linear, coding=MergedCoding(linear.coding, flat))
+                vectors[linear.name] = linear._replace(coding=MergedCoding(linear.coding, flat))
         for module, pair in self._adapter.pairs.items():
             here = self._name(module)
             self._refuse_tied(here, pair.is_embedding)
@@ -188,11 +188,11 @@ class _Merger:
                 raise self._unmatched(module)
             linear = of[here]
             change = self._low_rank(module, pair, linear.shape)
-            of[here] = replace(linear, coding=MergedCoding(linear.coding, change))
+            of[here] = linear._replace(coding=MergedCoding(linear.coding, change))
         for module, values in self._adapter.biases.items():
             linear = self._vector(self._name(module) + BIAS, module + BIAS, values.shape)
             added = MergedCoding(linear.coding, Added(values.reshape(1, -1)))
-            vectors[linear.name] = replace(linear, coding=added)
+            vectors[linear.name] = linear._replace(coding=added)
         renamed = self._old, self._new
         return replace(
             self._linears, of=of, vectors=vectors, adapter=self._adapter, renamed=renamed

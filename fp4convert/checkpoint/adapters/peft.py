@@ -289,8 +289,7 @@ def _pair(name: str, module: str, sides: Mapping[str, Float32s], scalings: _Scal
     return Pair(a, b, scalings.of(module), is_embedding)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scalings:
+class _Scalings(NamedTuple):
     """Finds ranks and scalings by adapter_config.json, as PEFT does.
 
     The first pattern counts that fits the end of a module's name.

@@ -30,8 +30,7 @@ from fp4convert.storage.safetensors import TensorRef, TensorSpec
 Json = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Clues:
+class Clues(NamedTuple):
     """What a folder of weights says of itself.
 
     config           config.json
@@ -82,8 +81,7 @@ class Packed(NamedTuple):
         return self.places[0].first // self.shape[0] if self.shape[0] else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Ignored:
+class Ignored(NamedTuple):
     """Modules that engines must not take for quantized.
 
     modules   every module of the checkpoint that stays
@@ -247,8 +245,7 @@ class Dialect(Protocol):
         """Make a test of whether engines take a module for an ordinary one."""
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixEncoder:
+class MatrixEncoder(NamedTuple):
     """A dialect with the form of a stored matrix, which makes all its bytes.
 
     input_scales  of the matrices of a stack, where they have one each

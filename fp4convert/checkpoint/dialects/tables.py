@@ -43,8 +43,7 @@ class CacheScales(NamedTuple):
     known: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Scalars:
+class Scalars(NamedTuple):
     """The scalars that stand once per matrix.
 
     global_scale  ending of the global scale's name; None: there is no place for one, and it is 1
@@ -226,8 +225,7 @@ class Fp8Table:
                 yield stem + self.scales, scales
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """Tensors of a matrix: packed codes and linear block scales.
 
     packed          ending and dtype of the packed codes
@@ -306,8 +304,7 @@ class Table:
         return Fetched(form.format, matrix, global_scale, kind, fetch, fetch_scales)
 
 
-@dataclass(frozen=True, slots=True)
-class CorrectionTable:
+class CorrectionTable(NamedTuple):
     """How low-rank corrections stand beside four-bit codes.
 
     rank    of those that are made

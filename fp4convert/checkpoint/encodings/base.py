@@ -151,8 +151,7 @@ class Coding(CodingDefaults, Protocol):
     def format(self) -> Format | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(NamedTuple):
     """The matrix of one linear layer at its address; holds no data.
 
     shape   (rows, columns), as (out_features, in_features)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fp4convert.numerics.codec import Float32s
 from fp4convert.numerics.formats import Format
@@ -17,8 +16,7 @@ from fp4convert.numerics.fp8_int import Float64s
 from fp4convert.numerics.matrices import Blocks, Fp8Panel, Quantized, Weights
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(NamedTuple):
     """What a scale group is quantized under, beside its own weights.
 
     amax        what sets the global scale in place of the group's own, so that nothing is read to

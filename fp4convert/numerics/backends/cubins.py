@@ -16,10 +16,10 @@ import struct
 import tempfile
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from fp4convert.errors import DeviceError, InputError, OutputError
 
@@ -31,8 +31,7 @@ WITH_CVT = frozenset(
 )  # cvt to and from e2m1x2, under their own targets alone
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What NVRTC compiles for.
 
     arch     as -arch takes it, such as sm_90 or sm_120a

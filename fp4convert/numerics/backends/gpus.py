@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 from fp4convert.errors import install_line
 from fp4convert.numerics.backends import cubins
@@ -20,8 +21,7 @@ NO_GPU = "the NVIDIA driver shows no GPU"
 Version = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One GPU that can be used."""
 
     number: int

@@ -22,10 +22,9 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 from fp4convert.errors import AccessError, OutputError
@@ -77,8 +76,7 @@ _STORAGE_SAYS = re.compile(r"<Message>([^<]{1,300})</Message>")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(NamedTuple):
     """How long the network is waited for.
 
     tries         without progress

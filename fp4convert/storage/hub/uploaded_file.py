@@ -6,16 +6,14 @@ import errno
 import io
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4convert.errors import InputError, OutputError
 from fp4convert.storage.hub.api import AGAIN, cannot_read
 
 
-@dataclass(frozen=True, slots=True)
-class UploadedFile:
+class UploadedFile(NamedTuple):
     """One file for the repository; without content one that left this disk."""
 
     name: str

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 from checkpoints import FIRST, run, write_llama
@@ -159,7 +158,7 @@ def test_a_byte_now_and_then_ends_the_command_with_exit_3(
 ):
     """With the tries and the bytes that the command has, on a clock that is much faster."""
     usual = Patience()
-    patience = replace(usual, least_seconds=0.2, first_seconds=0.01, longest_seconds=0.1)
+    patience = usual._replace(least_seconds=0.2, first_seconds=0.01, longest_seconds=0.1)
     monkeypatch.setattr("fp4convert.storage.hub.source.Patience", lambda: patience)
     hub.add("org/m", write_llama(tmp_path / "m"))
     hub.fault(
