@@ -1,6 +1,8 @@
 """Quantize to dialect nunchaku, and back: a Diffusers component as Nunchaku Lite reads it."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -76,6 +78,21 @@ def test_the_plan_says_why_a_layer_stays_and_that_activations_have_four_bits(sou
 def test_any_number_of_workers_makes_the_same_bytes(source, artifact, tmp_path):
     assert run("quantize", source, *NUNCHAKU, "-o", tmp_path / "q", "--workers", 3).code == 0
     assert (tmp_path / "q" / FILE).read_bytes() == (artifact / FILE).read_bytes()
+
+
+def test_another_process_has_the_same_task_keys(source, tmp_path):
+    """The record of a finished shard is found by its key: biases in tiles had an address in it."""
+    part = ("--shard-index", "0", "--num-shards", "2")
+    words = [sys.executable, "-m", "fp4convert", "quantize", source, *NUNCHAKU, *part, "-q"]
+    keys = []
+    for number in range(2):
+        out = tmp_path / str(number)
+        subprocess.run(
+            [*words, "-o", out, "--shard-index", "0", "--num-shards", "2", "-q"], check=True
+        )
+        plan = json.loads((out / ".fp4convert" / "plan.json").read_text())
+        keys.append([task["key"] for task in plan["tasks"]])
+    assert keys[0] == keys[1]
 
 
 def test_its_values_are_the_sources_and_the_report_says_how_far(source, artifact):

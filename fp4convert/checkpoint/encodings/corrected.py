@@ -94,7 +94,7 @@ class InTiles(CodingDefaults):
     """A bias, as one row, put into the order of tiles, or out of it."""
 
     stored: Coding
-    table: CorrectionTable
+    table: CorrectionTable = field(repr=False)
     is_restored: bool = False
     is_packed = False
     format = None
