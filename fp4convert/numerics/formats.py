@@ -8,6 +8,7 @@ writes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fp4convert.errors import InputError, did_you_mean
@@ -34,7 +35,8 @@ FP4_CODES, FP8_CODES = "fp4_e2m1", "fp8_e4m3"  # the element dtypes of four and 
 Kind = Literal["multiplier", "divisor"]
 
 
-class Format(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Format:
     """What the codes of a matrix are, and which of them share a scale.
 
     block_size  codes along the last axis that share a block scale; 0 where a form says it: one

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -126,7 +127,7 @@ def through_form(x: Float32s, way: Way, importance: Float32s | None = None) -> F
         fmt, amax = FP4_FORMATS[way.format], float(np.abs(x).max(initial=0))
         given = importance if way.rule == IMPORTANCE else None
         if way.is_for_study:
-            fmt = fmt._replace(block_size=way.block)
+            fmt = replace(fmt, block_size=way.block)
             return dequantize(quantize(x, fmt, str(way.rule), amax, given))
         q = Cpu().quantize(as_matrix(x), fmt, str(way.rule), amax, given)
         return Cpu().values(q)
