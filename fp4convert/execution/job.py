@@ -253,6 +253,7 @@ class _Run:
         self._unseen = set(self._sizes)  # tasks that nobody is known to have begun
         self._adopted: dict[str, int] = {}  # bytes of the source, by the task
         self._has_taken = False  # anything, since it last looked at what is left
+        self._last = ""  # key of the last shard of what was left then
         self._unsound: dict[str, NumericError] = {}  # by the tensor
         self._given_up: set[str] = set()  # keys of the tasks that hold these
         self._tries: dict[str, int] = {}
@@ -313,14 +314,11 @@ class _Run:
     def _do_free(self, left: list[TaskFiles]) -> bool:
         """Fill the shards and copy the files that nobody else has."""
         self._has_taken = False
-        shards = self._take([task for task in left if task.key in self._tasks])
+        own = [task for task in left if task.key in self._tasks]
+        self._last = own[-1].key if own else ""
+        shards = self._take(own)
         copies = self._take([task for task in left if task.key not in self._tasks])
-        # A model in one file: what stands first in it is measured first, for the hash to go along.
-        nbytes = self._source.checkpoint.nbytes
-        is_alone = len(self._tasks) == 1 and not self._source.is_streamed
-        is_cached = nbytes <= CACHED_SHARE * memory_nbytes()
-        measure = getattr(self._worker, "measure", None) if is_alone and is_cached else None
-        crew = Crew(self._worker, self._settings, measure)
+        crew = Crew(self._worker, self._settings)
         fill = partial(self._fill, crew)
         crew.write(
             (self._tasks[task.key] for task in shards),
@@ -349,12 +347,13 @@ class _Run:
         writer.begin_again()
         # One file of many shards brings each in its turn; else a shard is brought by its own task.
         parts = task.by_home if len(self._tasks) == 1 else {task.home: task.steps}
+        measure = getattr(self._worker, "measure", None) if self._is_measured_first(task) else None
         unsound: list[NumericError] = []
         with self._source.proving(task.borrowed):
             for file, steps in parts.items():
                 with self._source.stream(file) if file else nullcontext():
                     try:
-                        crew.fill(steps, writer)
+                        crew.fill(steps, writer, measure)
                     except UnsoundShardError as found:
                         unsound += found.errors
         # Noted when the stream has ended: before, what is NaN may have come damaged.
@@ -365,6 +364,16 @@ class _Run:
         for source in task.sources:
             self._source.check_unchanged(source)
         return True
+
+    def _is_measured_first(self, task: Task) -> bool:
+        """Tell whether global scales are found before any weight is rounded.
+
+        They stand first in a shard, whose hash then goes along with the rounding.  That of the last
+        shard would run alone; that of another runs beside the next shard.  What is read twice has
+        to stay in the page cache.
+        """
+        is_cached = self._sizes[task.key] <= CACHED_SHARE * memory_nbytes()
+        return task.key == self._last and is_cached and not self._source.is_streamed
 
     def _explain_unsound(self) -> NumericError:
         """Return one error for all unsound tensors.

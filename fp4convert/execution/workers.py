@@ -38,12 +38,10 @@ class Crew:
 
     What was asked for first is done first; the next shard begins when threads are about to have
     nothing to do.
-
-    measure  is called with every scale group of a shard before one of them is filled
     """
 
-    def __init__(self, worker: Worker, settings: Settings, measure: Measure | None = None) -> None:
-        self._worker, self._settings, self._measure = worker, settings, measure
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self._worker, self._settings = worker, settings
         self._threads = settings.workers or worker.threads
         self._pool = ThreadPoolExecutor(self._threads)
         self._changed = threading.Condition()
@@ -129,10 +127,13 @@ class Crew:
         if self._is_stopped:
             raise OutputError("stopped", "shards were not finished")
 
-    def fill(self, steps: Iterable[Step], writer: TaskWriter) -> None:
+    def fill(
+        self, steps: Iterable[Step], writer: TaskWriter, measure: Measure | None = None
+    ) -> None:
         """Do steps of a shard, and hash what is written as it grows.
 
-        Raises  UnsoundShardError after the sound steps are done
+        measure  is called with every scale group before one of them is filled
+        Raises   UnsoundShardError after the sound steps are done
         """
         # Members of a scale group stay together. Groups go in the order in which they lie in the
         # file: what is streamed arrives so, and the hash goes along with what is written.
@@ -145,7 +146,7 @@ class Crew:
         with self._changed:
             self._stops.add(stop)
             self._opening, self._waiting = max(self._opening - 1, 0), self._waiting + len(ordered)
-        if measure := self._measure:
+        if measure:
             list(
                 self._pool.map(
                     lambda steps: None if stop.is_set() else measure(steps, writer), ordered

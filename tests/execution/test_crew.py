@@ -114,11 +114,13 @@ def test_after_an_interrupt_no_hash_is_waited_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_hash_of_a_model_in_one_file_goes_along_with_its_rounding(count, tmp_path, monkeypatch):
-    """Its global scales stand first: they are measured before any is rounded; of several files
-    each is hashed while others are filled.
+def test_the_hash_of_the_last_shard_goes_along_with_its_rounding(count, tmp_path, monkeypatch):
+    """Its global scales stand first: they are measured before any is rounded; any other shard is
+    hashed while the next is filled.
     """
-    source = several_shards(tmp_path / "m", count)
+    tensors = [(f"model.layers.{n}.mlp.down_proj.weight", weight(n, 64, 128)) for n in range(8)]
+    shards = {f"model-{n}.safetensors": dict(tensors[n::count]) for n in range(count)}
+    source = write_checkpoint(tmp_path / "m", shards)
     finish, left = ShardWriter.finish, []
 
     def finish_and_note(writer, check):
@@ -129,17 +131,16 @@ def test_the_hash_of_a_model_in_one_file_goes_along_with_its_rounding(count, tmp
     append, order = ShardWriter.append, []
 
     def append_and_note(writer, ref, data):
-        order.append(ref.name.rpartition(".")[2])
+        order.append((ref.file, ref.name.rpartition(".")[2]))
         append(writer, ref, data)
 
     monkeypatch.setattr(ShardWriter, "append", append_and_note)
-    tensors = {f"model.layers.{n}.mlp.down_proj.weight": weight(n, 64, 128) for n in range(9)}
-    if count == 1:
-        source = write_checkpoint(tmp_path / "one", {"model.safetensors": tensors})
     assert quantize(source, tmp_path / "out", "--workers", 1).code == 0
     assert left == [0] * count
-    scalars = order[: order.index("weight_packed")]
-    assert scalars == ["weight_global_scale"] * (9 if count == 1 else 1)
+    for file in shards:
+        parts = [part for where, part in order if where == file]
+        scalars = 8 // count if file == max(shards) else 1
+        assert parts[: scalars + 1] == ["weight_global_scale"] * scalars + ["weight_packed"]
 
 
 def test_an_interrupt_ends_the_wait_for_shards_that_are_begun_when_another_failed(
