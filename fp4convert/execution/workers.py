@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Protocol, TypeVar
 
 from fp4convert.checkpoint.dialects.tables import Part, encode_scalar
@@ -146,14 +147,15 @@ class Crew:
         with self._changed:
             self._stops.add(stop)
             self._opening, self._waiting = max(self._opening - 1, 0), self._waiting + len(ordered)
-        if measure:
-            list(
-                self._pool.map(
-                    lambda steps: None if stop.is_set() else measure(steps, writer), ordered
-                )
-            )
-        futures = [self._pool.submit(self._do, steps, writer, stop) for steps in ordered]
+        measured: list[Future[None]] = []
+        futures: list[Future[None]] = []
         try:
+            if measure:
+                measure_steps = partial(_unless, stop, measure)
+                measured = [self._pool.submit(measure_steps, steps, writer) for steps in ordered]
+                for future in measured:
+                    future.result()
+            futures = [self._pool.submit(self._do, steps, writer, stop) for steps in ordered]
             for future in futures:
                 error = future.exception()
                 if isinstance(error, UnsoundShardError):
@@ -164,10 +166,12 @@ class Crew:
                     writer.hash_on(self.check)
         finally:
             stop.set()
-            cancelled = sum(future.cancel() for future in futures)
-            wait(futures)
+            for future in measured:
+                future.cancel()
+            begun = len(futures) - sum(future.cancel() for future in futures)
+            wait([*measured, *futures])
             with self._changed:
-                self._waiting -= cancelled
+                self._waiting -= len(ordered) - begun
                 self._stops.discard(stop)
                 self._changed.notify_all()
         if self._is_stopped:
@@ -184,6 +188,11 @@ class Crew:
         self._worker(steps, writer, stop)
         for step in steps:
             self._settings.phases.report(step.name, step.source_bytes)
+
+
+def _unless(stop: threading.Event, measure: Measure, steps: list[Step], writer: TaskWriter) -> None:
+    if not stop.is_set():
+        measure(steps, writer)
 
 
 def _place_in_source(step: Step) -> int:

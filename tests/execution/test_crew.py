@@ -16,7 +16,7 @@ from checkpoints import (
     write_checkpoint,
 )
 
-from fp4convert.errors import OutputError
+from fp4convert.errors import CORRUPT, OutputError, SourceError
 from fp4convert.execution import settings
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.quantizer import Quantizer
@@ -141,6 +141,29 @@ def test_the_hash_of_the_last_shard_goes_along_with_its_rounding(count, tmp_path
         parts = [part for where, part in order if where == file]
         scalars = 8 // count if file == max(shards) else 1
         assert parts[: scalars + 1] == ["weight_global_scale"] * scalars + ["weight_packed"]
+
+
+def test_no_measurement_goes_on_when_a_shard_is_begun_again(tmp_path, monkeypatch):
+    """What comes damaged is read again: no thread may add to the shard from before."""
+    tensors = [(f"model.layers.{n}.mlp.down_proj.weight", weight(n, 64, 128)) for n in range(8)]
+    shards = {f"model-{n}.safetensors": dict(tensors[n::2]) for n in range(2)}
+    source = write_checkpoint(tmp_path / "m", shards)
+    expected = quantize(source, tmp_path / "expected").json["digest"]
+    measure, begun = Quantizer.measure, []
+
+    def fail_first(worker, steps, writer):
+        begun.append(steps)
+        if len(begun) == 1:
+            wait_until(lambda: len(begun) >= 2)
+            raise SourceError(CORRUPT, "a group came damaged")
+        if len(begun) == 2:
+            threading.Event().wait(0.2)  # until the shard would have been begun again
+        measure(worker, steps, writer)
+
+    monkeypatch.setattr(Quantizer, "measure", fail_first)
+    found = quantize(source, tmp_path / "out", "--workers", 2)
+    assert (found.code, found.json.get("digest")) == (0, expected)
+    assert 6 <= len(begun) <= 8
 
 
 def test_an_interrupt_ends_the_wait_for_shards_that_are_begun_when_another_failed(
