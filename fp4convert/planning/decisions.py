@@ -36,7 +36,6 @@ NAME_SOME = (
 class Verdict(NamedTuple):
     """What one linear layer becomes.
 
-    A tuple, for there are as many as modules and a frozen dataclass takes longer to make.
     form   that it has in the result; None where that is an ordinary tensor
     group  its scale group; None where it has its scale to itself
     stays  it would be an ordinary tensor, and stays packed

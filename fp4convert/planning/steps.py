@@ -44,8 +44,6 @@ Action = Literal[
 class Step(NamedTuple):
     """What one tensor (or the tensors of one four-bit module) becomes.
 
-    A tuple, for a plan makes one for each tensor, and a frozen dataclass takes longer to make.
-
     action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as
              it is; fold: it keeps its dtype, multiplied or divided by the factors of a fold;
              merge: it keeps its dtype, and an adapter changes it; reorder: a bias, put into the

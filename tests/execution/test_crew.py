@@ -12,7 +12,6 @@ from checkpoints import (
     bf16,
     run,
     wait_until,
-    weight,
     write_checkpoint,
 )
 
@@ -28,10 +27,11 @@ def quantize(source: Path, out: Path, *options: object):
     return run("quantize", source, "--format", "nvfp4", "-o", out, "--json", *options)
 
 
-def several_shards(folder: Path, count: int) -> Path:
-    names = [f"model.layers.{number}.mlp.down_proj.weight" for number in range(count)]
-    tensors = [{name: ("BF16", (64, 128), bf16(64, 128, seed=5))} for name in names]
-    shards = {f"model-{number}.safetensors": tensor for number, tensor in enumerate(tensors)}
+def several_shards(folder: Path, count: int, each: int = 1) -> Path:
+    """Write so many shards, with so many tensors each."""
+    names = [f"model.layers.{number}.mlp.down_proj.weight" for number in range(count * each)]
+    tensors = [(name, ("BF16", (64, 128), bf16(64, 128, seed=5))) for name in names]
+    shards = {f"model-{n}.safetensors": dict(tensors[n::count]) for n in range(count)}
     return write_checkpoint(folder, shards)
 
 
@@ -118,9 +118,7 @@ def test_the_hash_of_the_last_shard_goes_along_with_its_rounding(count, tmp_path
     """Its global scales stand first: they are measured before any is rounded; any other shard is
     hashed while the next is filled.
     """
-    tensors = [(f"model.layers.{n}.mlp.down_proj.weight", weight(n, 64, 128)) for n in range(8)]
-    shards = {f"model-{n}.safetensors": dict(tensors[n::count]) for n in range(count)}
-    source = write_checkpoint(tmp_path / "m", shards)
+    source = several_shards(tmp_path / "m", count, each=4)
     finish, left = ShardWriter.finish, []
 
     def finish_and_note(writer, check):
@@ -137,17 +135,15 @@ def test_the_hash_of_the_last_shard_goes_along_with_its_rounding(count, tmp_path
     monkeypatch.setattr(ShardWriter, "append", append_and_note)
     assert quantize(source, tmp_path / "out", "--workers", 1).code == 0
     assert left == [0] * count
-    for file in shards:
-        parts = [part for where, part in order if where == file]
-        scalars = 8 // count if file == max(shards) else 1
+    for number in range(count):
+        parts = [part for file, part in order if file == f"model-{number}.safetensors"]
+        scalars = 4 if number == count - 1 else 1
         assert parts[: scalars + 1] == ["weight_global_scale"] * scalars + ["weight_packed"]
 
 
 def test_no_measurement_goes_on_when_a_shard_is_begun_again(tmp_path, monkeypatch):
     """What comes damaged is read again: no thread may add to the shard from before."""
-    tensors = [(f"model.layers.{n}.mlp.down_proj.weight", weight(n, 64, 128)) for n in range(8)]
-    shards = {f"model-{n}.safetensors": dict(tensors[n::2]) for n in range(2)}
-    source = write_checkpoint(tmp_path / "m", shards)
+    source = several_shards(tmp_path / "m", 2, each=4)
     expected = quantize(source, tmp_path / "expected").json["digest"]
     measure, begun = Quantizer.measure, []
 
