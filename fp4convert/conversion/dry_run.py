@@ -111,19 +111,21 @@ def each_group(plan: Plan) -> Iterator[int]:
 
     Nothing is counted before they are asked for: a source on a disk never asks.
     """
-    groups: dict[tuple[str, str], tuple[int, int]] = {}
     for task in plan.tasks:
+        groups: dict[str, tuple[int, int]] = {}
         for step in task.steps:
             if step.action != "quantize" or step.amaxes or not step.refs:
                 continue
-            start, nbytes = step.refs[0].start, sum(linear.nbytes for linear in step.measured)
-            if step.slots:  # each has a scale of its own
-                nbytes //= len(step.slots)
-            key = task.key, step.group or step.name
-            groups[key] = min(start, groups.get(key, (start, 0))[0]), nbytes
-    ordered = sorted((key[0], *group) for key, group in groups.items())
-    for _, _, nbytes in ordered:
-        yield nbytes
+            start, name = step.refs[0].start, step.group or step.name
+            if name in groups:  # which members of one group share
+                first, nbytes = groups[name]
+                groups[name] = min(start, first), nbytes
+                continue
+            nbytes = sum(linear.nbytes for linear in step.measured)
+            # Of slots each has a scale of its own.
+            groups[name] = start, nbytes // max(1, len(step.slots))
+        for _, nbytes in sorted(groups.values()):
+            yield nbytes
 
 
 def find_fake_quantized(source: Source, plan: Plan) -> dict[str, int] | None:

@@ -93,10 +93,17 @@ class Job:
 
     @property
     def tasks(self) -> tuple[TaskFiles, ...]:
-        """List the tasks.
+        """List the tasks: one for each shard, and those that copy."""
+        return (*map(TaskFiles.of, self.plan.tasks), *self._copied)
 
-        One for each shard, one for all small copies, one for each large copy.
-        """
+    @property
+    def keyless(self) -> tuple[TaskFiles, ...]:
+        """List the tasks for their sizes: the keys of shards take long."""
+        return (*(TaskFiles("", task.files) for task in self.plan.tasks), *self._copied)
+
+    @property
+    def _copied(self) -> list[TaskFiles]:
+        """List the tasks that copy: one all small files, one each large file."""
         copies = {file: self.source.file_nbytes(file) for file in self.sidecars}
         small = {file: nbytes for file, nbytes in copies.items() if nbytes < LARGE_NBYTES}
         large = [{file: nbytes} for file, nbytes in copies.items() if file not in small]
@@ -106,19 +113,19 @@ class Job:
             if files:
                 stamped = [[file, nbytes, stamps[file]] for file, nbytes in files.items()]
                 copied.append(TaskFiles(_sha256(stamped), files))
-        return (*map(TaskFiles.of, self.plan.tasks), *copied)
+        return copied
 
     @property
     def output_nbytes(self) -> int:
         """Count all bytes to be written, but for the last record and the parts."""
-        return nbytes_written(self.tasks, self.texts)
+        return nbytes_written(self.keyless, self.texts)
 
     @property
     def result_nbytes(self) -> int:
         """Count all bytes of the result but for its report, the last record too."""
         if self.record is None:
             return self.output_nbytes
-        copied = [file for task in self.tasks for file in task.files]
+        copied = [file for task in self.keyless for file in task.files]
         return self.output_nbytes + record_nbytes(self.record, [*copied, *self.texts])
 
     @property
@@ -127,10 +134,11 @@ class Job:
 
         Small files, and what we note of the work
         """
-        small = sum(task.nbytes for task in self.tasks if not task.may_leave)
-        texts = self.result_nbytes - sum(task.nbytes for task in self.tasks)
+        tasks = self.keyless
+        small = sum(task.nbytes for task in tasks if not task.may_leave)
+        texts = self.result_nbytes - sum(task.nbytes for task in tasks)
         states = STATE_NBYTES + 2 * texts  # plan.json has them, too
-        files = sum(len(task.files) for task in self.tasks) + len(self.texts)
+        files = sum(len(task.files) for task in tasks) + len(self.texts)
         return small + states + FILE_NBYTES * files + STEP_NBYTES * sum(1 for _ in self.plan.steps)
 
     @property
@@ -139,9 +147,8 @@ class Job:
 
         Shards from the largest on; 0 without a large copy
         """
-        own = {task.key for task in self.plan.tasks}
-        shards = [task.nbytes for task in self.tasks if task.key in own]
-        copies = [task.nbytes for task in self.tasks if task.key not in own and task.may_leave]
+        shards = [sum(task.files.values()) for task in self.plan.tasks]
+        copies = [task.nbytes for task in self._copied if task.may_leave]
         return sorted(shards, reverse=True), max(copies, default=0)
 
     def manifest(self) -> Manifest:
@@ -520,7 +527,7 @@ def check_output(job: Job, output: Path, settings: Settings) -> None:
     if (output / PLAN_FILE).exists():
         manifest = job.manifest()
     else:  # no other plan to know this one from: a large model's hashes take long
-        manifest = Manifest({}, {}, job.tasks, job.texts, job.record, job.last)
+        manifest = Manifest({}, {}, job.keyless, job.texts, job.record, job.last)
     output_check.check_output(output, manifest, settings, more_nbytes)
 
 

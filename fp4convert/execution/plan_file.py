@@ -39,7 +39,7 @@ class TaskFiles(NamedTuple):
 
     @staticmethod
     def of(task: Task) -> TaskFiles:
-        return TaskFiles(task.key, {shard.file: shard.nbytes for shard in task.shards})
+        return TaskFiles(task.key, task.files)
 
     @property
     def nbytes(self) -> int:

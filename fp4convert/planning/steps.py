@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -133,19 +134,35 @@ class Shard(NamedTuple):
         return self.frame.lay_out(self.file, specs, self.notes)[0]
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True)
+class Task:
     """One input shard becomes an output shard of the same name.
 
     And a second where scales stand apart; no task needs another.
-    key      equal keys promise equal output bytes: a hash of target, steps, and what changes when a
-             shard that they read may have
     sources  the shards that are read
+    promise  what the bytes depend on beside shards and steps: target, and what changes when a
+             shard that is read may have
     """
 
-    key: str
     sources: tuple[str, ...]
     shards: tuple[Shard, ...]
     steps: tuple[Step, ...]
+    promise: tuple[object, ...]
+
+    @cached_property
+    def key(self) -> str:
+        """Return a hash; equal keys promise equal output bytes."""
+        promise = [*self.promise, [*_describe(self.steps)]]
+        key = hashlib.sha256(json.dumps(promise, check_circular=False).encode())
+        for shard in self.shards:
+            header = shard.header
+            key.update(json.dumps([shard.file, shard.nbytes, len(header)]).encode() + header)
+        return key.hexdigest()
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Return the sizes of the files that are written."""
+        return {shard.file: shard.nbytes for shard in self.shards}
 
     @property
     def source_bytes(self) -> int:
@@ -320,8 +337,7 @@ class Writing(NamedTuple):
             step if step.module else step._replace(module=module_of(step.specs[0].name))
             for step in made
         ]
-        laid_out = [*self._shards(shard, named)]
-        shards = tuple(written for written, _ in laid_out)
+        shards = tuple(self._shards(shard, named))
         place = {ref.name: ref for written in shards for ref in written.outputs}
         # As _replace puts outputs for specs, in a third of the time.
         steps = tuple(
@@ -334,21 +350,11 @@ class Writing(NamedTuple):
         )
         read = {ref.file for step in steps for refs in (step.refs, step.amax_of) for ref in refs}
         sources = sorted({shard.file, *read})
-        promise = [
-            repr(self.target),
-            [self.checkpoint.stamps[file] for file in sources],
-            [*_describe(steps)],
-        ]
-        key = hashlib.sha256(json.dumps(promise, check_circular=False).encode())
-        for written, header in laid_out:
-            key.update(json.dumps([written.file, written.nbytes, len(header)]).encode() + header)
-        return Task(key.hexdigest(), tuple(sources), shards, steps)
+        stamps = [self.checkpoint.stamps[file] for file in sources]
+        return Task(tuple(sources), shards, steps, (repr(self.target), stamps))
 
-    def _shards(self, shard: Header, steps: list[Step]) -> Iterator[tuple[Shard, bytes]]:
-        """Lay out the file of that name, and one for scales where they go apart.
-
-        Each comes with its header.
-        """
+    def _shards(self, shard: Header, steps: list[Step]) -> Iterator[Shard]:
+        """Lay out the file of that name, and one for scales where they go apart."""
         notes = {}
         if self.dialect:
             notes = self.dialect.notes({step.module: step.form for step in steps if step.form})
@@ -363,7 +369,7 @@ class Writing(NamedTuple):
                 header, placed = shard.frame.lay_out(file, chosen, notes)
                 end = placed[-1].start + placed[-1].nbytes if placed else len(header)
                 nbytes = -(-end // shard.frame.alignment) * shard.frame.alignment
-                yield Shard(file, nbytes, placed, shard.frame, notes), header
+                yield Shard(file, nbytes, placed, shard.frame, notes)
 
 
 def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:

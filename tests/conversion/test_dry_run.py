@@ -329,7 +329,7 @@ def unpacked_plan(source):
     packed = head.refs[0]._replace(dtype="F8_E4M3")
     unpacked = head._replace(action="dequantize", refs=(packed,), shape=head.refs[0].shape)
     tasks = (
-        task._replace(steps=tuple(unpacked if step is head else step for step in task.steps))
+        replace(task, steps=tuple(unpacked if step is head else step for step in task.steps))
         for task in plan.tasks
     )
     return replace(plan, tasks=tuple(tasks))

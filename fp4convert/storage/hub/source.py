@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -55,7 +55,8 @@ from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
 from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, read_whole, stopping
 
-HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
+HEAD_NBYTES = 32 << 10  # of a shard, read at once, at least: most headers are shorter
+ENTRY_NBYTES = 88  # of a header for each tensor, beside its name: few take more
 WHOLE_NBYTES = 1 << 20  # a shard no larger is fetched whole, as its hash then checks its header
 
 
@@ -91,6 +92,7 @@ class HubSource:
         self._streams: dict[str, Stream] = {}
         self._own_files: dict[int, str] = {}  # of threads that read other shards, too
         self._heads: dict[str, bytes] = {}  # what each shard's header was made of
+        self._entries_nbytes: Counter[str] = Counter()  # of headers, as the index lets expect
         self._sound: set[str] = set()  # files of the cache that were hashed
         self._lock = threading.Lock()
         with stopping(self):
@@ -286,6 +288,8 @@ class HubSource:
         shards = choose_shards(where, names, weight_map)
         if not shards:
             raise no_weights(where, names)
+        for name, file in (weight_map or {}).items():
+            self._entries_nbytes[file] += len(name) + ENTRY_NBYTES
         headers = tuple(read_each(self, self._header, shards))
         try:
             homes = find_homes(headers)
@@ -344,7 +348,8 @@ class HubSource:
         if nbytes <= min(WHOLE_NBYTES, PIECE_NBYTES) and name not in self._cached:
             head = self._pieces.fetch_whole(name, nbytes, oid).result()
         else:
-            head = self._pieces.fetch(Piece(name, 0, min(nbytes, HEAD_NBYTES))).result()
+            expected = min(max(HEAD_NBYTES, self._entries_nbytes[name]), PIECE_NBYTES, nbytes)
+            head = self._pieces.fetch(Piece(name, 0, expected)).result()
 
         def read(offset: int, length: int) -> bytes:
             stop = offset + length

@@ -1,16 +1,21 @@
 """A shard of a megabyte or less is fetched whole, once, and checked by its hash at once."""
 
+import json
 import re
 
+import numpy as np
 import pytest
 from checkpoints import FIRST, SECOND, run, write_llama
 from hub_cases import NVFP4, ask, expect
+from safetensors.numpy import save_file
 
 from fp4convert.storage.hub import prefetch, source
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access
 
 MANY = 1000
+INDEX = "model.safetensors.index.json"
+VECTOR = np.ones(64, np.float32)
 WHOLE_NBYTES = 1 << 20
 
 
@@ -108,3 +113,20 @@ def test_one_byte_more_is_a_large_shard(hub, folder, monkeypatch):
     open_source("org/m")
     asked = [("GET", "bytes=0-32767"), ("GET", "bytes=0-32767"), ("HEAD", None)]
     assert shards_seen(hub) == sorted(asked + whole(folder, FIRST))
+
+
+def test_a_long_header_comes_by_one_request(hub, folder, monkeypatch):
+    """The index tells how long it is, about; two requests have to agree on it."""
+    monkeypatch.setattr(source, "WHOLE_NBYTES", 0)
+    index = json.loads((folder / INDEX).read_text())
+    vectors = {f"model.layers.{at}.post_attention_layernorm.weight": VECTOR for at in range(MANY)}
+    save_file(vectors, folder / SECOND)
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if f == FIRST}
+    index["weight_map"] |= dict.fromkeys(vectors, SECOND)
+    (folder / INDEX).write_text(json.dumps(index))
+    hub.add("org/m", folder)
+    open_source("org/m")
+    ranges = [seen.range for seen in hub.seen if SECOND in seen.path and seen.method == "GET"]
+    assert ranges == [ranges[0]] * 2
+    header_nbytes = 8 + int.from_bytes((folder / SECOND).read_bytes()[:8], "little")
+    assert 64 << 10 < header_nbytes <= int(ranges[0].partition("-")[2]) + 1
