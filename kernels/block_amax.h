@@ -14,14 +14,6 @@
 
 INLINE i16v magnitude16(i16v x) { return x & (int16_t)0x7FFF; }
 
-#if WIDTH == 32
-INLINE i16v max16(i16v a, i16v b) { return (i16v)_mm256_max_epi16((__m256i)a, (__m256i)b); }
-#elif defined(__clang__)
-INLINE i16v max16(i16v a, i16v b) { return __builtin_elementwise_max(a, b); }
-#else
-INLINE i16v max16(i16v a, i16v b) { i16v greater = a > b; return (a & greater) | (b & ~greater); }
-#endif
-
 /* Magnitude bits, bf16 or fp16, of LANES consecutive blocks of `width` (16 or 32), as a tree of interleaves. */
 #if WIDTH == 32
 #define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27)

@@ -21,11 +21,10 @@ INLINE u8v lanes_bf16(f32v value) {
     return (u8v)(bits + 0x7FFFu + ((bits >> 16) & 1u));
 }
 
+#ifndef __F16C__
 /* Lanes rounded like fp4_to_fp16, in bytes 2 and 3. */
 INLINE u8v lanes_fp16(f32v value) {
-#ifdef __F16C__
-    return (u8v)((u32v)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT)) << 16);
-#elif defined(__ARM_NEON)
+#ifdef __ARM_NEON
     return (u8v)((u32v)vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)value))) << 16);
 #else
     u32v bits = (u32v)value, magnitude = bits & 0x7FFFFFFFu;
@@ -37,6 +36,7 @@ INLINE u8v lanes_fp16(f32v value) {
     return (u8v)((special & is_large) << 16 | (finite & ~is_large) << 16 | (bits & 0x80000000u));
 #endif
 }
+#endif
 
 #define DEFINE_TABLE(dtype)                                                                                               \
     INLINE table16 table_##dtype(float step) {                                                                            \
@@ -48,8 +48,10 @@ INLINE u8v lanes_fp16(f32v value) {
 INLINE table16 table_of(const u8v *restrict rounded) {
     table16 t;
 #if WIDTH == 32
-    u8v both = SHUFFLE(rounded[0], rounded[0], 2, 6, 10, 14, 18, 22, 26, 30, 2, 6, 10, 14, 18, 22, 26, 30,
-                       3, 7, 11, 15, 19, 23, 27, 31, 3, 7, 11, 15, 19, 23, 27, 31);
+    /* within halves, then across them; gcc takes more for one shuffle of bytes */
+    const u8v bytes = {2, 6, 10, 14, 3, 7, 11, 15, 0, 0, 0, 0, 0, 0, 0, 0, 2, 6, 10, 14, 3, 7, 11, 15, 0, 0, 0, 0, 0, 0, 0, 0};
+    const i32v words = {0, 4, 0, 4, 1, 5, 1, 5};
+    __m256i both = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8((__m256i)rounded[0], (__m256i)bytes), (__m256i)words);
     memcpy(&t, &both, sizeof t);
 #else
     t.low = SHUFFLE(rounded[0], rounded[1], 2, 6, 10, 14, 18, 22, 26, 30, 2, 6, 10, 14, 18, 22, 26, 30);
@@ -59,7 +61,15 @@ INLINE table16 table_of(const u8v *restrict rounded) {
     return t;
 }
 DEFINE_TABLE(bf16)
+#ifdef __F16C__
+INLINE table16 table_fp16(float step) {
+    u8x16 words = (u8x16)_mm256_cvtps_ph((__m256)(LOAD(f32v, e2m1_values) * step), _MM_FROUND_TO_NEAREST_INT);
+    return (table16){SHUFFLE(words, words, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14),
+                     SHUFFLE(words, words, 1, 3, 5, 7, 9, 11, 13, 15, 1, 3, 5, 7, 9, 11, 13, 15) ^ negative};
+}
+#else
 DEFINE_TABLE(fp16)
+#endif
 
 /* Two-byte values of sixteen codes. */
 typedef struct { u16x8 first, second; } values16;

@@ -98,6 +98,7 @@ INLINE __m512i fixed_point(f32s x, float inverse) {
         uint64_t doubtful = 0;                                                                                                \
         for (int b = 0; b < blocks; b++) factor[b] = inverse[b] * 4096.0f;                                                    \
         for (int b = 0; b + 2 <= blocks; b += 2) {                                                                            \
+            ask_for(x + (b + CHUNK) * 16, 32 * sizeof(type));                                                                 \
             __m512i first = fixed_point(floats_##dtype(x + b * 16), factor[b]);                                               \
             __m512i second = fixed_point(floats_##dtype(x + b * 16 + 16), factor[b + 1]);                                     \
             __m512i q = _mm512_permutex2var_epi16(first, (__m512i)even_lanes, second), cell = _mm512_srli_epi16(q, 10);       \

@@ -84,14 +84,48 @@ enum { UNIT_bf16 = 1 << 7, FIRST_bf16 = 127, ONE_bf16 = 127 * UNIT_bf16, LEAST_b
 enum { UNIT_fp16 = 1 << 10, FIRST_fp16 = 127 - 15, ONE_fp16 = 0, LEAST_fp16 = FIRST_fp16 + 3, LARGEST_fp16 = 142 };
 enum { UNIT_fp32 = UNIT_bf16, FIRST_fp32 = 127, ONE_fp32 = ONE_bf16, LEAST_fp32 = 3, LARGEST_fp32 = 127 };
 
+#if SIDE == 16
+/* A block is one vector of words.  The midpoints are multiples of a quarter of a UNIT above that of 0.25: so a word less that one,
+ * by quarters, is the number of a cell, and cells say the codes; on a midpoint, which begins a cell, the even one of two. */
+static const uint16_t cell_codes[32] = {1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7};
+static const uint16_t first_codes[32] = {0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7};
+
+INLINE __m512i words_bf16(const uint16_t *restrict x) { return LOAD(__m512i, x); }
+INLINE __m512i words_fp16(const uint16_t *restrict x) { return LOAD(__m512i, x); }
+INLINE __m512i odd_where_cut(u32s bits) { return (__m512i)(bits | ((bits & 0xFFFFu) + 0xFFFFu)); }
+INLINE __m512i words_fp32(const float *restrict x) {
+    static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return _mm512_permutex2var_epi16(odd_where_cut(LOAD(u32s, x)), LOAD(__m512i, upper), odd_where_cut(LOAD(u32s, x + 16)));
+}
+
+/* least: the word of a quarter of the step */
+INLINE void mxfp4_codes(__m512i word, int16_t least, int quarter_bits, uint8_t *restrict packed) {
+    __m512i above = _mm512_subs_epu16(word & _mm512_set1_epi16(INT16_MAX), _mm512_set1_epi16(least));
+    __m512i cell = _mm512_min_epu16(_mm512_srli_epi16(above, quarter_bits), _mm512_set1_epi16(31));
+    __mmask32 is_first = _mm512_testn_epi16_mask(above, _mm512_set1_epi16((int16_t)((1 << quarter_bits) - 1)));
+    __m512i codes = _mm512_permutexvar_epi16(cell, LOAD(__m512i, cell_codes));
+    codes = _mm512_mask_permutexvar_epi16(codes, is_first, cell, LOAD(__m512i, first_codes));
+    __mmask32 is_below = _mm512_cmpgt_epu16_mask(word, _mm512_set1_epi16(INT16_MIN)); /* -0.0 is not */
+    codes = _mm512_mask_add_epi16(codes, is_below, codes, _mm512_set1_epi16(8));
+    STORE(packed, _mm512_cvtepi32_epi8(codes | _mm512_srli_epi32(codes, 12)));
+}
+
+#define DEFINE_MXFP4_BLOCKS(dtype, type, quarter_bits)                                                                        \
+    INLINE int mxfp4_blocks_##dtype(const type *restrict x, const int16_t *restrict offset, int blocks, uint8_t *restrict packed) { \
+        const int16_t least = ONE_##dtype - 2 * UNIT_##dtype;                                                                 \
+        for (int b = 0; b < blocks; b++) {                                                                                    \
+            ask_for(x + (b + CHUNK) * 32, 32 * sizeof(type));                                                                 \
+            mxfp4_codes(words_##dtype(x + b * 32), (int16_t)(offset[b] + least), quarter_bits, packed + b * 16);              \
+        }                                                                                                                     \
+        return blocks;                                                                                                        \
+    }
+DEFINE_MXFP4_BLOCKS(bf16, uint16_t, 5)
+DEFINE_MXFP4_BLOCKS(fp16, uint16_t, 8)
+DEFINE_MXFP4_BLOCKS(fp32, float, 5)
+#else
 INLINE i16v words_bf16(const uint16_t *restrict x) { return LOAD(i16v, x); }
 INLINE i16v words_fp16(const uint16_t *restrict x) { return LOAD(i16v, x); }
-#if SIDE == 16
-INLINE i16v words_fp32(const float *restrict x) {
-    u32s bits = LOAD(u32s, x);
-    return (i16v)_mm512_cvtepi32_epi16((__m512i)((bits | ((bits & 0xFFFFu) + 0xFFFFu)) >> 16));
-}
-#else
 INLINE u32v odd_where_cut(u32v bits) { return bits | ((bits & 0xFFFFu) + 0xFFFFu); }
 INLINE i16v words_fp32(const float *restrict x) {
     u32v a = odd_where_cut(LOAD(u32v, x)), b = odd_where_cut(LOAD(u32v, x + LANES / 2));
@@ -103,7 +137,6 @@ INLINE i16v words_fp32(const float *restrict x) {
     return SHUFFLE((i16v)a, (i16v)b, 1, 3, 5, 7, 9, 11, 13, 15);
 #endif
 }
-#endif
 
 INLINE i16v mxfp4_codes(i16v word, int16_t offset, int16_t one, int16_t unit) {
     i16v u = magnitude16(word) - offset;
@@ -114,6 +147,23 @@ INLINE i16v mxfp4_codes(i16v word, int16_t offset, int16_t one, int16_t unit) {
     return sign16(word) - passed;
 }
 
+#define CODES(dtype, x, offset) mxfp4_codes(words_##dtype(x), offset, ONE_##dtype, UNIT_##dtype)
+#define DEFINE_MXFP4_BLOCKS(dtype, type)                                                                                      \
+    INLINE int mxfp4_blocks_##dtype(const type *restrict x, const int16_t *restrict offset, int blocks, uint8_t *restrict packed) { \
+        int b = 0;                                                                                                            \
+        for (; b + WIDTH / 16 <= blocks; b += WIDTH / 16) { /* four vectors */                                                \
+            const type *p = x + b * 32;                                                                                       \
+            int16_t even = offset[b], odd = offset[b + WIDTH / 32];                                                           \
+            STORE(packed + b * 16, pack4(CODES(dtype, p, even), CODES(dtype, p + LANES, even),                                \
+                                         CODES(dtype, p + 2 * LANES, odd), CODES(dtype, p + 3 * LANES, odd)));                \
+        }                                                                                                                     \
+        return b;                                                                                                             \
+    }
+DEFINE_MXFP4_BLOCKS(bf16, uint16_t)
+DEFINE_MXFP4_BLOCKS(fp16, uint16_t)
+DEFINE_MXFP4_BLOCKS(fp32, float)
+#endif
+
 /* A product with a power of two is the division by its inverse. */
 static __attribute__((noinline)) void mxfp4_block(const float *restrict x, uint8_t block_scale, uint8_t *restrict packed) {
     uint16_t codes[32];
@@ -122,7 +172,6 @@ static __attribute__((noinline)) void mxfp4_block(const float *restrict x, uint8
     pack_codes(codes, 32, packed);
 }
 
-#define CODES(dtype, x, offset) mxfp4_codes(words_##dtype(x), offset, ONE_##dtype, UNIT_##dtype)
 /* At most CHUNK blocks, the first of which is number `first`. */
 #define DEFINE_MXFP4(dtype, type)                                                                                             \
     INLINE void mxfp4_chunk_##dtype(const type *restrict x, int64_t first, int blocks, const Choice *choice,                  \
@@ -130,7 +179,7 @@ static __attribute__((noinline)) void mxfp4_block(const float *restrict x, uint8
         uint32_t maxima[CHUNK];                                                                                               \
         int16_t offset[CHUNK];                                                                                                \
         float wide[CHUNK * 32];                                                                                               \
-        int b = 0, slow = 0;                                                                                                  \
+        int slow = 0;                                                                                                         \
         if (choice->weights || choice->rule == MXFP4_MSE)                                                                     \
             NAME(choose_mxfp4)(float_array_##dtype(x, blocks * 32, wide), first, blocks, choice, block_scales);               \
         else {                                                                                                                \
@@ -142,12 +191,7 @@ static __attribute__((noinline)) void mxfp4_block(const float *restrict x, uint8
             offset[i] = is_slow ? 0 : (int16_t)((block_scales[i] - FIRST_##dtype) * UNIT_##dtype);                              \
             slow += is_slow;                                                                                                  \
         }                                                                                                                     \
-        for (; b + WIDTH / 16 <= blocks; b += WIDTH / 16) { /* four vectors */                                                \
-            const type *p = x + b * 32;                                                                                       \
-            int16_t even = offset[b], odd = offset[b + WIDTH / 32];                                                           \
-            STORE(packed + b * 16, pack4(CODES(dtype, p, even), CODES(dtype, p + LANES, even),                                \
-                                         CODES(dtype, p + 2 * LANES, odd), CODES(dtype, p + 3 * LANES, odd)));                \
-        }                                                                                                                     \
+        int b = mxfp4_blocks_##dtype(x, offset, blocks, packed);                                                              \
         for (int i = slow ? 0 : b; i < blocks; i++)                                                                           \
             if (i >= b || block_scales[i] < LEAST_##dtype || block_scales[i] > LARGEST_##dtype)                               \
                 mxfp4_block(float_array_##dtype(x + i * 32, 32, wide), block_scales[i], packed + i * 16);                     \

@@ -161,6 +161,15 @@ INLINE f32s exact_cost_of(const Side *side, const f32s *w, i32s code) {
     return exact_cost(side->v, w, value * side->global_scale, value * value);
 }
 
+/* What comes after needs both: so compilers work `sooner` out before it, of which clang would make the last. */
+#ifdef __SSE2__
+INLINE void work_out(f32s *sooner, f32s *later) { __asm__("" : "+v"(*sooner), "+v"(*later)); }
+#elif defined(__ARM_NEON)
+INLINE void work_out(f32s *sooner, f32s *later) { __asm__("" : "+w"(*sooner), "+w"(*later)); }
+#else
+INLINE void work_out(f32s *sooner, f32s *later) { (void)sooner, (void)later; }
+#endif
+
 /* The next code's division is begun before a code is tried, so that none is waited for. */
 INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
     f32s infinite = all(__builtin_inff()), top = e4m3_values(side->last), slack = SLACK * top * top;
@@ -169,12 +178,14 @@ INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
     Trial trial = trial_of(side, code), next;
     for (int left = side->unclipped; left > 0; left--, code -= 1, trial = next) {
         next = trial_of(side, code - 1);
+        work_out(&next.inverse, &trial.inverse);
         consider(&found, rough_cost(side->v, w, trial.inverse, trial.factor, 0), code);
     }
     for (;; code -= 1, trial = next) {
         f32s limit = (found.least + slack) * DOUBT;
         if (!any(is_open(side, code, side->heaviest * trial.inverse, trial.factor, w != NULL, limit))) break;
         next = trial_of(side, code - 1);
+        work_out(&next.inverse, &trial.inverse);
         f32s cost = rough_cost(side->v, w, trial.inverse, trial.factor, 1);
         consider(&found, either(code > 0, cost, infinite), code);
     }

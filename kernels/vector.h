@@ -47,6 +47,8 @@ typedef VECTOR(uint16_t, 16) u16x8;
 #define LOAD(type, p) ({ type loaded; memcpy(&loaded, (p), sizeof loaded); loaded; })
 #define STORE(p, value) do { __typeof__(value) stored = (value); memcpy((p), &stored, sizeof stored); } while (0)
 #define SHUFFLE __builtin_shufflevector
+/* Asks for the lines of what is used later; where no memory is, nothing is fetched. */
+INLINE void ask_for(const void *restrict x, int nbytes) { for (int at = 0; at < nbytes; at += 64) __builtin_prefetch((const char *)x + at); }
 
 /* The larger and the lesser of signed words.  Written out where gcc takes lanes apart. */
 #if SIDE == 16
@@ -65,6 +67,21 @@ INLINE i32s lesser(i32s a, i32s b) {
     for (int l = 0; l < SIDE; l++) r[l] = a[l] < b[l] ? a[l] : b[l];
     return r;
 }
+#endif
+
+/* The same of signed words of 16 and 32 bits, a vector of WIDTH bytes. */
+#if WIDTH == 32
+INLINE i16v max16(i16v a, i16v b) { return (i16v)_mm256_max_epi16((__m256i)a, (__m256i)b); }
+INLINE i32v max32(i32v a, i32v b) { return (i32v)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+#elif defined(__SSE4_1__)
+INLINE i16v max16(i16v a, i16v b) { return (i16v)_mm_max_epi16((__m128i)a, (__m128i)b); }
+INLINE i32v max32(i32v a, i32v b) { return (i32v)_mm_max_epi32((__m128i)a, (__m128i)b); }
+#elif defined(__ARM_NEON)
+INLINE i16v max16(i16v a, i16v b) { return (i16v)vmaxq_s16((int16x8_t)a, (int16x8_t)b); }
+INLINE i32v max32(i32v a, i32v b) { return (i32v)vmaxq_s32((int32x4_t)a, (int32x4_t)b); }
+#else
+INLINE i16v max16(i16v a, i16v b) { i16v is_a = a > b; return (a & is_a) | (b & ~is_a); }
+INLINE i32v max32(i32v a, i32v b) { i32v is_a = a > b; return (a & is_a) | (b & ~is_a); }
 #endif
 
 /* words_of16: SIDE words of 16 bits in lanes of 32; words_of8: eight bytes in lanes of 16.  gcc takes __builtin_convertvector apart. */
