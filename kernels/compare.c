@@ -283,12 +283,19 @@ DEFINE_COMPARE(fp32, float)
 /* How often each code occurs, from how often its bits do: for every set of bits, the codes that have all of them, counted in four
  * bits a code, then in bytes.  Those that have them and no others follow by inclusion and exclusion. */
 enum { NIBBLE_ROUNDS = 15, BYTE_ROUNDS = 8 * NIBBLE_ROUNDS };
+#ifdef __AVX512BW__
+enum { COUNTED = 64 }; /* bytes in a vector */
+#else
+enum { COUNTED = WIDTH };
+#endif
+typedef VECTOR(uint8_t, COUNTED) u8c;
+typedef VECTOR(uint16_t, COUNTED) u16c;
 
-INLINE void add_nibbles(const uint8_t *restrict packed, int vectors, u8v *restrict bytes) {
-    u8v c[16] = {{0}}, b[16];
+INLINE void add_nibbles(const uint8_t *restrict packed, int vectors, u8c *restrict bytes) {
+    u8c c[16] = {{0}}, b[16];
     for (int i = 0; i < vectors; i++) {
-        u8v v = LOAD(u8v, packed + i * WIDTH);
-        b[1] = v & 0x11, b[2] = (u8v)((u16v)v >> 1) & 0x11, b[4] = (u8v)((u16v)v >> 2) & 0x11, b[8] = (u8v)((u16v)v >> 3) & 0x11;
+        u8c v = LOAD(u8c, packed + i * COUNTED);
+        b[1] = v & 0x11, b[2] = (u8c)((u16c)v >> 1) & 0x11, b[4] = (u8c)((u16c)v >> 2) & 0x11, b[8] = (u8c)((u16c)v >> 3) & 0x11;
         b[3] = b[1] & b[2], b[5] = b[1] & b[4], b[6] = b[2] & b[4], b[7] = b[3] & b[4];
         for (int s = 9; s < 16; s++) b[s] = b[s - 8] & b[8];
         for (int s = 1; s < 16; s++) c[s] += b[s];
@@ -297,20 +304,20 @@ INLINE void add_nibbles(const uint8_t *restrict packed, int vectors, u8v *restri
 }
 
 void NAME(count_codes)(const uint8_t *restrict packed, int64_t nbytes, int64_t *restrict counts) {
-    int64_t have[16] = {0}, vectors = nbytes / WIDTH, done = 0;
+    int64_t have[16] = {0}, vectors = nbytes / COUNTED, done = 0;
     while (done < vectors) {
-        u8v bytes[16] = {{0}};
+        u8c bytes[16] = {{0}};
         int64_t end = done + BYTE_ROUNDS < vectors ? done + BYTE_ROUNDS : vectors;
         for (; done < end; done += NIBBLE_ROUNDS)
-            add_nibbles(packed + done * WIDTH, (int)(end - done < NIBBLE_ROUNDS ? end - done : NIBBLE_ROUNDS), bytes);
+            add_nibbles(packed + done * COUNTED, (int)(end - done < NIBBLE_ROUNDS ? end - done : NIBBLE_ROUNDS), bytes);
         done = end;
         for (int s = 1; s < 16; s++)
-            for (int j = 0; j < WIDTH; j++) have[s] += bytes[s][j];
+            for (int j = 0; j < COUNTED; j++) have[s] += bytes[s][j];
     }
-    have[0] = 2 * WIDTH * vectors;
+    have[0] = 2 * COUNTED * vectors;
     for (int bit = 1; bit < 16; bit *= 2)
         for (int s = 0; s < 16; s++)
             if (!(s & bit)) have[s] -= have[s | bit];
-    for (int64_t i = vectors * WIDTH; i < nbytes; i++) have[packed[i] & 15]++, have[packed[i] >> 4]++;
+    for (int64_t i = vectors * COUNTED; i < nbytes; i++) have[packed[i] & 15]++, have[packed[i] >> 4]++;
     for (int s = 0; s < 16; s++) counts[s] += have[s];
 }
