@@ -2,7 +2,7 @@
  *
  *   quick_D(x, step, inverse, blocks, packed)              codes of as many leading blocks as have a fast way; their number:
  *                                                          whole pairs with AVX-512, whole fours with AVX2; else pairs of bf16
- *   is_quick(step, inverse, block_amax, LARGEST_STEP_D)    what all of them must be; inverse: 1.0f / step
+ *   is_quick(step, inverse, block_amax, LARGEST_STEP_D)    what a block must be for these to be right; inverse: 1.0f / step
  *
  * Codes equal encode_e2m1 in fp4convert/numerics/codec.py; tests/kernels/test_kernels.py compares the bytes, and test_nvfp4_encode.py
  * has the argument why nothing else can be wrong.

@@ -55,7 +55,10 @@ static __attribute__((noinline)) void divided(const float *restrict x, const flo
             inverse[b] = 1.0f / step[b];                                                                                      \
             quick += is_quick(step[b], inverse[b], fp4_float(maxima[b]), LARGEST_STEP_##dtype);                               \
         }                                                                                                                     \
-        if (quick == blocks) done = quick_##dtype(x, step, inverse, blocks, packed);                                          \
+        if (quick) done = quick_##dtype(x, step, inverse, blocks, packed);                                                    \
+        for (int b = 0; quick < blocks && b < done; b++)                                                                      \
+            if (!is_quick(step[b], inverse[b], fp4_float(maxima[b]), LARGEST_STEP_##dtype))                                   \
+                divided(float_array_##dtype(x + b * 16, 16, wide), step + b, 1, packed + b * 8);                              \
         if (done == blocks) return;                                                                                           \
         divided(float_array_##dtype(x + done * 16, (blocks - done) * 16, wide),                                               \
                 step + done, blocks - done, packed + done * 8);                                                               \
