@@ -1,8 +1,8 @@
 /* Codes of NVFP4 blocks under given steps, rounded from |x| / step as float32 would have it, and no division.
  *
- *   quick_D(x, step, inverse, blocks, packed)              codes of as many leading blocks as have a fast way; their number:
- *                                                          whole pairs with AVX-512, whole fours with AVX2; else pairs of bf16
- *   is_quick(step, inverse, block_amax, LARGEST_STEP_D)    what a block must be for these to be right; inverse: 1.0f / step
+ *   quick_D(x, step, inverse, blocks, packed)              codes of the leading blocks, of those that are not quick wrong ones;
+ *                                                          returns their number: pairs with AVX-512, fours with AVX2; else pairs of bf16
+ *   is_quick(step, inverse, block_amax, LARGEST_STEP_D)    whether a block's codes by quick_D are right; inverse: 1.0f / step
  *
  * Codes equal encode_e2m1 in fp4convert/numerics/codec.py; tests/kernels/test_kernels.py compares the bytes, and test_nvfp4_encode.py
  * has the argument why nothing else can be wrong.

@@ -88,8 +88,9 @@ enum { UNIT_fp16 = 1 << 10, FIRST_fp16 = 127 - 15, ONE_fp16 = 0, LEAST_fp16 = FI
 enum { UNIT_fp32 = UNIT_bf16, FIRST_fp32 = 127, ONE_fp32 = ONE_bf16, LEAST_fp32 = 3, LARGEST_fp32 = 127 };
 
 #if SIDE == 16
-/* A block is one vector of words.  The midpoints are multiples of a quarter of a UNIT above that of 0.25: so a word less that one,
- * by quarters, is the number of a cell, and cells say the codes; on a midpoint, which begins a cell, the even one of two. */
+/* A block is one vector of words.  The word of every midpoint is that of 0.25 and some quarters of a UNIT.  So what a word is above
+ * that of 0.25 is cut into cells, a quarter of a UNIT each: cell_codes has the code of each cell, and first_codes that of a cell's
+ * first word, which differs where it is a midpoint whose tie goes down. */
 static const uint16_t cell_codes[32] = {1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7};
 static const uint16_t first_codes[32] = {0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7};
 

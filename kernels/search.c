@@ -161,7 +161,7 @@ INLINE f32s exact_cost_of(const Side *side, const f32s *w, i32s code) {
     return exact_cost(side->v, w, value * side->global_scale, value * value);
 }
 
-/* What comes after needs both: so compilers work `sooner` out before it, of which clang would make the last. */
+/* What follows takes both, so compilers begin `sooner` before it; clang would put off that division until its result is used. */
 #ifdef __SSE2__
 INLINE void work_out(f32s *sooner, f32s *later) { __asm__("" : "+v"(*sooner), "+v"(*later)); }
 #elif defined(__ARM_NEON)

@@ -48,7 +48,9 @@ typedef VECTOR(uint16_t, 16) u16x8;
 #define STORE(p, value) do { __typeof__(value) stored = (value); memcpy((p), &stored, sizeof stored); } while (0)
 #define SHUFFLE __builtin_shufflevector
 /* Asks for the lines of what is used later; where no memory is, nothing is fetched. */
-INLINE void ask_for(const void *restrict x, int nbytes) { for (int at = 0; at < nbytes; at += 64) __builtin_prefetch((const char *)x + at); }
+INLINE void ask_for(const void *restrict x, int nbytes) {
+    for (int at = 0; at < nbytes; at += 64) __builtin_prefetch((const char *)x + at);
+}
 
 /* The larger and the lesser of signed words.  Written out where gcc takes lanes apart. */
 #if SIDE == 16

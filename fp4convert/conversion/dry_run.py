@@ -117,7 +117,7 @@ def each_group(plan: Plan) -> Iterator[int]:
             if step.action != "quantize" or step.amaxes or not step.refs:
                 continue
             start, name = step.refs[0].start, step.group or step.name
-            if name in groups:  # which members of one group share
+            if name in groups:  # of the same bytes: all members measure the whole group
                 first, nbytes = groups[name]
                 groups[name] = min(start, first), nbytes
                 continue

@@ -524,9 +524,9 @@ def check_output(job: Job, output: Path, settings: Settings) -> None:
     Raises  InputError and OutputError, as carry_out does at first
     """
     more_nbytes = _check_places(job, output, settings)
-    if (output / PLAN_FILE).exists():
+    if (output / PLAN_FILE).parent.exists():
         manifest = job.manifest()
-    else:  # no other plan to know this one from: a large model's hashes take long
+    else:  # nothing was done there: a large model's hashes take long
         manifest = Manifest({}, {}, job.keyless, job.texts, job.record, job.last)
     output_check.check_output(output, manifest, settings, more_nbytes)
 

@@ -55,7 +55,7 @@ from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
 from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, read_whole, stopping
 
-HEAD_NBYTES = 32 << 10  # of a shard, read at once, at least: most headers are shorter
+HEAD_NBYTES = 32 << 10  # of a shard are read first, or more: most headers are shorter
 ENTRY_NBYTES = 88  # of a header for each tensor, beside its name: few take more
 WHOLE_NBYTES = 1 << 20  # a shard no larger is fetched whole, as its hash then checks its header
 
