@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import FIRST, llama_shards, run, write_llama, write_single
 from diffusion import write_wan
 
+from fp4convert.conversion.artifact_job import artifact_job
+from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.errors import OutputError
 from fp4convert.execution import output_check
+from fp4convert.execution.job import check_output
+from fp4convert.execution.plan_file import DONE, STATE, Done
+from fp4convert.execution.settings import Settings
+from fp4convert.storage.open import open_source
 
 NVFP4 = ("--format", "nvfp4")
+ELSEWHERE = object()  # where shards go: nothing is asked of it
 
 
 def tree(folder: Path) -> list[tuple[str, int, int]]:
@@ -197,3 +207,21 @@ def test_of_a_pipeline_every_folder_is_looked_at(tmp_path):
     (out / "transformer" / "mine.txt").write_text("mine")
     error = both_refuse(tmp_path, source, *NVFP4, "-o", out)
     assert error["code"] == "foreign-output"
+
+
+def test_shards_that_left_need_no_room_where_the_plan_is_lost(tmp_path, monkeypatch):
+    """Their records are by keys, which a dry run makes for a folder of an earlier run alone."""
+    source = open_source(str(write_llama(tmp_path / "m")))
+    job = artifact_job(source, prepare_quantize(source, QuantizeOptions("", format="nvfp4")))
+    settings = Settings("cpu", elsewhere=ELSEWHERE)
+    monkeypatch.setattr(output_check, "free_beside", lambda root: job.output_nbytes // 2)
+    with pytest.raises(OutputError, match="needs"):
+        check_output(job, tmp_path / "out", replace(settings, elsewhere=None))
+    done = tmp_path / "out" / STATE / DONE
+    done.mkdir(parents=True)
+    for task in job.tasks:
+        if task.may_leave:
+            gone = Done(dict.fromkeys(task.files, "0" * 64), is_gone=True)
+            (done / f"{task.key}.json").write_text(gone.as_json())
+    monkeypatch.setattr(output_check, "free_beside", lambda root: job.output_nbytes // 4)
+    check_output(job, tmp_path / "out", settings)
