@@ -14,7 +14,30 @@
 
 INLINE i16v magnitude16(i16v x) { return x & (int16_t)0x7FFF; }
 
-/* Magnitude bits, bf16 or fp16, of LANES consecutive blocks of `width` (16 or 32), as a tree of interleaves. */
+/* Magnitude bits, bf16 or fp16, of TOGETHER consecutive blocks of `width` (16 or 32), as a tree of interleaves. */
+#if SIDE == 16
+#define TOGETHER 32
+INLINE __m512i max_of_words(__m512i a, __m512i b) { return _mm512_max_epi16(a, b); }
+INLINE __m512i eight_maxima(const uint16_t *restrict x) { /* of eight vectors, in every quarter of 16 bytes: a word for each */
+    __m512i v[8];
+    for (int i = 0; i < 8; i++) v[i] = LOAD(__m512i, x + i * 32) & _mm512_set1_epi16(INT16_MAX);
+    for (int half = 4; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            v[i] = max_of_words(_mm512_unpacklo_epi16(v[i], v[i + half]), _mm512_unpackhi_epi16(v[i], v[i + half]));
+    return v[0];
+}
+INLINE __m512i max_of_quarters(__m512i a, __m512i b) { /* of quarters 0 and 1, 2 and 3 of a, then of b */
+    return max_of_words(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD));
+}
+INLINE __m512i tree_maxima(const uint16_t *restrict x, int width) {
+    static const uint16_t even_then_odd[32] = {0,  8,  1,  9,  2,  10, 3,  11, 4,  12, 5,  13, 6,  14, 7,  15,
+                                               16, 24, 17, 25, 18, 26, 19, 27, 20, 28, 21, 29, 22, 30, 23, 31};
+    __m512i first = max_of_quarters(eight_maxima(x), eight_maxima(x + 256));
+    if (width == 16) return _mm512_permutexvar_epi16(LOAD(__m512i, even_then_odd), first);
+    return max_of_quarters(first, max_of_quarters(eight_maxima(x + 512), eight_maxima(x + 768)));
+}
+#else
+#define TOGETHER LANES
 #if WIDTH == 32
 #define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27)
 #define HIGH(a, b) SHUFFLE(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31)
@@ -37,11 +60,12 @@ INLINE i16v tree_maxima(const uint16_t *restrict x, int width) {
         for (int i = 0; i < half; i++) v[i] = max16(LOW(v[i], v[i + half]), HIGH(v[i], v[i + half]));
     return v[0];
 }
+#endif
 
 /* Magnitude bits, bf16 or fp16, of every block. */
 INLINE void block_maxima16(const uint16_t *restrict x, int blocks, int width, uint16_t *restrict maxima) {
     int b = 0;
-    for (; b + LANES <= blocks; b += LANES) STORE(maxima + b, tree_maxima(x + b * width, width));
+    for (; b + TOGETHER <= blocks; b += TOGETHER) STORE(maxima + b, tree_maxima(x + b * width, width));
     for (; b < blocks; b++) {
         int16_t largest = 0;
         for (int j = 0; j < width; j++) {
