@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import ChoiceError, InputError, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.steps import Idle, Plan, Step, module_of
 from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import is_draft_head
@@ -24,14 +25,20 @@ MOST_REASONS = 4  # that a message counts
 UNMATCHED = "matches no module; a module's name is its tensor's without .weight"
 PACKED = "modules that are packed already (FP8, int4, FP4)"
 STACK = "stacks of experts"
+NO_LINEAR = f"no matrix of {', '.join(FLOAT_TYPES)}"
 DRAFT_LAYERS = "layers that draft tokens (multi-token prediction)"
 REGEX_SIGNS = re.compile(r"\.\*|\\|\^|\$|\.\+|\|")
 
 
-def find_idle(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> tuple[Idle, ...]:
+def find_idle(
+    recipe: Recipe, checkpoint: Checkpoint, linears: Linears, verdicts: Mapping[str, Verdict]
+) -> tuple[Idle, ...]:
     """Find what a person asks for that changes nothing.
 
-    Patterns that match no module and no stack, and options for what the source lacks
+    Patterns that match no module and no stack, --include of what stays all the same, and options
+    for what the source lacks
+
+    verdicts  what becomes of every linear layer
     """
     stacks = [linear.stack for linear in linears.of.values() if linear.stack]
     has_stacks = bool(stacks or linears.unruled)
@@ -74,7 +81,28 @@ def find_idle(recipe: Recipe, checkpoint: Checkpoint, linears: Linears) -> tuple
                     for one in better
                 )
                 found.append(Idle(words, UNMATCHED, line, count))
-    return tuple(found)
+    return (*found, *_idle_includes(recipe.include, modules, verdicts))
+
+
+def _idle_includes(
+    include: Iterable[str], modules: Iterable[str], verdicts: Mapping[str, Verdict]
+) -> Iterator[Idle]:
+    """Find patterns of --include that match modules, all of which stay."""
+    if not include:
+        return
+    made: set[str] = set()
+    reasons: dict[str, str] = {}
+    for module, verdict in verdicts.items():
+        stack = verdict.linear.stack
+        names = [module, *([stack.name.removesuffix(WEIGHT)] if stack else ())]
+        made.update(names if verdict.is_made else ())
+        reasons |= dict.fromkeys(names, verdict.reason)
+    for pattern in include:
+        chosen = sorted(module for module in modules if matches(pattern, module))
+        if chosen and not made.intersection(chosen):
+            why = f"quantizes nothing: {count_text(len(chosen), 'module')}, all of which stay"
+            why = f"{why}; {chosen[0]}: {reasons.get(chosen[0], NO_LINEAR)}"
+            yield Idle(f"--include {pattern!r}", why, is_pattern=False)
 
 
 def refuse_idle(found: Sequence[Sequence[Idle]]) -> None:

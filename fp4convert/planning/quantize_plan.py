@@ -46,6 +46,7 @@ from fp4convert.planning.steps import (
     refuse_collisions,
     spec_of,
 )
+from fp4convert.progress import count_text
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import (
     Recipe,
@@ -55,6 +56,7 @@ from fp4convert.recipes.recipe import (
     scale_groups,
 )
 from fp4convert.recipes.rules import StackRule
+from fp4convert.storage.checkpoint_files import WEIGHTS
 from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
 
@@ -141,7 +143,7 @@ def plan_quantize(
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
-    idle = (*find_idle(recipe, checkpoint, linears), *idle_keep_dtype(recipe, tasks))
+    idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
     ignored = _ignore(kept, asked, verdicts, recipe)
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = len(sift(recipe.exclude, verdicts))
@@ -488,6 +490,11 @@ def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
         yield (
             f"{len(left_out)} files hold weights in another form and are left out, the first"
             f" {left_out[0]!r}"
+        )
+    if beside := [file for file in checkpoint.sidecars if file.endswith(WEIGHTS)]:
+        yield (
+            f"{count_text(len(beside), 'file')} of weights in folders of the source, the first"
+            f" {beside[0]!r}: copied as they are"
         )
     programs = [file for file in checkpoint.sidecars if file.endswith(".py")]
     if programs or "auto_map" in checkpoint.config:

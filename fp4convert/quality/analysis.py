@@ -146,8 +146,8 @@ def _find_quantizable(source: Source, options: RecipeOptions) -> dict[str, Linea
     target = Target(NVFP4.name, "compressed-tensors")
     recipe = build_recipe(target, source.checkpoint.config, options)
     linears = find_linears(source, recipe)
-    refuse_idle([find_idle(recipe, source.checkpoint, linears)])
     verdicts = decide(linears, recipe, dialect_to_write(recipe.target))
+    refuse_idle([find_idle(recipe, source.checkpoint, linears, verdicts)])
     return {
         module: verdict.linear
         for module, verdict in verdicts.items()

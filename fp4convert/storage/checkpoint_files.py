@@ -40,8 +40,12 @@ NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d{1,9})\.safetensors")
 UNFINISHED = "A conversion into this folder did not end: run its command again, which continues."
 MOST_NAMED = 20  # folders that a message names
 OTHER_WEIGHTS = frozenset(
-    {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"}
+    {
+        *(".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data"),
+        *(".ot", ".pkl", ".npz"),
+    }
 )
+ORIGINAL = "original/"  # the folder of its maker's own copy of the weights: of Llama, gpt-oss
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
@@ -251,8 +255,9 @@ def sort_others(
             is_root_weight = "/" not in file and (
                 file.endswith(WEIGHTS) or OTHER_INDEX.fullmatch(file)
             )
-            is_weight = is_root_weight or os.path.splitext(file)[1] in OTHER_WEIGHTS
-            (left_out if is_weight else sidecars).append(file)
+            is_original = file.startswith(ORIGINAL) and file.endswith((WEIGHTS, INDEX))
+            is_other = os.path.splitext(file)[1] in OTHER_WEIGHTS
+            (left_out if is_root_weight or is_original or is_other else sidecars).append(file)
     return tuple(sidecars), tuple(left_out)
 
 

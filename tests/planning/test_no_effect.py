@@ -90,6 +90,28 @@ def test_an_option_for_what_the_source_lacks(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--include", "odd"], "1 module, all of which stay; odd: 24 columns, not a multiple of"),
+        (["--include", "model.norm"], "model.norm: no matrix of BF16, F16, F32"),
+        (["--include", "*.q_proj", "--exclude", "*.q_proj"], ".q_proj: excluded by '*.q_proj'"),
+    ],
+)
+def test_an_include_that_quantizes_nothing(words, message, tmp_path):
+    """One that has some effect, or names what is quantized anyway, is none."""
+    tensors = {f"{LAYER}.self_attn.q_proj.weight": weight(), "odd.weight": weight(0, 2, 24)}
+    tensors["model.norm.weight"] = ("BF16", (64,), b"\0" * 128)
+    source = write_single(tmp_path / "m", tensors)
+    error = refuse(source, tmp_path, *words)
+    assert error["code"] == "idle-option"
+    assert error["message"].startswith(f"--include {words[1]!r} quantizes nothing: ")
+    assert message in error["message"]
+    assert run("analyze", source, *words, "--json").json["error"]["code"] == "idle-option"
+    fine = ("--include", "*.q_proj", "--include", "re:odd|.*q_proj", "--dry-run")
+    assert run("quantize", source, "--format", "nvfp4", *fine).code == 0
+
+
 def test_the_next_step_of_an_empty_plan_is_that_of_its_reason(tmp_path):
     source = write_single(tmp_path / "m", {f"{LAYER}.self_attn.o_proj.weight": weight()})
     assert refuse(source, tmp_path, "--exclude", "*")["next"].startswith("Exclude fewer")

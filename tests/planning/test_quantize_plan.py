@@ -279,7 +279,11 @@ def test_a_plan_knows_the_patterns_that_fit_nothing(tmp_path):
 def test_what_is_left_out_and_what_is_not_there_is_told(tmp_path):
     folder = write_llama(tmp_path / "m", **{"pytorch_model.bin": b"x"})
     (folder / "config.json").unlink()
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "model.safetensors").write_bytes(b"x")
     warnings = plan_of(folder).warnings
+    beside = "1 file of weights in folders of the source, the first '2_Dense/model.safetensors'"
+    assert f"{beside}: copied as they are" in warnings
     assert "1 file holds weights in another form and is left out: 'pytorch_model.bin'" in warnings
     assert any("no config.json" in warning for warning in warnings)
 

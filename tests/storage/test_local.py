@@ -98,11 +98,16 @@ def test_weights_in_another_form_stay_behind(tmp_path):
         "vocab.txt": b"v",
     }
     folder = write_llama(tmp_path / "m", **files)
-    (folder / "original").mkdir()
-    (folder / "original" / "consolidated.00.pth").write_bytes(b"c")
+    copies = ["consolidated.00.pth", "model-00001-of-00002.safetensors"]
+    copies = [f"original/{name}" for name in (*copies, "model.safetensors.index.json")]
+    copies.append("onnx/model.onnx_data")
+    needed = ["2_Dense/model.safetensors", "original/params.json"]
+    for name in (*copies, *needed):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"c")
     checkpoint = opened(folder).checkpoint
-    assert set(checkpoint.left_out) == {*files, "original/consolidated.00.pth"} - {"vocab.txt"}
-    assert checkpoint.sidecars == ("vocab.txt",)
+    assert set(checkpoint.left_out) == {*files, *copies} - {"vocab.txt"}
+    assert set(checkpoint.sidecars) == {"vocab.txt", *needed}
 
 
 def test_config_holds_what_the_file_holds(tmp_path):
