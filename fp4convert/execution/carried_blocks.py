@@ -6,9 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.tables import is_reversible
+from fp4convert.checkpoint.encodings.base import scales_not_finite
 from fp4convert.errors import NumericError
 from fp4convert.numerics.formats import Format, Kind
 from fp4convert.numerics.matrices import Blocks, Fetched, row_panels
@@ -16,6 +19,9 @@ from fp4convert.numerics.mxfp4_as_nvfp4 import NOTHING, global_exponent, largest
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.recipe import ScaleGroup, group_members, scale_groups
 from fp4convert.storage.gguf_types import Q8_0
+
+E4M3_MAGNITUDE, E4M3_NAN = 0x7F, 0x7F  # bits without the sign
+E8M0_NAN = 0xFF
 
 
 def carry(stored: Blocks, fmt: Format, exponent: int) -> Blocks:
@@ -31,6 +37,26 @@ def carry(stored: Blocks, fmt: Format, exponent: int) -> Blocks:
         return rows.packed, rows.block_scales
 
     return Fetched(fmt, stored.shape, 2.0**exponent, "multiplier", fetch)
+
+
+def refusing_nan(stored: Blocks, module: str) -> Blocks:
+    """Return the same blocks; a NaN block scale ends their reading.
+
+    Raises  NumericError as soon as one is
+    """
+    is_e4m3 = stored.format.has_global_scale
+    mask, nan = (E4M3_MAGNITUDE, E4M3_NAN) if is_e4m3 else (E8M0_NAN, E8M0_NAN)
+
+    def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+        rows = stored.rows(first, last)
+        scales = np.frombuffer(rows.block_scales, np.uint8)
+        if nans := int(np.count_nonzero(scales & mask == nan)):
+            raise scales_not_finite(module, f"{nans} of its block scales are NaN")
+        return rows.packed, rows.block_scales
+
+    scale_of = stored.scale_of if isinstance(stored, Fetched) else None
+    head = stored.format, stored.shape, stored.global_scale, stored.kind
+    return Fetched(*head, fetch, scale_of=scale_of)
 
 
 def group_exponent(members: Mapping[str, Blocks], fmt: Format) -> int:
@@ -90,7 +116,7 @@ class Carrier:
 
         Every block that is cast keeps its values where E4M3 can say its scale.
         """
-        stored = self._artifact.decode(module)
+        stored = refusing_nan(self._artifact.decode(module), module)
         return carry(stored, self._forms[module].format, self._exponents.get(module, 0))
 
     def each(self) -> Iterator[Carried]:

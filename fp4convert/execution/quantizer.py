@@ -24,7 +24,7 @@ from fp4convert.checkpoint.encodings.floats import measured_whole
 from fp4convert.checkpoint.encodings.fp8 import as_stored, block_of, rounded_to_fp8
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.execution.adapter_rounding import low_ranks_of, measure
-from fp4convert.execution.carried_blocks import carry, group_exponent
+from fp4convert.execution.carried_blocks import carry, group_exponent, refusing_nan
 from fp4convert.execution.corrected_rounding import round_corrected
 from fp4convert.execution.exact_blocks import are_exact
 from fp4convert.execution.repacker import (
@@ -99,7 +99,8 @@ class Quantizer:
             else:
                 self._write_beside(first, form, writer, stop)
         except NumericError as error:
-            if form is None and error.code != "not-finite":  # of --keep-dtype
+            if form is None and error.tensor is None and error.code != "not-finite":
+                # of --keep-dtype
                 detail, better = f"{first.name}: {error.message}", "Choose another --keep-dtype."
                 error = NumericError(error.code, detail, better, first.name)
             if first.action == "transcode" or error.code != "not-finite":
@@ -163,7 +164,7 @@ class Quantizer:
         if steps[0].action == "transcode":
             # Take over blocks; cast them under one global scale where the format is another.
             stored = {
-                linear.module: blocks
+                linear.module: refusing_nan(blocks, linear.module)
                 for linear in measured
                 if (blocks := linear.coding.blocks(linear))
             }

@@ -15,14 +15,20 @@ import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Dialect, MatrixEncoder
-from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.forms import SCALE_DTYPES, Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, places_of, take_rows
 from fp4convert.checkpoint.dialects.tables import Part, encode_int4
-from fp4convert.checkpoint.encodings.base import Linear, input_scale_of, room_for
-from fp4convert.checkpoint.encodings.fp8 import decode_scales
+from fp4convert.checkpoint.encodings.base import (
+    Linear,
+    check_scales_finite,
+    input_scale_of,
+    is_fp8,
+    room_for,
+)
+from fp4convert.checkpoint.encodings.fp8 import E8M0_DTYPES, decode_scales
 from fp4convert.errors import NumericError
-from fp4convert.execution.carried_blocks import Carrier
+from fp4convert.execution.carried_blocks import Carrier, refusing_nan
 from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.execution.task_writer import TaskWriter
 from fp4convert.execution.workers import append_parts, copy_steps
@@ -70,9 +76,10 @@ class Dequantizer:
                     if not append_parts(step, ((name, data) for data in panels), writer, stop):
                         return
             except NumericError as error:
-                message, step_on = f"{name}: {error.message}", self._next_step or error.next_step
-                named = NumericError(error.code, message, step_on, name)
-                raise UnsoundShardError([named]) from None
+                if error.tensor is None:
+                    message, better = f"{name}: {error.message}", self._next_step or error.next_step
+                    error = NumericError(error.code, message, better, name)
+                raise UnsoundShardError([error]) from None
 
     def _panels(self, step: Step) -> Generator[memoryview]:
         """Decode in the order of the output: rows, or one expert after the other."""
@@ -122,9 +129,8 @@ class Dequantizer:
         if blocks is None:
             yield from values_of(linear, self.source, dtype, rows)
             return
-        yield from self._backend.dequantize_panels(
-            take_rows(blocks, rows) if rows else blocks, dtype
-        )
+        sound = refusing_nan(blocks, linear.module)
+        yield from self._backend.dequantize_panels(take_rows(sound, rows) if rows else sound, dtype)
 
 
 def values_of(
@@ -133,24 +139,36 @@ def values_of(
     """Decode a linear layer as bytes of that dtype, panel by panel.
 
     rows    that are wanted; None: all
-    Raises  NumericError beyond the range of F16, BF16 or Q8_0
+    Raises  NumericError beyond the range of F16, BF16 or Q8_0, or for scales that are not finite
     """
     weights = linear.coding.weights(linear, source)
     begin, end = (rows.first, rows.last) if rows else (0, weights.shape[0])
     for first, last in row_panels((end - begin, weights.shape[1])):
         panel = weights.rows(begin + first, begin + last)
-        if panel.dtype == dtype:
+        if panel.dtype == dtype and not linear.coding.is_packed:
             yield panel.data
             continue
         values = as_floats(panel).reshape(-1)
-        if dtype == Q8_0:
+        if linear.coding.is_packed and not np.isfinite(values).all():
+            _check_scales(linear, source)
+        if panel.dtype == dtype:
+            yield panel.data
+        elif dtype == Q8_0:
             yield encode_q8_0(values)
-            continue
-        check_largest(float(np.fmax.reduce(np.abs(values), initial=0)), dtype)
-        if dtype == "BF16":
-            yield Cpu().to_bf16(values)
         else:
-            yield values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
+            check_largest(float(np.fmax.reduce(np.abs(values), initial=0)), dtype)
+            if dtype == "BF16":
+                yield Cpu().to_bf16(values)
+            else:
+                yield values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
+
+
+def _check_scales(linear: Linear, source: Source) -> None:
+    """Raise NumericError where values are not finite because a scale is not."""
+    for ref in linear.refs[1:2]:
+        if ref.dtype in SCALE_DTYPES or (ref.dtype in E8M0_DTYPES and is_fp8(linear)):
+            stored = source.read_range(ref, 0, ref.nbytes)
+            check_scales_finite(linear, decode_scales(stored, ref.dtype))
 
 
 def parts_beside(

@@ -405,9 +405,10 @@ def test_a_matrix_without_a_place_for_its_global_scale_stays(tmp_path: Path) -> 
     """llama.cpp loads no file with a .scale that it does not know, such as an embedding's."""
     donor = write_donor(tmp_path / "donor.gguf", model())
     options = ("--dialect", "gguf", "--include", "token_embd", "-q")
-    for fmt, count in (("nvfp4", MODULES), ("mxfp4", MODULES + 1)):
-        outcome = run("quantize", donor, "--format", fmt, *options, "-o", tmp_path / fmt, "--json")
-        assert outcome.json["tensors"]["quantized"] == count
+    words = ("quantize", donor, *options, "-o", tmp_path / "out", "--json")
+    refused = run(*words, "--format", "nvfp4")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "idle-option")
+    assert run(*words, "--format", "mxfp4").json["tensors"]["quantized"] == MODULES + 1
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.errors import NumericError
 from fp4convert.numerics.codec import Float32s
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.numerics.matrices import Blocks, Weights
@@ -199,6 +202,22 @@ def input_scale_of(linear: Linear) -> TensorRef | None:
         if ref.name.endswith(".input_scale") and ref.dtype in FLOAT_TYPES and ref.elements == 1:
             return ref
     return None
+
+
+def scales_not_finite(module: str, found: str) -> NumericError:
+    """Return the error for scales that say nothing of weights.
+
+    found  such as "3 of its 8 scales are not finite"
+    """
+    detail = f"{module}: {found}; expected numbers"
+    next_step = "Start from the original weights; see: fp4convert inspect."
+    return NumericError("scale-not-finite", detail, next_step, module)
+
+
+def check_scales_finite(linear: Linear, scales: Float32s) -> None:
+    """Raise NumericError where a scale is NaN or infinite."""
+    if bad := int(np.count_nonzero(~np.isfinite(scales))):
+        raise scales_not_finite(linear.module, f"{bad} of its {scales.size} scales are not finite")
 
 
 def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextManager[None]:

@@ -27,7 +27,12 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
-from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear, input_scale_of
+from fp4convert.checkpoint.encodings.base import (
+    CodingDefaults,
+    Linear,
+    check_scales_finite,
+    input_scale_of,
+)
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
@@ -113,6 +118,7 @@ class Fp8(CodingDefaults):
                 memoryview(b""),
             )
         rows = self.read_scales(source, scales, linear.shape, (0, linear.shape[0]))
+        check_scales_finite(linear, rows.scales)
         yield memoryview(b""), as_stored(rows.scales, form)
 
     def read_scales(
