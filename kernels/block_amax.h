@@ -17,17 +17,16 @@ INLINE i16v magnitude16(i16v x) { return x & (int16_t)0x7FFF; }
 /* Magnitude bits, bf16 or fp16, of TOGETHER consecutive blocks of `width` (16 or 32), as a tree of interleaves. */
 #if SIDE == 16
 #define TOGETHER 32
-INLINE __m512i max_of_words(__m512i a, __m512i b) { return _mm512_max_epi16(a, b); }
 INLINE __m512i eight_maxima(const uint16_t *restrict x) { /* of eight vectors, in every quarter of 16 bytes: a word for each */
     __m512i v[8];
     for (int i = 0; i < 8; i++) v[i] = LOAD(__m512i, x + i * 32) & _mm512_set1_epi16(INT16_MAX);
     for (int half = 4; half; half /= 2)
         for (int i = 0; i < half; i++)
-            v[i] = max_of_words(_mm512_unpacklo_epi16(v[i], v[i + half]), _mm512_unpackhi_epi16(v[i], v[i + half]));
+            v[i] = _mm512_max_epi16(_mm512_unpacklo_epi16(v[i], v[i + half]), _mm512_unpackhi_epi16(v[i], v[i + half]));
     return v[0];
 }
 INLINE __m512i max_of_quarters(__m512i a, __m512i b) { /* of quarters 0 and 1, 2 and 3 of a, then of b */
-    return max_of_words(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD));
+    return _mm512_max_epi16(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD));
 }
 INLINE __m512i tree_maxima(const uint16_t *restrict x, int width) {
     static const uint16_t even_then_odd[32] = {0,  8,  1,  9,  2,  10, 3,  11, 4,  12, 5,  13, 6,  14, 7,  15,

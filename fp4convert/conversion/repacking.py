@@ -16,6 +16,7 @@ from fp4convert.checkpoint.dialects.target_forms import (
     module_form,
     usual_activations,
 )
+from fp4convert.checkpoint.encodings.base import scales_not_finite
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import find_fp8
 from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of, rules_of_gguf
@@ -318,9 +319,7 @@ def _refuse_other_scales(artifact: Artifact) -> None:
     """Raise InputError where scales of FP8, MXFP8 or int4 are NaN or infinite."""
     for finding in check_other_scales(artifact):
         if finding.code == "scale-not-finite":
-            detail = f"{finding.tensor}: {finding.detail}; expected numbers"
-            next_step = "Start from the original weights; see: fp4convert inspect."
-            raise InputError("scale-not-finite", detail, next_step, finding.tensor)
+            raise scales_not_finite(str(finding.tensor), finding.detail)
 
 
 def _refuse_corrections(own: str, other: str) -> None:

@@ -15,13 +15,18 @@ from fp4convert.checkpoint.encodings.base import scales_not_finite
 from fp4convert.errors import NumericError
 from fp4convert.numerics.formats import Format, Kind
 from fp4convert.numerics.matrices import Blocks, Fetched, row_panels
-from fp4convert.numerics.mxfp4_as_nvfp4 import NOTHING, global_exponent, largest_exponent, recast
+from fp4convert.numerics.mxfp4_as_nvfp4 import (
+    NAN_BYTE,
+    NOTHING,
+    global_exponent,
+    largest_exponent,
+    recast,
+)
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.recipe import ScaleGroup, group_members, scale_groups
 from fp4convert.storage.gguf_types import Q8_0
 
-E4M3_MAGNITUDE, E4M3_NAN = 0x7F, 0x7F  # bits without the sign
-E8M0_NAN = 0xFF
+E4M3_NAN = 0x7F  # without the sign
 
 
 def carry(stored: Blocks, fmt: Format, exponent: int) -> Blocks:
@@ -44,13 +49,12 @@ def refusing_nan(stored: Blocks, module: str) -> Blocks:
 
     Raises  NumericError as soon as one is
     """
-    is_e4m3 = stored.format.has_global_scale
-    mask, nan = (E4M3_MAGNITUDE, E4M3_NAN) if is_e4m3 else (E8M0_NAN, E8M0_NAN)
+    nan = E4M3_NAN if stored.format.has_global_scale else NAN_BYTE  # set bits, the sign aside
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
         rows = stored.rows(first, last)
         scales = np.frombuffer(rows.block_scales, np.uint8)
-        if nans := int(np.count_nonzero(scales & mask == nan)):
+        if nans := int(np.count_nonzero(scales & nan == nan)):
             raise scales_not_finite(module, f"{nans} of its block scales are NaN")
         return rows.packed, rows.block_scales
 
