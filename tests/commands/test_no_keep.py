@@ -433,7 +433,7 @@ try:
         new = chance.randint(0, 2)
         while process.poll() is None and count() < (done or [0])[-1] + new:
             time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.7))
+        time.sleep(chance.uniform(0, 0.3))
         if process.poll() is not None:
             sys.exit(f"it ended before kill {killed + 1}: {process.stderr.read().decode()}")
         process.kill()
