@@ -51,8 +51,21 @@ from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, read_hea
 
 FORMAT, VERSION = "fp4convert-calibration", "2"
 ANEW = "Copy it again from where it was made, or calibrate again."  # nobody downloads such files
+HEAD_NBYTES = 1 << 16  # of a file, in which it says what it is
 COUNT_DIGITS = 18  # of a count of samples or tokens
 NOTES = ("source", "fingerprint", "weights", "samples", "tokens", "gram", "text")
+
+
+def is_calibration(path: Path | str) -> bool:
+    """Tell by its first bytes whether a file says that it is a calibration.
+
+    False for a folder, and for what cannot be read
+    """
+    try:
+        with open_regular(Path(path), -1) as stream:
+            return FORMAT.encode() in stream.read(HEAD_NBYTES)
+    except (OSError, ValueError):
+        return False
 
 
 def open_calibration(path: Path | str) -> Calibration:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fp4convert.calibration.calibration_file import is_calibration
 from fp4convert.calibration.layers import Chain
 from fp4convert.calibration.model import NEXT, Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.moments import merge_statistics
@@ -121,6 +122,10 @@ class Run:
             detail = f"{output} is there already; nothing is written over it"
             next_step = "Choose another file with -o, or replace it with --force."
             raise OutputError("output-exists", detail, next_step)
+        if output.exists() and not is_calibration(output):
+            detail = f"{output} is there already, and is no calibration file; expected a new file"
+            next_step = "--force replaces only what calibrate wrote. Choose another: -o FILE."
+            raise OutputError("foreign-output", detail, next_step)
 
 
 def calibrate(run: Run) -> Calibrated:

@@ -18,7 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fp4convert.calibration.calibration_file import FORMAT, open_calibration
+from fp4convert.calibration.calibration_file import is_calibration, open_calibration
 from fp4convert.calibration.statistics import Calibration, check_inputs, check_source
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form
@@ -27,12 +27,10 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E4M3_MAX, GLOBAL_RANGE, Format
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import ScaleGroup
-from fp4convert.storage.disk import open_regular
 from fp4convert.storage.source import Source, read_each, refusing
 
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
 OPTION = "--input-scale"
-HEAD_NBYTES = 1 << 16  # of a file, in which it says what it is
 SLACK = 1e-6  # of a float32 beside the float64 that it was rounded from
 
 
@@ -160,12 +158,7 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
         )
     number = _number_in(asked)
     if number is None:
-        try:
-            with open_regular(Path(str(asked)), -1) as stream:
-                is_calibration = FORMAT.encode() in stream.read(HEAD_NBYTES)
-        except (OSError, ValueError):
-            is_calibration = False  # a folder, a name on the Hub, or what opening it tells
-        if not is_calibration:
+        if not is_calibration(str(asked)):  # a folder, a name on the Hub, or what opening it tells
             return copied_scales(_open(str(asked), source), f"{OPTION} {asked}")
         calibration = open_calibration(str(asked))
         check_source(calibration, source)

@@ -63,6 +63,14 @@ def test_what_is_there_is_kept_unless_forced(tmp_path, llama, words):
         "output-exists",
         b"mine",
     )
+    foreign = calibrate(llama, output, "--text", words, "--force")
+    assert (foreign.code, foreign.json["error"]["code"], output.read_bytes()) == (
+        5,
+        "foreign-output",
+        b"mine",
+    )
+    output.unlink()
+    assert calibrate(llama, output, "--text", words, "--samples", 3).code == 0
     assert calibrate(llama, output, "--text", words, "--force").code == 0
     assert open_calibration(output).samples == 6
 
