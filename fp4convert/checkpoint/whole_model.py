@@ -32,7 +32,7 @@ def refuse_no_model(source: Source, reference: str) -> None:
 
     reference  by which a person named the source
     """
-    _refuse_one_shard(source, reference)
+    refuse_one_shard(source, reference)
     refuse_adapter(source)
 
 
@@ -60,7 +60,7 @@ def refuse_adapter(source: Source) -> None:
     raise InputError("adapter", f"{detail} factors; expected a whole model", next_step)
 
 
-def _refuse_one_shard(source: Source, reference: str) -> None:
+def refuse_one_shard(source: Source, reference: str) -> None:
     """Raise InputError for a file that is one shard of several."""
     path = Path(reference)
     if len(source.checkpoint.shards) != 1 or not path.is_file():

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.checkpoint.artifact import open_artifact, open_quantized
-from fp4convert.checkpoint.whole_model import open_model
+from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.commands import publish
 from fp4convert.commands.options import MergeOptions, as_warnings, public
 from fp4convert.conversion import pruning, repacking
@@ -130,6 +130,7 @@ def dequantize(options: DequantizeOptions) -> Result:
     output = as_folder(options.output, options.artifact)
     settings.phases.begin("plan")
     source, artifact = open_quantized(os.fspath(options.artifact), options.access(output))
+    refuse_one_shard(source, os.fspath(options.artifact))
     plan = repacking.prepare_dequantize(source, artifact, options.dtype)
     _warn(options, plan.warnings, settings)
     result = repacking.dequantize(source, plan, output, settings)
@@ -148,6 +149,7 @@ def transcode(options: TranscodeOptions) -> Result:
     output = as_folder(options.output, options.template or options.artifact)
     settings.phases.begin("plan")
     artifact = open_artifact(os.fspath(options.artifact), options.access(output))
+    refuse_one_shard(artifact.source, os.fspath(options.artifact))
     donor = open_source(os.fspath(options.template)) if options.template else None
     plan = repacking.prepare_transcode(artifact, options, donor)
     refuse_idle([plan.idle])

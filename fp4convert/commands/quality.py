@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.record import ADAPTER
+from fp4convert.checkpoint.whole_model import refuse_one_shard
 from fp4convert.commands.options import (
     CompareOptions,
     InspectOptions,
@@ -207,7 +208,7 @@ def _open_first(
     """Open an artifact that stands first; the source stands behind --source.
 
     Raises  what open_artifact raises, and says where they are swapped; InputError for an artifact
-            that would be its own source
+            that would be its own source, and for one shard, which inspect alone takes
     """
     given = options.source
     try:
@@ -221,6 +222,8 @@ def _open_first(
             raise error from None
         step = f"{given} is an artifact: give it first, and {shell_line('--source', reference)}"
         raise InputError(error.code, error.message, step) from None
+    if not isinstance(options, InspectOptions):
+        refuse_one_shard(artifact.source, os.fspath(reference))
     are_here = given is not None and os.path.exists(given) and os.path.exists(reference)
     if are_here and os.path.samefile(str(given), reference):
         detail = f"{reference} is given as the artifact and as its source, which shows no loss"

@@ -51,6 +51,15 @@ def test_a_numbered_shard_is_refused_and_inspect_takes_it(tmp_path):
     made = tmp_path / "made"
     assert run("quantize", source, "--format", "nvfp4", "-o", made).code == 0
     assert run("inspect", made / FIRST, "--json").json["format"] == "nvfp4"
+    out = tmp_path / "out"
+    for words in (
+        ("dequantize", made / FIRST, "-o", out),
+        ("transcode", made / FIRST, "--dialect", "modelopt", "-o", out),
+        ("verify", made / FIRST),
+        ("compare", made, made / FIRST, "--source", source),
+    ):
+        outcome = run(*words, "--json")
+        assert (outcome.code, outcome.json["error"]["code"], out.exists()) == (2, "one-shard", False)
 
 
 def test_a_shard_is_known_by_the_index_beside_it(tmp_path):
