@@ -38,6 +38,7 @@ from fp4convert.conversion.options import (
     QuantizeOptions,
     chosen_adapter,
 )
+from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
@@ -378,6 +379,7 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
             NumericError, after all sound shards are written, where weights are NaN or Inf: then
             neither index nor records are written
     """
+    refuse_harmed(source, output, settings)
     calibration = reopened(plan) if plan.calibration else None
     choice = choose_device(settings.device, plan.target, rounded_by(plan))
     if choice.reason:

@@ -39,6 +39,7 @@ from fp4convert.conversion.artifact_job import (
     refuse_odd_scale,
 )
 from fp4convert.conversion.options import TranscodeOptions
+from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import Carrier, describe_carried
 from fp4convert.execution.job import Job, carry_out
@@ -114,6 +115,7 @@ def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> 
     Raises  DeviceError for a device that is not there; NumericError beyond fp16's range;
             OutputError as open_output does
     """
+    refuse_harmed(source, output, settings)
     config = _widen_dtypes(
         source.checkpoint.config, FLOAT_TYPES[dtype_named(plan.target.format)].config_name
     )
@@ -392,6 +394,7 @@ def transcode(
     plan    of prepare_transcode
     Raises  OutputError as open_output does
     """
+    refuse_harmed(artifact.source, output, settings)
     source = Framed(donor, artifact.source) if donor else artifact.source
     # Where the record says that the weights come from.
     recorded = artifact.record.get("source")

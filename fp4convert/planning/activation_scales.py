@@ -15,7 +15,6 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import NamedTuple
 
 from fp4convert.calibration.calibration_file import is_calibration, open_calibration

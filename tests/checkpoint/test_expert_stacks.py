@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import LLAMA, Outcome, Tensor, read_folder, run, write_checkpoint, write_single
+from rewriting import forget_hashes
 
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.conversion import repacking
@@ -166,6 +167,7 @@ def test_experts_of_several_shards_come_back_into_one_stack(tmp_path: Path) -> N
         for file in ("config.json", "quantization_config.json")
     }
     scattered = write_checkpoint(tmp_path / "b", shards, None, **files)
+    forget_hashes(scattered)
     done("dequantize", scattered, "-o", tmp_path / "r")
     assert read_folder(tmp_path / "r") == stacks()
 

@@ -59,7 +59,11 @@ def test_a_numbered_shard_is_refused_and_inspect_takes_it(tmp_path):
         ("compare", made, made / FIRST, "--source", source),
     ):
         outcome = run(*words, "--json")
-        assert (outcome.code, outcome.json["error"]["code"], out.exists()) == (2, "one-shard", False)
+        assert (outcome.code, outcome.json["error"]["code"], out.exists()) == (
+            2,
+            "one-shard",
+            False,
+        )
 
 
 def test_a_shard_is_known_by_the_index_beside_it(tmp_path):
