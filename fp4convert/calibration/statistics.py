@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
 from fp4convert.calibration.plausibility import InputStatistics, contradiction, not_a_gram
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import Float32s
 from fp4convert.recipes.patterns import exclude_option
@@ -301,10 +302,17 @@ class Calibration(NamedTuple):
             raise self.refusal(ref, detail)
 
 
-def check_source(calibration: Calibration, source: Source, linears: Iterable[Linear] = ()) -> None:
+def check_source(
+    calibration: Calibration,
+    source: Source,
+    linears: Iterable[Linear] = (),
+    adapter: str | None = None,
+) -> None:
     """Raise InputError where a calibration is of another checkpoint.
 
     linears  are checked, too, as check_linears does
+    adapter  the key of the one that the source is merged with; a calibration of the base model
+             alone will do, and less well: plans warn
     """
     path, next_step = calibration.path, "Calibrate it: fp4convert calibrate SOURCE -o FILE."
     if fingerprint_of(source) != calibration.notes["fingerprint"]:
@@ -315,6 +323,11 @@ def check_source(calibration: Calibration, source: Source, linears: Iterable[Lin
         detail = f"{path} was made from other weights of the same model as {source.name}"
         detail += ": another revision or a fine-tune"
         raise InputError("calibration-weights", detail, next_step)
+    merged = calibration.notes.get(ADAPTER)
+    if merged and merged != adapter:
+        detail = f"{path} was made with {'another' if adapter else 'an'} adapter"
+        step = "Give that adapter and its scale, or calibrate again."
+        raise InputError("calibration-weights", f"{detail}; expected this model's", step)
     check_linears(calibration, linears)
 
 

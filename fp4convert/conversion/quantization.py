@@ -21,7 +21,7 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
-from fp4convert.checkpoint.record import ADAPTER, folds_recorded
+from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.conversion.artifact_job import (
     artifact_job,
     check_keep_dtype,
@@ -185,15 +185,14 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
         statistics = None if file is None else os.fspath(file)
         calibration = open_statistics(method, options.scale_rule, statistics)
     recipe = _recipe_for(source, options, calibration)
-    if adapter:
-        recipe = replace(recipe, target=recipe.target._replace(adapter=adapter.key))
+    key = adapter.key if adapter else None
+    recipe = replace(recipe, target=recipe.target._replace(adapter=key))
     if calibration:
-        check_source(calibration, source)
-        _check_adapter(calibration, adapter)
+        check_source(calibration, source, adapter=key)
     inputs = measured_scales(calibration) if calibration else UNIT_SCALE
     if options.input_scale is not None:
         form = Form(recipe.format, recipe.target.activations)
-        inputs = choose_scales(source, form, options.input_scale)
+        inputs = choose_scales(source, form, options.input_scale, key)
     weights = None
     if options.global_scale is not None:
         given = os.fspath(options.global_scale)
@@ -233,18 +232,6 @@ def _adapter_for(options: QuantizeOptions) -> Adapter | None:
             detail = f"{option} {word} changes the weights, too, and would drown what --lora merges"
             raise InputError("adapter-option", f"{detail}; expected one of them")
     return adapter
-
-
-def _check_adapter(calibration: Calibration, adapter: Adapter | None) -> None:
-    """Raise InputError for statistics of a model with another adapter.
-
-    Those of the base model will do, and less well: the plan warns.
-    """
-    known = calibration.notes.get(ADAPTER)
-    if known and known != (adapter.key if adapter else None):
-        detail = f"{calibration.path} was made with {'another' if adapter else 'an'} adapter"
-        step = "Give that adapter and its scale, or calibrate again."
-        raise InputError("calibration-weights", f"{detail}; expected this model's", step)
 
 
 def _recipe_for(

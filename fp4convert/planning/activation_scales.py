@@ -136,12 +136,15 @@ def range_of(fmt: Format) -> float:
     return GLOBAL_RANGE if fmt.is_fp4 else E4M3_MAX
 
 
-def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales:
+def choose_scales(
+    source: Source, form: Form, asked: str | float, adapter: str | None = None
+) -> InputScales:
     """Open what is asked to say the input scales of a conversion.
 
     source  of the weights
     form    of most modules
     asked   a number, or an artifact's folder, file or repository, or a calibration file
+    adapter the key of what is merged into the source
     Raises  InputError where these do not go together, nothing of that name can be opened, or it is
             of another model
     """
@@ -160,7 +163,7 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
         if not is_calibration(str(asked)):  # a folder, a name on the Hub, or what opening it tells
             return copied_scales(_open(str(asked), source), f"{OPTION} {asked}")
         calibration = open_calibration(str(asked))
-        check_source(calibration, source)
+        check_source(calibration, source, adapter=adapter)
         return measured_scales(calibration)
     if not SMALLEST <= number <= 1 / SMALLEST:
         detail = (

@@ -356,5 +356,6 @@ def pair_with_source(
         findings.append(Finding("error", "source-differs", module, detail))
     if outputs and outputs.calibration:
         packed = [pair.theirs for pair in pairs if pair.ours.coding.is_packed]
-        check_source(outputs.calibration, source, packed)
+        adapter = artifact.adapter.key if artifact.adapter else None
+        check_source(outputs.calibration, source, packed, adapter)
     return SourcePairs(artifact, source, originals, pairs, findings, outputs)

@@ -277,7 +277,19 @@ def test_a_calibration_of_the_merged_model_knows_its_adapter(models, tmp_path):
     assert not any("without the adapter" in warning for warning in result["warnings"])
     other = ("quantize", base, "-o", tmp_path / "x", *NVFP4, "--calibration", own, "--json")
     assert run(*other, *adapter, "--lora-scale", "2").json["error"]["code"] == "calibration-weights"
-    assert run(*other, "--method", "gptq").json["error"]["code"] == "calibration-weights"
+    four = ("--activations", "4", "--input-scale")
+    for words in (
+        (*other, "--method", "gptq"),
+        (*other[:-3], *four, own, "--json"),
+        ("analyze", base, "--calibration", own, "--json"),
+    ):
+        assert run(*words).json["error"]["code"] == "calibration-weights", words
+    alone = tmp_path / "alone"
+    quantize(base, alone, *NVFP4)
+    verify = ("verify", "--source", base, "--calibration", own, "--json")
+    assert run(*verify, alone).json["error"]["code"] == "calibration-weights"
+    assert run(*verify, out, *adapter).code == 0
+    assert run(*other[:-3], *four, own, *adapter, "--json").code == 0
     # Predictions are compared with those of the merged model, as beside PEFT's own.
     evaluated = ("--text", text, "--sequence-length", "32", "--json")
     ours = run("evaluate", out, "--source", base, *adapter, *evaluated).json

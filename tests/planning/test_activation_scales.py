@@ -23,6 +23,7 @@ from checkpoints import (
     write_llama,
     write_single,
 )
+from rewriting import forget_hashes
 
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
@@ -250,6 +251,7 @@ def test_scales_for_divided_inputs_are_refused(source, tmp_path):
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "method": "smooth", "folds": [fold]})
     )
+    forget_hashes(other)
     error = refused(source, tmp_path / "out", "--input-scale", other)
     assert error["code"] == "input-scale-folded"
     # Of that artifact itself they are right, and what is made of it is as much divided.
