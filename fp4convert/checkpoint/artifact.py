@@ -232,7 +232,7 @@ def open_artifact(reference: str, access: Access | None = None) -> Artifact:
     is_unfinished, called = _is_unfinished(reference, access), reference
     if os.path.isdir(reference):
         called = os.path.normpath(os.path.join(reference, subfolder_of(access or Access())))
-    return read_artifact(open_source(reference, access, is_unfinished), called, is_unfinished)
+    return read_artifact(open_source(reference, access, is_unfinished), called)
 
 
 def _is_unfinished(reference: str, access: Access | None) -> bool:
@@ -248,13 +248,12 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
 
     Returns  the source, and the artifact where some weights have four bits; raises as open_artifact
     """
-    is_unfinished = _is_unfinished(reference, access)
     source = open_source(reference, access)
     clues = read_clues(source)
     has_others = any(ref.dtype in BLOCK_TYPES for ref in clues.tensors.values())
     is_quantized = bool(clues.record or clues.hf_quant_config or has_others)
     is_other = is_quantized and not is_artifact(source, clues)
-    return source, None if is_other else read_artifact(source, reference, is_unfinished)
+    return source, None if is_other else read_artifact(source, reference)
 
 
 def read_clues(source: Source) -> Clues:
@@ -273,9 +272,10 @@ def is_artifact(source: Source, clues: Clues) -> bool:
     )
 
 
-def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -> Artifact:
+def read_artifact(source: Source, reference: str) -> Artifact:
     """Read the artifact in a source, which errors call by that reference."""
     record, clues = _read_json(source, RECORD), read_clues(source)
+    is_unfinished = source.has_file(PLAN_FILE) and not source.has_file(RECORD)
     groups, dialect = _read_identity(source, reference, clues, record)
     tensors = dict(clues.tensors)
     found, findings = read_modules(tensors, groups, dialect_named(dialect))

@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from fp4convert.errors import InputError
-from fp4convert.storage.checkpoint_files import CONFIG, RECORD, SINGLES
+from fp4convert.storage.checkpoint_files import CONFIG, PLAN_FILE, RECORD, SINGLES
 from fp4convert.storage.gguf import GgufFrame
 from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.safetensors import Header, SafetensorsFrame, TensorRef, nbytes_of
@@ -214,7 +214,7 @@ class GgufFolder:
             self._gguf.read_into(ref._replace(file=self._file), start, buffer)
 
     def has_file(self, file: str) -> bool:
-        return file != RECORD and self._beside.has_file(file)
+        return file not in (RECORD, PLAN_FILE) and self._beside.has_file(file)
 
     def open_file(self, file: str) -> BinaryIO:
         return self._beside.open_file(file)

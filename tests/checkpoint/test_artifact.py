@@ -308,6 +308,20 @@ def test_a_damaged_plan_of_an_unfinished_folder_is_no_traceback(text, artifact):
     assert run("inspect", folder, "--json").code in (2, 6)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["dequantize"], ["quantize", "--format", "nvfp4"], ["transcode", "--dialect", "modelopt"]],
+    ids=lambda words: words[0],
+)
+def test_nothing_is_made_from_an_unfinished_artifact(words, artifact, tmp_path):
+    folder = artifact()
+    (folder / "quantization_config.json").unlink()
+    outcome = run(*words, folder, "-o", tmp_path / "out", "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "unsound-artifact")
+    assert "run its command again" in outcome.json["error"]["next"]
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_quantized_is_a_doubt(tmp_path):
     tensors = {"model.norm.weight": ("BF16", (64,), bf16(64))}
     folder = write_single(tmp_path / "m", tensors, {"quantization_config": CT_NVFP4})
