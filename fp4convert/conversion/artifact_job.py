@@ -6,6 +6,7 @@ The records are those that engines read, the index of the shards, and our own.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from fp4convert import __version__
@@ -20,14 +21,40 @@ from fp4convert.numerics.matrices import Blocks
 from fp4convert.planning.steps import Plan
 from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.recipes.options import one_of
-from fp4convert.storage.checkpoint_files import ENGINE_RECORD, GGUF, RECORD, REPORT, index_file
+from fp4convert.storage.checkpoint_files import (
+    CARD,
+    ENGINE_RECORD,
+    GGUF,
+    RECORD,
+    REPORT,
+    index_file,
+)
 from fp4convert.storage.json_text import as_text, unquantized
 from fp4convert.storage.padded import PaddedSource
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Source, read_whole
 
 ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict ours
     {RECORD, ENGINE_RECORD, REPORT}
 )
+CARD_LEFT = f"{CARD} is left out: fp4convert wrote it for the artifact that this is made from"
+# How report/model_card.py begins a card, and how it brackets one of an evaluation alone.
+_OWN_CARD = re.compile(rb"\s*# .*\s+.*, made by fp4convert ")
+_EVALUATED = re.compile(
+    rb"<!-- made: fp4convert evaluate -->.*<!-- end: fp4convert evaluate -->", re.S
+)
+
+
+def own_card(source: Source) -> frozenset[str]:
+    """Name the model card of an artifact where fp4convert wrote it.
+
+    What it says of dialect, command and figures is not true of what is made from the artifact.
+    """
+    if CARD not in source.checkpoint.sidecars or not source.has_file(RECORD):
+        return frozenset()
+    text = read_whole(source, CARD).replace(b"\r\n", b"\n").strip()
+    head, _, body = text.partition(b"\n---\n")
+    is_ours = b"- fp4convert" in head.split(b"\n") and _OWN_CARD.match(body)
+    return frozenset({CARD} if is_ours or _EVALUATED.fullmatch(text) else ())
 
 
 def refuse_odd_scale(module: str, q: Blocks) -> None:
@@ -109,7 +136,8 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     record = make_record(plan.target, contents, producer, origin)
     if isinstance(source, PaddedSource):
         record[PADDING] = source.record
-    return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
+    replaced = ENGINE_RECORDS | texts.keys() | own_card(source)
+    return Job(source, plan, texts, record, RECORD, replaced)
 
 
 def dialect_of(plan: Plan) -> Dialect:

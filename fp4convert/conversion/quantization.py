@@ -23,11 +23,13 @@ from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.conversion.artifact_job import (
+    CARD_LEFT,
     artifact_job,
     check_keep_dtype,
     check_scalars,
     check_word,
     dialect_of,
+    own_card,
     refuse_odd_scale,
 )
 from fp4convert.conversion.device_choice import choose_device, rounded_by
@@ -114,6 +116,8 @@ def prepare_quantize(
     plan = replace(plan, warnings=(*plan.warnings, *traps), options=recorded)
     given = [scalars.inputs.source, scalars.weights.source if scalars.weights else None]
     plan = replace(plan, scale_sources=tuple(filter(None, given)))
+    if own_card(source):
+        plan = replace(plan, warnings=(*plan.warnings, CARD_LEFT))
     if isinstance(source, PaddedSource):
         refuse_bad_splits(plan, int(options.pad_for_tp or 0))
         plan = replace(plan, warnings=(*plan.warnings, source.note))

@@ -30,12 +30,14 @@ from fp4convert.checkpoint.record import (
     folds_recorded,
 )
 from fp4convert.conversion.artifact_job import (
+    CARD_LEFT,
     ENGINE_RECORDS,
     artifact_job,
     check_keep_dtype,
     check_scalars,
     dialect_of,
     index_text,
+    own_card,
     refuse_odd_scale,
 )
 from fp4convert.conversion.options import TranscodeOptions
@@ -105,6 +107,8 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
     if artifact and PADDING in artifact.record:
         kept = "the zeros that the artifact has for ranks of tensor parallelism stay, in weights"
         notes = [*notes, f"{kept} and config.json; the model computes the same"]
+    if own_card(source):
+        notes = [*notes, CARD_LEFT]
     return replace(plan, warnings=(*plan.warnings, *notes))
 
 
@@ -125,7 +129,8 @@ def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> 
     if all(shard.frame.container == "safetensors" for shard in source.checkpoint.shards):
         last = "config.json"
         texts[last] = as_text(config)
-    job = Job(source, plan, texts, None, last, ENGINE_RECORDS | texts.keys())
+    replaced = ENGINE_RECORDS | texts.keys() | own_card(source)
+    job = Job(source, plan, texts, None, last, replaced)
     # Values are twice to seven times as long as codes: a GPU would send back more than it gets.
     device = "cpu" if settings.device == "auto" else settings.device
     return carry_out(job, Dequantizer(source, open_backend(device)), output, settings)
@@ -156,6 +161,8 @@ def prepare_transcode(
                 _check_block_scales(artifact, module, spelling)
     if donor is None:
         caches, notes = carry_cache(artifact, spelling)
+        if own_card(artifact.source):
+            notes = (*notes, CARD_LEFT)
         plan = plan_transcode(artifact.source.checkpoint, contents, target, caches=caches)
         plan = replace(
             plan, warnings=(*plan.warnings, *notes), options=_options_recorded(artifact, options)

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize, quantize
 from fp4convert.execution.settings import Settings
-from fp4convert.report.model_card import CardRequest, code, make_card
+from fp4convert.report.model_card import EVALUATION, EVALUATION_END, CardRequest, code, make_card
 from fp4convert.storage.open import open_source
 
 REPO = "me/m-NVFP4"
@@ -90,6 +90,48 @@ def test_front_matter_of_a_folder_names_no_base_and_no_path(tmp_path):
     assert str(tmp_path) not in card
     assert "fp4convert quantize ./m --format nvfp4" in card
     assert "The model card of the source" not in card
+
+
+def made_from(folder, output) -> dict[str, tuple[bool, bool]]:
+    """Whether what is made from an artifact has a card, and whether a warning tells of it."""
+    commands = [
+        ["dequantize"],
+        ["transcode", "--dialect", "modelopt"],
+        ["quantize", "--format", "nvfp4"],
+    ]
+    found = {}
+    for words in commands:
+        outcome = run(*words, folder, "-o", output / words[0], "--json")
+        told = any("README.md is left out" in line for line in outcome.json["warnings"])
+        found[words[0]] = ((output / words[0] / "README.md").exists(), told)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pushed", "edited", "evaluated"])
+def test_a_card_of_ours_is_not_of_what_is_made_from_the_artifact(kind, tmp_path):
+    card, _ = card_of(write_llama(tmp_path / "m"), tmp_path / "q")
+    if kind == "edited":
+        card = card.replace("# `m-NVFP4`", "# Mine").replace("\n", "\r\n") + "More.\r\n"
+    elif kind == "evaluated":
+        card = f"{EVALUATION}\n\n## Predictions\n\n{EVALUATION_END}\n"
+    (tmp_path / "q" / "README.md").write_bytes(card.encode())
+    found = made_from(tmp_path / "q", tmp_path / "out")
+    assert found == dict.fromkeys(("dequantize", "transcode", "quantize"), (False, True))
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---\ntags:\n- fp4convert\n---\n\n# Mine\n\nMy own words.\n",
+        f"# Mine\n\n{EVALUATION}\n\n## Predictions\n\n{EVALUATION_END}\n",
+    ],
+)
+def test_a_card_of_a_person_goes_along(card, tmp_path):
+    card_of(write_llama(tmp_path / "m"), tmp_path / "q")
+    (tmp_path / "q" / "README.md").write_text(card)
+    found = made_from(tmp_path / "q", tmp_path / "out")
+    assert found == dict.fromkeys(("dequantize", "transcode", "quantize"), (True, False))
+    assert (tmp_path / "out" / "transcode" / "README.md").read_text() == card
 
 
 def test_paths_of_files_that_were_given_stay_private(tmp_path):
