@@ -16,7 +16,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from judge_tables import judged, whole_engine
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import module_form
 from fp4convert.cli.draw_quality import draw_block
+from fp4convert.conversion.artifact_job import ENGINE_RECORDS
 from fp4convert.errors import read_catalogue
 from fp4convert.numerics.formats import FORMATS, FP4_FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
@@ -36,6 +37,7 @@ from fp4convert.recipes.engines import known_engines
 from fp4convert.recipes.options import help_with_words, is_required
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.toml_files import FAMILIES, known_file, known_names
+from fp4convert.storage.checkpoint_files import CARD, ORIGINAL, OTHER_WEIGHTS, SIGNATURE, WEIGHTS
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
@@ -309,10 +311,25 @@ def chained() -> Iterator[str]:
     yield ", ".join(f"`{name}`" for name in sorted({family.model for family in CHAINED})) + "."
 
 
+def left_behind() -> Iterator[str]:
+    """List the files of a source that no result has."""
+
+    def named(names: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in sorted(names))
+
+    yield f"- weights in another form, in any folder: {named(OTHER_WEIGHTS)}"
+    yield f"- `*{WEIGHTS}` and their indexes in `{ORIGINAL}`, and those beside the shards that the"
+    yield "  index does not name: of another variant, or Mistral's `consolidated*`"
+    yield f"- records of how the source was quantized: {named(ENGINE_RECORDS)}"
+    yield f"- `{SIGNATURE}`, and the `{CARD}` of an artifact where fp4convert wrote it"
+    yield "- hidden files and folders"
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
         *(blocks, formats, codes, scales, dialects, carried, layouts, options, tree),
+        left_behind,
         *(errors, findings, engines, serve, chosen, judged, whole_engine, gpu_bars, chained),
     )
 } | {
