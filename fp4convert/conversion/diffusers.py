@@ -114,7 +114,7 @@ class PipelineConversion(NamedTuple):
                     if key in whole
                     else _label_entries(name, value)
                 )
-        sizes = ("source_bytes", "output_bytes", "result_bytes", "peak_disk_bytes")
+        sizes = ("source_bytes", "output_bytes", "peak_disk_bytes")
         for key in sizes:
             whole[key] = _join_values(key, whole[key], copied)
         components = [

@@ -58,14 +58,14 @@ class Sized(NamedTuple):
 def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
     """Make the document of `quantize --dry-run --json`.
 
-    source_bytes, output_bytes  of tensors and of shards
-    result_bytes                of all files, as the result of the run says in `output_bytes`; only
-                                quantization_report.json, some 500 bytes a module, comes on top
-    bits_per_weight             of the quantized modules
-    added_bytes                 by packed weights that stay and are written as bf16
-    peak_memory_bytes           what workers hold beside mapped pages
-    peak_disk_bytes             of all files but our own record; the folder .fp4convert, some 1 kB a
-                                module, comes on top
+    source_bytes       of the source's shards, as the result of the run says
+    output_bytes       of all files, as the result of the run says; quantization_report.json, some
+                       500 bytes a module, comes on top
+    bits_per_weight    of the quantized modules
+    added_bytes        by packed weights that stay and are written as bf16
+    peak_memory_bytes  what workers hold beside mapped pages
+    peak_disk_bytes    of all files but our own record; the folder .fp4convert, some 1 kB a module,
+                       comes on top
     Raises DeviceError for a device that is not there.
     """
     source, plan = job.source, job.plan
@@ -91,9 +91,8 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
         **({"adapter": describe_adapter(plan)} if plan.adapter else {}),
         **method_settings(plan.target),
         **({"fake_quantized": found} if (found := find_fake_quantized(source, plan)) else {}),
-        "source_bytes": sum(step.source_bytes for step in sized),
-        "output_bytes": plan.output_bytes,
-        "result_bytes": job.result_nbytes,
+        "source_bytes": source.checkpoint.nbytes,
+        "output_bytes": job.result_nbytes,
         "bits_per_weight": bits_per_weight_of((step, nbytes) for step, _, nbytes in sized),
         "added_bytes": _added_nbytes(sized),
         "peak_memory_bytes": BASE_NBYTES + held_nbytes + read_nbytes,

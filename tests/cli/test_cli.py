@@ -294,7 +294,6 @@ def test_a_dry_run_has_exactly_the_promised_keys_and_writes_nothing(source, tmp_
         "calibration",
         "source_bytes",
         "output_bytes",
-        "result_bytes",
         "bits_per_weight",
         "added_bytes",
         "peak_memory_bytes",

@@ -76,9 +76,9 @@ def test_a_drawn_plan_joins_layers_and_says_why(tmp_path):
         "nvfp4|24 modules, 98.3 kB -> 27.7 kB",
         "kept|2 tensors, 4.19 kB",
     ]
-    # 31,936 bytes of tensors, and the header
+    # 31,936 bytes of tensors, the header and the records
     assert re.fullmatch(
-        r"total\|102 kB -> 3\d\.\d kB \(3\d %\), 4\.516 bits per quantized weight",
+        r"total\|105 kB -> 4\d\.\d kB \(\d\d %\), 4\.516 bits per quantized weight",
         lines[8],
     )
     assert lines[9].startswith("peak|memory ")

@@ -321,6 +321,8 @@ def test_the_dry_run_lists_what_stays_and_writes_nothing(source, tmp_path):
     assert document["kept"] == {MOE: KEPT}
     assert document["experts"] == {"before": 8, "kept": 4, "layers": 1}
     written = prune(source, tmp_path / "out")
+    for key in ("source_bytes", "output_bytes"):
+        assert document[key] == written[key]
     assert document["peak_disk_bytes"] == written["output_bytes"]
     assert {entry["name"] for entry in document["tensors"]} == read_folder(tmp_path / "out").keys()
     shown = run(

@@ -25,6 +25,7 @@ from checkpoints import (
     write_single,
 )
 
+from fp4convert.storage.checkpoint_files import REPORT
 from fp4convert.storage.open import open_source
 
 CT, MO = "compressed-tensors", "modelopt"
@@ -140,7 +141,8 @@ def test_a_dry_run_counts_them(dialect, source, tmp_path):
     options = ("--format", "nvfp4", "--dialect", dialect, "--kv-cache", "fp8")
     plan = run("quantize", source, *options, "--dry-run", "--json", "-o", tmp_path / "none").json
     out = quantized(source, tmp_path / "out", "--dialect", dialect)
-    assert plan["output_bytes"] == sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    files = (path for path in out.iterdir() if path.is_file() and path.name != REPORT)
+    assert plan["output_bytes"] == sum(path.stat().st_size for path in files)
     rows = [row for row in plan["tensors"] if row["action"] == "write"]
     assert [(row["name"], row["source_bytes"], row["output_bytes"]) for row in rows] == [
         (f"{ATTENTION}.{name}", 0, 4) for name in NAMES[dialect]

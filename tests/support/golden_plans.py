@@ -37,7 +37,10 @@ def draw_plan(source: Path, fmt: str = "nvfp4") -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    totals = f"{document['source_bytes']} bytes become {document['output_bytes']}"
+    before, after = (
+        sum(row[key] for row in document["patterns"]) for key in ("source_bytes", "output_bytes")
+    )
+    totals = f"{before} bytes become {after}"
     return (
         "\n".join([*lines, "", totals, *(f"warning: {text}" for text in document["warnings"])])
         + "\n"

@@ -25,7 +25,7 @@ def test_a_dry_run_tells_the_same(hub, folder):
     assert held_nbytes == sum((folder / file).stat().st_size for file in (FIRST, SECOND))
     # Our record names the repository and its commit, in quotation marks where "null" was.
     named = len('"org/m"') + len('"') * 2 + 40 - 2 * len("null")
-    assert remote.pop("result_bytes") - local.pop("result_bytes") == named
+    assert remote.pop("output_bytes") - local.pop("output_bytes") == named
     measured = remote.pop("seconds_estimated"), local.pop("seconds_estimated")
     assert measured[0]["reading"] == measured[1]["reading"]
     assert remote == local
