@@ -15,7 +15,7 @@ from typer.models import ParameterInfo
 
 from fp4convert.errors import InputError
 
-ENGINE = "engine"  # the name of the option --for
+TOKEN = "token"  # the name of the option whose value is in no message
 MOST_DIGITS = 15  # of a plain number; a float has so many exactly
 _ODD = object()  # stands for what typer has to look at
 
@@ -27,16 +27,24 @@ class PlainCommand(TyperCommand):
         return _take_plain_words(super().get_params(ctx))
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return typer's parser, which here refuses a second engine."""
+        """Return typer's parser, which here refuses a second, other value.
+
+        It would keep the last one of an option that takes one.
+        """
         parser: Any = super().make_parser(ctx)
+        declared = [*parser._long_opt.values(), *parser._short_opt.values()]
+        single = {option.dest: option for option in declared if option.action == "store"}
+        for option in single.values():
+            option.action = "append"
         parse = parser.parse_args
 
         def parse_args(args: list[str]) -> tuple[Any, list[str], list[Any]]:
-            parsed: tuple[Any, list[str], list[Any]] = parse(args)
-            if [parameter.name for parameter in parsed[2]].count(ENGINE) > 1:
-                detail = "--for is given twice; expected one engine for one artifact"
-                raise InputError("usage", detail, "Give one; make an artifact for each engine.")
-            return parsed
+            values, words, order = parse(args)
+            for name in [name for name in single if name in values]:
+                if len(set(values[name])) > 1 and not ctx.resilient_parsing:
+                    raise _given_again(single[name].obj, values[name])
+                values[name] = values[name][-1]
+            return values, words, order
 
         parser.parse_args = parse_args
         return parser
@@ -68,6 +76,15 @@ class PlainGroup(TyperGroup):
             ctx.command_path, self.help or "", self.get_params(ctx), panels, formatter.width
         )
         formatter.write(page + "\n")
+
+
+def _given_again(option: Any, values: list[str]) -> InputError:
+    """Return the error of an option that takes one value and has several."""
+    flag = max(option.opts, key=len)
+    found = "" if option.name == TOKEN else f": {', '.join(map(repr, values))}"
+    times = "twice" if len(values) == 2 else f"{len(values)} times"
+    detail = f"{flag} is given {times}{found}; expected one value"
+    return InputError("usage", detail, f"Give {flag} once.")
 
 
 def _take_plain_words(parameters: list[Any]) -> list[Any]:

@@ -64,6 +64,37 @@ def test_an_option_of_the_command_is_the_value_of_none(words):
     assert error["next"] == f"Write its value before {follows}."
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("quantize", "M", "--recipe", "a", "--recipe=b"), "--recipe is given twice: 'a', 'b'"),
+        (("dequantize", "M", "-oa", "-qo", "b"), "--output is given twice: 'a', 'b'"),
+        (("calibrate", "M", "--dataset", "a", "--chat", "b"), "--dataset is given twice: 'a', 'b'"),
+        (
+            ("inspect", "M", "--for", *["vllm", "--for", "mlx", "--for", "vllm"]),
+            "--for is given 3 times",
+        ),
+        (("verify", "M", "--token", "hf_a", "--token", "hf_b"), "--token is given twice; expected"),
+    ],
+)
+def test_no_value_of_two_is_passed_over(words, found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = run(*words, "--json")
+    error = outcome.json["error"]
+    assert (outcome.code, error["code"]) == (2, "usage")
+    assert error["message"].startswith(found)
+    assert error["next"] == f"Give {found.partition(' ')[0]} once."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_may_be_said_again_is_said_again(tmp_path):
+    twice = ("--format", "nvfp4", "-q", "--exclude", "*.q_proj", "--dry-run") * 2
+    more = ("--exclude", "*.k_proj", "--json")
+    plan = run("quantize", write_llama(tmp_path / "M"), *twice, *more).json
+    kept = {each["name"] for each in plan["tensors"] if each["reason"].startswith("excluded")}
+    assert {name.split(".")[-2] for name in kept} == {"q_proj", "k_proj"}
+
+
 def test_one_letter_means_nothing():
     assert "did you mean" not in run("recipes", "M").err
 

@@ -177,7 +177,7 @@ def test_a_folder_that_is_refused_makes_no_repository(hub, source, tmp_path):
     [
         (("--push-to-hub", "nobody"), 2),
         ((*PUSH, "--device", "cuda:9"), 2),
-        ((*PUSH, "--format", "nvfp5"), 2),
+        ((*PUSH, "--dialect", "nvfp5"), 2),
     ],
 )
 def test_bad_input_makes_no_folder_and_no_repository(options, code, hub, source, tmp_path):

@@ -20,6 +20,7 @@ from checkpoints import (
     read_folder,
     read_shard,
     run,
+    unless_given,
     write_checkpoint,
     write_llama,
 )
@@ -361,12 +362,10 @@ def test_what_is_refused_leaves_nothing(options, code, is_dry, source, tmp_path)
     outcome = run(
         "quantize",
         source,
-        "--format",
-        "nvfp4",
         "-o",
         out,
         "--json",
-        *options,
+        *unless_given(options, "--format", "nvfp4"),
         *(["--dry-run"] if is_dry else []),
     )
     error = outcome.json["error"]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from checkpoints import run, weight, write_checkpoint
+from checkpoints import run, unless_given, weight, write_checkpoint
 from paths import SUPPORT
 
 from fp4convert.errors import OutputError
@@ -63,8 +63,9 @@ def source(tmp_path_factory):
 def command(source: Path, out: Path, name: str, *more: str) -> list[str]:
     if name == "merge":
         return ["merge", str(out), "--json"]
-    options = ("--format", "nvfp4", "-o", str(out), "--json", "-q", "--workers", "1")
-    return ["quantize", str(source), *options, *OPTIONS[name], *more]
+    options = ("-o", str(out), "--json", "-q", "--workers", "1")
+    own = unless_given((*OPTIONS[name], *more), "--format", "nvfp4")
+    return ["quantize", str(source), *options, *map(str, own)]
 
 
 @pytest.fixture(scope="module")

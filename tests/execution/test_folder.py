@@ -23,6 +23,7 @@ from checkpoints import (
     llama_shards,
     run,
     start,
+    unless_given,
     wait_until,
     write_checkpoint,
     write_llama,
@@ -45,7 +46,7 @@ def source(tmp_path):
 
 
 def quantize(source: Path, out: Path, *options: object):
-    return run("quantize", source, "--format", "nvfp4", "-o", out, "--json", *options)
+    return run("quantize", source, "-o", out, "--json", *unless_given(options, "--format", "nvfp4"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

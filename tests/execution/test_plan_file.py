@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, SECOND, run, run_alone, write_llama
+from checkpoints import FIRST, SECOND, run, run_alone, unless_given, write_llama
 
 from fp4convert.execution.folder import entered
 from fp4convert.execution.plan_file import Done, Manifest, TaskFiles
@@ -38,7 +38,8 @@ def out(clean, tmp_path):
 
 
 def quantize(source: Path, out: Path, *options: str):
-    return run("quantize", source, "--format", "nvfp4", "-o", out, "--json", "-q", *options)
+    asked = unless_given(options, "--format", "nvfp4")
+    return run("quantize", source, "-o", out, "--json", "-q", *asked)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

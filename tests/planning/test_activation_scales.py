@@ -17,6 +17,7 @@ from checkpoints import (
     read_folder,
     read_shard,
     run,
+    unless_given,
     values_of,
     weight,
     write_checkpoint,
@@ -101,9 +102,8 @@ def input_scales(folder: Path, dialect: str) -> dict[str, float]:
 
 
 def refused(source: Path, out: Path, *options: object) -> dict:
-    done = run(
-        "quantize", source, "--format", "nvfp4", "--activations", 4, "-o", out, "--json", *options
-    )
+    words = unless_given(options, "--activations", 4)
+    done = run("quantize", source, "--format", "nvfp4", "-o", out, "--json", *words)
     assert (done.code, done.json["error"]["exit"]) == (2, 2), done
     assert not out.exists()
     return done.json["error"]

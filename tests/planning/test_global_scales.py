@@ -18,6 +18,7 @@ from checkpoints import (
     pack_shard,
     read_folder,
     run,
+    unless_given,
     write_checkpoint,
     write_llama,
 )
@@ -52,8 +53,8 @@ def source(tmp_path):
 
 def quantize(source: Path, folder: Path, *options: object):
     """Run it; amax, the cheapest rule, unless the options name another."""
-    words = ["--format", "nvfp4", "--scale-rule", "amax", "-o", folder, "--json", *options]
-    return run("quantize", source, *words)
+    words = unless_given(options, "--scale-rule", "amax")
+    return run("quantize", source, "--format", "nvfp4", "-o", folder, "--json", *words)
 
 
 STATE, OPTIONS_SAID = ".fp4convert", {"quantization_config.json", "quantization_report.json"}

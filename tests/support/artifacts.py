@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 from checkpoints import (
     run,
+    unless_given,
 )
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def quantize(source, out, *options):
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--json", *options)
+    outcome = run(
+        "quantize", source, "-o", out, "--json", *unless_given(options, "--format", "nvfp4")
+    )
     assert outcome.code == 0, outcome.err
     return outcome.json
 

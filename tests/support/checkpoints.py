@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +179,11 @@ class Outcome:
 
 def _refuse(constant: str) -> object:
     raise ValueError(f"{constant} is not JSON")
+
+
+def unless_given(options: Sequence[object], *words: object) -> Sequence[object]:
+    """Options of a test, after an option and its value where they do not have it."""
+    return options if words[0] in options else (*words, *options)
 
 
 def run(*arguments: object) -> Outcome:
