@@ -89,7 +89,7 @@ def open_source(reference: str, access: Access | None = None, may_lack: bool = F
     """
     source = _open(reference, access or Access(), may_lack)
     if source.checkpoint.components:
-        raise _pipeline(reference, source)
+        raise _pipeline(reference, source, access)
     return source
 
 
@@ -120,7 +120,7 @@ def open_original(reference: str, access: Access) -> Source:
         return source
     if wanted not in names:
         if len(names) > 1:
-            raise _pipeline(reference, source)
+            raise _pipeline(reference, source, None)
         wanted = names[0]
     return _open(reference, access_to(access, source, wanted))
 
@@ -132,12 +132,23 @@ def access_to(access: Access, pipeline: Source, component: str) -> Access:
     return replace(access, subfolder="/".join(folders), revision=revision)
 
 
-def _pipeline(reference: str, source: Source) -> InputError:
+def _pipeline(reference: str, source: Source, access: Access | None) -> InputError:
+    """Return the error of a pipeline where one checkpoint is wanted.
+
+    access  as the command asked for it; None where its --subfolder is that of something else
+    """
     source.stop()
     names = source.checkpoint.components
     found = f"{reference} is a Diffusers pipeline of {' and '.join(names)}"
-    detail = f"{found}; expected one checkpoint"
-    return InputError("pipeline", detail, f"Name the folder: {shell_line('--subfolder', names[0])}")
+    below = subfolder_of(access) if access else ""
+    if not below and os.path.isdir(reference):
+        step = f"Name the folder: {shell_line(Path(reference, names[0]))}"
+    elif access:
+        step = f"Name the folder: {shell_line('--subfolder', f'{below}/{names[0]}'.strip('/'))}"
+    else:
+        fetch = shell_line("hf", "download", reference, "--include", f"{names[0]}/*")
+        step = f"Fetch one of its folders, and name that: {fetch} --local-dir FOLDER"
+    return InputError("pipeline", f"{found}; expected one checkpoint", step)
 
 
 def _open(reference: str, access: Access, may_lack: bool = False) -> Source:

@@ -162,6 +162,23 @@ def test_other_commands_want_one_checkpoint_and_are_told_its_name(wan, tmp_path)
         assert read_folder(tmp_path / f"d-{name}").keys() == wan_tensors().keys()
 
 
+def test_the_folder_that_is_named_stands_in_the_place_of_the_pipeline(wan, tmp_path):
+    """Whichever of a command's checkpoints it is: one --subfolder is not for all of them."""
+    out = tmp_path / "q"
+    assert quantize(wan, out).code == 0
+    source, one = wan / COMPONENTS[0], out / COMPONENTS[0]
+    scaled = ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "p")
+    for place, words in {
+        wan: ("verify", one, "--source"),
+        out: ("compare", one, "--source", source),
+        f"{out}/": (*scaled, "--global-scale"),
+    }.items():
+        step = run(*words, place, "--json").json["error"]["next"]
+        assert step.startswith("Name the folder: ")
+        done = run(*words, step.removeprefix("Name the folder: "))
+        assert done.code == 0, done.err
+
+
 def test_a_folder_of_a_pipeline_is_called_by_its_own_name(wan, tmp_path):
     out = tmp_path / "q"
     assert quantize(wan, out).code == 0

@@ -176,6 +176,11 @@ def test_an_artifact_is_opened_by_its_subfolder_on_the_hub(hub, wan, tmp_path):
         assert remote == run("inspect", tmp_path / "q", "--subfolder", name, "--json").json
         measured = run("verify", "org/q", "--subfolder", name, "--source", "org/wan", "--json")
         assert (measured.code, len(measured.json["tensors"])) == (0, 6)
+    step = run("inspect", "org/q", "--json").json["error"]["next"]
+    assert step == "Name the folder: --subfolder transformer"
+    one = tmp_path / "q" / "transformer"  # whose subfolder that cannot be
+    step = run("verify", one, "--source", "org/wan", "--json").json["error"]["next"]
+    assert step.endswith("hf download org/wan --include 'transformer/*' --local-dir FOLDER")
 
 
 def test_one_commit_holds_the_whole_pipeline(hub, wan, tmp_path):
