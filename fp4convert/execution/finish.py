@@ -30,7 +30,7 @@ from fp4convert.execution.plan_file import (
 from fp4convert.execution.takeover import reopened
 from fp4convert.process import processors
 from fp4convert.progress import Phases
-from fp4convert.storage.checkpoint_files import CARD, PLAN_FILE, REPORT, UNDIGESTED
+from fp4convert.storage.checkpoint_files import CARD, HUB_FILE, PLAN_FILE, REPORT, UNDIGESTED
 from fp4convert.storage.disk import (
     SHA256_DIGITS,
     Mark,
@@ -251,8 +251,8 @@ def merge(
 
     tell  gets a line where another process is waited for
     Returns  the document of `merge`
-    Raises  InputError where the folder is not begun, OutputError where a shard is missing or is not
-            what was written
+    Raises  InputError where the folder is not begun, or its shards go to the Hub; OutputError where
+            a shard is missing or is not what was written
     """
     started = time.monotonic()
     manifests, ending = _end(root, phases, tell)
@@ -313,9 +313,16 @@ def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[
 
 
 def _refuse_unfinished(folder: OutputFolder) -> None:
-    """Raise OutputError where a task is not done, for a file that is absent."""
+    """Raise OutputError where a task is not done, for a file that is absent.
+
+    InputError where finished files go to the Hub, by the one command that also ends it
+    """
     if not (missing := [file for task in folder.missing() for file in task.files]):
         return
+    if nbytes_there(folder.root / HUB_FILE) is not None:
+        detail = f"{folder.root}: its shards are not here: --no-keep sends them to the Hub"
+        step = "Run the command that began it again: it ends it on the Hub, and merges nothing."
+        raise InputError("shards-gone", detail, step)
     files = folder.manifest.files
     absent = [file for file in missing if nbytes_there(folder.root / file) is None] or missing
     detail = f"{folder.root}: {len(absent)} of {len(files)} files are not written yet"

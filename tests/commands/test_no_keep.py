@@ -345,6 +345,9 @@ def test_a_folder_whose_shards_have_left_says_where_they_are(hub, source, tmp_pa
         assert (outcome.code, error["code"]) == (2, "shards-gone"), outcome.json
         assert "me/q" in error["message"]
         assert error["next"].startswith("Name the repository: me/q;")
+    error = run("merge", tmp_path / "q", "--json").json["error"]
+    assert (error["code"], error["exit"]) == ("shards-gone", 2)
+    assert error["next"].startswith("Run the command that began it again: it ends it on the Hub")
 
 
 def test_one_gguf_file_leaves_too(hub, source, tmp_path):
