@@ -47,6 +47,8 @@ AROUND = "outside the layers"  # what a row of by_layer calls embeddings, the la
 SILENT = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 SILENT_ENDINGS = ("_token_id", "_name_or_path")
 SAME_MODEL = "Give the weights that it was made from: --source SOURCE."
+PADDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")  # ends of such keys
+PADDED_MODEL = "Of weights with zeros by --pad-for-tp, evaluate the artifact: its record has them."
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,10 @@ def _check_same(source: Any, artifact: Any) -> None:
         own, other = (side.get(name) for side in settings)
         if own != other:
             detail = f"config.json: {name} is {other!r} in the artifact, and {own!r} in the source"
-            raise InputError("evaluate-model", f"{detail}; expected one model", SAME_MODEL)
+            # Ordinary weights have no record that says which zeros the source has to get.
+            is_padded = name.endswith(PADDED) and type(own) is type(other) is int and other > own
+            step = f"{SAME_MODEL} {PADDED_MODEL}" if is_padded else SAME_MODEL
+            raise InputError("evaluate-model", f"{detail}; expected one model", step)
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -325,6 +325,12 @@ def test_another_model_is_refused(tmp_path: Path, text: Path) -> None:
         other = make_model(tmp_path / f"other{number}", name, **sizes)
         refused = evaluate(other, source, text)
         assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")
+        assert "--pad-for-tp" not in refused.json["error"]["next"]
+    padded = make_model(tmp_path / "padded", "Llama", intermediate_size=1024)
+    assert (
+        "--pad-for-tp, evaluate the artifact"
+        in evaluate(padded, source, text).json["error"]["next"]
+    )
     encoder = make_model(tmp_path / "bert", "Bert")
     refused = evaluate(encoder, encoder, text)
     assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")
