@@ -36,6 +36,10 @@ KEPT_LIMIT = 1e-3  # of the power of what is not quantized; a cast to fp16 or bf
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 PLACELESS = "the GGUF file has no place for it"
 NMSE_LIMIT = 0.1  # four-bit weights are about 0.01 from their own, and about 2 from any others
+OTHER_WEIGHTS = (
+    "Give a GGUF file of the same model: --template FILE.gguf. Where factors were folded into"
+    " weights and norms (awq, smooth), none fits: quantize the GGUF file itself."
+)
 
 
 class Framed:
@@ -247,8 +251,7 @@ def _compare_kept(
             raise InputError(
                 "template-differs",
                 f"{detail}, which would be kept",
-                "Give a GGUF file of the same model: --template FILE.gguf. Where factors were"
-                " folded into norms (awq, smooth), none fits: quantize the GGUF file itself.",
+                OTHER_WEIGHTS,
                 name,
             )
 
@@ -317,7 +320,7 @@ def _find_order(weights: Weights, module: str, donor: Source, ref: TensorRef) ->
     raise InputError(
         "template-differs",
         detail + how,
-        "Give a GGUF file of the same model: --template FILE.gguf.",
+        OTHER_WEIGHTS,
         module,
     )
 
