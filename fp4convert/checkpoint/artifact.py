@@ -330,6 +330,8 @@ def _read_identity(
                 next_step = f"Quantize it: {quantize}"
             raise InputError("not-an-artifact", detail, next_step)
         record = begun
+    if record and record.get("dialect") is None:
+        raise _no_record_of_ours(reference)
     if record:
         try:
             return groups_recorded(record), str(record.get("dialect"))
@@ -346,10 +348,19 @@ def _read_identity(
         detail = f"{reference}: {foreign}; expected an artifact of {', '.join(DIALECTS)}"
         raise InputError("not-an-artifact", detail, start)
     refuse_adapter(source)
+    if source.has_file(RECORD):
+        raise _no_record_of_ours(reference)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}"
     detail = f"{detail}, no record or names of {', '.join(DIALECTS)}"
     next_step = f"Quantize it: {quantize}"
     raise InputError("not-an-artifact", detail, next_step)
+
+
+def _no_record_of_ours(reference: str) -> InputError:
+    detail = f"{reference}: its {RECORD} names no dialect; expected one, as fp4convert writes it"
+    step = "If the weights are not quantized, give a folder without that file; else fetch the"
+    step = f"{step} artifact again."
+    return InputError("not-an-artifact", detail, step)
 
 
 def _algorithm_of(clues: Clues) -> str:

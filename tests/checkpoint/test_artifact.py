@@ -361,6 +361,20 @@ def test_what_is_no_artifact_is_bad_input(config, words, tmp_path):
     assert words in outcome.json["error"]["message"]
 
 
+@pytest.mark.parametrize("record", [b"{}", b'{"bits": 8}', b'{"format": "nvfp4"}'])
+def test_a_record_of_another_tool_beside_weights_is_told_as_that(record, tmp_path):
+    """Its next step is not the command that has just refused it."""
+    source = write_llama(tmp_path / "m", **{"quantization_config.json": record})
+    quantize = ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
+    for words in (("inspect", source), ("verify", source), quantize):
+        error = run(*words, "--json").json["error"]
+        assert (error["exit"], error["code"]) == (2, "not-an-artifact")
+        assert "its quantization_config.json names no dialect" in error["message"]
+        assert error["next"].startswith("If the weights are not quantized, give a folder without")
+    (source / "quantization_config.json").unlink()
+    assert run(*quantize).code == 0
+
+
 def test_a_layout_that_nobody_knows_is_bad_input(source_of_minilm, tmp_path):
     plain = tmp_path / "plain"
     assert (
