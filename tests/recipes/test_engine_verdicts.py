@@ -191,3 +191,19 @@ def test_a_verdict_is_json():
         "loads": True,
         "why": "loads NVFP4 and MXFP4, also beside FP8, of dense models and of experts",
     }
+
+
+@pytest.mark.parametrize("fp8", ["fp8 tensor", "fp8 row", "fp8 128x128"])
+@pytest.mark.parametrize("key", ["vllm", "sglang"])
+def test_what_is_told_of_fp8_experts_loads_there(key, fp8):
+    """The other dialect does not load each of them, and names this one then."""
+    known, parts = engine_asked(key)[0], ("nvfp4", f"{fp8} experts")
+    told = judge_contents(known, contents(CT, *parts)).instead
+    assert told.startswith("use --activations 4; or, where FP8 has ")
+    assert judge_contents(known, contents(CT, "nvfp4 w4a4", parts[1])).loads
+    kinds = {
+        "a scale for each matrix": ["fp8 tensor"],
+        "no scale for each row": ["fp8 tensor", "fp8 128x128"],
+    }
+    (named,) = (which for words, which in kinds.items() if words in told)
+    assert bool(judge_contents(known, contents(MO, *parts)).loads) is (fp8 in named)
