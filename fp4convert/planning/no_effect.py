@@ -62,11 +62,9 @@ def find_idle(
     }
     if not any(asked.values()):
         return tuple(found)
-    modules = {
-        *linears.of,
-        *(stack.name.removesuffix(WEIGHT) for stack in stacks),
-        *(module_of(ref.name) for ref in checkpoint.tensors),
-    } - {""}
+    named = {*linears.of, *(stack.name.removesuffix(WEIGHT) for stack in stacks)}
+    modules = {*named, *(module_of(ref.name) for ref in checkpoint.tensors)} - {""}
+    made = [module for module, verdict in verdicts.items() if verdict.is_made]
     for option, requests in asked.items():
         for patterns in requests:
             if patterns and not any(
@@ -74,7 +72,11 @@ def find_idle(
                 for pattern in patterns
             ):
                 words = f"{option} {', '.join(map(repr, patterns))}"
-                better = _suggest(patterns[0], modules)
+                better = _suggest(
+                    patterns[0],
+                    named if option == "--include" else modules,
+                    made if option == "--exclude" else (),
+                )
                 count = sum(any(matches(one, module) for one in better) for module in modules)
                 line = " ".join(
                     shell_line(option, one) if option.startswith("--") else repr(one)
@@ -133,16 +135,21 @@ def refuse_idle(found: Sequence[Sequence[Idle]]) -> None:
     raise InputError(code, lines, next_step)
 
 
-def _suggest(pattern: str, modules: Collection[str]) -> list[str]:
-    """Return patterns that match modules and may have been meant."""
+def _suggest(pattern: str, modules: Collection[str], made: Collection[str]) -> list[str]:
+    """Return patterns that match modules and may have been meant.
+
+    made  what they may not match all of: nothing would be left to do
+    """
     if "," in pattern and not pattern.startswith("re:"):
         parts = [part.strip() for part in pattern.split(",") if part.strip()]
-        likely = (next(_better(part, modules, is_itself=True), "") for part in parts)
+        likely = (next(_better(part, modules, made, is_itself=True), "") for part in parts)
         return [one for one in likely if one]
-    return list(islice(_better(pattern, modules), 1))
+    return list(islice(_better(pattern, modules, made), 1))
 
 
-def _better(pattern: str, modules: Collection[str], is_itself: bool = False) -> Iterator[str]:
+def _better(
+    pattern: str, modules: Collection[str], made: Collection[str], is_itself: bool = False
+) -> Iterator[str]:
     """Yield patterns like this one that match a module, the likeliest first."""
     bare = pattern.removeprefix("re:").removesuffix(WEIGHT).strip(".")
     words = bare.strip(".*")
@@ -158,7 +165,9 @@ def _better(pattern: str, modules: Collection[str], is_itself: bool = False) -> 
             compiled(one)
         except InputError:
             continue
-        if one.strip("*.") and any(matches(one, module) for module in modules):
+        if not one.strip("*.") or not any(matches(one, module) for module in modules):
+            continue
+        if not made or not all(matches(one, module) for module in made):
             yield one
 
 

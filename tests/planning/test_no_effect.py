@@ -35,6 +35,16 @@ def test_a_pattern_without_a_match_is_answered_with_one_that_has_some(given, mea
     assert error["next"] == f"Use {meant.rpartition(' (')[0]}"
 
 
+@pytest.mark.parametrize(
+    ("option", "given"), [("--exclude", "y"), ("--exclude", "model.layers"), ("--include", "norm")]
+)
+def test_no_pattern_is_named_that_would_be_refused_in_turn(option, given, tmp_path):
+    """'*y*' excludes all that is made, and '*.norm' includes nothing that can be."""
+    error = refuse(write_llama(tmp_path / "m"), tmp_path, option, given)
+    assert error["code"] == "unmatched-pattern"
+    assert "did you mean" not in error["message"]
+
+
 def test_every_pattern_without_a_match_is_named(tmp_path):
     source = write_llama(tmp_path / "m")
     options = ("--exclude", "zzzzzz", "--include", "re:zzz", "--exclude", "*o_proj")
