@@ -25,6 +25,7 @@ from fp4convert.checkpoint.encodings.base import (
     input_scale_of,
     is_fp8,
     room_for,
+    scales_not_finite,
 )
 from fp4convert.checkpoint.encodings.fp8 import E8M0_DTYPES, decode_scales
 from fp4convert.errors import NumericError
@@ -35,6 +36,7 @@ from fp4convert.execution.workers import append_parts, copy_steps
 from fp4convert.numerics.backends.base import Backend
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, check_largest, find_not_finite_values
+from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.matrices import Matrix, row_panels
 from fp4convert.planning.steps import Action, Step
 from fp4convert.process import processors
@@ -151,6 +153,9 @@ def values_of(
         values = as_floats(panel).reshape(-1)
         if linear.coding.is_packed and not np.isfinite(values).all():
             _check_scales(linear, source)
+            if np.isinf(values).any():  # of finite scales: no dtype holds it
+                limit = f"{FLOAT_TYPES['F32'].largest:g}, the largest of fp32"
+                raise scales_not_finite(linear.module, f"it makes values beyond {limit}")
         if panel.dtype == dtype:
             yield panel.data
         elif dtype == Q8_0:

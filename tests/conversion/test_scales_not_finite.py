@@ -17,9 +17,10 @@ DAMAGE = {
 }
 
 
-def damage(folder, fmt):
-    """Make the first scale of a module NaN."""
+def damage(folder, fmt, worse=b""):
+    """Make the first scale of a module NaN, or another."""
     ending, nan = DAMAGE[fmt]
+    nan = worse or nan
     for shard in folder.glob("*.safetensors"):
         if found := read_shard(shard).get(DOWN + ending):
             rewrite(folder, shard.name, DOWN + ending, nan + found[2][len(nan) :])
@@ -51,3 +52,23 @@ def test_what_becomes_bf16_again_is_refused_too(tmp_path):
     error = outcome.json["error"]
     assert (outcome.code, error["code"], error["tensor"]) == (2, "scale-not-finite", DOWN)
     assert error["next"].startswith("Start from the original weights")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("dequantize", "--dtype", dtype) for dtype in ("bf16", "fp16", "fp32")),
+        ("quantize", "--format", "nvfp4", "--exclude", DOWN),
+        ("quantize", "--format", "nvfp4", "--exclude", DOWN, "--keep-dtype", "fp16"),
+    ],
+)
+def test_values_that_no_dtype_holds_are_not_sent_to_another(words, tmp_path):
+    """A finite scale of 1e37 makes more of a code than fp32 can say."""
+    made, out = tmp_path / "made", tmp_path / "out"
+    assert run("quantize", write_llama(tmp_path / "m"), "--format", "fp8", "-o", made).code == 0
+    damage(made, "fp8", struct.pack("<f", 1e37))
+    outcome = run(words[0], made, *words[1:], "-o", out, "--json")
+    error = outcome.json["error"]
+    assert (outcome.code, error["code"], error["tensor"]) == (2, "scale-not-finite", DOWN)
+    assert error["next"].startswith("Start from the original weights")
+    assert not (out / "quantization_config.json").exists()
