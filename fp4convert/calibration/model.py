@@ -263,7 +263,8 @@ def _read_config(folder: Path, transformers: Any) -> Any:
         except Exception as error:  # of as many
             reason = error
     detail = "config.json describes a model that transformers"
-    detail += f" {transformers.__version__} does not know: {reason_of(reason)}"
+    detail += f" {transformers.__version__} does not know:"
+    detail += f" {reason_of(reason)}".replace(str(folder), "config.json")
     raise InputError("calibration-model", detail, NEXT)
 
 

@@ -188,7 +188,7 @@ def find_device(name: str) -> torch.device:
 
 def copy_texts(source: Source, folder: Path) -> None:
     """Copy config.json and the tokenizer's files; no code is among them."""
-    if not source.checkpoint.config:
+    if not unquantized(source.checkpoint.config):
         detail = f"{source.name} has no config.json"
         detail += "; expected one, which says how the model computes"
         next_step = "Give the folder or repository of the whole model."

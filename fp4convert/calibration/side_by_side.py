@@ -38,6 +38,7 @@ from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP
 from fp4convert.errors import InputError
 from fp4convert.progress import Phases, tokens_text
 from fp4convert.storage.disk import temporary_folder
+from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.source import Source, stopping
 
 SOURCE, ARTIFACT = 0, 1
@@ -134,7 +135,7 @@ def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton
     """Build both models; InputError unless they are the same."""
     copy_texts(task.source, folder / "source")
     theirs = folder / "artifact"
-    if task.artifact.checkpoint.config:
+    if unquantized(task.artifact.checkpoint.config):
         copy_texts(task.artifact, theirs)
     else:  # a file of weights alone
         theirs = folder / "source"

@@ -317,6 +317,23 @@ def test_the_figures_do_not_depend_on_threads(tmp_path: Path, text: Path) -> Non
     assert alone["ppl"] == pytest.approx(shared["ppl"], rel=1e-6)
 
 
+def test_an_artifact_of_one_file_is_the_model_of_its_source(tmp_path: Path, text: Path) -> None:
+    """Its config.json says how it is quantized, and nothing else."""
+    source, out = make_model(tmp_path / "m", "Llama"), tmp_path / "q"
+    file = tmp_path / "lone.safetensors"
+    file.write_bytes((source / "model.safetensors").read_bytes())
+    for place in (source, file):
+        made = run("quantize", place, "--format", "nvfp4", "-o", out / place.stem, "-q")
+        assert made.code == 0, made.err
+    found = evaluate(out / file.stem, source, text)
+    assert found.code == 0, found.err
+    assert found.json["kl"] == evaluate(out / source.name, source, text).json["kl"]
+    config = out / file.stem / "config.json"
+    config.write_text('{"hidden_size": 3}')
+    message = evaluate(out / file.stem, source, text).json["error"]["message"]
+    assert "Unrecognized model in config.json." in message
+
+
 def test_another_model_is_refused(tmp_path: Path, text: Path) -> None:
     source = make_model(tmp_path / "m", "Llama")
     for number, (name, sizes) in enumerate(
