@@ -236,6 +236,7 @@ def _draw_predictions(screen: Screen, sides: Document, is_ranked: bool) -> None:
     keys = dict.fromkeys(key for row in rows for key in row)
     table = [(key, *(row.get(key, "-") for row in rows)) for key in keys]
     screen.table(("predictions", *known), table)
+    _draw_costs(screen, known)
     if not is_ranked:
         return
     from fp4convert.quality.comparison import is_alike
@@ -394,12 +395,27 @@ def draw_evaluation(screen: Screen, found: Document) -> None:
     """Draw the figures of `evaluate`, and the layers that cost most."""
     for key, value in evaluation_rows(found).items():
         screen.line(f"{key:<16}{value}", hang=16)
-    if layers := found["by_layer"]:
-        headings = ["layer", "KL alone", "KL with all before it"]
-        cells = [(each["layer"], each["alone"], each["cumulated"]) for each in layers]
-        screen.table(headings, [[a, f"{b:.4g}", f"{c:.4g}"] for a, b, c in cells])
+    _draw_costs(screen, {"": found})
     draw_findings(screen, found["findings"])
     draw_verdict(screen, found["passed"], "passed", "failed")
+
+
+def _draw_costs(screen: Screen, known: Document) -> None:
+    """Draw what each layer costs each artifact, where that was measured."""
+    costs = {
+        letter: {row["layer"]: row for row in each["by_layer"]} for letter, each in known.items()
+    }
+    layers = dict.fromkeys(layer for rows in costs.values() for layer in rows)
+    if not layers:
+        return
+    words = ("KL alone", "KL with all before it")
+    headings = [f"{letter} {word}".strip() for letter in costs for word in words]
+    keys = ("alone", "cumulated")
+    table = [
+        (layer, *(number(rows[layer][key], ".4g") for rows in costs.values() for key in keys))
+        for layer in layers
+    ]
+    screen.table(("layer", *headings), table)
 
 
 def draw_calibrated(screen: Screen, found: Document) -> None:

@@ -167,11 +167,15 @@ def test_what_each_layer_costs_is_beside_the_others(tmp_path: Path, text: Path) 
         assert run("quantize", source, "--format", fmt, "-o", path).code == 0
     words = ("--sequence-length", LENGTH, "--source", source, "--text", text, "--by-layer")
     page = tmp_path / "page.html"
-    compared = run("compare", *paths, *words, "--report", page, "--json")
+    sides = run("compare", *paths, *words, "--report", page, "--json").json["artifacts"]
     for name, path in zip("ab", paths, strict=True):
         alone = run("evaluate", path, *words, "--json").json
-        predictions = compared.json["artifacts"][name]["predictions"]
+        predictions = sides[name]["predictions"]
         assert predictions["by_layer"] == alone["by_layer"] != []
+    shown = run("compare", *paths, *words).out
+    for row in zip(*(side["predictions"]["by_layer"] for side in sides.values()), strict=True):
+        costs = [f"{each[key]:.4g}" for each in row for key in ("alone", "cumulated")]
+        assert [row[0]["layer"], *costs] in [re.split(r"  +", line) for line in shown.split("\n")]
     assert "KL of the predictions with one layer quantized alone" in page.read_text()
 
 
