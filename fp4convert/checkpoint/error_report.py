@@ -70,6 +70,7 @@ def report_text(
             "module": module,
             "format": account.format,
             "against": account.against,
+            "source_dtype": account.source_dtype,
             "elements": sums.elements,
             "mse": sums.mse,
             "sqnr_db": sums.sqnr_db,
@@ -108,6 +109,7 @@ class Entry(NamedTuple):
     """What a report says of a tensor.
 
     against  `source`, or what the weights were before they were rounded
+    source_dtype  of what they were decoded from; "" in reports that do not say it
     sqnr_db, cosine  None as in error_sums.Sums
     """
 
@@ -120,6 +122,7 @@ class Entry(NamedTuple):
     histogram: tuple[int, ...]
     sqnr_db: float | None
     cosine: float | None
+    source_dtype: str
 
 
 class Recorded(NamedTuple):
@@ -158,6 +161,7 @@ def _read_report(source: Source) -> Recorded:
                     histogram=histogram,
                     sqnr_db=_number(entry["sqnr_db"]),
                     cosine=_number(entry["cosine"]),
+                    source_dtype=str(entry.get("source_dtype", "")),
                 )
             )
         return Recorded(summary, tuple(entries))
@@ -177,6 +181,13 @@ def read_recorded(artifact: Artifact) -> tuple[Recorded | None, list[Finding]]:
         return _read_report(artifact.source), []
     except InputError as error:
         return None, [Finding("error", "report-damaged", None, error.message)]
+
+
+def source_dtypes(artifact: Artifact) -> dict[str, str]:
+    """Return what the source stored as, by what holds it, where that is known."""
+    recorded, _ = read_recorded(artifact)
+    entries = recorded.entries if recorded else ()
+    return {entry.module: entry.source_dtype for entry in entries if entry.source_dtype}
 
 
 def _number(value: Any) -> float | None:

@@ -271,7 +271,8 @@ class Quantizer:
         if account is None:
             is_through = self._target.via and not is_fp8(step.linears[0])
             against = str(self._target.via) if is_through else SOURCE
-            account = Account(step.name, step.format, against, Sums())
+            dtype = step.linears[0].refs[0].dtype
+            account = Account(step.name, step.format, against, Sums(), source_dtype=dtype)
         writer.accounts[step.module] = account.plus(compared, elements)
 
     def _write_beside(

@@ -159,6 +159,7 @@ class Account:
     adapter  of merged weights: the power of the adapter's effect, and of errors along its inputs
     exact    of weights from fake quantization: how many blocks are not zero, and how many of these
              come back
+    source_dtype  of what the weights were decoded from; "" where nobody noted it
     """
 
     name: str
@@ -167,6 +168,7 @@ class Account:
     sums: Sums
     adapter: tuple[float, float] | None = None
     exact: tuple[int, int] | None = None
+    source_dtype: str = ""
 
     @property
     def adapter_db(self) -> float | None:
@@ -196,7 +198,8 @@ class Account:
         kept = (float(adapter[0]), float(adapter[1])) if adapter else None
         counted = entry.get("exact")
         exact = (int(counted[0]), int(counted[1])) if counted else None
-        return Account(name, fmt, against, Sums.from_json(entry["sums"]), kept, exact)
+        dtype = str(entry.get("source_dtype", ""))
+        return Account(name, fmt, against, Sums.from_json(entry["sums"]), kept, exact, dtype)
 
 
 def summarise_adapter(accounts: Iterable[Account]) -> dict[str, Any] | None:

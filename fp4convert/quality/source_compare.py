@@ -14,6 +14,7 @@ from fp4convert.calibration.input_power import Inputs, output_power
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.error_report import source_dtypes
 from fp4convert.checkpoint.linears import Linears, linears_stored
 from fp4convert.checkpoint.record import ADAPTER, DECODED, describe_adapter
 from fp4convert.errors import Finding, InputError
@@ -48,12 +49,14 @@ class Distance(NamedTuple):
 
     sums     added in float64; x is the source's, y the artifact's; nothing is counted as clipped
     stem     what holds it in the artifact
+    dtype    in which the source stores it
     odd      which rows and blocks of packed values are not the source's; "" for none
     answers  mean power of W x over the layer's inputs x, and of (W - V) x; None where nobody asked
     """
 
     sums: Sums
     stem: str
+    dtype: str
     odd: str = ""
     answers: tuple[float, float] | None = None
 
@@ -164,7 +167,8 @@ def measure(
     )
     stem = artifact.modules[module].stem if module in artifact.modules else module
     answers = (answered, answered_wrongly) if inputs else None
-    return Distance(sums, stem, places.describe() if coding.is_packed else "", answers)
+    odd = places.describe() if coding.is_packed else ""
+    return Distance(sums, stem, pair.theirs.refs[0].dtype, odd, answers)
 
 
 def _without_factors(
@@ -228,7 +232,11 @@ class SourcePairs(NamedTuple):
             phases.report(pair.theirs.name, pair.theirs.nbytes)
             return distance
 
-        # File by file: first what was kept, then every pair.
+        # File by file: first what was kept, then every pair.  Folded columns have the nearest codes
+        # of what was rounded, not of an original of that.
+        folded = {pair.ours.module for pair in self.pairs if pair.theirs.coding.foldings}
+        folded &= self.artifact.modules.keys()
+        dtypes = source_dtypes(self.artifact) if folded else {}
         found: dict[str, Distance] = {}
         for shard in self.source.checkpoint.shards:
             here = [pair for pair in self.pairs if pair.theirs.refs[0].file == shard.file]
@@ -240,10 +248,8 @@ class SourcePairs(NamedTuple):
                 for pair, distance in zip(here, pool.map(measure_pair, here), strict=True):
                     if pair.ours.coding.is_packed:
                         found[pair.theirs.name] = distance
-                        if (
-                            pair.theirs.coding.foldings
-                            and pair.ours.module in self.artifact.modules
-                        ):
+                        is_own = dtypes.get(distance.stem, distance.dtype) == distance.dtype
+                        if pair.ours.module in folded and is_own:
                             blocks = self.artifact.decode(pair.ours.module)
                             findings += check_columns(blocks, *pair, self.source)
                     elif distance.sums.max_abs != 0:

@@ -20,6 +20,7 @@ ENTRY = {
     "module",
     "format",
     "against",
+    "source_dtype",
     "elements",
     "mse",
     "sqnr_db",
@@ -372,3 +373,20 @@ def test_weights_rounded_through_fp8_are_not_held_against_the_source(
     quantize(source, tmp_path / "out", "--via", "fp8")
     assert {entry["against"] for entry in report_of(tmp_path / "out")["tensors"]} == {"fp8"}
     assert verify(tmp_path / "out", "--source", source)["findings"] == []
+
+
+def test_numbers_by_an_fp8_source_are_not_held_against_its_original(
+    source: Path, tmp_path: Path
+) -> None:
+    """With the FP8 source itself they are."""
+    eight, out = tmp_path / "eight", tmp_path / "out"
+    assert run("quantize", source, "--format", "fp8", "-o", eight).code == 0
+    quantize(eight, out)
+    assert {entry["source_dtype"] for entry in report_of(out)["tensors"]} == {"F8_E4M3"}
+    assert verify(out, "--source", eight)["findings"] == []
+    document = verify(out, "--source", source)
+    assert found_by(document) == {("note", "other-source", None)}
+    assert document["summary"]["nmse"] > report_of(out)["summary"]["nmse"]
+    rewrite(out, lambda report: report["tensors"][0].update(mse=0.0))
+    module = report_of(out)["tensors"][0]["module"]
+    assert found_by(verify(out, "--source", eight)) == {("error", "report-differs", module)}

@@ -42,6 +42,18 @@ def test_verify_and_inspect_know_the_artifact_for_what_it_is(artifact, source, t
     assert (report.code, report.json["findings"]) == (0, [])
 
 
+def test_columns_rounded_from_four_bits_are_not_held_against_the_original(
+    artifact, source, tmp_path
+):
+    """With the four bits themselves they are."""
+    again = tmp_path / "again"
+    assert run("quantize", artifact, "--format", "mxfp4", "-o", again, "-q").code == 0
+    report = run("verify", again, "--source", artifact, "--json")
+    assert (report.code, report.json["findings"]) == (0, [])
+    report = run("verify", again, "--source", source, "--json")
+    assert (report.code, [one["code"] for one in report.json["findings"]]) == (0, ["other-source"])
+
+
 @pytest.mark.parametrize(("method", "seed"), [("awq", 6), ("smooth", 6), ("awq", 10)])
 def test_rows_are_told_where_outliers_leave_little_of_them(method, seed, tmp_path):
     """A tenth of the inputs is 300 times the others: of what shares their blocks of MXFP4 much
