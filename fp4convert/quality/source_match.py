@@ -92,11 +92,13 @@ def match_source(
         if all(reading in found for found in fits.values())
     }
     best = _choose(medians, declared)
-    if medians[best] >= DIFFERENT_RESIDUAL:
-        detail = f"these are not the weights of {source.name}: no layout, nibble order or global"
-        detail += (
-            f" scale makes them match ({100 * medians[best]:.0f} % of the signal is unexplained)"
-        )
+    leasts = [min(fit.residual for fit in found.values()) for found in fits.values()]
+    odd = [least for least in leasts if least >= DIFFERENT_RESIDUAL]
+    if 2 * len(odd) > len(fits):
+        those = "these" if len(odd) == len(fits) else f"{len(odd)} of {len(fits)} modules compared"
+        detail = f"{those} are not the weights of {source.name}: no layout, nibble order or global"
+        unexplained = f"{100 * float(np.median(odd)):.0f} % of the signal is unexplained"
+        detail += f" scale makes them match ({unexplained})"
         return None, [Finding("error", "source-differs", None, detail)]
     findings = [*_check_reading(artifact, None, best, declared)]
     # Each module by itself: is it read as the others are, and does it fit then?

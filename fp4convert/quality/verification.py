@@ -236,7 +236,7 @@ def verify(
         recorded.summary if recorded else None,
         **(describe_inputs(outputs.calibration) if outputs else {}),
         checked={**_count_checked(artifact, source, found), "signature": signed.word},
-        verdict=None if pairs is None else _name_other_source(pairs, judged),
+        verdict=None if pairs is None else _name_other_source(pairs, judged, found),
     )
 
 
@@ -252,7 +252,9 @@ def _count_checked(
     }
 
 
-def _name_other_source(pairs: SourcePairs, judged: Judged) -> str | None:
+def _name_other_source(
+    pairs: SourcePairs, judged: Judged, found: Mapping[str, Distance]
+) -> str | None:
     """Say that an artifact was not made from the source, if so.
 
     What is stored or read wrongly fits the source in another reading, or in part.
@@ -265,7 +267,11 @@ def _name_other_source(pairs: SourcePairs, judged: Judged) -> str | None:
         few = f"only {common} tensors that were not quantized" if common else "no tensor"
         return f"{begun}: they have {few} in common"
     if any(one.code == "source-differs" and one.tensor is None for one in judged.findings):
-        return f"{begun}: none of {len(pairs.pairs)} tensors has its values, read in any way"
+        count = sum(distance.check(name) is not None for name, distance in found.items())
+        if count == len(found):
+            return f"{begun}: none of {count} tensors has its values, read in any way"
+        some = f"{count} of {len(found)} tensors have other values, read in any way"
+        return f"{begun} as it is: {some}; one of the two was changed, or is another version"
     return None
 
 

@@ -172,3 +172,32 @@ def test_some_modules_from_everywhere_are_compared(tmp_path, monkeypatch):
     )
     assert match_source(artifact, open_source(str(source)), names)[1] == []
     assert compared == names[::2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_how_many_modules_differ_is_told(count, pair, tmp_path):
+    """Two of three are no "none", and one is told by its name."""
+    source, artifact = pair
+    tensors = read_shard(source / "model.safetensors")
+    for seed, name in enumerate(NAMES[:count]):
+        dtype, shape, _ = tensors[f"{name}.weight"]
+        other = np.random.default_rng(100 + seed).standard_normal(shape, np.float32)
+        tensors[f"{name}.weight"] = (dtype, shape, other.tobytes())
+    other = write_single(tmp_path / "other", tensors)
+    document = run("verify", artifact, "--source", other, "--json").json
+    details = {
+        one["tensor"]: one["detail"]
+        for one in document["findings"]
+        if one["code"] == "source-differs"
+    }
+    words = {
+        1: None,
+        2: "was not made from other as it is: 2 of 3 tensors have other values",
+        3: "was not made from other: none of 3 tensors has its values",
+    }[count]
+    assert (words or "") in (document["verdict"] or "")
+    assert bool(document["verdict"]) == (None in details) == (count > 1)
+    assert {f"{name}.weight" for name in NAMES[:count]} <= details.keys()
+    if count > 1:
+        those = "2 of 3 modules compared" if count == 2 else "these"
+        assert details[None].startswith(f"{those} are not the weights of other")
