@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,12 @@ from fp4convert.planning.engine_contents import engine_warnings
 from fp4convert.planning.no_effect import refuse_idle
 from fp4convert.planning.serving import serve_lines, verdict_text
 from fp4convert.progress import Phases
+from fp4convert.recipes.patterns import exclude_option
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source
 
+LOW_SQNR = 10.0  # dB: a tenth of a module's power is noise; rounding alone leaves 17 to 22
+STORED_NAME = re.compile(r"\.q?weight\w*$")  # of codes or weights, after their module's
 # What engines' rows advise that is no option of transcode.
 NOT_HERE = re.compile(r"--(?:activations|exclude|format|kv-cache)\b")
 
@@ -58,18 +61,37 @@ def quantize(options: QuantizeOptions) -> Result:
     else:
         result = publish.carry_out(work, settings)
     told = work.verdict.as_json() if work.verdict else None
-    warnings = work.warnings
-    if result.saturated:
-        lost = (
-            f"{result.saturated} modules have weights larger than {GLOBAL_RANGE:g} times the"
-            " --global-scale that they were given; these are cut off"
-        )
-        (options.warn or as_warnings)([lost])
-        warnings = [*warnings, lost]
+    lost = _losses(result)
+    (options.warn or as_warnings)(lost)
+    warnings = [*work.warnings, *lost]
     steps = work.next_steps()
     if settings.share:
         steps = [shell_line("fp4convert", "merge", options.folder)]
     return replace(result, warnings=warnings, next=steps, engine=told)
+
+
+def _losses(result: Result) -> list[str]:
+    """Say what was lost beyond what rounding to few bits takes.
+
+    The errors of gptq lie where outputs feel them least, and may be large.
+    """
+    lost = []
+    if result.saturated:
+        lost.append(
+            f"{result.saturated} modules have weights larger than {GLOBAL_RANGE:g} times the"
+            " --global-scale that they were given; these are cut off"
+        )
+    for part in (asdict(result), *(result.components or ())):
+        fidelity = None if part.get("method") == "gptq" else part.get("fidelity")
+        least = fidelity.get("sqnr_db_min") if isinstance(fidelity, dict) else None
+        if isinstance(fidelity, dict) and isinstance(least, float) and least < LOW_SQNR:
+            module = STORED_NAME.sub("", str(fidelity.get("worst")))
+            where = f" of {part['name']}" if "name" in part else ""
+            lost.append(
+                f"{module}{where} lost much of its values: SQNR {least:.2f} dB, the lowest of all,"
+                f" where four bits keep about 20 dB; leave it as it is: {exclude_option(module)}"
+            )
+    return lost
 
 
 @public(QuantizeOptions)

@@ -10,9 +10,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import read_folder, run, values_of, write_llama
+from checkpoints import read_folder, run, values_of, weight, write_llama, write_single
 
 REPORT = "quantization_report.json"
 ENTRY = {
@@ -390,3 +391,30 @@ def test_numbers_by_an_fp8_source_are_not_held_against_its_original(
     rewrite(out, lambda report: report["tensors"][0].update(mse=0.0))
     module = report_of(out)["tensors"][0]["module"]
     assert found_by(verify(out, "--source", eight)) == {("error", "report-differs", module)}
+
+
+def test_a_module_that_lost_its_values_is_warned_of(source: Path, tmp_path: Path) -> None:
+    """As where MLX, which has no global scale, rounds tiny weights to zero; zeros lose nothing."""
+    assert not [each for each in quantize(source, tmp_path / "a")["warnings"] if "lost" in each]
+    tensors = {name: weight(seed) for seed, name in enumerate(("x.q_proj", "x.k_proj", "x.v_proj"))}
+    dtype, shape, data = tensors["x.k_proj"]
+    tiny = (values_of(tensors["x.k_proj"]).astype(np.float32) * 1e-7).astype(ml_dtypes.bfloat16)
+    tensors |= {
+        "x.k_proj": (dtype, shape, tiny.tobytes()),
+        "x.v_proj": (dtype, shape, bytes(len(data))),
+    }
+    named = {f"{name}.weight": tensor for name, tensor in tensors.items()}
+    folder = write_single(tmp_path / "tiny", named)
+    words = ("--dialect", "mlx", "--json")
+    outcome = run("quantize", folder, "--format", "nvfp4", "-o", tmp_path / "b", *words)
+    assert outcome.code == 0, outcome
+    (told,) = [each for each in outcome.json["warnings"] if "lost much" in each]
+    assert told.startswith("x.k_proj lost much of its values: SQNR 0.00 dB")
+    assert told in " ".join(outcome.err.split())
+    left = told[told.index("--exclude") :].split()
+    assert left[1] == "x.k_proj"
+    assert not [
+        each
+        for each in quantize(folder, tmp_path / "c", "--dialect", "mlx", *left)["warnings"]
+        if "lost" in each
+    ]
