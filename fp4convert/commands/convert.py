@@ -40,7 +40,7 @@ from fp4convert.recipes.patterns import exclude_option
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source
 
-LOW_SQNR = 10.0  # dB: a tenth of a module's power is noise; rounding alone leaves 17 to 22
+LOW_SQNR = 12.0  # dB: a sixteenth of its power is noise; rounding alone leaves 17 to 22
 STORED_NAME = re.compile(r"\.q?weight\w*$")  # of codes or weights, after their module's
 # What engines' rows advise that is no option of transcode.
 NOT_HERE = re.compile(r"--(?:activations|exclude|format|kv-cache)\b")
