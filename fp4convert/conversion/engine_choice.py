@@ -291,7 +291,10 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
         _judge_plan(engine, version, plan, checkpoint)
     except ChoiceError as error:  # it loads what was planned without a size: choose_options
         option = "--target-size" if options.target_size is not None else "--target-bits"
-        raise InputError(error.code, error.lines, f"Leave {option} out.") from None
+        step = f"Leave {option} out."
+        if error.next_step != NO_ADVICE:
+            step = f"{error.next_step} Or leave {option} out."
+        raise InputError(error.code, error.lines, step) from None
     return judge_contents(engine, plan_contents(plan, checkpoint))
 
 

@@ -246,7 +246,11 @@ def test_formats_of_a_size_that_the_engine_does_not_load_are_told(before, tmp_pa
     asked = ("quantize", source, "--for", "sglang", "--dialect", "modelopt", "-o", out)
     refused = run(*asked, "--target-bits", 8, "--json")
     error = refused.json["error"]
-    assert (error["code"], error["next"]) == ("engine-refuses", "Leave --target-bits out.")
+    step = "Use --dialect compressed-tensors, or one format for all modules."
+    assert (error["code"], error["next"]) == (
+        "engine-refuses",
+        f"{step} Or leave --target-bits out.",
+    )
     assert (refused.code, sorted(tmp_path.rglob("*"))) == (2, there)
     assert "MIXED_PRECISION" in error["message"]
     told = run(*asked, "--target-bits", 8, "--dry-run", "--json")
