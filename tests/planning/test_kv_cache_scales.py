@@ -19,6 +19,7 @@ from checkpoints import (
     read_folder,
     read_shard,
     run,
+    unless_given,
     weight,
     write_checkpoint,
     write_llama,
@@ -42,7 +43,8 @@ def source(tmp_path):
 
 
 def quantized(source: Path, folder: Path, *options: object) -> Path:
-    done = run("quantize", source, "--format", "nvfp4", "--kv-cache", "fp8", "-o", folder, *options)
+    words = ("--kv-cache", "fp8", *unless_given(options, "--format", "nvfp4"))
+    done = run("quantize", source, *words, "-o", folder)
     assert done.code == 0, done
     return folder
 
