@@ -22,7 +22,7 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.disk import SHA256_DIGITS, hash_file
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY, Place, page_of, read_reference
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Access, Source, subfolder_of
 
 # Options whose value may be a file: a name, a number or ORG/NAME is said as it is.
 FILES = ("calibration", "lora", "global_scale", "input_scale", "recipe", "config")
@@ -55,7 +55,8 @@ def options_recorded(
     if not source.checkpoint.repo:  # the folder itself is named again
         recorded.pop("subfolder", None)
     elif (file := GGUF_FILE.fullmatch(os.fspath(options.source))) and file[2]:
-        recorded["subfolder"] = "/".join(filter(None, (options.subfolder, file[2])))
+        folder = "/".join(filter(None, (options.subfolder, file[2])))
+        recorded["subfolder"] = subfolder_of(Access(subfolder=folder))
     return recorded
 
 

@@ -56,7 +56,8 @@ def take_references(options: "AccessOptions") -> None:
     Raises  InputError for an address with a revision or a folder that others contradict, for an
             empty name, and for one that is too long
     """
-    for each in declared_in(type(options)):
+    # A subfolder first: addresses are compared with it as it is spelled then.
+    for each in sorted(declared_in(type(options)), key=lambda each: each.name != "subfolder"):
         given = getattr(options, each.name)
         if each.type == Iterable[Reference]:
             several = (given,) if isinstance(given, str | os.PathLike) else given
@@ -67,7 +68,14 @@ def take_references(options: "AccessOptions") -> None:
             setattr(options, each.name, _take_one(options, each, given))
 
 
-def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Reference:
+def _take_subfolder(given: str) -> str | None:
+    """Spell a subfolder one way; None for the source itself."""
+    from fp4convert.storage.source import Access, subfolder_of
+
+    return subfolder_of(Access(subfolder=given)) or None
+
+
+def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Reference | None:
     """Return what one reference of an option leads to; set what else it names."""
     text, flag = os.fspath(given), f"--{each.name.replace('_', '-')}"
     if not text and not each.option.is_argument:
@@ -78,7 +86,9 @@ def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Ref
         if each.option.is_argument:
             raise InputError("no-source", f"{detail}, more than disks allow")
         raise InputError("usage", f"{detail}, more than disks allow", f"Check {flag}.")
-    if each.name == "subfolder" or not isinstance(given, str):
+    if each.name == "subfolder":
+        return _take_subfolder(text)
+    if not isinstance(given, str):
         return given
     if not given.startswith(("~", "http")) and not given.endswith("/"):
         return given  # what it is already: nearly always
@@ -87,6 +97,8 @@ def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Ref
     place = read_reference(given)
     for name in ("revision", "subfolder"):
         found, known = getattr(place, name), getattr(options, name)
+        if found and name == "subfolder":
+            found = _take_subfolder(found)
         if found and not each.option.is_argument:
             detail = f"{given} names the {name} {found}, which --{each.name} does not take"
             raise InputError("usage", detail, f"Name the repository: {shell_line(place.reference)}")

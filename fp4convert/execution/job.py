@@ -165,6 +165,7 @@ class Job:
             self.plan.quantized,
             [step.scalar for step in self.plan.steps if step.scalar is not None],
             self.texts,
+            self.record,
             *(part.traits[OPTIONS] for part in self.parts.values()),
             *(step.amaxes for step in self.plan.steps if step.amaxes),
         ]

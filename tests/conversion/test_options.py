@@ -137,6 +137,14 @@ def test_a_folder_here_is_no_repository_of_the_same_name(monkeypatch, tmp_path):
     assert InspectOptions("ORG/NAME/").artifact == "ORG/NAME/"
 
 
+@pytest.mark.parametrize("given", ["deep/sub", "deep/sub/", "./deep//sub", "deep/./sub"])
+def test_a_subfolder_is_spelled_one_way(given):
+    page = f"https://huggingface.co/ORG/NAME/tree/main/{given}"
+    assert InspectOptions("ORG/NAME", subfolder=given).subfolder == "deep/sub"
+    assert InspectOptions(page, subfolder="deep/sub/").subfolder == "deep/sub"
+    assert InspectOptions("ORG/NAME", subfolder="./").subfolder is None
+
+
 def test_two_revisions_are_not_one():
     page = "https://huggingface.co/ORG/NAME/tree/v1"
     assert InspectOptions(page, revision="v1").revision == "v1"
