@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect
@@ -12,10 +12,11 @@ from fp4convert.checkpoint.dialects.target_forms import check_forms, form_of, mo
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import MXFP4, NVFP4, Format, format_named
+from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4, NVFP4, Format, format_named
 from fp4convert.planning.kept_dtype import expanded_spec, word_of
 from fp4convert.planning.kept_forms import held_form, unheld
-from fp4convert.planning.steps import Action
+from fp4convert.planning.steps import Action, Task
+from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import find_differing, is_draft_head
 from fp4convert.recipes.options import KEEP
 from fp4convert.recipes.patterns import matches_any
@@ -246,11 +247,39 @@ def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
     raise InputError("unknown-stack", f"{detail}; {expected}", next_step, stack.name)
 
 
-def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
+def _reasons_of_others(tasks: Iterable[Task], verdicts: Mapping[str, Verdict]) -> dict[str, str]:
+    """Say why weights stay that are no linear layers, by module."""
+    weights = (
+        (step.refs[0].name, step.reason)
+        for task in tasks
+        for step in task.steps
+        if step.action in ("copy", "skip")
+    )
+    modules = ((name.removesuffix(WEIGHT), why) for name, why in weights if name.endswith(WEIGHT))
+    return {module: why for module, why in modules if module not in verdicts}
+
+
+def of_other_types(tasks: Iterable[Task]) -> list[str]:
+    """Warn of matrices that stay for a type that none is quantized from."""
+    skipped: dict[str, list[str]] = defaultdict(list)
+    for step in (step for task in tasks for step in task.steps if step.action == "skip"):
+        if step.refs[0].dtype not in FLOAT_TYPES:
+            skipped[step.reason].append(step.refs[0].name)
+    return [
+        f"{count_text(len(names), 'weight')} left as in the source: {why}, the first"
+        f" {names[0]!r}; what is cast to one of these before can be quantized"
+        for why, names in skipped.items()
+    ]
+
+
+def uneven_groups(
+    verdicts: Mapping[str, Verdict], recipe: Recipe, tasks: Iterable[Task]
+) -> list[str]:
     """Warn of scale groups whose members differ, once for each kind.
 
     Some members stay, are not there, or become another format.
     """
+    others = _reasons_of_others(tasks, verdicts)
     uneven: dict[tuple[tuple[str, ...], str], list[ScaleGroup]] = defaultdict(list)
     for key, modules in gather_groups(scale_groups(verdicts, recipe.groups)).items():
         forms = [verdicts[module].form for module in modules]
@@ -260,16 +289,15 @@ def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
         staying = [member for member, form in members.items() if form is None]
         if len(staying) == len(members):
             continue
-        missing = [
-            member
-            for member in key.members
-            if member not in members and member not in recipe.may_lack
-        ]
+        absent = [member for member in key.members if member not in members]
+        odd = {member: why for member in absent if (why := others.get(f"{key.parent}.{member}"))}
+        missing = [member for member in absent if member not in {*odd, *recipe.may_lack}]
         words = dict.fromkeys(form.word for form in members.values() if form)
         differences = []
         if staying:
             verb = "are kept" if len(staying) > 1 else "is kept"
             differences.append(f"{' and '.join(staying)} {verb}")
+        differences += [f"{member} stays as it is ({why})" for member, why in odd.items()]
         if missing:
             verb = "are" if len(missing) > 1 else "is"
             differences.append(f"{' and '.join(missing)} {verb} not there")

@@ -32,7 +32,13 @@ from fp4convert.planning.activation_scales import (
 )
 from fp4convert.planning.adapter_notes import notes_on_adapter
 from fp4convert.planning.completeness import ENGINE_ONLY, WRITTEN_ANEW, refuse_forgotten
-from fp4convert.planning.decisions import Verdict, decide, uneven_groups, warnings_on_four_bits
+from fp4convert.planning.decisions import (
+    Verdict,
+    decide,
+    of_other_types,
+    uneven_groups,
+    warnings_on_four_bits,
+)
 from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kept_dtype import expanded_spec, idle_keep_dtype, is_expanded, narrow
 from fp4convert.planning.kv_cache_scales import Cache
@@ -62,7 +68,7 @@ from fp4convert.storage.source import Checkpoint
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
-FOUR_BIT_INPUTS = (
+INPUTS_TOO = (
     "engines of this dialect quantize activations to four bits, as with --activations 4, by scales"
     " that they find themselves"
 )
@@ -134,11 +140,10 @@ def plan_quantize(
         *notes_on(checkpoint),
         *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
         *_note_stacks(checkpoint, consumed),
-        *([FOUR_BIT_INPUTS] if dialect.TRAITS.correction else uneven_groups(verdicts, recipe)),
+        *([INPUTS_TOO] if dialect.TRAITS.correction else uneven_groups(verdicts, recipe, tasks)),
         *warnings_on_four_bits(verdicts, recipe),
-        *notes,
-        *more,
-        *scalars.cache.notes,
+        *of_other_types(tasks),
+        *chain(notes, more, scalars.cache.notes),
         *_note_left_behind(linears, tasks, scalars),
         *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),

@@ -31,7 +31,7 @@ def check_fused(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     packed = artifact.packed
     stored = {ref.name for one in packed.values() for ref in one.refs}
     others = [ref for name, ref in artifact.tensors.items() if name not in stored]
-    kept = (ref for ref in others if ref.dtype in FLOAT_TYPES)
+    kept = (ref for ref in others if ref.dtype in (*FLOAT_TYPES, "F64"))
     words = {**ordinary_matrices(kept), **{name: one.form.word for name, one in packed.items()}}
     unread = {
         ref.name.removesuffix(WEIGHT): PACKED_WORDS[ref.dtype]

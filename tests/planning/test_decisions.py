@@ -345,7 +345,7 @@ def test_groups_that_are_uneven_are_told_of(tmp_path):
 
     def told(choice: RecipeOptions) -> list[str]:
         return uneven_groups(
-            verdicts_on(folder, target, choice), build_recipe(target, LLAMA, choice)
+            verdicts_on(folder, target, choice), build_recipe(target, LLAMA, choice), ()
         )
 
     assert told(RecipeOptions()) == []

@@ -55,6 +55,19 @@ def test_what_is_quantized_in_part_is_a_warning_and_for_an_engine_an_error(
         assert not (tmp_path / "other").exists()
 
 
+def test_a_matrix_of_a_type_that_stays_is_told_of_and_is_not_called_absent(tmp_path):
+    tensors = {f"{name}.weight": weight(rows=64) for name in ATTENTION}
+    tensors[f"{ATTENTION[1]}.weight"] = ("F64", (64, 64), bytes(8 * 64 * 64))
+    source, out = write_single(tmp_path / "m", tensors), tmp_path / "out"
+    made = run("quantize", source, "--format", "nvfp4", "-o", out, "--json")
+    group, left = made.json["warnings"]
+    why = "F64, not one of BF16, F16, F32"
+    assert left.startswith(f"1 weight left as in the source: {why}, the first '{ATTENTION[1]}.w")
+    assert group.startswith(f"1 scale group q_proj/k_proj/v_proj: k_proj stays as it is ({why}),")
+    codes = [one["code"] for one in run("inspect", out, "--json").json["findings"]]
+    assert codes == ["group-in-part"]
+
+
 def test_stacks_that_stay_beside_experts_are_seen(tmp_path):
     """As foreign tools leave them: a stack of gate and up in bf16, and down in four bits."""
     out = tmp_path / "out"
