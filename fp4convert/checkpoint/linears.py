@@ -35,7 +35,7 @@ from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
 from fp4convert.storage.gguf_types import BLOCK_TYPES
-from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
 HIDDEN_SIZES = ("hidden_size", "moe_hidden_size")  # of config.json; experts may read fewer columns
@@ -192,12 +192,13 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
     for ref in clues.tensors.values():
         is_eight_bit = is_recorded and ref.dtype in FP8_DTYPES and ref.shape != ()
         if ref.name not in known and (is_quantized_tensor(ref) or is_eight_bit):
-            detail = (
-                f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is already quantized"
-            )
-            detail = f"{detail}, in a way that fp4convert does not read"
+            # Of a scale, its weight says more.
+            weight = clues.tensors.get(ref.name.rpartition(".")[0] + WEIGHT, ref)
+            told = ref if weight.name in known or weight.dtype in FLOAT_TYPES else weight
+            what = f"{told.file}: {told.name!r} ({told.dtype} {list(told.shape)})"
+            detail = f"{what} is already quantized, in a way that fp4convert does not read"
             detail = f"{foreign}; {detail}" if foreign else detail
-            raise InputError("already-quantized", detail, next_step, ref.name)
+            raise InputError("already-quantized", detail, next_step, told.name)
     if is_recorded and not linears.is_packed:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"config.json: the checkpoint is already quantized, by {method!r}"

@@ -110,6 +110,13 @@ INT4 = int_record(4)
             ORIGINAL,
         ),
         (
+            {f"{O_PROJ}.weight_scale": ones(8, 1), f"{O_PROJ}.weight": ("I8", (8, 8), bytes(64))},
+            LLAMA,
+            "already-quantized",
+            [f"'{O_PROJ}.weight' (I8 [8, 8])"],
+            ORIGINAL,
+        ),
+        (
             {f"{O_PROJ}.weight": weight()},
             recorded({"quant_method": "awq"}),
             "already-quantized",
