@@ -267,7 +267,7 @@ def of_other_types(tasks: Iterable[Task]) -> list[str]:
             skipped[step.reason].append(step.refs[0].name)
     return [
         f"{count_text(len(names), 'weight')} left as in the source: {why}, the first"
-        f" {names[0]!r}; what is cast to one of these before can be quantized"
+        f" {names[0]!r}; converted to one of these before, they can be quantized"
         for why, names in skipped.items()
     ]
 

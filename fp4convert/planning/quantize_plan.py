@@ -63,7 +63,8 @@ from fp4convert.recipes.recipe import (
 )
 from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.checkpoint_files import WEIGHTS
-from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
+from fp4convert.storage.gguf_types import BLOCK_TYPES
+from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
@@ -415,7 +416,8 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Step:
     elif len(ref.shape) != MATRIX_DIMENSIONS:
         reason = f"{len(ref.shape)}-dimensional, not a matrix"
     elif not (reason := recipe.reason_to_keep(module_of(ref.name)) or ""):
-        reason = f"{ref.dtype}, not one of {', '.join(FLOAT_TYPES)}"
+        read = FLOAT_TYPES if ref.dtype in DTYPE_BITS else (*FLOAT_TYPES, *BLOCK_TYPES)
+        reason = f"{ref.dtype}, not one of {', '.join(read)}"
         return Step("skip", reason, (ref,), (spec_of(ref),))
     return Step("copy", reason, (ref,), (spec_of(ref),))
 

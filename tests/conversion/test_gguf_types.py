@@ -221,6 +221,15 @@ def test_sources_of_that_type_are_quantized_as_their_values(
     assert run("verify", tmp_path / "q", "--source", source).code == 0
 
 
+def test_a_type_that_is_not_read_is_told_with_all_that_are(tmp_path: Path) -> None:
+    source = write_donor(tmp_path / "m.gguf", model(), "IQ4_NL")
+    words = ("quantize", source, "--format", "nvfp4", "--dialect", "gguf", "--dry-run", "--json")
+    told, _, listed = run(*words).json["error"]["message"].partition("IQ4_NL, not one of ")
+    assert told
+    for kind in ("BF16", "F16", "F32", *READ):
+        assert kind in listed
+
+
 def test_a_source_of_several_types_is_analyzed(tmp_path: Path) -> None:
     source = write_packed(tmp_path / "m.gguf", "Q6_K")
     outcome = run("analyze", source, "--json")
