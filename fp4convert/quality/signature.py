@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.errors import Finding, InputError, describe_missing
+from fp4convert.errors import Finding, InputError, describe_missing, shell_line
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CONFIG, INDEXES, PLAN_FILE, SIGNATURE
 from fp4convert.storage.disk import hash_stream, temporary_folder
@@ -93,8 +93,10 @@ def open_verifier(source: Source, public_key: Path) -> Any:
         detail = f"--public-key is for a signature, and {source.name} has no {SIGNATURE}"
         raise InputError("no-signature", detail)
     if source.is_streamed:
-        detail = f"--public-key is for files on this disk, and {source.name} is on the Hub"
-        raise InputError("signature-hub", detail)
+        repo = source.checkpoint.repo or source.name
+        detail = f"--public-key is for files on this disk, and {repo} is on the Hub"
+        words = ("hf", "download", repo, "--local-dir", source.name)
+        raise InputError("signature-hub", detail, f"Download it first: {shell_line(*words)}")
     package = _import_package("--public-key needs the package model-signing")
     _refuse_pipe("--public-key", public_key)
     try:

@@ -319,6 +319,7 @@ def test_a_signature_goes_along_with_exactly_the_files_that_it_signs(hub, source
     assert (outcome.code, outcome.json["checked"]["signature"]) == (0, "not checked")
     outcome = run("verify", "me/q", "--public-key", public, "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "signature-hub")
+    assert outcome.json["error"]["next"] == "Download it first: hf download me/q --local-dir q"
     # The card is edited again: what is signed is not what would be pushed.
     commits = len(hub.repos["me/q"].commits)
     (out / "README.md").write_text("# Edited again\n")
