@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -231,6 +232,17 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
         **({"rank": form.rank} if form.rank is not None else {}),
         **cache,
     }
+
+
+def subfolder_recorded(record: Mapping[str, object], reference: str) -> str | None:
+    """Return the folder of a repository that an artifact was made from.
+
+    reference  what a person names as its source; another one has no such folder
+    """
+    match record:
+        case {"source": {"repo": str(repo)}, "options": {"subfolder": str(folder)}}:
+            return folder if repo == reference and not os.path.exists(reference) else None
+    return None
 
 
 def groups_recorded(record: Mapping[str, object]) -> tuple[Group, ...]:

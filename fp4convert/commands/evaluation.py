@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.adapters.peft import Adapter, open_recorded
 from fp4convert.checkpoint.artifact import open_artifact
-from fp4convert.checkpoint.record import ADAPTER, describe_adapter
+from fp4convert.checkpoint.record import ADAPTER, describe_adapter, subfolder_recorded
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
 from fp4convert.commands.options import CompareOptions, EvaluateOptions, as_path, public
@@ -69,7 +69,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     phases.begin("headers")
     artifact = open_model(os.fspath(options.artifact), options.access())
     shown = open_artifact(os.fspath(options.artifact), options.access()) if page else None
-    source = open_model(os.fspath(options.source), options.original_access())
+    source = _open_original(options, artifact)
     task = _task(options, source, artifact, feed, phases)
     found = evaluation.evaluate(side_by_side.compare_models(task), gate)
     if page and shown:
@@ -94,11 +94,9 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
     from fp4convert.quality import evaluation
     from fp4convert.quality.comparison import LETTERS
 
-    source = open_model(os.fspath(options.source), options.original_access())
-    tasks = []
-    for reference in options.artifacts:
-        artifact = open_model(os.fspath(reference), options.access())
-        tasks.append(_task(options, source, artifact, feed, phases))
+    artifacts = [open_model(os.fspath(each), options.access()) for each in options.artifacts]
+    source = _open_original(options, artifacts[0])
+    tasks = [_task(options, source, artifact, feed, phases) for artifact in artifacts]
     for task in tasks:  # before any of them runs
         with named(task.artifact.name):
             side_by_side.check_models(task)
@@ -120,6 +118,21 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
     return found
 
 
+def _open_original(options: EvaluateOptions | CompareOptions, artifact: Source) -> Source:
+    """Open the source, in the folder that an artifact's record names."""
+    reference, access = os.fspath(options.source), options.original_access()
+    if folder := subfolder_recorded(_record_of(artifact), reference):
+        access = replace(access, subfolder=folder)
+    return open_model(reference, access)
+
+
+def _record_of(artifact: Source) -> dict[str, object]:
+    """Read our record of an artifact; {} where it has none."""
+    if not artifact.has_file(RECORD):
+        return {}
+    return parse_json_object(read_whole(artifact, RECORD), RECORD)
+
+
 def _task(
     options: EvaluateOptions | CompareOptions,
     source: Source,
@@ -130,9 +143,7 @@ def _task(
     from fp4convert.calibration.side_by_side import Task
     from fp4convert.planning.tensor_parallel import pad_as_recorded
 
-    record: dict[str, object] = {}
-    if artifact.has_file(RECORD):
-        record = parse_json_object(read_whole(artifact, RECORD), RECORD)
+    record = _record_of(artifact)
     return Task(
         source=pad_as_recorded(record, source),
         artifact=artifact,

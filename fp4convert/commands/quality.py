@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
-from fp4convert.checkpoint.record import ADAPTER
+from fp4convert.checkpoint.record import ADAPTER, subfolder_recorded
 from fp4convert.checkpoint.whole_model import refuse_one_shard
 from fp4convert.commands.options import (
     CompareOptions,
@@ -112,7 +112,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     """
     from fp4convert.calibration.calibration_file import open_calibration
     from fp4convert.commands.calibration import feed_of, has_text
-    from fp4convert.planning.tensor_parallel import PADDING, pad_as_recorded
+    from fp4convert.planning.tensor_parallel import PADDING
     from fp4convert.quality import comparison
     from fp4convert.quality.source_compare import Outputs
 
@@ -131,14 +131,13 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     phases = _begin(options)
     with uncollected():
         opened = _with_adapters([_open_first(options, each) for each in given], options)
-        source = open_original(os.fspath(options.source), options.original_access())
+        source = _open_recorded(options, opened[0])
         paddings = [artifact.record.get(PADDING) for artifact in opened]
         for at, padding in enumerate(paddings):
             if padding != paddings[0]:
                 detail = f"{given[0]} and {given[at]} have zeros for different ranks"
                 detail = f"{detail} of tensor parallelism"
                 raise InputError("pad-differs", f"{detail}; expected artifacts of the same sizes")
-        source = pad_as_recorded(opened[0].record, source)
         paired, compared = comparison.pair_all(opened, source, outputs)
     predictions: list[dict[str, Any]] = []
     if feed is not None:
@@ -193,12 +192,19 @@ def _with_adapters(artifacts: list[Artifact], options: CompareOptions) -> list[A
 
 
 def _original(options: InspectOptions | VerifyOptions, artifact: Artifact) -> Source | None:
-    """Open the source of an artifact where one is named, with its zeros."""
-    if not options.source:
-        return None
+    """Open the source of an artifact where one is named."""
+    return _open_recorded(options, artifact) if options.source else None
+
+
+def _open_recorded(
+    options: InspectOptions | VerifyOptions | CompareOptions, artifact: Artifact
+) -> Source:
+    """Open the source in the folder and with the zeros of a record."""
     from fp4convert.planning.tensor_parallel import pad_as_recorded
 
-    source = open_original(os.fspath(options.source), options.original_access())
+    reference = os.fspath(options.source or "")
+    folder = subfolder_recorded(artifact.record, reference)
+    source = open_original(reference, options.original_access(), folder)
     return pad_as_recorded(artifact.record, source)
 
 

@@ -97,7 +97,9 @@ class Conversion:
             original = absolute(original)
             output = output if self.options.no_keep else Path(os.path.abspath(output))
         words: list[object] = ["fp4convert", "verify", output]
-        if not self.options.subfolder or not self.source.is_streamed:
+        # Of one GGUF file in a folder there, the record does not find the folder.
+        is_found = self.source.checkpoint.repo == self.options.source
+        if not self.options.subfolder or not self.source.is_streamed or is_found:
             words += ["--source", original]
             if (config := self.options.config) is not None:
                 words += ["--config", absolute(config) if is_absolute else config]

@@ -106,14 +106,15 @@ def open_with_components(reference: str, access: Access) -> tuple[Source, dict[s
         return source, {name: _open(reference, access_to(access, source, name)) for name in names}
 
 
-def open_original(reference: str, access: Access) -> Source:
+def open_original(reference: str, access: Access, folder: str | None = None) -> Source:
     """Open the checkpoint that an artifact was made from.
 
     Of a pipeline it is the component `access.subfolder`, or the only one.
 
+    folder  of the repository, where its record names one
     Raises  what open_source raises
     """
-    access, wanted = replace(access, subfolder=None), access.subfolder
+    access, wanted = replace(access, subfolder=folder), access.subfolder
     source = _open(reference, access)
     names = source.checkpoint.components
     if not names:

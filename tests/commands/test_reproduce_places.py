@@ -118,6 +118,18 @@ def test_one_of_several_gguf_files_on_the_hub_is_found_again(tmp_path, hub):
     assert (error["code"], "--source SOURCE" in error["next"]) == ("no-revision", True)
 
 
+def test_the_folder_of_a_repository_is_found_by_the_record(tmp_path, hub):
+    write_llama(tmp_path / "repository" / "inner")
+    hub.add("me/deep", tmp_path / "repository")
+    artifact, words = tmp_path / "q", ("--subfolder", "inner", "--format", "nvfp4", "--json")
+    steps = run("quantize", "me/deep", *words, "-o", artifact).json["next"]
+    assert steps[0] == f"fp4convert verify {artifact} --source me/deep"
+    for command in ("verify", "inspect"):
+        outcome = run(command, artifact, "--source", "me/deep", "--json")
+        assert outcome.code == 0, outcome.err
+    assert run("compare", artifact, artifact, "--source", "me/deep").code == 0
+
+
 def test_a_record_that_names_its_own_artifact_as_the_source_is_refused(source, tmp_path, hub):
     artifact = made(source, tmp_path / "out", "--format", "nvfp4")
     record = json.loads((artifact / RECORD).read_text())
