@@ -9,10 +9,10 @@ from typing import NamedTuple
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import check_forms, form_of, module_form
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4, NVFP4, Format, format_named
+from fp4convert.numerics.formats import FLOAT_TYPES, INT4, MXFP4, NVFP4, Format, format_named
 from fp4convert.planning.kept_dtype import expanded_spec, word_of
 from fp4convert.planning.kept_forms import held_form, unheld
 from fp4convert.planning.steps import Action, Task
@@ -322,17 +322,20 @@ def warnings_on_four_bits(verdicts: Mapping[str, Verdict], recipe: Recipe) -> li
 
 
 def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Warn of modules in few bits that are rounded a second time."""
+    """Warn of modules in few bits that are rounded a second time.
+
+    FP8 and int4 of nothing but experts are left out: models are trained and published so.
+    """
     again: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module, verdict in verdicts.items():
-        coded = verdict.linear.coding
-        is_rounded = coded.is_gguf_type or (coded.format is not None and coded.format.is_fp4)
+        is_rounded = verdict.linear.coding.is_packed and not is_fp8(verdict.linear)
         if is_rounded and verdict.action == "quantize" and verdict.form:
-            again[coded.word, verdict.form.word].append(module)
+            again[verdict.linear.coding.word, verdict.form.word].append(module)
     return [
         f"{len(modules)} modules are {word} and are rounded again to {other}, the first"
         f" {modules[0]!r}: the errors add; start from the original weights if you can"
         for (word, other), modules in again.items()
+        if not word.startswith(INT4.name) or not all(EXPERTS in module for module in modules)
     ]
 
 

@@ -20,6 +20,7 @@ from fp4convert.errors import InputError
 from fp4convert.planning.decisions import (
     Verdict,
     decide,
+    rounded_again,
     uneven_experts,
     uneven_groups,
 )
@@ -60,6 +61,15 @@ def fp8(module: str = DOWN) -> Tensors:
     return {
         f"{module}.weight": ("F8_E4M3", (16, 32), b"\x38" * 512),
         f"{module}.weight_scale_inv": ones(2, 2),
+    }
+
+
+def integers(module: str, bits: int) -> Tensors:
+    """As compressed-tensors packs them, 16 rows of 64 columns."""
+    return {
+        f"{module}.weight_packed": ("I32", (16, 2 * bits), bytes(128 * bits)),
+        f"{module}.weight_scale": ones(16, 2),
+        f"{module}.weight_shape": ("I64", (2,), struct.pack("<qq", 16, 64)),
     }
 
 
@@ -333,6 +343,25 @@ def test_formats_that_the_dialect_cannot_hold_together_are_refused(tmp_path):
         "dialect-mixed",
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("bits", "modules", "word"),
+    [
+        (4, [f"{ATTENTION}.o_proj", f"{LAYER}.mlp.experts.0.down_proj"], "int4 32"),
+        (8, [f"{LAYER}.mlp.experts.0.down_proj"], "int8 32"),
+        (4, [f"{LAYER}.mlp.experts.0.down_proj"], None),  # as Kimi K2 was trained
+    ],
+)
+def test_packed_integers_that_are_rounded_again_are_told_of(bits, modules, word, tmp_path):
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int"}}}
+    record = {"quant_method": "compressed-tensors", "config_groups": groups}
+    tensors = {name: one for module in modules for name, one in integers(module, bits).items()}
+    folder = write_single(tmp_path / "m", tensors, {**LLAMA, "quantization_config": record})
+    told = rounded_again(verdicts_on(folder, Target("nvfp4", CT)))
+    assert len(told) == bool(word)
+    if word:
+        assert told[0].startswith(f"{len(modules)} modules are {word} and are rounded again to nv")
 
 
 def test_groups_that_are_uneven_are_told_of(tmp_path):
