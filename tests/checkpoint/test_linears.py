@@ -206,7 +206,7 @@ INT4 = int_record(4)
             {**integers(), f"{O_PROJ}.weight_g_idx": ("I32", (64,), bytes(256))},
             INT4,
             "unsaid-tensors",
-            ["has its columns in an order of their own (weight_g_idx)"],
+            ["has a weight_g_idx, by which its columns may have an order", "does not look whether"],
             ORIGINAL,
         ),
         (

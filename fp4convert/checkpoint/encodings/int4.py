@@ -167,8 +167,8 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
     rows, columns = ref.shape[0], ref.shape[1] * ITEM_BITS // bits
     if module + ORDER in clues.tensors:
         detail = (
-            f"{ref.file}: {module} has its columns in an order of their own ({ORDER[1:]}), which"
-            " fp4convert does not undo"
+            f"{ref.file}: {module} has a {ORDER[1:]}, by which its columns may have an order of"
+            " their own; fp4convert undoes none, and does not look whether there is one"
         )
         raise InputError("unsaid-tensors", detail, tensor=module + ORDER)
     scales, shape, zeros = (clues.tensors.get(module + ending) for ending in (SCALE, SHAPE, ZERO))
