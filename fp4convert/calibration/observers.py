@@ -22,7 +22,9 @@ from fp4convert.calibration.activations import Round, Rounding
 from fp4convert.calibration.experts import FIRST_PARAMETERS, Experts, LlamaExperts, find_experts
 from fp4convert.calibration.model import Seat, Skeleton
 from fp4convert.calibration.moments import Arrays, Moments
+from fp4convert.checkpoint.encodings.floats import AS_FLOAT32, DOUBLE
 from fp4convert.errors import InputError
+from fp4convert.numerics.formats import FLOAT_TYPES
 
 PLAIN_ATTENTION = "eager_attention_forward"  # in each file of models of transformers
 FEW_TOKENS = 16  # an expert that was given fewer has no statistics worth the name
@@ -310,10 +312,10 @@ class Watch:
                 return module[: module.rindex(f".{seat.expert}.")]
             if seat.expert is None and seat.path.startswith(f"{path}."):
                 return module.rsplit(".", seat.path[len(path) :].count("."))[0]
-        detail = f"{path} of the model has no linear layer that the checkpoint stores; expected one"
-        next_step = (
-            "Download the checkpoint again: its config.json and its weights are not of one model."
-        )
+        types = ", ".join(FLOAT_TYPES)
+        detail = f"{path} of the model has no linear layer stored as {types}, or packed"
+        detail += "; expected one"
+        next_step = f"{AS_FLOAT32} If no weights are {DOUBLE}, check that they fit config.json."
         raise InputError("calibration-model", detail, next_step, path)
 
 

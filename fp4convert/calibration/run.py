@@ -58,10 +58,11 @@ from fp4convert.calibration.workdir import (
     write_part,
 )
 from fp4convert.checkpoint.adapters.peft import Adapter
+from fp4convert.checkpoint.encodings.floats import advise_on_types
 from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.errors import DeviceError, InputError, OutputError, did_you_mean
 from fp4convert.numerics.backends.base import expected_device
-from fp4convert.numerics.formats import GRAMS
+from fp4convert.numerics.formats import FLOAT_TYPES, GRAMS
 from fp4convert.progress import Phases, size_text, tokens_text
 from fp4convert.recipes.options import one_of
 from fp4convert.recipes.recipe import model_recipe
@@ -150,6 +151,10 @@ def calibrate(run: Run) -> Calibrated:
         copy_texts(run.source, state / "model")
         skeleton = open_skeleton(run.source, state / "model", device, adapter=run.adapter)
         check_reads_text(skeleton)
+        if not skeleton.linears:
+            detail = f"{run.source.name} has no matrix of {', '.join(FLOAT_TYPES)}; expected some"
+            next_step = advise_on_types(run.source.checkpoint.tensors, NEXT)
+            raise InputError("calibration-model", detail, next_step)
         samples = _find_samples(run, skeleton, state)
         needs = needs_of(skeleton, run.gram, sum(map(len, samples)), run.source.checkpoint.config)
         losses = None

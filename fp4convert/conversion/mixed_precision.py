@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fp4convert.calibration.statistics import check_linears
+from fp4convert.checkpoint.encodings.floats import advise_on_types
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.knapsack import Option, choose
@@ -148,7 +149,8 @@ def fit(
     parts, calibration = Parts.of(source, recipe, linears, scalars), scalars.calibration
     if not parts.modules:
         detail = "no module becomes four-bit, so there is nothing to choose"
-        raise InputError("no-linears", detail, NAME_SOME)
+        next_step = advise_on_types(source.checkpoint.tensors, NAME_SOME)
+        raise InputError("no-linears", detail, next_step)
     recorded = options_recorded(options, source, recipe.target)
     fitting, known = _Fitting(goal, parts, recorded), parts.known_losses()
     fitting.check()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
+from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, advise_on_types
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import ChoiceError, InputError, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES
@@ -191,7 +191,8 @@ def refuse_empty(source: str, plans: Sequence[Plan]) -> None:
     if any(plan.excluded for plan in plans):
         next_step = "Exclude fewer modules, by a narrower pattern."
     elif any(ref.dtype not in FLOAT_TYPES for step in matrices for ref in step.refs):
-        next_step = "Start from the original weights, in bf16, fp16 or fp32."
+        original = "Start from the original weights, in bf16, fp16 or fp32."
+        next_step = advise_on_types((ref for step in matrices for ref in step.refs), original)
     raise ChoiceError("no-linears", f"{detail}; expected at least one linear layer", next_step)
 
 

@@ -10,6 +10,7 @@ from fp4convert.calibration.input_power import Inputs, describe_inputs
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import advise_on_types
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError, NumericError
 from fp4convert.numerics.codec import as_floats
@@ -93,7 +94,8 @@ def analyze(
     linears_by_kind = kinds_of(_find_quantizable(source, options))
     if not linears_by_kind:
         detail = f"{source.name}: the recipe quantizes no matrix; expected some to analyze"
-        raise InputError("no-linears", detail, NAME_SOME)
+        next_step = advise_on_types(source.checkpoint.tensors, NAME_SOME)
+        raise InputError("no-linears", detail, next_step)
     linears = [linear for own in linears_by_kind.values() for linear in own]
     if calibration:
         check_source(calibration, source, linears)

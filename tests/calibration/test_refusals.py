@@ -131,6 +131,19 @@ def test_weights_that_the_model_needs_and_are_not_there(llama, words):
     assert refuse(llama, "--text", words)["code"] == "calibration-weights"
 
 
+@pytest.mark.parametrize("part", ["", "model.layers.1.self_attn."])
+def test_weights_of_float64_are_not_read(llama, words, part):
+    """In all of the model, or in all of an attention, whose cache is calibrated under its name."""
+    from safetensors.torch import save_file
+
+    tensors = read_tensors(llama)
+    tensors = {k: v.double() if k.startswith(part) else v for k, v in tensors.items()}
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    error = refuse(llama, "--text", words)
+    assert error["code"] == "calibration-model"
+    assert "save it as float32 first" in error["next"]
+
+
 def test_a_folder_without_a_config(tmp_path, words):
     folder = write_llama(tmp_path / "m")
     (folder / "config.json").unlink()

@@ -130,6 +130,16 @@ def test_the_next_step_of_an_empty_plan_is_that_of_its_reason(tmp_path):
     assert (error["code"], "original weights" in error["next"]) == ("no-linears", True)
 
 
+def test_matrices_of_float64_are_to_be_saved_as_float32(tmp_path):
+    """They are the original weights: there are no others to start from."""
+    name = f"{LAYER}.self_attn.o_proj.weight"
+    source = write_single(tmp_path / "m", {name: ("F64", (32, 64), bytes(32 * 64 * 8))})
+    errors = [refuse(source, tmp_path), refuse(source, tmp_path, "--target-bits", 5)]
+    errors.append(run("analyze", source, "--json").json["error"])
+    assert {error["code"] for error in errors} == {"no-linears"}
+    assert all("save it as float32 first" in error["next"] for error in errors)
+
+
 def test_analyze_refuses_such_a_pattern_too(tmp_path):
     outcome = run("analyze", write_llama(tmp_path / "m"), "--exclude", "o_proj", "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "unmatched-pattern")

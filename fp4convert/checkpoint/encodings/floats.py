@@ -8,7 +8,7 @@ it lies; the rest is put into rows panel by panel.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -32,6 +32,8 @@ from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
+DOUBLE = "F64"  # whose matrices are not read
+AS_FLOAT32 = f"{DOUBLE} is not read; save it as float32 first: model.float().save_pretrained(DIR)."
 UPLOADED_NBYTES = 4  # for an element, with the columns stepped over
 OUTPUT_MEMBERS = (
     "down_proj",
@@ -126,6 +128,15 @@ class _Rows(RowReader):
         width = self._row_nbytes
         data = self.source.read_range(self.ref, begin * width, end * width)
         return np.frombuffer(data, np.uint8).reshape(end - begin, width)[:: self.step]
+
+
+def advise_on_types(refs: Iterable[TensorRef], otherwise: str) -> str:
+    """Return the next step where no linear layer is found.
+
+    otherwise  that of sources whose matrices are of other types than F64
+    """
+    is_double = any(ref.dtype == DOUBLE and len(ref.shape) >= MATRIX_DIMENSIONS for ref in refs)
+    return AS_FLOAT32 if is_double else otherwise
 
 
 def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weights]:
