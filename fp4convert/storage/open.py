@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from fp4convert.errors import InputError, shell_line
+from fp4convert.errors import Fp4Error, InputError, shell_line
 from fp4convert.storage.source import BRANCH, Access, Source, stopping, subfolder_of
 
 REPOSITORY = r"[A-Za-z0-9_-][\w.-]*/[\w.-]+"  # organisation/name
@@ -24,6 +26,7 @@ ADDRESS = re.compile(
     rf"(hf://|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)?({REPOSITORY})"
     r"(?:@([\w.-]+))?(?:/([^?#]*))?(?:[?#].*)?"
 )  # of anything in it: what it begins with, the name, a revision, a path
+ABSENT = ("source-unreachable", "offline", "no-source", "no-access")  # a repository may not exist
 VIEWS = ("tree", "blob", "resolve", "raw")  # before the revision, in paths of pages
 
 
@@ -189,8 +192,26 @@ def _open_stored(reference: str, access: Access, may_lack: bool) -> Source:
         raise InputError("no-source", detail, _suggest_repository(reference))
     from fp4convert.storage.hub.source import HubSource
 
-    if not found:
-        return HubSource(reference, access)
-    folders = [folder for folder in (access.subfolder, found[2]) if folder]
-    access = replace(access, subfolder="/".join(folders) or None)
-    return HubSource(found[1], access, single=found[3])
+    with _doubting(path):
+        if not found:
+            return HubSource(reference, access)
+        folders = [folder for folder in (access.subfolder, found[2]) if folder]
+        access = replace(access, subfolder="/".join(folders) or None)
+        return HubSource(found[1], access, single=found[3])
+
+
+@contextmanager
+def _doubting(path: Path) -> Iterator[None]:
+    """Make errors of the Hub say that a folder here may have been meant.
+
+    It may where the first part of a repository's name is a folder.
+    """
+    try:
+        yield
+    except Fp4Error as error:
+        if error.code not in ABSENT or not os.path.isdir(path.parts[0]):
+            raise
+        first, *others = error.lines
+        found = f"{first}; the folder {path.parts[0]} is here, and {path} is not"
+        next_step = f"Look for a typing error, where a path is meant. {error.next_step}"
+        raise type(error)(error.code, (found, *others), next_step, error.tensor) from None

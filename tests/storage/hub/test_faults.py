@@ -266,6 +266,26 @@ def test_no_access_says_what_to_do(case, hub, folder, monkeypatch):
     assert len(hub.seen) < 8  # nobody tries again
 
 
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("", "no-source"), ("token", "no-access"), ("http", "source-unreachable")],
+)
+def test_what_is_not_here_and_not_there_may_be_a_mistyped_path(
+    fault, code, hub, tmp_path, monkeypatch
+):
+    """The first part of the name is a folder; a repository is asked for all the same."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "" if fault == "token" else TOKEN)
+    if fault == "http":
+        hub.fault("status", where="hub", status=418, times=99)
+    for name, is_told in (("out/absent", True), ("org/absent", False)):
+        error = ask("verify", name, "--json").json["error"]
+        assert error["code"] == code
+        assert ("out is here, and out/absent is not" in error["message"]) == is_told
+        assert error["next"].startswith("Look for a typing error, where a path is") == is_told
+
+
 @pytest.mark.parametrize("token", ["hf_ключ", "hf_a\nb", "hf_\x7f"])
 def test_a_token_that_no_request_can_carry_is_refused_without_showing_it(token, hub, folder):
     outcome = ask("quantize", "org/m", *NVFP4, "--token", token)
