@@ -75,24 +75,27 @@ class Routing(NamedTuple):
 
     def check(self) -> None:
         """Raise InputError where the router could not choose among what stays."""
-        if not 0 < self.keep < self.experts:
-            detail = f"--keep {self.keep}: layers have {self.experts} experts"
-            detail = f"{detail}; expected a number from 1 to {self.experts - 1}"
-            raise InputError("prune-keep", detail, "Choose a number in that range.")
-        if self.keep < self.chosen:
-            detail = f"--keep {self.keep}: a token is sent to {self.chosen} experts"
-            detail = f"{detail}, so at least that many are needed"
-            raise InputError("prune-keep", detail, f"Keep more: --keep {self.chosen}.")
         if self.experts % self.groups:
             detail = (
                 f"{self.experts} experts do not divide into {self.groups} equal groups (n_group)"
             )
             next_step = "Download config.json again, or correct its n_group."
             raise InputError("prune-groups", f"config.json: {detail}", next_step)
-        each = 1
-        if self.groups > 1:
-            each = max(self.group_at_least, -(-self.chosen // self.chosen_groups))
-        least = each * self.groups
+        least = max(self.group_at_least, -(-self.chosen // self.chosen_groups)) * self.groups
+        if least >= self.experts:
+            detail = f"layers have {self.experts} experts, and the router needs {least} to choose"
+            detail = f"{detail} {self.chosen} for a token; expected some that can go"
+            next_step = "Leave prune out: fp4convert quantize takes this model as it is."
+            raise InputError("prune-keep", detail, next_step)
+        if not 0 < self.keep < self.experts:
+            detail = f"--keep {self.keep}: layers have {self.experts} experts; expected"
+            kind = f"a multiple of {self.groups}" if self.groups > 1 else "a number"
+            detail = f"{detail} {kind} from {least} to {self.experts - self.groups}"
+            raise InputError("prune-keep", detail, "Choose a number in that range.")
+        if self.keep < self.chosen:
+            detail = f"--keep {self.keep}: a token is sent to {self.chosen} experts"
+            detail = f"{detail}, so at least that many are needed"
+            raise InputError("prune-keep", detail, f"Keep more: --keep {least}.")
         if self.keep % self.groups:
             down = self.keep - self.keep % self.groups
             near = [

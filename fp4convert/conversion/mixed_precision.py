@@ -63,11 +63,11 @@ class Goal(NamedTuple):
             return f"--target-size {self.nbytes / GIGA:.9g} GB"
         return f"--target-bits {self.bits:g}"
 
-    def within(self, low: float, high: float) -> None:
+    def within(self, low: float, high: float, least_formats: str) -> None:
         """Raise InputError where no choice of formats meets the goal.
 
-        low   what the smallest artifact has
-        high  what one has of which everything stays; the goal has to be below
+        low            what the smallest artifact has, of the modules in `least_formats`
+        high           what one has of which everything stays; the goal has to be below
         """
         wanted = self.nbytes if self.nbytes is not None else self.bits or 0.0
         if low <= wanted < high:
@@ -76,7 +76,7 @@ class Goal(NamedTuple):
             least, most = f"{math.ceil(low) / GIGA:.9f}", f"{high / GIGA:.9f} GB"
         else:
             least, most = f"{math.ceil(low * 1e6) / 1e6:.6f}", f"{high:g} bits per weight"
-        reach = "the least is all modules in four bits, the most is none"
+        reach = f"the least is all modules in {least_formats}, the most is none"
         detail = f"{self.asked}; expected from {least} to below {most}: {reach}"
         next_step = "Choose one in that range, or change the modules: --include, --exclude."
         raise InputError("target-range", detail, next_step)
@@ -148,7 +148,7 @@ def fit(
     recipe, linears, scalars = understand(source, options)
     parts, calibration = Parts.of(source, recipe, linears, scalars), scalars.calibration
     if not parts.modules:
-        detail = "no module becomes four-bit, so there is nothing to choose"
+        detail = f"no module becomes {recipe.format.name}, so there is nothing to choose"
         next_step = advise_on_types(source.checkpoint.tensors, NAME_SOME)
         raise InputError("no-linears", detail, next_step)
     recorded = options_recorded(options, source, recipe.target)
@@ -156,7 +156,7 @@ def fit(
     fitting.check()
     if not any(recipe.format.name in one.formats for one in parts.candidates):
         count = sum(map(len, parts.modules.values()))
-        detail = f"{goal.asked} changes nothing: all {count} four-bit modules are taken over as"
+        detail = f"{goal.asked} changes nothing: all {count} {recipe.format.name} modules are taken over as"
         raise InputError("idle-option", f"{detail} they are; expected one that is rounded")
     if may_write:
         refuse_inside(source, options.folder)
@@ -221,11 +221,12 @@ class _Fitting(NamedTuple):
         least = self._smallest(parts)
         low = sum(option.nbytes for option in least)
         high = sum(max(option.nbytes for option in options) for options in parts)
+        formats = " and ".join(sorted({option.word for option in least}))
         if goal.bits is not None:
-            goal.within(8 * low / weights, 8 * high / weights)
+            goal.within(8 * low / weights, 8 * high / weights, formats)
         else:
             nbytes = self.artifact_nbytes(least)
-            goal.within(nbytes, nbytes + high - low)
+            goal.within(nbytes, nbytes + high - low, formats)
 
     def best(self, losses: Losses, words: tuple[str, ...]) -> Fit:
         """Choose the formats; the size is that of the files that will be written."""

@@ -78,10 +78,13 @@ def test_what_config_json_says_of_routing(config, expected):
 @pytest.mark.parametrize(
     ("config", "keep", "words"),
     [
-        ({"num_experts": 8, "num_experts_per_tok": 2}, 0, ("--keep 0", "from 1 to 7")),
-        ({"num_experts": 8, "num_experts_per_tok": 2}, -3, ("--keep -3", "from 1 to 7")),
+        ({"num_experts": 8, "num_experts_per_tok": 2}, 0, ("--keep 0", "a number from 2 to 7")),
+        ({"num_experts": 8, "num_experts_per_tok": 2}, -3, ("--keep -3", "a number from 2 to 7")),
         ({"num_experts": 8, "num_experts_per_tok": 2}, 8, ("--keep 8", "8 experts")),
         ({"num_experts": 8, "num_experts_per_tok": 2}, 1, ("sent to 2 experts", "--keep 2")),
+        ({"num_experts": 4, "num_experts_per_tok": 4}, 3, ("needs 4 to choose 4", "Leave prune")),
+        (GROUPS, 8, ("--keep 8", "a multiple of 2 from 4 to 6")),
+        (GROUPS, 1, ("sent to 2 experts", "--keep 4")),
         (GROUPS, 5, ("2 groups", "--keep 4 or 6")),
         (GROUPS, 2, ("each of 2 groups would keep 1 of its experts", "--keep 4")),
         (

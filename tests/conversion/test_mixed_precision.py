@@ -317,7 +317,7 @@ def test_a_target_for_blocks_that_are_all_taken_over_is_refused(tmp_path, goal):
         "idle-option",
         "Leave the option out.",
     )
-    assert f"all {modules} four-bit modules are taken over as they are" in error["message"]
+    assert f"all {modules} mxfp4 modules are taken over as they are" in error["message"]
     low = run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "q", "--target-bits", 4)
     assert (low.code, "target-range" in low.err) == (2, True)
     assert not (tmp_path / "q").exists()
@@ -359,6 +359,9 @@ def test_bad_input_is_one_sentence_and_writes_nothing(source, tmp_path):
     for value in (4, 16, 100):
         error = refused(*base, "--target-bits", value)
         assert (error["code"], "to below 16 bits" in error["message"]) == ("target-range", True)
+    mxfp8 = refused(source, "--format", "mxfp8", "-o", out, "--target-bits", 5)
+    assert "from 8.25" in mxfp8["message"]
+    assert "all modules in mxfp8" in mxfp8["message"]
     assert refused(*base, "--target-bits", 6, "--via", "fp8")["code"] == "target-via"
     error = refused(*base, "--target-bits", 6, "--exclude", "*")
     assert (error["code"], "--include 'PATTERN'" in error["next"]) == ("no-linears", True)
@@ -469,6 +472,7 @@ def test_the_smallest_choice_has_something_in_the_format_asked_for(source, tmp_p
     options = ("--calibration", file, "-o", tmp_path / "out")
     error = refused(source, "--format", "nvfp4", asked, 0.000001, *options)
     assert error["code"] == "target-range"
+    assert "the least is all modules in mxfp4 and nvfp4, the most is none" in error["message"]
     least = re.search(r"expected from ([\d.]+)", error["message"])[1]
     target = planned(source, tmp_path / "out", asked, least, "--calibration", file)["target"]
     assert target["modules"].keys() == {"nvfp4", "mxfp4"}
