@@ -156,8 +156,9 @@ def fit(
     fitting.check()
     if not any(recipe.format.name in one.formats for one in parts.candidates):
         count = sum(map(len, parts.modules.values()))
-        detail = f"{goal.asked} changes nothing: all {count} {recipe.format.name} modules are taken over as"
-        raise InputError("idle-option", f"{detail} they are; expected one that is rounded")
+        detail = f"{goal.asked} changes nothing: all {count} {recipe.format.name} modules are"
+        detail = f"{detail} taken over as they are; expected one that is rounded"
+        raise InputError("idle-option", detail)
     if may_write:
         refuse_inside(source, options.folder)
         if options.folder.is_dir():

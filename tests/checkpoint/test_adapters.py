@@ -215,13 +215,23 @@ def test_a_scale_without_an_adapter_is_refused(plain, tmp_path):
     assert run(*command, "-o", tmp_path / "out", "--json").json["error"]["code"] == "usage"
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_a_matrix_at_both_ends_of_the_model_is_refused(target, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"target_modules": ["lm_head"]}, "the embedding, which it was not made to change"),
+        ({"target_modules": ["embed_tokens"]}, "output layer, which it was not made to change"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+            "lm_head is one matrix with the embedding, and the adapter has one for each",
+        ),
+    ],
+)
+def test_a_matrix_at_both_ends_of_the_model_is_refused(config, why, tmp_path):
     base = make_llama(tmp_path / "base", is_tied=True)
-    config = {"r": 4, "target_modules": [target]}
-    adapter = write_adapter(base, tmp_path / "adapter", config)
+    adapter = write_adapter(base, tmp_path / "adapter", {"r": 4, **config})
     error = refusal(tmp_path, adapter)
     assert error["code"] == "adapter-tied"
+    assert why in error["message"]
 
 
 def test_names_with_another_beginning_are_found(plain, copied):

@@ -248,9 +248,17 @@ class _Merger:
         is_head = module.rpartition(".")[2] in HEADS
         if (is_table or is_head) and is_tied:
             other = "the output layer" if is_table else "the embedding"
-            detail = f"{self._adapter.name}: {module} is one matrix with {other}, which the adapter"
+            saved = {name.rpartition(".")[0] for name in self._adapter.tensors}
+            last = {name.rpartition(".")[2] for name in saved}
+            has_both = not last.isdisjoint(HEADS) and not last.isdisjoint(TABLES)
+            why = (
+                "and the adapter has one for each"
+                if has_both
+                else "which it was not made to change"
+            )
+            detail = f"{self._adapter.name}: {module} is one matrix with {other}, {why}"
             step = "Give both a tensor of their own, with tie_word_embeddings false, and try again."
-            raise InputError("adapter-tied", f"{detail} was not made to change", step, module)
+            raise InputError("adapter-tied", detail, step, module)
 
 
 def _find_prefixes(
