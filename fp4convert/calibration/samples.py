@@ -91,9 +91,14 @@ class Feed(NamedTuple):
                 raise InputError("bad-number", detail, f"Give {option} {least}, or more.")
         for path in (*self.text, *([self.dataset] if self.dataset else [])):
             if not path.is_file():
-                found = "is not a file" if path.exists() else "no such file"
-                detail = f"{path}: {found}; expected text"
-                raise InputError("no-text", detail, "Look for a typing error.")
+                found, next_step = "no such file", "Look for a typing error."
+                if path.is_dir():
+                    found, next_step = "is a folder", "Name the files in it, each by its option."
+                elif path.exists():  # as <(cat t.txt) of a shell
+                    found = "is a pipe or a device, and text is read more than once"
+                    next_step = "Write the text into a file, and give that."
+                detail = f"{path}: {found}; expected a regular file of text"
+                raise InputError("no-text", detail, next_step)
 
     def words(self) -> str:
         """Tell how the text came, in the same words for the same content.

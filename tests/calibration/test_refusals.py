@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -167,7 +168,15 @@ def test_transformers_that_is_not_installed(llama, words, monkeypatch):
 def test_text_that_is_none(llama, words, tmp_path):
     assert refuse(llama)["code"] == "no-text"
     assert refuse(llama, "--text", words, "--self-generate", 2)["code"] == "no-text"
-    assert refuse(llama, "--text", tmp_path / "absent")["code"] == "no-text"
+    os.mkfifo(tmp_path / "pipe")
+    for name, found, step in (
+        ("absent", "no such file", "typing error"),
+        ("pipe", "is a pipe or a device, and text is read more than once", "into a file"),
+        ("llama", "is a folder", "Name the files in it"),
+    ):
+        error = refuse(llama, "--text", tmp_path / name)
+        assert (error["code"], found in error["message"]) == ("no-text", True)
+        assert step in error["next"]
     words.write_text("a")
     assert refuse(llama, "--text", words)["code"] == "no-text"
     words.write_bytes(b"\xff\xfe")
