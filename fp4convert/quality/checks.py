@@ -7,7 +7,8 @@ and of some modules otherwise.  report/catalogue.toml explains each finding's co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from fp4convert.progress import Phases, count_text
 from fp4convert.quality.config_sizes import find_odd_sizes
 from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
-from fp4convert.quality.missing_parts import find_missing
+from fp4convert.quality.missing_parts import MISSING, find_missing
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
@@ -90,6 +91,7 @@ def judge(
     """
     recipe = model_recipe(artifact.source.checkpoint.config)
     findings = [*artifact.findings, *_check_names(artifact, recipe), *check_fused(artifact, recipe)]
+    findings = findings if source is None else [*_excuse(findings, source, recipe)]
     nbytes = scale_nbytes(artifact)
     phases.begin("scales", sum(nbytes[module] for module in read))
     findings += check_scales(artifact, read, phases.report)
@@ -111,6 +113,17 @@ def judge(
     refuted = tuple(finding for finding in findings if fits and finding.code in GUESSED)
     held = (finding for finding in findings if not fits or finding.code not in GUESSED)
     return Judged((*held, *differing), refuted, layout or detected)
+
+
+def _excuse(findings: Iterable[Finding], source: Source, recipe: Recipe) -> Iterator[Finding]:
+    """Make a note of what is missing in the source as it is in the artifact."""
+    known = source.checkpoint
+    modules = {ref.name.rpartition(".")[0] for ref in known.tensors}
+    alike = {one.tensor for one in find_missing(modules, known.config, recipe)}
+    for finding in findings:
+        is_alike = finding.code == MISSING and finding.tensor in alike
+        detail = "it is missing in the source, too"
+        yield replace(finding, level="note", detail=detail) if is_alike else finding
 
 
 def check_headers(artifact: Artifact) -> Iterator[Finding]:

@@ -242,3 +242,17 @@ def test_inspect_and_verify_say_what_a_lost_tensor_takes_with_it(dialect, tmp_pa
             found = run(command, out, "--json")
             codes = [one["code"] for one in found.json["findings"]]
             assert (found.code, codes.count("module-missing")) == (6, count)
+
+
+def test_what_the_source_lacks_too_is_no_fault(tmp_path):
+    source, out = make_qwen3_moe(tmp_path / "m"), tmp_path / "out"
+    (shard,) = source.glob("*.safetensors")
+    whole, norm = read_shard(shard), "model.layers.0.input_layernorm"
+    shard.write_bytes(pack_shard({name: whole[name] for name in whole if norm not in name}))
+    run("quantize", source, "--format", "nvfp4", "-o", out, "-q")
+    found = run("verify", out, "--source", source, "--json")
+    told = [(one["code"], one["level"], one["tensor"]) for one in found.json["findings"]]
+    assert (found.code, told) == (0, [("module-missing", "note", norm)])
+    assert run("verify", out, "--json").code == 6
+    shard.write_bytes(pack_shard(whole))
+    assert run("verify", out, "--source", source, "--json").code == 6
