@@ -160,12 +160,14 @@ class Job:
         ]
         stamps = {shard.file: checkpoint.stamps[shard.file] for shard in checkpoint.shards}
         source = _sha256([*headers, *(part.identity for part in self.parts.values())])
+        record = dict(self.record or {})
+        origin = record.pop("source", None)  # repository and commit
         options = [
             self.plan.target._asdict(),
             self.plan.quantized,
             [step.scalar for step in self.plan.steps if step.scalar is not None],
             self.texts,
-            self.record,
+            record,
             *(part.traits[OPTIONS] for part in self.parts.values()),
             *(step.amaxes for step in self.plan.steps if step.amaxes),
         ]
@@ -178,7 +180,7 @@ class Job:
             traits={
                 "the version of fp4convert": __version__,
                 OPTIONS: _sha256(options),
-                "the source's files or their times": _sha256([stamps, self.sidecars]),
+                "the source's files or their times": _sha256([stamps, self.sidecars, origin]),
             },
             tasks=self.tasks,
             texts=self.texts,

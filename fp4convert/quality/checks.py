@@ -116,14 +116,14 @@ def judge(
 
 
 def _excuse(findings: Iterable[Finding], source: Source, recipe: Recipe) -> Iterator[Finding]:
-    """Make a note of what is missing in the source as it is in the artifact."""
+    """Make a warning of what is missing in the source as it is here."""
     known = source.checkpoint
     modules = {ref.name.rpartition(".")[0] for ref in known.tensors}
     alike = {one.tensor for one in find_missing(modules, known.config, recipe)}
     for finding in findings:
         is_alike = finding.code == MISSING and finding.tensor in alike
         detail = "it is missing in the source, too"
-        yield replace(finding, level="note", detail=detail) if is_alike else finding
+        yield replace(finding, level="warning", detail=detail) if is_alike else finding
 
 
 def check_headers(artifact: Artifact) -> Iterator[Finding]:
