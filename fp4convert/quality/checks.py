@@ -27,6 +27,7 @@ from fp4convert.quality.config_sizes import find_odd_sizes
 from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.missing_parts import MISSING, find_missing
+from fp4convert.quality.odd_places import UNDERFLOW
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
@@ -109,7 +110,7 @@ def judge(
     if source is None:
         return Judged(tuple(findings), (), detected)
     # A source that fits refutes what was guessed by scales alone.
-    fits = not any(finding.level == "error" for finding in differing)
+    fits = all(one.level != "error" or one.code == UNDERFLOW for one in differing)
     refuted = tuple(finding for finding in findings if fits and finding.code in GUESSED)
     held = (finding for finding in findings if not fits or finding.code not in GUESSED)
     return Judged((*held, *differing), refuted, layout or detected)

@@ -11,6 +11,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding
 from fp4convert.planning.engine_contents import with_model
 from fp4convert.quality.fused_checks import names_fused
+from fp4convert.quality.odd_places import UNDERFLOW
 from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engine_versions import Version
@@ -77,10 +78,11 @@ def _judge(
 ) -> Verdict:
     """Judge contents; nothing loads as it should where findings are errors.
 
-    Another source than its own is none of the engine's.
+    Another source than its own, and values that its format cannot hold, are none of the engine's.
     """
     verdict = judge_contents(engine, contents, version)
-    errors = [one for one in findings if one.level == "error" and one.code != "source-differs"]
+    of_source = ("source-differs", UNDERFLOW)
+    errors = [one for one in findings if one.level == "error" and one.code not in of_source]
     if verdict.loads is False or not errors:
         return verdict
     first = f"{errors[0].code}: {errors[0].detail}"

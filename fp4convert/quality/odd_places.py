@@ -5,9 +5,16 @@ Sums over a whole tensor do not show a few of them: eight rows of zeros among 4,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.errors import Finding
+from fp4convert.numerics.codec import block_steps, dequantize, nearest_values
+from fp4convert.numerics.formats import E2M1_MAX, NVFP4
+from fp4convert.numerics.matrices import Quantized
 from fp4convert.progress import count_text
 
 # Power of the errors of a row, by its own: other values have about 2, zeros 1; rounding left 0.06,
@@ -24,7 +31,49 @@ FEW = 0.25
 # Of the largest value: FP8 has no block scale for values 2^-9 / 448 = 2^-17.8 of it, which become
 # zeros as they must.
 FAINT = 2.0**-16
+UNDERFLOW = "weights-underflow"  # the code of the finding
+LEAST_SCALE = 0x01  # of E4M3: 2^-9
+EXCESS = 1.05  # what a rule's choice of a scale may lose beside the least one
+LOST = 0.5  # of a block's power: from there on rounding has lost it
 Doubles = NDArray[np.float64]
+
+
+def is_underflow(panels: Iterable[tuple[Doubles, Quantized]]) -> bool:
+    """Tell whether all that was lost is too small for its scales.
+
+    Each block that is lost has the nearest codes under its scale, is within the range of the least
+    block scale, and would lose as much under that.
+
+    panels  values of the source, and what they became
+    """
+    has_lost = False
+    for values, q in panels:
+        if q.format is not NVFP4:  # E8M0 reaches down to where float32 ends
+            return False
+        shape = (-1, q.format.block_size)
+        least = replace(q, block_scales=memoryview(bytes([LEAST_SCALE]) * len(q.block_scales)))
+        x, y, nearest, best = (
+            each.reshape(shape).astype(np.float64)
+            for each in (
+                *(values, dequantize(q)),
+                *(nearest_values(values, q), nearest_values(values, least)),
+            )
+        )
+        noise, least_noise = (((x - other) ** 2).sum(axis=1) for other in (y, best))
+        is_lost = noise > LOST * (x**2).sum(axis=1)
+        is_due = (noise <= EXCESS * least_noise) & (y == nearest).all(axis=1)
+        is_due &= np.abs(x).max(axis=1) <= E2M1_MAX * block_steps(least)
+        if not is_due[is_lost].all():
+            return False
+        has_lost |= bool(is_lost.any())
+    return has_lost
+
+
+def underflow(name: str) -> Finding:
+    """Return the finding on weights that is_underflow tells of."""
+    detail = "weights of the source were lost to underflow: they are below half of the smallest"
+    detail += " step that its scales allow; keep it (--exclude), or choose another format"
+    return Finding("error", UNDERFLOW, name, detail)
 
 
 class OddPlaces:

@@ -22,12 +22,12 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_doubles, as_matrix
 from fp4convert.numerics.error_sums import Sums, count_codes
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, dtype_named
-from fp4convert.numerics.matrices import row_panels
+from fp4convert.numerics.matrices import Blocks, Weights, row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
 from fp4convert.quality.kept_values import own_names, split_bytes
-from fp4convert.quality.odd_places import OddPlaces
+from fp4convert.quality.odd_places import OddPlaces, is_underflow, underflow
 from fp4convert.storage.gguf_types import (
     Q8_0,
     decode,
@@ -51,6 +51,7 @@ class Distance(NamedTuple):
     stem     what holds it in the artifact
     dtype    in which the source stores it
     odd      which rows and blocks of packed values are not the source's; "" for none
+    is_lost  what is not the source's was too small for its scales
     answers  mean power of W x over the layer's inputs x, and of (W - V) x; None where nobody asked
     """
 
@@ -59,6 +60,7 @@ class Distance(NamedTuple):
     dtype: str
     odd: str = ""
     answers: tuple[float, float] | None = None
+    is_lost: bool = False
 
     @property
     def output_error(self) -> float | None:
@@ -79,6 +81,8 @@ class Distance(NamedTuple):
         if not math.isfinite(self.sums.noise):
             detail = "its values or the source's are not finite"
             return Finding("error", "not-measurable", name, detail)
+        if self.is_lost:
+            return underflow(name)
         if self.sums.noise > DIFFERENT * self.sums.signal:
             detail = "its values are not the source's, rounded to its format"
             return Finding("error", "source-differs", name, detail)
@@ -168,7 +172,17 @@ def measure(
     stem = artifact.modules[module].stem if module in artifact.modules else module
     answers = (answered, answered_wrongly) if inputs else None
     odd = places.describe() if coding.is_packed else ""
-    return Distance(sums, stem, pair.theirs.refs[0].dtype, odd, answers)
+    is_other = bool(odd) or places.noise > DIFFERENT * places.signal
+    is_lost = is_other and _is_lost(weights, coded)
+    return Distance(sums, stem, pair.theirs.refs[0].dtype, odd, answers, is_lost)
+
+
+def _is_lost(weights: Weights, coded: Blocks | None) -> bool:
+    """Read a layer once more: was what differs too small for its scales?"""
+    panels = row_panels(weights.shape, MEASURED_ELEMENTS)
+    return coded is not None and is_underflow(
+        (as_doubles(weights.rows(*panel)), coded.rows(*panel)) for panel in panels
+    )
 
 
 def _without_factors(

@@ -7,7 +7,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from fp4convert.numerics.matrices import Blocks, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales, swap_nibbles
 from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import fold_originals
+from fp4convert.quality.odd_places import is_underflow, underflow
 from fp4convert.storage.source import Source
 
 COMPARED_MODULES = 64
@@ -51,11 +52,13 @@ class _Fit(NamedTuple):
     residual  what is left of the weights' power with the factor that fits best
     is_off    the factor is not 1, or much is left, and not because of rounding: nearer codes would
               fit much better
+    is_lost   what is left was too small for its scales
     """
 
     residual: float
     factor: float
     is_off: bool
+    is_lost: bool = False
 
 
 def match_source(
@@ -86,21 +89,20 @@ def match_source(
         phases.report(module, 1)
     # The reading of all modules together: the one with the least median residual.
     declared = _Reading(artifact.scale_layout, False)
+    lost = [module for module, found in fits.items() if found[declared].is_lost]
+    fits = {module: found for module, found in fits.items() if module not in lost}
+    findings = [underflow(module) for module in lost]
+    if not fits:
+        return None, findings
     medians = {
         reading: float(np.median([found[reading].residual for found in fits.values()]))
-        for reading in fits[chosen[0]]
+        for reading in next(iter(fits.values()))
         if all(reading in found for found in fits.values())
     }
     best = _choose(medians, declared)
-    leasts = [min(fit.residual for fit in found.values()) for found in fits.values()]
-    odd = [least for least in leasts if least >= DIFFERENT_RESIDUAL]
-    if 2 * len(odd) > len(fits):
-        those = "these" if len(odd) == len(fits) else f"{len(odd)} of {len(fits)} modules compared"
-        detail = f"{those} are not the weights of {source.name}: no layout, nibble order or global"
-        unexplained = f"{100 * float(np.median(odd)):.0f} % of the signal is unexplained"
-        detail += f" scale makes them match ({unexplained})"
-        return None, [Finding("error", "source-differs", None, detail)]
-    findings = [*_check_reading(artifact, None, best, declared)]
+    if other := _check_most(fits, source.name):
+        return None, [other]
+    findings += _check_reading(artifact, None, best, declared)
     # Each module by itself: is it read as the others are, and does it fit then?
     for module, found in fits.items():
         own = _choose({reading: fit.residual for reading, fit in found.items()}, best)
@@ -114,6 +116,18 @@ def match_source(
             detail = f"its values are the source's only after multiplication by {fit.factor:.4g}"
             findings.append(Finding("error", "scale-factor", module, f"{detail}: a scale is wrong"))
     return best.layout if medians[best] < RESIDUAL_LIMIT else None, findings
+
+
+def _check_most(fits: Mapping[str, Mapping[_Reading, _Fit]], name: str) -> Finding | None:
+    """Check that half of the modules fit in some reading."""
+    leasts = [min(fit.residual for fit in found.values()) for found in fits.values()]
+    odd = [least for least in leasts if least >= DIFFERENT_RESIDUAL]
+    if 2 * len(odd) <= len(fits):
+        return None
+    those = "these" if len(odd) == len(fits) else f"{len(odd)} of {len(fits)} modules compared"
+    detail = f"{those} are not the weights of {name}: no layout, nibble order or global scale makes"
+    detail += f" them match ({100 * float(np.median(odd)):.0f} % of the signal is unexplained)"
+    return Finding("error", "source-differs", None, detail)
 
 
 def _choose(residuals: dict[_Reading, float], expected: _Reading) -> _Reading:
@@ -186,7 +200,8 @@ def _fit(x: Doubles, rows: Quantized, slack: float) -> _Fit:
     y = np.where(np.isfinite(values), values, 0).ravel().astype(np.float64)
     power, made, common = dot(x, x), dot(y, y), dot(x, y)
     if not power or not made:
-        return _Fit(float(power != made), 1.0, False)
+        is_lost = power > 0 and is_underflow([(x, rows)])
+        return _Fit(float(power != made), 1.0, False, is_lost)
     residual, factor = 1 - common * common / (power * made), common / made
     is_off = abs(factor - 1) > slack * FACTOR_LIMIT or residual >= slack * RESIDUAL_LIMIT
     if is_off:
@@ -194,7 +209,8 @@ def _fit(x: Doubles, rows: Quantized, slack: float) -> _Fit:
         nearest = nearest_values(x, rows).astype(np.float64)
         least = dot(x - nearest, x - nearest)
         is_off = dot(x - y, x - y) > ROUNDING_EXCESS * least
-    return _Fit(residual, factor, is_off)
+    is_lost = residual >= DIFFERENT_RESIDUAL and is_underflow([(x, rows)])
+    return _Fit(residual, factor, is_off, is_lost)
 
 
 def _check_reading(

@@ -222,7 +222,7 @@ def verify(
     as_meant = _leave_out_misread(found, judged)
     if recorded is not None and pairs is not None:
         findings += check_measured(recorded, as_meant)
-    if any(distance.check(name) for name, distance in found.items()):
+    if any(not each.is_lost and each.check(name) for name, each in found.items()):
         findings += judged.refuted  # the source does not fit, so it refutes nothing
     # 4. The gates: for each tensor, and that there is one to measure.
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())

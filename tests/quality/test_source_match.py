@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import pack_shard, read_shard, run, write_single
 from liars import MODEL
+from rewriting import rewrite
 
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.errors import InputError
@@ -201,3 +202,35 @@ def test_how_many_modules_differ_is_told(count, pair, tmp_path):
     if count > 1:
         those = "2 of 3 modules compared" if count == 2 else "these"
         assert details[None].startswith(f"{those} are not the weights of other")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "faint"), [("mlx", 1e-5), ("compressed-tensors", 2e-8), ("modelopt", 2e-8)]
+)
+def test_values_below_the_least_step_are_lost_to_underflow(dialect, faint, tmp_path):
+    """In mlx by themselves, elsewhere beside another member of their scale group."""
+    names = [f"layers.0.self_attn.{part}_proj" for part in "qkvo"]
+    rng, tensors = np.random.default_rng(1), {}
+    for name in names:
+        x = rng.standard_normal((64, 128), np.float32) * (faint if "k_proj" in name else 0.1)
+        tensors[f"{name}.weight"] = ("F32", x.shape, x.astype(np.float32).tobytes())
+    source, out = write_single(tmp_path / "source", tensors), tmp_path / "out"
+    run("quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", out, "-q")
+    found = errors_of(source, out)
+    assert found == {("weights-underflow", names[1]), ("weights-underflow", f"{names[1]}.weight")}
+    # Zeros in the place of what the scales could hold, and another source, are none.
+    stored = read_shard(out / MODEL)
+    codes = max(
+        (name for name in stored if names[0] in name), key=lambda name: len(stored[name][2])
+    )
+    rewrite(out, MODEL, codes, bytes(64 * 64))
+    assert ("source-differs", names[0]) in errors_of(source, out)
+    x = rng.standard_normal((64, 128), np.float32)
+    tensors[f"{names[1]}.weight"] = ("F32", x.shape, x.tobytes())
+    write_single(source, tensors)
+    assert ("source-differs", f"{names[1]}.weight") in errors_of(source, out)
+
+
+def errors_of(source: Path, out: Path) -> set[tuple[str, str | None]]:
+    findings = run("verify", out, "--source", source, "--json").json["findings"]
+    return {(one["code"], one["tensor"]) for one in findings if one["level"] == "error"}
