@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +25,7 @@ from fp4convert.progress import Phases, count_text
 from fp4convert.quality.config_sizes import find_odd_sizes
 from fp4convert.quality.fused_checks import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
-from fp4convert.quality.missing_parts import MISSING, find_missing
-from fp4convert.quality.odd_places import UNDERFLOW
+from fp4convert.quality.missing_parts import find_missing
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
@@ -110,7 +108,7 @@ def judge(
     if source is None:
         return Judged(tuple(findings), (), detected)
     # A source that fits refutes what was guessed by scales alone.
-    fits = all(one.level != "error" or one.code == UNDERFLOW for one in differing)
+    fits = all(one.level != "error" or one.code == "weights-underflow" for one in differing)
     refuted = tuple(finding for finding in findings if fits and finding.code in GUESSED)
     held = (finding for finding in findings if not fits or finding.code not in GUESSED)
     return Judged((*held, *differing), refuted, layout or detected)
@@ -122,9 +120,11 @@ def _excuse(findings: Iterable[Finding], source: Source, recipe: Recipe) -> Iter
     modules = {ref.name.rpartition(".")[0] for ref in known.tensors}
     alike = {one.tensor for one in find_missing(modules, known.config, recipe)}
     for finding in findings:
-        is_alike = finding.code == MISSING and finding.tensor in alike
-        detail = "it is missing in the source, too"
-        yield replace(finding, level="warning", detail=detail) if is_alike else finding
+        if finding.code == "module-missing" and finding.tensor in alike:
+            detail = f"{finding.detail}; the source lacks it, too"
+            yield Finding("warning", "module-missing", finding.tensor, detail)
+        else:
+            yield finding
 
 
 def check_headers(artifact: Artifact) -> Iterator[Finding]:

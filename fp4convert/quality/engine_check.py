@@ -11,7 +11,6 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding
 from fp4convert.planning.engine_contents import with_model
 from fp4convert.quality.fused_checks import names_fused
-from fp4convert.quality.odd_places import UNDERFLOW
 from fp4convert.recipes.engine_rows import Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engine_versions import Version
@@ -81,7 +80,7 @@ def _judge(
     Another source than its own, and values that its format cannot hold, are none of the engine's.
     """
     verdict = judge_contents(engine, contents, version)
-    of_source = ("source-differs", UNDERFLOW)
+    of_source = ("source-differs", "weights-underflow")
     errors = [one for one in findings if one.level == "error" and one.code not in of_source]
     if verdict.loads is False or not errors:
         return verdict

@@ -37,7 +37,6 @@ FEWEST_PARTS = 3  # of most layers, by which they are told from other numbered p
 FEWEST_ALIKE = 3  # layers from which a single other one is told
 DIGITS = 18  # of a number in a name
 SHOWN = 5  # missing numbers in a message
-MISSING = "module-missing"  # the code of the finding
 WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
 _Parts = dict[int, set[str]]  # of each layer of a stack, or of each expert
 _Lost = tuple[str, str]  # a module that is not there, and what is said of it
@@ -74,7 +73,7 @@ def find_missing(
         *_missing_parts(stacks, config, modules),
     ]
     for first, detail in lost:
-        yield Finding("error", MISSING, first, detail + WEIGHTLESS)
+        yield Finding("error", "module-missing", first, detail + WEIGHTLESS)
 
 
 def _missing_layers(

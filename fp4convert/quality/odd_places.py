@@ -31,7 +31,6 @@ FEW = 0.25
 # Of the largest value: FP8 has no block scale for values 2^-9 / 448 = 2^-17.8 of it, which become
 # zeros as they must.
 FAINT = 2.0**-16
-UNDERFLOW = "weights-underflow"  # the code of the finding
 LEAST_SCALE = 0x01  # of E4M3: 2^-9
 EXCESS = 1.05  # what a rule's choice of a scale may lose beside the least one
 LOST = 0.5  # of a block's power: from there on rounding has lost it
@@ -73,7 +72,7 @@ def underflow(name: str) -> Finding:
     """Return the finding on weights that is_underflow tells of."""
     detail = "weights of the source were lost to underflow: they are below half of the smallest"
     detail += " step that its scales allow; keep it (--exclude), or choose another format"
-    return Finding("error", UNDERFLOW, name, detail)
+    return Finding("error", "weights-underflow", name, detail)
 
 
 class OddPlaces:
