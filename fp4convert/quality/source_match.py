@@ -52,7 +52,7 @@ class _Fit(NamedTuple):
     residual  what is left of the weights' power with the factor that fits best
     is_off    the factor is not 1, or much is left, and not because of rounding: nearer codes would
               fit much better
-    is_lost   what is left was too small for its scales
+    is_lost   what is left was too small for its scales; of the declared reading alone
     """
 
     residual: float
@@ -158,7 +158,10 @@ def _fit_readings(
     found = {}
     for layout, part in _read_layouts(q, artifact.scale_layout, chunks):
         swapped = replace(part, packed=swap_nibbles(part.packed))
-        found[_Reading(layout, False)] = _fit(x, part, slack)
+        fit = _fit(x, part, slack)
+        if layout == artifact.scale_layout and fit.residual >= DIFFERENT_RESIDUAL:
+            fit = fit._replace(is_lost=is_underflow([(x, part)]))
+        found[_Reading(layout, False)] = fit
         found[_Reading(layout, True)] = _fit(x, swapped, slack)
     return found
 
@@ -200,8 +203,7 @@ def _fit(x: Doubles, rows: Quantized, slack: float) -> _Fit:
     y = np.where(np.isfinite(values), values, 0).ravel().astype(np.float64)
     power, made, common = dot(x, x), dot(y, y), dot(x, y)
     if not power or not made:
-        is_lost = power > 0 and is_underflow([(x, rows)])
-        return _Fit(float(power != made), 1.0, False, is_lost)
+        return _Fit(float(power != made), 1.0, False)
     residual, factor = 1 - common * common / (power * made), common / made
     is_off = abs(factor - 1) > slack * FACTOR_LIMIT or residual >= slack * RESIDUAL_LIMIT
     if is_off:
@@ -209,8 +211,7 @@ def _fit(x: Doubles, rows: Quantized, slack: float) -> _Fit:
         nearest = nearest_values(x, rows).astype(np.float64)
         least = dot(x - nearest, x - nearest)
         is_off = dot(x - y, x - y) > ROUNDING_EXCESS * least
-    is_lost = residual >= DIFFERENT_RESIDUAL and is_underflow([(x, rows)])
-    return _Fit(residual, factor, is_off, is_lost)
+    return _Fit(residual, factor, is_off)
 
 
 def _check_reading(
