@@ -259,7 +259,7 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
 def read_clues(source: Source) -> Clues:
     """Read what a source says of its own quantization."""
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
-    return Clues(source.checkpoint.config, _read_json(source, ENGINE_RECORD), tensors)
+    return Clues(source.checkpoint.config, read_json(source, ENGINE_RECORD), tensors)
 
 
 def is_artifact(source: Source, clues: Clues) -> bool:
@@ -274,7 +274,7 @@ def is_artifact(source: Source, clues: Clues) -> bool:
 
 def read_artifact(source: Source, reference: str) -> Artifact:
     """Read the artifact in a source, which errors call by that reference."""
-    record, clues = _read_json(source, RECORD), read_clues(source)
+    record, clues = read_json(source, RECORD), read_clues(source)
     is_unfinished = source.has_file(PLAN_FILE) and not source.has_file(RECORD)
     groups, dialect = _read_identity(source, reference, clues, record)
     tensors = dict(clues.tensors)
@@ -299,7 +299,7 @@ def read_artifact(source: Source, reference: str) -> Artifact:
     )
 
 
-def _read_json(source: Source, file: str) -> dict[str, object]:
+def read_json(source: Source, file: str) -> dict[str, object]:
     """Read a JSON object; an empty one where there is no such file."""
     if not source.has_file(file):
         return {}
@@ -318,7 +318,7 @@ def _read_identity(
     if not record:
         # A damaged plan says nothing; the folder's own names may still tell what it is.
         with suppress(InputError):
-            begun = _read_json(source, PLAN_FILE).get("identity")
+            begun = read_json(source, PLAN_FILE).get("identity")
     if isinstance(begun, dict) and begun:
         if begun.get("dialect") is None:
             is_pruned = begun.get("format") == "pruned"

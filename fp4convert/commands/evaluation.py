@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.adapters.peft import Adapter, open_recorded
-from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.checkpoint.artifact import open_artifact, read_json
 from fp4convert.checkpoint.record import ADAPTER, describe_adapter, subfolder_recorded
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
@@ -19,8 +19,7 @@ from fp4convert.errors import named
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CARD, RECORD
-from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.source import Source, name_of, read_whole
+from fp4convert.storage.source import Source, name_of
 
 if TYPE_CHECKING:
     from fp4convert.calibration.samples import Feed
@@ -121,16 +120,9 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
 def _open_original(options: EvaluateOptions | CompareOptions, artifact: Source) -> Source:
     """Open the source, in the folder that an artifact's record names."""
     reference, access = os.fspath(options.source), options.original_access()
-    if folder := subfolder_recorded(_record_of(artifact), reference):
+    if folder := subfolder_recorded(read_json(artifact, RECORD), reference):
         access = replace(access, subfolder=folder)
     return open_model(reference, access)
-
-
-def _record_of(artifact: Source) -> dict[str, object]:
-    """Read our record of an artifact; {} where it has none."""
-    if not artifact.has_file(RECORD):
-        return {}
-    return parse_json_object(read_whole(artifact, RECORD), RECORD)
 
 
 def _task(
@@ -143,7 +135,7 @@ def _task(
     from fp4convert.calibration.side_by_side import Task
     from fp4convert.planning.tensor_parallel import pad_as_recorded
 
-    record = _record_of(artifact)
+    record = read_json(artifact, RECORD)
     return Task(
         source=pad_as_recorded(record, source),
         artifact=artifact,

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from fp4convert.checkpoint.artifact import read_json
 from fp4convert.errors import InputError
 from fp4convert.execution.settings import Settings
 from fp4convert.process import processors
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNDIGESTED, recorded_hashes
 from fp4convert.storage.disk import hash_stream
-from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.source import Source, read_whole
+from fp4convert.storage.source import Source
 
 
 def refuse_harmed(source: Source, output: Path, settings: Settings) -> None:
@@ -23,9 +23,9 @@ def refuse_harmed(source: Source, output: Path, settings: Settings) -> None:
     whoever began.
     """
     is_begun = settings.is_joining and (output / PLAN_FILE).exists()
-    if is_begun or source.is_streamed or not source.has_file(RECORD):
+    if is_begun or source.is_streamed:
         return
-    recorded = recorded_hashes(parse_json_object(read_whole(source, RECORD), RECORD))
+    recorded = recorded_hashes(read_json(source, RECORD))
     for file in sorted(recorded.keys() - UNDIGESTED):
         if not source.has_file(file):
             raise _unsound(source, f"file-missing: {file} is recorded, and not there")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form, with_fused
+from fp4convert.checkpoint.encodings.floats import DOUBLE
 from fp4convert.checkpoint.modules import form_finder
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8, MXFP4
@@ -31,7 +32,7 @@ def check_fused(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     packed = artifact.packed
     stored = {ref.name for one in packed.values() for ref in one.refs}
     others = [ref for name, ref in artifact.tensors.items() if name not in stored]
-    kept = (ref for ref in others if ref.dtype in (*FLOAT_TYPES, "F64"))
+    kept = (ref for ref in others if ref.dtype in (*FLOAT_TYPES, DOUBLE))
     words = {**ordinary_matrices(kept), **{name: one.form.word for name, one in packed.items()}}
     unread = {
         ref.name.removesuffix(WEIGHT): PACKED_WORDS[ref.dtype]
