@@ -18,6 +18,7 @@ from pathlib import Path
 
 from cpu.conversion import ROUNDS, THREADS, scratch_folder, words_of
 from harness.checkpoints import LAYER_NBYTES, make_checkpoint, make_small_checkpoint
+from harness.gate import SECONDS
 from harness.processes import COMMAND, Cost, median_of, ratio_of, run, run_together, take_turns
 from harness.sections import Row, Section
 
@@ -62,7 +63,7 @@ def sections(is_quick: bool) -> list[Section]:
             " itself.",
             ("command", "seconds"),
             lines,
-            "CPU-seconds",
+            SECONDS,
             is_floor=False,
         ),
     ]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from harness.sections import Section, printed
 
 TOLERANCE = 0.25  # of the committed ratio
+SECONDS = "CPU-seconds"  # heads what is judged by itself: no ratio of two things measured in turn
 
 Key = tuple[str, ...]  # a section's title, then a row's labels
 
@@ -41,6 +42,8 @@ def ratios(sections: Iterable[Section]) -> dict[Key, Ratio]:
     """Every ratio by the name of its row; ValueError where two rows have one name."""
     found: dict[Key, Ratio] = {}
     for section in sections:
+        if section.ratio_heading == SECONDS:
+            continue
         for row in section.rows:
             key = (section.title, *row.labels)
             if row.ratio is not None and key in found:

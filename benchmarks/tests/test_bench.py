@@ -141,6 +141,11 @@ def test_a_loss_is_told_with_both_ratios():
     assert str(only) == "Whole / 2 GB: 1.30 committed, 2.60 now (-100%)"
 
 
+def test_seconds_are_not_compared_with_those_of_another_day():
+    began = Section("Start", "", ("command",), (Row(("merge",), (), 0.18, 0.4),), gate.SECONDS)
+    assert gate.ratios([began, SLOW]).keys() == {("Whole", "2 GB")}
+
+
 def test_rows_of_one_name_are_refused():
     with pytest.raises(ValueError, match="two rows are named Kernels / gcc / amax"):
         gate.ratios([FAST, FAST])
