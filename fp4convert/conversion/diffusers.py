@@ -21,8 +21,9 @@ from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError, NumericError, named, shell_line
+from fp4convert.execution.carry_out import carry_out
 from fp4convert.execution.folder import OutputFolder
-from fp4convert.execution.job import Job, carry_out, check_output, opened
+from fp4convert.execution.job import Job, check_output, opened
 from fp4convert.execution.output_check import missing_nbytes
 from fp4convert.execution.plan_file import (
     digest_of,

@@ -35,12 +35,13 @@ from fp4convert.conversion.experts import (
     read_routing,
 )
 from fp4convert.errors import InputError
-from fp4convert.execution.job import Job, carry_out
+from fp4convert.execution.carry_out import carry_out
+from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.workers import CopyWorker
 from fp4convert.numerics.backends import open_backend
 from fp4convert.planning.completeness import refuse_forgotten
-from fp4convert.planning.quantize_plan import notes_on
+from fp4convert.planning.notes import notes_on
 from fp4convert.planning.steps import (
     Plan,
     Step,

@@ -44,8 +44,9 @@ from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
+from fp4convert.execution.carry_out import carry_out
 from fp4convert.execution.folder import OutputFolder
-from fp4convert.execution.job import begin, carry_out
+from fp4convert.execution.job import begin
 from fp4convert.execution.quantizer import Quantizer
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend

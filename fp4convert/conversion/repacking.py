@@ -44,7 +44,8 @@ from fp4convert.conversion.options import TranscodeOptions
 from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import Carrier, describe_carried
-from fp4convert.execution.job import Job, carry_out
+from fp4convert.execution.carry_out import carry_out
+from fp4convert.execution.job import Job
 from fp4convert.execution.repacker import Dequantizer, Transcoder
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend

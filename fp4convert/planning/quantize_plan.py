@@ -16,7 +16,7 @@ from fp4convert.checkpoint.adapters.peft import ALONE
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
-from fp4convert.checkpoint.encodings.base import Linear, input_scale_of, is_fp8
+from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.encodings.corrected import BIAS_DTYPE, InTiles, biases_in_tiles
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.checkpoint.expert_stacks import are_stacked, ending_of, rules_of
@@ -43,6 +43,13 @@ from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kept_dtype import expanded_spec, idle_keep_dtype, is_expanded, narrow
 from fp4convert.planning.kv_cache_scales import Cache
 from fp4convert.planning.no_effect import find_idle
+from fp4convert.planning.notes import (
+    NO_CONFIG,
+    note_left_behind,
+    note_stacks,
+    note_unchanged,
+    notes_on,
+)
 from fp4convert.planning.steps import (
     Plan,
     Step,
@@ -52,30 +59,16 @@ from fp4convert.planning.steps import (
     refuse_collisions,
     spec_of,
 )
-from fp4convert.progress import count_text
 from fp4convert.recipes.patterns import sift
-from fp4convert.recipes.recipe import (
-    Recipe,
-    ScaleGroup,
-    gather_groups,
-    is_expert_stack,
-    scale_groups,
-)
+from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups, scale_groups
 from fp4convert.recipes.rules import StackRule
-from fp4convert.storage.checkpoint_files import WEIGHTS
 from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
 
-GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
-MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
 INPUTS_TOO = (
     "engines of this dialect quantize activations to four bits, as with --activations 4, by scales"
     " that they find themselves"
-)
-NO_CONFIG = (
-    "the source has no config.json, or an empty one; the one written holds only the quantization"
-    " record"
 )
 
 
@@ -140,13 +133,13 @@ def plan_quantize(
     warnings = (
         *notes_on(checkpoint),
         *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
-        *_note_stacks(checkpoint, consumed),
+        *note_stacks(checkpoint, consumed),
         *([INPUTS_TOO] if dialect.TRAITS.correction else uneven_groups(verdicts, recipe, tasks)),
         *warnings_on_four_bits(verdicts, recipe),
         *of_other_types(tasks),
         *chain(notes, more, scalars.cache.notes),
-        *_note_left_behind(linears, tasks, scalars),
-        *_note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
+        *note_left_behind(linears, tasks, scalars.inputs, scalars.cache.own),
+        *note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
@@ -478,115 +471,3 @@ def refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) 
                 "Use --dialect gguf, or give the folder of the model's config.json: --config DIR."
             )
         raise InputError("dialect-container", detail, next_step)
-
-
-def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
-    """Say what a person should know of a source, whatever becomes of it."""
-    if omitted := checkpoint.unindexed:
-        yield (
-            f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are taken"
-            " all the same"
-        )
-    copies = [file for file in checkpoint.left_out if file.startswith(MISTRALS)]
-    if copies:
-        yield f"{copies[0]!r} is left out: Mistral's own copy of the weights, under its own names"
-    left_out = [file for file in checkpoint.left_out if file not in copies]
-    if len(left_out) == 1:
-        yield f"1 file holds weights in another form and is left out: {left_out[0]!r}"
-    elif left_out:
-        yield (
-            f"{len(left_out)} files hold weights in another form and are left out, the first"
-            f" {left_out[0]!r}"
-        )
-    if beside := [file for file in checkpoint.sidecars if file.endswith(WEIGHTS)]:
-        yield (
-            f"{count_text(len(beside), 'file')} of weights in folders of the source, the first"
-            f" {beside[0]!r}: copied as they are"
-        )
-    programs = [file for file in checkpoint.sidecars if file.endswith(".py")]
-    if programs or "auto_map" in checkpoint.config:
-        yield (
-            f"the model has custom code ({', '.join(programs) or 'elsewhere'}): copied, never run;"
-            " engines will ask to trust it"
-        )
-
-
-def _note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[str]:
-    """Name stacks of experts that stay."""
-    experts = [
-        ref.name
-        for ref in checkpoint.tensors
-        if len(ref.shape) == STACK_DIMENSIONS
-        and ref.dtype in FLOAT_TYPES
-        and (is_expert_stack(ref.name, ref.shape) or GGUF_STACK in ref.name)
-        and ref.name not in consumed
-    ]
-    if experts:
-        yield (
-            f"{len(experts)} stacks of expert matrices are not quantized, the first {experts[0]!r}"
-        )
-
-
-def _note_left_behind(linears: Linears, tasks: Iterable[Task], scalars: Scalars) -> Iterator[str]:
-    """Name scales that only the engine of a packed source has a use for.
-
-    Where those of activations are given, these take their place.
-    """
-    stays = [
-        step for task in tasks for step in task.steps if step.action == "copy" and step.is_made
-    ]
-    kept = {ref.name for step in stays for ref in step.outputs}
-    is_written = any(step.scalar is not None for task in tasks for step in task.steps)
-    is_given = is_written and scalars.inputs is not UNIT_SCALE
-    idle = [
-        ref.name
-        for linear in linears.of.values()
-        for ref in (*linear.idle, *linear.refs)
-        if _is_of_activations(ref.name.rpartition(".")[2]) and ref.name not in kept and not is_given
-    ]
-    caches = [ref.name for ref in linears.idle if ref.name not in scalars.cache.own]
-    taken = "; --input-scale SOURCE takes them over" if is_written else ""
-    for names, what, more in (
-        (idle, "activation scales", taken),
-        (caches, "KV cache scales", ""),
-    ):
-        if names:
-            yield (
-                f"{len(names)} {what} of the source are left out, the first {names[0]!r}: they"
-                f" belong to how it was quantized{more}"
-            )
-
-
-def _is_of_activations(word: str) -> bool:
-    return "input" in word or "activation" in word
-
-
-def _note_unchanged(
-    verdicts: Mapping[str, Verdict], recipe: Recipe, asked: Iterable[str]
-) -> Iterator[str]:
-    """Name what the request does not reach.
-
-    asked  modules that are asked for, where embeddings among them are no use to any engine
-    """
-    made = [verdict for verdict in verdicts.values() if verdict.is_made]
-    if recipe.target.via and (
-        same := [one for one in made if one.action != "quantize" or is_fp8(one.linear)]
-    ):
-        if len(same) == len(made):
-            detail = "--via fp8 changes nothing: every module is FP8 or in four bits already"
-            raise InputError("idle-option", detail, "Leave --via out.")
-        yield (
-            f"--via fp8 changes nothing for {len(same)} modules that are FP8 or in four bits"
-            f" already, the first {same[0].linear.name}"
-        )
-    for module in asked:
-        if recipe.kind_of(module) == "embedding":
-            yield (
-                f"{module} is an embedding, which no engine of dialect {recipe.target.dialect}"
-                " reads in four bits"
-            )
-    if not made:
-        yield (
-            f"no tensor becomes {recipe.format.name}: every one is kept, for the reasons that"
-            " --dry-run lists"
-        )

@@ -22,12 +22,8 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import dtype_named
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.kept_dtype import expanded_spec, idle_keep_dtype, narrow, word_of
-from fp4convert.planning.quantize_plan import (
-    kept_modules,
-    list_left_out,
-    notes_on,
-    refuse_other_container,
-)
+from fp4convert.planning.notes import notes_on
+from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refuse_other_container
 from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions, spec_of
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec

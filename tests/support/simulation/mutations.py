@@ -37,7 +37,7 @@ TAKEOVER = "execution/takeover.py"
 DISK, FINISH, WRITER = "storage/disk.py", "execution/finish.py", "storage/shard_writer.py"
 UPLOAD, REPOSITORY = "storage/hub/upload.py", "storage/hub/repository.py"
 PUBLISH = "commands/publish.py"
-JOB, PLAN = "execution/job.py", "execution/plan_file.py"
+JOB, PLAN = "execution/carry_out.py", "execution/plan_file.py"
 
 MUTATIONS: dict[str, Mutation] = {
     "no-fsync-of-shards": Mutation(

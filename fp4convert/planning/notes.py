@@ -1,0 +1,142 @@
+"""Say what a person should know of a source, and of what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from fp4convert.checkpoint.encodings.base import is_fp8
+from fp4convert.checkpoint.encodings.floats import STACK_DIMENSIONS
+from fp4convert.checkpoint.linears import Linears
+from fp4convert.errors import InputError
+from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.planning.activation_scales import UNIT_SCALE, InputScales
+from fp4convert.planning.decisions import Verdict
+from fp4convert.planning.steps import Task
+from fp4convert.progress import count_text
+from fp4convert.recipes.recipe import Recipe, is_expert_stack
+from fp4convert.storage.checkpoint_files import WEIGHTS
+from fp4convert.storage.source import Checkpoint
+
+GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
+MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
+NO_CONFIG = (
+    "the source has no config.json, or an empty one; the one written holds only the quantization"
+    " record"
+)
+
+
+def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
+    """Say what a person should know of a source, whatever becomes of it."""
+    if omitted := checkpoint.unindexed:
+        yield (
+            f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are taken"
+            " all the same"
+        )
+    copies = [file for file in checkpoint.left_out if file.startswith(MISTRALS)]
+    if copies:
+        yield f"{copies[0]!r} is left out: Mistral's own copy of the weights, under its own names"
+    left_out = [file for file in checkpoint.left_out if file not in copies]
+    if len(left_out) == 1:
+        yield f"1 file holds weights in another form and is left out: {left_out[0]!r}"
+    elif left_out:
+        yield (
+            f"{len(left_out)} files hold weights in another form and are left out, the first"
+            f" {left_out[0]!r}"
+        )
+    if beside := [file for file in checkpoint.sidecars if file.endswith(WEIGHTS)]:
+        yield (
+            f"{count_text(len(beside), 'file')} of weights in folders of the source, the first"
+            f" {beside[0]!r}: copied as they are"
+        )
+    programs = [file for file in checkpoint.sidecars if file.endswith(".py")]
+    if programs or "auto_map" in checkpoint.config:
+        yield (
+            f"the model has custom code ({', '.join(programs) or 'elsewhere'}): copied, never run;"
+            " engines will ask to trust it"
+        )
+
+
+def note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[str]:
+    """Name stacks of experts that stay."""
+    experts = [
+        ref.name
+        for ref in checkpoint.tensors
+        if len(ref.shape) == STACK_DIMENSIONS
+        and ref.dtype in FLOAT_TYPES
+        and (is_expert_stack(ref.name, ref.shape) or GGUF_STACK in ref.name)
+        and ref.name not in consumed
+    ]
+    if experts:
+        yield (
+            f"{len(experts)} stacks of expert matrices are not quantized, the first {experts[0]!r}"
+        )
+
+
+def note_left_behind(
+    linears: Linears, tasks: Iterable[Task], inputs: InputScales, taken: Collection[str]
+) -> Iterator[str]:
+    """Name scales that only the engine of a packed source has a use for.
+
+    Where those of activations are given, these take their place.
+
+    inputs  what says those of activations
+    taken   scales of a cache of keys and values that are taken over
+    """
+    stays = [
+        step for task in tasks for step in task.steps if step.action == "copy" and step.is_made
+    ]
+    kept = {ref.name for step in stays for ref in step.outputs}
+    is_written = any(step.scalar is not None for task in tasks for step in task.steps)
+    is_given = is_written and inputs is not UNIT_SCALE
+    idle = [
+        ref.name
+        for linear in linears.of.values()
+        for ref in (*linear.idle, *linear.refs)
+        if _is_of_activations(ref.name.rpartition(".")[2]) and ref.name not in kept and not is_given
+    ]
+    caches = [ref.name for ref in linears.idle if ref.name not in taken]
+    hint = "; --input-scale SOURCE takes them over" if is_written else ""
+    for names, what, more in (
+        (idle, "activation scales", hint),
+        (caches, "KV cache scales", ""),
+    ):
+        if names:
+            yield (
+                f"{len(names)} {what} of the source are left out, the first {names[0]!r}: they"
+                f" belong to how it was quantized{more}"
+            )
+
+
+def _is_of_activations(word: str) -> bool:
+    return "input" in word or "activation" in word
+
+
+def note_unchanged(
+    verdicts: Mapping[str, Verdict], recipe: Recipe, asked: Iterable[str]
+) -> Iterator[str]:
+    """Name what the request does not reach.
+
+    asked  modules that are asked for, where embeddings among them are no use to any engine
+    """
+    made = [verdict for verdict in verdicts.values() if verdict.is_made]
+    if recipe.target.via and (
+        same := [one for one in made if one.action != "quantize" or is_fp8(one.linear)]
+    ):
+        if len(same) == len(made):
+            detail = "--via fp8 changes nothing: every module is FP8 or in four bits already"
+            raise InputError("idle-option", detail, "Leave --via out.")
+        yield (
+            f"--via fp8 changes nothing for {len(same)} modules that are FP8 or in four bits"
+            f" already, the first {same[0].linear.name}"
+        )
+    for module in asked:
+        if recipe.kind_of(module) == "embedding":
+            yield (
+                f"{module} is an embedding, which no engine of dialect {recipe.target.dialect}"
+                " reads in four bits"
+            )
+    if not made:
+        yield (
+            f"no tensor becomes {recipe.format.name}: every one is kept, for the reasons that"
+            " --dry-run lists"
+        )
