@@ -473,8 +473,14 @@ def check_range(q: Quantized, dtype: str) -> None:
 
     dtype  safetensors' name
     """
-    if dtype != "F32" and _largest(block_steps(q)) * E2M1_MAX > FLOAT_TYPES[dtype].largest:
-        check_largest(_largest(dequantize(q)), dtype)
+    if _largest(block_steps(q)) * E2M1_MAX <= FLOAT_TYPES[dtype].largest:
+        return
+    largest, widest = _largest(dequantize(q)), FLOAT_TYPES["F32"].largest
+    if largest > widest:
+        detail = f"its scales make values beyond {widest:g}, the largest of fp32"
+        next_step = "Start from the original weights; see: fp4convert inspect."
+        raise NumericError("scale-not-finite", detail, next_step)
+    check_largest(largest, dtype)
 
 
 def check_largest(largest: float, dtype: str) -> None:

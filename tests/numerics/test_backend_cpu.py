@@ -245,13 +245,24 @@ def test_fp16_holds_65504_and_nothing_beyond(cpus: Cpus, fmt: Format) -> None:
 
 @pytest.mark.parametrize(
     ("scales", "stored"),
-    [(b"\x7f\x7e", 1e6), (b"\x7e\x7e", 1e38), (b"\xfe\x38", 100.0)],
-    ids=["nan", "inf", "negative"],
+    [(b"\x7f\x7e", 1e6), (b"\xfe\x38", 100.0)],
+    ids=["nan", "negative"],
 )
 def test_nothing_hides_an_overflow_of_fp16(cpus: Cpus, scales: bytes, stored: float) -> None:
-    """A NaN scale beside it, 0 * Inf beside it, a negative block scale."""
+    """A NaN scale beside it, a negative block scale."""
     packed = np.repeat(np.array([0xF0, 0xFF], np.uint8), 8)
     q = Quantized(NVFP4, (2, 16), packed.data, memoryview(scales), stored)
     for cpu in cpus.values():
         with pytest.raises(NumericError, match="beyond 65504"):
             cpu.dequantize(q, "F16")
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+def test_values_beyond_fp32_are_sent_to_no_other_dtype(cpus: Cpus, dtype: str) -> None:
+    """448 * 1e38 is Inf, beside 0 * Inf."""
+    packed = np.repeat(np.array([0xF0, 0xFF], np.uint8), 8)
+    q = Quantized(NVFP4, (2, 16), packed.data, memoryview(b"\x7e\x7e"), 1e38)
+    for cpu in cpus.values():
+        with pytest.raises(NumericError, match=r"beyond 3.40282e\+38") as refused:
+            cpu.dequantize(q, dtype)
+        assert refused.value.code == "scale-not-finite"
