@@ -69,13 +69,11 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
     is_asked = format_named(recipe.target.format).is_fp4
     if forms and is_asked and not any(form.format.is_fp4 for form in forms):
         words = " and ".join(form.word for form in dict.fromkeys(forms))
-        detail = (
-            f"the recipe makes {words} of every module and {recipe.target.format} of none;"
-            " expected modules of four bits"
-        )
-        raise InputError(
-            "no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows."
-        )
+        detail = f"every module becomes or stays {words}, none {recipe.target.format}"
+        next_step = "Leave some modules out of the recipe's [[format]] rows."
+        if any(verdict.form and verdict.stays for verdict in verdicts.values()):
+            next_step = "Exclude fewer modules, so that some are quantized."
+        raise InputError("no-four-bit", f"{detail}; expected modules of four bits", next_step)
     # A scale group is quantized whole where only some of it would be taken over.
     taken_over = {verdict.group for verdict in verdicts.values() if verdict.action == "transcode"}
     groups = gather_groups(
