@@ -352,7 +352,8 @@ def build_recipe(
         detail = "--stack-rows says how gate and up share a stack; expected --stack-order with it"
         raise InputError("unknown-stack", detail, f"Add --stack-order {' or '.join(STACK_ORDERS)}.")
 
-    files = [_fill_ranges(file, config) for file in _find_files(config, options.recipe)]
+    written = _find_files(config, options.recipe)
+    files = [_fill_ranges(file, config) for file in written]
     # The most special file says first how modules are stored, grouped and made.
     later_first = files[::-1]
     keep = tuple(rule for file in later_first for rule in file.keep)
@@ -371,18 +372,29 @@ def build_recipe(
         folds=tuple(rule for file in later_first for rule in file.folds),
         options=options,
         experts=tuple(rule for file in later_first for rule in file.experts),
-        asked=_asked_in(file for file in later_first if file.is_users),
+        asked=_asked_in(zip(files[::-1], written[::-1], strict=True)),
         draft=next((file.draft for file in later_first if file.draft), ""),
     )
 
 
-def _asked_in(files: Iterable[RecipeFile]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the patterns of users' files that have to match some module."""
+def _asked_in(
+    files: Iterable[tuple[RecipeFile, RecipeFile]],
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Return the patterns of users' files that have to match some module.
+
+    files  with the layer numbers of a model in their patterns, and as they are written, which
+           stands where a rule's ranges hold no number
+    """
     asked: dict[str, tuple[tuple[str, ...], ...]] = {}
-    for file in files:
-        keep = tuple(rule.patterns for rule in file.keep if not rule.may_be_absent)
-        formats = tuple(tuple(rule.patterns) for rule in file.formats)
-        asked |= {f"{file.name}: [[keep]]": keep, f"{file.name}: [[format]]": formats}
+    for file, written in files:
+        if file.is_users:
+            kept = zip(file.keep, written.keep, strict=True)
+            keep = tuple(
+                rule.patterns or plain.patterns for rule, plain in kept if not rule.may_be_absent
+            )
+            made = zip(file.formats, written.formats, strict=True)
+            formats = tuple(tuple(rule.patterns or plain.patterns) for rule, plain in made)
+            asked |= {f"{file.name}: [[keep]]": keep, f"{file.name}: [[format]]": formats}
     return asked
 
 

@@ -133,11 +133,9 @@ def test_layers_that_the_engine_reads_in_no_four_bits_are_kept(tmp_path):
     [
         ("mlx", 6, "as with --exclude '*.experts.*': mlx-lm 0.32 reads these modules in no four"),
         ("vllm", 0, ""),
-        (
-            "mlx --format mxfp4",
-            None,
-            "stacks the weights",
-        ),  # something is given: it is left at that
+        # something is given: it is left at that
+        ("mlx --format mxfp4", None, "stacks the weights"),
+        ("mlx --format mxfp8", None, "stacks the weights"),
     ],
 )
 def test_experts_that_the_engine_reads_in_no_four_bits_are_kept(words, copied, told, tmp_path):

@@ -143,3 +143,15 @@ def test_matrices_of_float64_are_to_be_saved_as_float32(tmp_path):
 def test_analyze_refuses_such_a_pattern_too(tmp_path):
     outcome = run("analyze", write_llama(tmp_path / "m"), "--exclude", "o_proj", "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "unmatched-pattern")
+
+
+@pytest.mark.parametrize("table", ["[[keep]]\nreason = 'x'", "[[format]]\nformat = 'mxfp8'"])
+@pytest.mark.parametrize("layers", ["{0:num_layerz}", "{1:0}"])
+def test_a_range_without_layers_is_refused(layers, table, tmp_path):
+    """A key that config.json lacks, and a range that ends before it begins."""
+    recipe = tmp_path / "own.toml"
+    recipe.write_text(f'about = "x"\n{table}\nmodules = ["model.layers.{layers}.*"]\n')
+    source = write_llama(tmp_path / "m")
+    words = ("--format", "nvfp4", "--recipe", recipe, "-o", tmp_path / "out", "--json")
+    error = run("quantize", source, *words).json["error"]
+    assert (error["code"], layers in error["message"]) == ("unmatched-pattern", True)
