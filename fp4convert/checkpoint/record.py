@@ -234,15 +234,18 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
     }
 
 
-def subfolder_recorded(record: Mapping[str, object], reference: str) -> str | None:
-    """Return the folder of a repository that an artifact was made from.
+def place_recorded(record: Mapping[str, object], reference: str) -> tuple[str | None, str | None]:
+    """Return commit and folder of the repository an artifact is from.
 
-    reference  what a person names as its source; another one has no such folder
+    reference  what a person names as its source; another one has no such commit and folder
     """
-    match record:
-        case {"source": {"repo": str(repo)}, "options": {"subfolder": str(folder)}}:
-            return folder if repo == reference and not os.path.exists(reference) else None
-    return None
+    origin, options = record.get("source"), record.get("options")
+    if not isinstance(origin, dict) or origin.get("repo") != reference or os.path.exists(reference):
+        return None, None
+    commit = origin.get("revision")
+    folder = options.get("subfolder") if isinstance(options, dict) else None
+    found = [text if isinstance(text, str) else None for text in (commit, folder)]
+    return found[0], found[1]
 
 
 def groups_recorded(record: Mapping[str, object]) -> tuple[Group, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.adapters.peft import Adapter, open_recorded
 from fp4convert.checkpoint.artifact import open_artifact, read_json
-from fp4convert.checkpoint.record import ADAPTER, describe_adapter, subfolder_recorded
+from fp4convert.checkpoint.record import ADAPTER, describe_adapter, place_recorded
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
 from fp4convert.commands.options import CompareOptions, EvaluateOptions, as_path, public
@@ -118,10 +118,10 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
 
 
 def _open_original(options: EvaluateOptions | CompareOptions, artifact: Source) -> Source:
-    """Open the source, in the folder that an artifact's record names."""
+    """Open the source, at the commit and in the folder of a record."""
     reference, access = os.fspath(options.source), options.original_access()
-    if folder := subfolder_recorded(read_json(artifact, RECORD), reference):
-        access = replace(access, subfolder=folder)
+    commit, folder = place_recorded(read_json(artifact, RECORD), reference)
+    access = replace(access, revision=commit, subfolder=folder or access.subfolder)
     return open_model(reference, access)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
-from fp4convert.checkpoint.record import ADAPTER, subfolder_recorded
+from fp4convert.checkpoint.record import ADAPTER, place_recorded
 from fp4convert.checkpoint.whole_model import refuse_one_shard
 from fp4convert.commands.options import (
     CompareOptions,
@@ -199,12 +200,13 @@ def _original(options: InspectOptions | VerifyOptions, artifact: Artifact) -> So
 def _open_recorded(
     options: InspectOptions | VerifyOptions | CompareOptions, artifact: Artifact
 ) -> Source:
-    """Open the source in the folder and with the zeros of a record."""
+    """Open the source by its record: its commit, folder and zeros."""
     from fp4convert.planning.tensor_parallel import pad_as_recorded
 
     reference = os.fspath(options.source or "")
-    folder = subfolder_recorded(artifact.record, reference)
-    source = open_original(reference, options.original_access(), folder)
+    commit, folder = place_recorded(artifact.record, reference)
+    access = replace(options.original_access(), revision=commit)
+    source = open_original(reference, access, folder)
     return pad_as_recorded(artifact.record, source)
 
 

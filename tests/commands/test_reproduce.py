@@ -433,6 +433,18 @@ def test_a_subfolder_of_a_repository_is_recorded(hub, source, tmp_path):
     assert run("reproduce", artifact, "--json").json["reproduced"] is True
 
 
+def test_a_source_is_read_at_the_recorded_commit(hub, source, tmp_path):
+    """The repository has moved on since; where the commit is gone, no other takes its place."""
+    commit = hub.add("org/m", source)
+    artifact = made("org/m", tmp_path / "out", "--format", "nvfp4")
+    hub.add("org/m", changed(source, tmp_path / "c"))
+    verified = run("verify", artifact, "--source", "org/m", "--json")
+    assert (verified.code, verified.json["findings"]) == (0, [])
+    del hub.repos["org/m"].commits[commit]
+    error = run("verify", artifact, "--source", "org/m", "--json").json["error"]
+    assert (error["code"], "a folder on this disk" in error["next"]) == ("no-revision", True)
+
+
 TRANSCODED = {
     "nvfp4": ("--format", "nvfp4"),
     "nvfp4, 4 bits": ("--format", "nvfp4", "--activations", "4"),

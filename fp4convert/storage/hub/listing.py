@@ -143,7 +143,8 @@ def _refusal(repo: str, access: Access, status: int, code: str | None) -> Fp4Err
 
     if code == "RevisionNotFound":
         detail = f"{repo}: the Hub has no revision {access.revision!r} of it"
-        next_step = "Give a branch, a tag or a commit: --revision REV."
+        next_step = "Give a branch, a tag or a commit: --revision REV; for the source of an"
+        next_step += " artifact a folder on this disk."
         return InputError("no-revision", detail, next_step)
     if status == 404:
         detail = f"{repo}: no such folder or file here, and no such repository on the Hub"
