@@ -143,7 +143,7 @@ class _Run:
         # A part of the work writes none of these again.
         if self._settings.share is None and (edited := find_edited(folder)):
             more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
-            self._settings.tell(f"changed since, and written again as before: {edited[0]}{more}")
+            self._settings.tell(f"changed since, and written again: {edited[0]}{more}")
         self._settings.phases.begin(self._worker.action, sum(self._sizes.values()))
         while True:
             do_together(self._find_left, self._do_free, self._tell_whom)
@@ -275,7 +275,7 @@ class _Run:
         """
         elsewhere = self._folder.elsewhere
         again = find_harmed(self._folder, self._settings.phases, self._settings.is_forced)
-        why = "they are not what was written"
+        why = "not all of them are what was written"
         if elsewhere and all(map(self._has_gone, again)):
             why = f"{elsewhere.name} does not hold them any more"
         for task in again:

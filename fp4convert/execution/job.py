@@ -20,7 +20,7 @@ from fp4convert.execution.plan_file import LARGE_NBYTES, Manifest, TaskFiles, nb
 from fp4convert.execution.settings import Settings
 from fp4convert.execution.takeover import open_output
 from fp4convert.planning.steps import Plan
-from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, SIGNATURE
+from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, SIGNATURE, holds_weights
 from fp4convert.storage.source import Source
 
 OPTIONS = "the options"
@@ -119,7 +119,9 @@ class Job:
             [shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]]
             for shard in checkpoint.shards
         ]
-        stamps = {shard.file: checkpoint.stamps[shard.file] for shard in checkpoint.shards}
+        shards = [shard.file for shard in checkpoint.shards]
+        weights = (*shards, *filter(holds_weights, self.sidecars))  # of a pipeline, too
+        stamps = {file: checkpoint.stamps[file] for file in weights}
         source = _sha256([*headers, *(part.identity for part in self.parts.values())])
         record = dict(self.record or {})
         origin = record.pop("source", None)  # repository and commit

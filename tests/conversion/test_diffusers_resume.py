@@ -67,6 +67,18 @@ def test_a_second_run_finds_everything_done(wan, tmp_path):
     )
 
 
+def test_other_weights_of_a_copied_component_are_another_plan(tmp_path):
+    """A finished result keeps those that it was made with."""
+    source, out = write_wan(tmp_path / "wan"), tmp_path / "q"
+    quantize(source, out)
+    weights = next(source.glob("vae/*.safetensors"))
+    before = (out / weights.relative_to(source)).read_bytes()
+    weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    outcome = quantize(source, out)
+    assert error_of(outcome)[:2] == (5, "other-plan")
+    assert (out / weights.relative_to(source)).read_bytes() == before
+
+
 def test_what_was_damaged_is_done_again_and_nothing_loads_the_pipeline_meanwhile(
     wan, tmp_path, monkeypatch
 ):

@@ -107,7 +107,7 @@ def test_no_report_is_written_of_a_part_of_the_records(source, tmp_path, monkeyp
         )
         return real(folder)
 
-    monkeypatch.setattr("fp4convert.execution.job.write_ending", end_without_one)
+    monkeypatch.setattr("fp4convert.execution.carry_out.write_ending", end_without_one)
     outcome = quantize(source, tmp_path / "out")
     assert (outcome.code, outcome.json["error"]["code"]) == (5, "unfinished")
     assert not (tmp_path / "out" / "quantization_report.json").exists()

@@ -118,8 +118,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "nothing-is-checked-at-the-end": Mutation(
         JOB,
-        '        why = "they are not what was written"\n',
-        '        again, why = [], "they are not what was written"\n',
+        '        why = "not all of them are what was written"\n',
+        '        again, why = [], "not all of them are what was written"\n',
         "a shard that was damaged since stays",
     ),
     "seals-without-times": Mutation(
