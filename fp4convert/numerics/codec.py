@@ -473,7 +473,7 @@ def check_range(q: Quantized, dtype: str) -> None:
 
     dtype  safetensors' name
     """
-    if _largest(block_steps(q)) * E2M1_MAX <= FLOAT_TYPES[dtype].largest:
+    if dtype == "F32" or _largest(block_steps(q)) * E2M1_MAX <= FLOAT_TYPES[dtype].largest:
         return
     largest, widest = _largest(dequantize(q)), FLOAT_TYPES["F32"].largest
     if largest > widest:
