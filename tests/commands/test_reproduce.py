@@ -441,8 +441,13 @@ def test_a_source_is_read_at_the_recorded_commit(hub, source, tmp_path):
     verified = run("verify", artifact, "--source", "org/m", "--json")
     assert (verified.code, verified.json["findings"]) == (0, [])
     del hub.repos["org/m"].commits[commit]
-    error = run("verify", artifact, "--source", "org/m", "--json").json["error"]
-    assert (error["code"], "a folder on this disk" in error["next"]) == ("no-revision", True)
+    (tmp_path / "text.txt").write_text("Some words.")
+    words = ("--source", "org/m", "--json")
+    evaluated = ("evaluate", artifact, "--text", tmp_path / "text.txt")
+    commands = [("verify", artifact), ("inspect", artifact), ("compare", artifact, artifact)]
+    for command in (*commands, evaluated):
+        error = run(*command, *words).json["error"]
+        assert (error["code"], "a folder on this disk" in error["next"]) == ("no-revision", True)
 
 
 TRANSCODED = {
