@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, whole
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
@@ -18,6 +17,7 @@ from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.expert_stacks import Stacked
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
+from fp4convert.checkpoint.unread import find_unread
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import dtype_named
 from fp4convert.planning.completeness import refuse_forgotten
@@ -127,12 +127,14 @@ class Contents(NamedTuple):
     others      those of eight bits, and of int4
     forms       of the modules in the result; one that has none becomes floats
     keep_dtype  that was asked for; the target's may be what the artifact was made with
+    is_recorded  a record of an engine says that the artifact is quantized
     """
 
     modules: Mapping[str, Packed]
     others: Mapping[str, Linear]
     forms: Mapping[str, Form]
     keep_dtype: str | None = None
+    is_recorded: bool = False
 
 
 def plan_transcode(
@@ -220,7 +222,7 @@ def _steps_of(
     recipe: Recipe,
 ) -> list[tuple[str, Step]]:
     """Make the step of every place, beside the file that it is in."""
-    modules, others, forms, _ = contents
+    modules, others, forms, *_ = contents
     groups = scale_groups(modules, recipe.groups)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
     for module, packed in modules.items():
@@ -329,14 +331,11 @@ def refuse_other_matrices(checkpoint: Checkpoint, contents: Contents) -> None:
     }
     linears = (*contents.others.values(), *_expandable(checkpoint))
     known |= {ref.name for linear in linears for ref in (*linear.refs, *linear.idle)}
-    found = [
-        ref.name
-        for ref in checkpoint.tensors
-        if ref.name not in known
-        and (
-            is_quantized_tensor(ref) or (ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT))
-        )
-    ]
+    tensors = {ref.name: ref for ref in checkpoint.tensors}
+    found = [ref.name for ref in find_unread(tensors, known, contents.is_recorded)]
+    known |= set(found)
+    fp8 = (ref.name for ref in checkpoint.tensors if ref.dtype.startswith("F8_"))
+    found += [name for name in fp8 if name.endswith(WEIGHT) and name not in known]
     if found:
         detail = (
             f"{len(found)} tensors are quantized in a way that cannot be carried, the first"

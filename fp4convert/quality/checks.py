@@ -17,7 +17,9 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, schemes_of, strings
 from fp4convert.checkpoint.dialects.forms import from_layers, parents_of
 from fp4convert.checkpoint.dialects.registry import METHODS
+from fp4convert.checkpoint.linears import find_unread_codes
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
+from fp4convert.checkpoint.unread import find_beside
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
@@ -39,6 +41,7 @@ from fp4convert.storage.source import Source
 ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20
 # Of a repository on the Hub: a download of seconds, whatever its size.
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96
+MATRIX = 2  # dimensions
 SPREAD = 8  # modules apart are those whose layout is judged one after the other
 DRAFT_HEAD = (
     "it drafts tokens for another model, and no engine serves it alone: name it as the speculative"
@@ -191,6 +194,7 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     """Check what is quantized and what is not, by the names of tensors."""
     traits = artifact.spelling.TRAITS
     yield from _check_beside(artifact)
+    yield from _check_unread(artifact)
     # Tensors that the index of the checkpoint leaves out.
     if omitted := artifact.source.checkpoint.unindexed:
         detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}"
@@ -230,6 +234,31 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     if idle := idle_scales(artifact.modules, artifact.cache_scales, has_inputs):
         detail = f"{len(idle)} scales of four-bit modules, the first {idle[0]}: {UNSAID}"
         yield Finding("note", "scales-idle", None, f"{detail}; transcode leaves them out")
+
+
+def _check_unread(artifact: Artifact) -> Iterator[Finding]:
+    """Name the codes that nothing here reads, and so nothing checks.
+
+    An error where a stack has scales, all under names that no engine of the dialect looks for.
+    Where another finding is an error, that one says more.
+    """
+    told = any(one.level == "error" or one.code == "stack-unread" for one in artifact.findings)
+    unread = [] if told else find_unread_codes(artifact)
+    if not unread:
+        return
+    traits = artifact.spelling.TRAITS
+    endings: dict[str, list[str]] = {ref.name: [] for ref in unread if len(ref.shape) > MATRIX}
+    for beside in find_beside(artifact.tensors, endings):
+        if beside.is_scale:
+            endings[beside.weight].append(beside.ending)
+    known = (*traits.suffixes, *traits.unread_stacks)
+    foreign = [name for name, found in endings.items() if found and not set(found) & set(known)]
+    first = artifact.tensors[foreign[0]] if foreign else unread[0]
+    detail = f"{len(unread)} tensors hold codes that fp4convert does not read, such as"
+    detail += f" {first.name!r} ({first.dtype} {list(first.shape)}); they were not checked"
+    if foreign:
+        detail += f", and engines of dialect {artifact.dialect} look for no scales of their names"
+    yield Finding("error" if foreign else "warning", "stack-unread", None, detail)
 
 
 def _check_beside(artifact: Artifact) -> Iterator[Finding]:
