@@ -11,6 +11,7 @@ from typing import Any
 
 from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.checkpoint.artifact import open_artifact, open_quantized
+from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.commands import publish
 from fp4convert.commands.options import MergeOptions, as_warnings, public
@@ -172,6 +173,7 @@ def transcode(options: TranscodeOptions) -> Result:
     settings.phases.begin("plan")
     artifact = open_artifact(os.fspath(options.artifact), options.access(output))
     refuse_one_shard(artifact.source, os.fspath(options.artifact))
+    refuse_misnamed(artifact.source, os.fspath(options.artifact))
     donor = open_source(os.fspath(options.template)) if options.template else None
     plan = repacking.prepare_transcode(artifact, options, donor)
     refuse_idle([plan.idle])

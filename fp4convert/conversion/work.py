@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.diffusers import PipelineConversion, component_options
 from fp4convert.conversion.engine_choice import check_plan
@@ -136,6 +137,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     conversions = {}
     for name, component in components.items():
         with named(name):
+            refuse_misnamed(component, component.name)
             own = component_options(options, source, name)
             plan = prepare_quantize(component, own)
             verdict = check_plan(plan, component.checkpoint, own)

@@ -18,6 +18,7 @@ from fp4convert.checkpoint.dialects.base import Clues, schemes_of, strings
 from fp4convert.checkpoint.dialects.forms import from_layers, parents_of
 from fp4convert.checkpoint.dialects.registry import METHODS
 from fp4convert.checkpoint.linears import find_unread_codes
+from fp4convert.checkpoint.misnamed import find_misnamed
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.checkpoint.unread import find_beside
 from fp4convert.errors import Finding
@@ -221,6 +222,8 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
         modules = {*artifact.packed, *kept}
         if is_draft_head(modules):
             yield Finding("note", "draft-head", None, DRAFT_HEAD)
+        if misnamed := find_misnamed(artifact.source.checkpoint):
+            yield Finding("error", misnamed.code, misnamed.tensor, misnamed.detail)
         yield from find_missing(modules, artifact.source.checkpoint.config, recipe)
         shapes = {
             name.removesuffix(WEIGHT): ref.shape
