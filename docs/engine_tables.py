@@ -143,6 +143,7 @@ def about(condition: Condition) -> str:
     words += [f"experts beside in {word}" for word in condition.beside_experts]
     words += [f"finding `{code}`" for code in condition.findings]
     words += [f"`{glob}` quantized" for glob in condition.modules]
+    words += [f"files `{glob}`" for glob in condition.files]
     words += [" or ".join(f"{cache.upper()} cache" for cache in condition.caches)]
     for name, yes, no in (
         ("has_experts", "experts", "no experts"),

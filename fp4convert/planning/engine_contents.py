@@ -56,7 +56,7 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
 
 
 def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
-    """Add what config.json says, which may be that of a plain Llama."""
+    """Add names of files, and what config.json says, which may be that of a plain Llama."""
     config = checkpoint.config
     is_head = is_draft_head(ref.name for ref in checkpoint.tensors)
     is_speculators = SPECULATORS.items() <= config.items()
@@ -64,6 +64,7 @@ def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
         model=HEAD if is_head else str(config.get("model_type", "")),
         classes=(EAGLE3,) if is_speculators else class_names(config),
         has_code="auto_map" in config,
+        files=frozenset(shard.file for shard in checkpoint.shards),
         is_diffusers="_diffusers_version" in config or "_class_name" in config,
     )
 

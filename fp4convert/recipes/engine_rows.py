@@ -39,6 +39,7 @@ class Contents(NamedTuple):
     findings   codes of inspect's; of a plan those on formats alone
     modules    names of all that are quantized
     cache      "fp8" or "nvfp4" where the record asks for such a cache of keys and values
+    files      names of the files that hold its weights
     """
 
     dialect: str
@@ -52,6 +53,7 @@ class Contents(NamedTuple):
     names_fused: bool = True
     findings: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
+    files: frozenset[str] = frozenset()
 
 
 class Condition(NamedTuple):
@@ -68,6 +70,7 @@ class Condition(NamedTuple):
     findings     codes, of which the artifact has one
     modules      globs on names of modules, of which a quantized one fits
     caches       what the cache of keys and values holds
+    files        globs on names of files of weights, of which one fits
     """
 
     dialects: tuple[str, ...] = ()
@@ -80,6 +83,7 @@ class Condition(NamedTuple):
     findings: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     activations: int | None = None
     has_experts: bool | None = None
     has_others: bool | None = None
@@ -116,6 +120,7 @@ class Condition(NamedTuple):
             and all(getattr(self, name) in (None, value) for name, value in facts.items())
             and (not self.modules or _fit_any(self.modules, contents.modules))
             and (not self.caches or contents.cache in self.caches)
+            and (not self.files or _fit_any(self.files, contents.files))
         )
 
 

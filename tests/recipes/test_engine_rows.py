@@ -18,4 +18,8 @@ def test_conditions_ask_for_all_that_they_name():
     assert not Condition(not_models=("lla*",)).fits(made)
     assert not Condition(classes=("LlamaForCausalLM",)).fits(made)
     assert not Condition(findings=("scale-layout",)).fits(made)
+    assert Condition(files=("consolidated*",)).fits(
+        made._replace(files={"consolidated.safetensors"})
+    )
+    assert not Condition(files=("consolidated*",)).fits(made._replace(files={"model.safetensors"}))
     assert not Condition().fits(contents(CT, "fp8 row")), "rows are about four-bit modules"
