@@ -18,6 +18,7 @@ from fp4convert.numerics.fake_quantization import (
     count_exact,
     count_on_grid,
     find_amaxes,
+    find_telling,
     is_on_grid,
 )
 from fp4convert.numerics.formats import GLOBAL_RANGE, Format, global_range
@@ -41,8 +42,18 @@ def glance(weights: Weights, fmt: Format) -> tuple[int, int]:
 
 
 def are_exact(members: Sequence[Weights], fmt: Format) -> bool:
-    """Tell from a glance whether weights come from fake quantization."""
-    counts = [glance(weights, fmt) for weights in members]
+    """Tell from a glance whether weights come from fake quantization.
+
+    Steps are looked for only where enough blocks have few magnitudes: ordinary weights have more
+    in nearly every block.
+    """
+    samples = [as_floats(rows_over(weights, LOOKED_AT)) for weights in members]
+    counts = [(total, len(blocks)) for total, blocks in (find_telling(x, fmt) for x in samples)]
+    if not is_on_grid(sum(total for total, _ in counts), sum(few for _, few in counts)):
+        return False
+    counts = [
+        count_on_grid(x, weights.dtype, fmt) for x, weights in zip(samples, members, strict=True)
+    ]
     return is_on_grid(sum(total for total, _ in counts), sum(found for _, found in counts))
 
 
