@@ -18,7 +18,7 @@ from fp4convert.conversion.options import DTYPES, KEPT_DTYPES
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.job import Job
 from fp4convert.numerics.matrices import Blocks
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.recipes.options import one_of
 from fp4convert.storage.checkpoint_files import (

@@ -14,7 +14,7 @@ from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.conversion.pace import measure_pace
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import format_named
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.process import processors
 from fp4convert.progress import duration_text
 from fp4convert.recipes.recipe import Target

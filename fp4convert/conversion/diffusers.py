@@ -33,9 +33,10 @@ from fp4convert.execution.plan_file import (
 )
 from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.execution.takeover import refuse_busy
-from fp4convert.execution.workers import CopyWorker
+from fp4convert.makers.maker import Tools
+from fp4convert.numerics.backends import open_backend
 from fp4convert.planning.global_scales import scales_for_component
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE, REPORT
 from fp4convert.storage.disk import write_errors_at
@@ -234,8 +235,8 @@ class PipelineConversion(NamedTuple):
         with self._begun(settings) as folder:
             adopted_nbytes = folder.manifest.nbytes - missing_nbytes(folder.root, folder.manifest)
             results = self._convert(settings)
-            worker = CopyWorker(self.source, "copy", "copied")  # of a plan without tensors
-            copied = carry_out(self._copying(), worker, self.options.folder, settings)
+            tools = Tools(self.source, open_backend("cpu"))
+            copied = carry_out(self._copying(), tools, self.options.folder, settings)
         return self._join_results(results, copied, adopted_nbytes)
 
     def _convert(self, settings: Settings) -> dict[str, Result]:
@@ -296,7 +297,7 @@ class PipelineConversion(NamedTuple):
         plan = replace(self.plan, tasks=())
         parts = {name: conversion.job.manifest() for name, conversion in self.conversions.items()}
         replaced = frozenset({*texts, REPORT})
-        return Job(self.source, plan, texts, None, PIPELINE, replaced, parts)
+        return Job(self.source, plan, texts, None, PIPELINE, replaced, "copy", parts)
 
     def _join_results(
         self, results: dict[str, Result], copied: Result, adopted_nbytes: int

@@ -22,7 +22,7 @@ from fp4convert.errors import ChoiceError, InputError, named, shell_line
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.engine_contents import plan_contents
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.recipes.engine_rows import FOUR_BIT, Contents, Part
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engine_versions import Version

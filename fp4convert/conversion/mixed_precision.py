@@ -34,7 +34,6 @@ from fp4convert.conversion.weight_losses import (
 from fp4convert.errors import InputError
 from fp4convert.execution.job import refuse_inside
 from fp4convert.execution.plan_file import read_manifest
-from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
 from fp4convert.planning.decisions import NAME_SOME
 from fp4convert.progress import Phases, size_text
@@ -185,7 +184,8 @@ def _measure(
         options.tell(f"measuring: {choice.reason}")
     bench = Bench(
         source,
-        Rounding(target, open_backend(choice.device), calibration),
+        target,
+        open_backend(choice.device),
         calibration,
         str(table.made) if table else "row",
         options.folder,

@@ -1,7 +1,7 @@
 """Plan and carry out quantize for one checkpoint.
 
 A request and a source become a recipe, the linear layers and their scales; these become a plan,
-which a Quantizer carries out.
+which makers carry out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fp4convert.conversion.artifact_job import (
     own_card,
     refuse_odd_scale,
 )
+from fp4convert.conversion.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.options import (
     ACTIVATION_BITS,
@@ -43,12 +44,13 @@ from fp4convert.conversion.options import (
 from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
-from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.carry_out import carry_out
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import begin
-from fp4convert.execution.quantizer import Quantizer
 from fp4convert.execution.settings import Result, Settings
+from fp4convert.makers.maker import Tools
+from fp4convert.makers.methods.method import GPTQ, method_for
+from fp4convert.makers.table import callers
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import (
     DAMPING,
@@ -67,14 +69,13 @@ from fp4convert.planning.global_scales import open_global_scales
 from fp4convert.planning.kv_cache_scales import Cache, plan_cache
 from fp4convert.planning.method_needs import (
     FOLDING,
-    GPTQ,
     UNAIDED,
     open_statistics,
     reopened,
     with_statistics,
 )
+from fp4convert.planning.plan import Plan
 from fp4convert.planning.quantize_plan import Scalars, plan_quantize
-from fp4convert.planning.steps import Plan
 from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks, refuse_bad_splits
 from fp4convert.progress import size_text
 from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
@@ -376,10 +377,11 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     choice = choose_device(settings.device, plan.target, rounded_by(plan))
     if choice.reason:
         settings.tell(choice.reason)
-    worker = Quantizer(source, plan.target, open_backend(choice.device), calibration)
+    backend = open_backend(choice.device)
+    tools = Tools(source, backend, calibration, callers(plan.target, backend, calibration))
     _prove_scales(plan, settings)
-    with worker.working():
-        result = carry_out(artifact_job(source, plan), worker, output, settings)
+    with method_for(plan.target, FORMATS[plan.target.format]).working():
+        result = carry_out(artifact_job(source, plan), tools, output, settings)
     if plan.adapter:
         result = replace(result, adapter=describe_adapter(plan))
     if settings.share or not any(step.action == "transcode" for step in plan.steps):

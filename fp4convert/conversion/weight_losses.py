@@ -39,13 +39,14 @@ from fp4convert.calibration.input_power import column_power, weighted
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, NumericError
+from fp4convert.execution.crew import read_again_if_damaged
 from fp4convert.execution.leases import Leases, do_together
 from fp4convert.execution.plan_file import STATE, refuse_links
-from fp4convert.execution.repacker import find_not_finite
-from fp4convert.execution.rounding import Rounding
-from fp4convert.execution.settings import UnsoundShardError, summarize
-from fp4convert.execution.workers import read_again_if_damaged
-from fp4convert.numerics.backends.base import Given
+from fp4convert.execution.settings import summarize
+from fp4convert.makers.maker import Tools, UnsoundShardError
+from fp4convert.makers.methods.method import Group, method_for
+from fp4convert.makers.spelling import find_not_finite
+from fp4convert.numerics.backends.base import Backend, Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_floats, not_finite
 from fp4convert.numerics.formats import Format, format_named
@@ -53,6 +54,7 @@ from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
 from fp4convert.numerics.matrices import InMemory
 from fp4convert.progress import Phases
 from fp4convert.quality.losses import RowSample, sample_matrix
+from fp4convert.recipes.recipe import Target
 from fp4convert.storage.disk import replace_file
 from fp4convert.storage.json_text import MISSHAPEN, read_text_file
 from fp4convert.storage.source import ASKED_AT_ONCE, Source, stopping
@@ -101,7 +103,8 @@ class Bench:
     """
 
     source: Source
-    rounding: Rounding
+    target: Target
+    backend: Backend
     calibration: Calibration | None = None
     granularity: str = "row"
     output: Path | None = None
@@ -197,7 +200,7 @@ def removed_if_refused(output: Path) -> Iterator[None]:
 
 def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
     """Hash all that the losses of a shard's linear layers depend on."""
-    checkpoint, target = bench.source.checkpoint, bench.rounding.target
+    checkpoint, target = bench.source.checkpoint, bench.target
     read = {ref.file for one in own for linear in one.group for ref in linear.refs}
     stamps = [[name, checkpoint.stamps[name]] for name in sorted({file, *read})]
     layers = [
@@ -254,7 +257,7 @@ def _measure_shard(bench: Bench, own: Sequence[Candidate]) -> Losses:
     ordered = sorted(groups.values(), key=lambda group: min(c.linear.refs[0].start for c in group))
     losses: Losses = {}
     unsound: list[NumericError] = []
-    threads = bench.workers or bench.rounding.backend.threads
+    threads = bench.workers or bench.backend.threads
     if source.is_streamed:
         threads = max(threads, ASKED_AT_ONCE)
     with ThreadPoolExecutor(threads) as pool, stopping(source):
@@ -337,7 +340,13 @@ def _noises_of_fp4(
     noises = [np.zeros(one.shape[1]) for one in members]
     whole = list(read.values()) if amax is None else []
     current = first = 0
-    for number, q in bench.rounding.panels(whole, members, modules, fmt, Given(amax)):
+    tools, group = (
+        Tools(bench.source, bench.backend, bench.calibration),
+        Group(whole, members, modules, fmt),
+    )
+    method = method_for(bench.target, fmt)
+    under = method.under(group, tools, Given(amax))
+    for number, q in method.panels(group, tools, under):
         first = first if number == current else 0
         x = as_floats(members[number].rows(first, first + q.shape[0]))
         noises[number] += column_power(x - Cpu().values(q))
@@ -350,7 +359,7 @@ def _noise_of_fp8(bench: Bench, weights: InMemory, fmt: Format) -> NDArray[np.fl
     rows, columns = weights.shape
     is_whole = bench.granularity == "tensor" and not fmt.block_size
     block = (rows if is_whole else 1, fmt.block_size or columns)
-    scales = find_scales(weights, block, fmt, bench.rounding.target.rule_for(fmt))
+    scales = find_scales(weights, block, fmt, bench.target.rule_for(fmt))
     parts = round_to_fp8(weights, scales, block)
     noise: NDArray[np.float64] = sum(
         (column_power(as_floats(part.x) - part.values) for part in parts), np.zeros(columns)

@@ -19,7 +19,7 @@ from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.planning.tensor_parallel import OPTION
 from fp4convert.progress import Phases
 from fp4convert.recipes.engine_verdicts import Verdict

@@ -51,6 +51,9 @@ class Format:
     has_global_scale: bool
     element_dtype: str = FP4_CODES
 
+    def __repr__(self) -> str:
+        return self.name
+
     @property
     def is_fp4(self) -> bool:
         """Tell whether the codes are E2M1."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from fp4convert.errors import shell_line
 from fp4convert.planning.engine_contents import class_names, plan_contents
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
 from fp4convert.recipes.engines import Engine, known_engines

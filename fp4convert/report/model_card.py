@@ -20,8 +20,8 @@ from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.engine_contents import plan_contents
+from fp4convert.planning.plan import Plan
 from fp4convert.planning.serving import load_code
-from fp4convert.planning.steps import Plan
 from fp4convert.recipes.engine_verdicts import Verdict, failures_of, trap_text, verdicts_on
 from fp4convert.recipes.engines import Engine
 from fp4convert.report.text import adapter_text, evaluation_rows, fake_quantized_text, spell

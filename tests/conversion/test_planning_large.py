@@ -24,7 +24,7 @@ from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.execution.settings import Settings
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.open import open_source
 

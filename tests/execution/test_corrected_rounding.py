@@ -7,12 +7,16 @@ import pytest
 from cpu_levels import every_level
 
 from fp4convert.checkpoint.encodings import corrected
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import FLOATS
 from fp4convert.errors import NumericError
-from fp4convert.execution import corrected_rounding
-from fp4convert.execution.corrected_rounding import find_correction, round_corrected
-from fp4convert.execution.rounding import Rounding
+from fp4convert.makers import corrected as rounding
+from fp4convert.makers.corrected import Corrected, find_correction
+from fp4convert.makers.maker import Tools
+from fp4convert.makers.methods.method import method_for
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_matrix, decode_e2m1, unpack
+from fp4convert.numerics.formats import NVFP4
 from fp4convert.numerics.matrices import InMemory
 from fp4convert.recipes.recipe import Target
 
@@ -80,7 +84,7 @@ def test_smooth_factors_are_those_of_the_pull_request_and_all_numbers_bf16():
 def test_every_level_finds_the_same(tmp_path, monkeypatch):
     weights, found = in_memory(MATRICES["flat"]), {}
     for level, cpu in every_level(tmp_path).items():
-        for module in (corrected, corrected_rounding):
+        for module in (corrected, rounding):
             monkeypatch.setattr(module, "Cpu", lambda cpu=cpu: cpu)
         correction, amax = find_correction(weights, RANK)
         found[level] = [part.tobytes() for part in correction[:3]], amax
@@ -99,10 +103,16 @@ def test_a_matrix_of_less_rank_is_all_correction():
     )
 
 
+def round_corrected(weights):
+    linear = Linear("m", weights.shape, FLOATS["F32"], ())
+    maker = Corrected(None, linear, None, method_for(TARGET, NVFP4), TARGET.rule_for(NVFP4))
+    return maker.rounded(weights, RANK, Tools(None, Cpu()))
+
+
 def rounded(w: np.ndarray):
     """The correction, and the panels in one: packed codes, block scales, the global scale."""
     weights = in_memory(w)
-    correction, panels = round_corrected(weights, "m", RANK, Rounding(TARGET, Cpu()))
+    correction, panels = round_corrected(weights)
     codes, scales, globals_ = [], [], set()
     for q in panels:
         low_first = np.frombuffer(q.packed, np.uint8).reshape(q.shape[0], -1)
@@ -153,7 +163,7 @@ def test_outputs_are_no_worse_than_by_the_pull_requests_recipe(name):
 def test_each_panel_says_what_the_weights_have_lost():
     w = MATRICES["flat"].astype(np.float32)
     weights = in_memory(w)
-    _, panels = round_corrected(weights, "m", RANK, Rounding(TARGET, Cpu()))
+    _, panels = round_corrected(weights)
     noise = counted = 0.0
     for q in panels:
         sums = np.frombuffer(q.compared.rows, np.float64).reshape(q.shape[0], -1)

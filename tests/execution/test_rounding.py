@@ -29,7 +29,10 @@ from refusals import refused
 from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.calibration.methods.scaled_weights import Scaled
 from fp4convert.checkpoint.encodings.base import Factors, Folding
-from fp4convert.execution import rounding
+from fp4convert.makers import table
+from fp4convert.makers.maker import Tools
+from fp4convert.makers.methods import gptq
+from fp4convert.makers.methods.method import Group, method_for
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import MXFP4, NVFP4, format_named
@@ -166,14 +169,23 @@ def held(values):
     return InMemory(Matrix(values.reshape(-1).view(np.uint8).data, "F32", values.shape))
 
 
+def panels_of(target, weights, fmt, calibration):
+    """Panels of one matrix, rounded by the method of a target."""
+    tools = Tools(
+        open_source(str(calibration.path.parent / "source")), open_backend("cpu"), calibration
+    )
+    group, method = Group([weights], [weights], [DOWN], fmt), method_for(target, fmt)
+    return [q for _, q in method.panels(group, tools, method.under(group, tools))]
+
+
 def test_errors_are_those_of_the_codes_that_are_written(source, tmp_path, monkeypatch):
     """In panels: what the report will say is measured after GPTQ, not before."""
-    monkeypatch.setattr(rounding, "PANEL_ELEMENTS", 20 * 128)
+    monkeypatch.setattr(gptq, "PANEL_ELEMENTS", 20 * 128)
     file = calibrate(tmp_path / "c.safetensors", source)
-    target = Target("nvfp4", scale_rule="importance", method="gptq")
+    calibration = open_calibration(file)
+    target = Target("nvfp4", None, "importance", method="gptq", calibration=calibration.sha256)
     w = np.random.default_rng(3).standard_normal((50, 128), dtype=np.float32)
-    rounder = rounding.Rounding(target, open_backend("cpu"), open_calibration(file))
-    panels = [q for _, q in rounder.panels([held(w)], [held(w)], [DOWN], NVFP4)]
+    panels = panels_of(target, held(w), NVFP4, calibration)
     assert [q.shape[0] for q in panels] == [20, 20, 10]
     noise = sum(
         np.frombuffer(q.compared.rows, np.float64).reshape(-1, 5)[:, 1].sum() for q in panels
@@ -194,10 +206,8 @@ def test_under_factors_moments_are_those_of_the_inputs_that_arrive(source, tmp_p
     w = np.random.default_rng(3).standard_normal((8, 128), dtype=np.float32)
     calibration = open_calibration(calibrate(tmp_path / "c.safetensors", source))
     scaled = Scaled(held(w), open_source(str(source)), fold, None)
-    rounder = rounding.Rounding(
-        Target("mxfp4", scale_rule="importance", method="awq"), open_backend("cpu"), calibration
-    )
-    ((_, found),) = rounder.panels([scaled], [scaled], [DOWN], MXFP4)
+    target = Target("mxfp4", None, "importance", method="awq", calibration=calibration.sha256)
+    (found,) = panels_of(target, scaled, MXFP4, calibration)
     moments = (calibration.moments(DOWN) / np.square(factors)).astype(np.float32)
     expected = codec.quantize(w * factors, MXFP4, "importance", None, moments)
     assert (bytes(found.packed), bytes(found.block_scales)) == (
@@ -444,10 +454,9 @@ def test_workers_are_as_many_as_memory_holds(source, tmp_path, monkeypatch):
     cpu = open_backend("cpu")
     need = 16 * (8 << 20) + 20 * 128 * 128
     for memory, expected in ((100 * need, cpu.threads), (2 * need, 1), (need // 2, 1)):
-        monkeypatch.setattr(rounding, "memory_nbytes", lambda memory=memory: memory)
-        assert (
-            rounding.Rounding(Target("nvfp4", method="gptq"), cpu, calibration).threads == expected
-        )
+        monkeypatch.setattr(table, "memory_nbytes", lambda memory=memory: memory)
+        target = Target("nvfp4", method="gptq", calibration=calibration.sha256)
+        assert table.callers(target, cpu, calibration) == expected
 
 
 def test_gptq_without_a_file_is_refused(source, tmp_path):

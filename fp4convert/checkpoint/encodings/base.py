@@ -22,6 +22,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.errors import NumericError
 from fp4convert.numerics.codec import Float32s
+from fp4convert.numerics.error_sums import SOURCE
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.numerics.matrices import Blocks, Weights
 from fp4convert.recipes.recipe import Target
@@ -86,6 +87,11 @@ class CodingDefaults(Protocol):
     def change(self) -> str:
         """Say what changes its values on their way, "" for nothing."""
         return ""
+
+    @property
+    def against(self) -> str:
+        """Name the values that losses are counted against."""
+        return SOURCE
 
     @property
     def is_gguf_type(self) -> bool:

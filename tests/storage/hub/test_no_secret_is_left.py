@@ -180,7 +180,7 @@ main()
 BUG = IMPATIENT.replace(
     "main()",
     """
-from fp4convert.execution.workers import Crew
+from fp4convert.execution.crew import Crew
 def fail(*a): raise KeyError('a bug')
 Crew.fill = fail
 main()

@@ -20,7 +20,7 @@ from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize, quantize
 from fp4convert.execution.settings import Settings
 from fp4convert.execution.share import Share
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.storage.local import LocalSource
 from simulation.disk import Disk
 from simulation.hub import REPO, TOKEN

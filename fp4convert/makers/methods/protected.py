@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fp4convert.calibration.statistics import has_few_tokens
 from fp4convert.checkpoint.adapters.merging import LowRank, MergedRows
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
-from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.makers.maker import Tools
+from fp4convert.makers.methods.method import Group, Method, Under
+from fp4convert.numerics.backends.base import OWN, Given
+from fp4convert.numerics.backends.cpu import READ_ELEMENTS, Cpu
 from fp4convert.numerics.codec import Float32s, as_floats, block_steps, encode_e2m1, pack
 from fp4convert.numerics.low_rank import PROTECTION_PASSES, Directions, directions_of, protection_of
 from fp4convert.numerics.matrices import Quantized, Weights
+
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
 
 PANEL_NBYTES = 24  # of an element while it is rounded: weights, steps and values, as tiles too
 
@@ -99,28 +108,49 @@ def measure(
     return math.fsum(effect), math.fsum(error)
 
 
-def with_adapter(
-    panels: Iterator[tuple[int, Quantized]],
-    members: Sequence[Weights],
-    protected: Sequence[bool],
-) -> Iterator[tuple[int, Quantized]]:
-    """Pass panels on, those of merged weights with what the adapter lost.
+class Protected(NamedTuple):
+    """Another method, and what its panels of merged weights keep of the adapter.
 
-    members    by their number, each panel below the one before
-    protected  of each: it is rounded again before, and compared again
+    adapter     hash of the factors and their scale, which are in no repr
+    is_rounded  codes are found again, unless H has protected them; else the effect is measured
+    statistics  sha256 of the calibration file
     """
-    changes = [low_ranks_of(weights) for weights in members]
-    place = [0] * len(members)
-    for number, q in panels:
-        own, first = changes[number], place[number]
-        place[number] += q.shape[0]
-        if not own or q.compared is None:
-            yield number, q
-            continue
-        panel = members[number].rows(first, place[number])
-        x, found, compared = as_floats(panel), q, q.compared
-        if protected[number]:
-            found = round_protected(q, x, directions_in(own))
-            compared = Cpu().compare(panel, found)
-        kept = measure(own, first, x, Cpu().values(found))
-        yield number, replace(found, compared=compared._replace(adapter=kept))
+
+    inner: Method
+    adapter: str
+    is_rounded: bool
+    statistics: str | None = None
+
+    def under(self, group: Group, tools: Tools, given: Given = OWN) -> Under:
+        return self.inner.under(group, tools, given)
+
+    def panels(self, group: Group, tools: Tools, under: Under) -> Iterator[tuple[int, Quantized]]:
+        changes = [low_ranks_of(weights) for weights in group.members]
+        place = [0] * len(group.members)
+        for number, q in self.inner.panels(group, tools, under):
+            low_ranks, first = changes[number], place[number]
+            place[number] += q.shape[0]
+            if not low_ranks or q.compared is None:
+                yield number, q
+                continue
+            panel = group.members[number].rows(first, place[number])
+            x, rounded, compared = as_floats(panel), q, q.compared
+            if self._is_rounded_again(group.modules[number], tools):
+                rounded = round_protected(q, x, directions_in(low_ranks))
+                compared = Cpu().compare(panel, rounded)
+            effect = measure(low_ranks, first, x, Cpu().values(rounded))
+            yield number, replace(rounded, compared=compared._replace(adapter=effect))
+
+    def _is_rounded_again(self, module: str, tools: Tools) -> bool:
+        """Tell whether no Gram matrix has protected the codes already."""
+        if not self.is_rounded or tools.calibration is None:
+            return self.is_rounded
+        return has_few_tokens(tools.calibration, module)
+
+    def caller_nbytes(self, calibration: Calibration | None) -> int:
+        if self.statistics or not self.is_rounded:
+            return self.inner.caller_nbytes(calibration)
+        return PANEL_NBYTES * READ_ELEMENTS
+
+    def working(self) -> AbstractContextManager[None]:
+        return self.inner.working()

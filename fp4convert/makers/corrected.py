@@ -11,49 +11,104 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.corrected import Residual, corrected, residual_of
-from fp4convert.execution.rounding import Rounding
+from fp4convert.makers.maker import Parts, Tools
+from fp4convert.makers.methods.method import Group, Method, method_for
+from fp4convert.makers.methods.protected import PANEL_NBYTES
+from fp4convert.makers.spelling import Losses, Spelling, naming
+from fp4convert.makers.unit import Stem, Unit
 from fp4convert.numerics.backends.base import Given
-from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.backends.cpu import READ_ELEMENTS, Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_floats, not_finite
 from fp4convert.numerics.formats import NVFP4, global_range
 from fp4convert.numerics.low_rank import Correction, basis_of
 from fp4convert.numerics.matrices import Quantized, Weights, row_panels
+from fp4convert.storage.safetensors import TensorRef
 
 SMALLEST = np.float32(1e-6)  # amax of a column, and smooth factor: Diffusers' pull request 14608
 PASSES = 5  # over the weights: leaves less than 1 % more than the best factors of that rank
 PANEL = 1 << 18  # elements, which stay in the second cache
 SEED = 14608
+CALLER_NBYTES = PANEL_NBYTES * READ_ELEMENTS
 f32 = np.float32
 
 
-def round_corrected(
-    weights: Weights, module: str, rank: int, rounding: Rounding
-) -> tuple[Correction, Iterator[Quantized]]:
-    """Return a correction, and panels of what it leaves.
+class Corrected(NamedTuple):
+    """One matrix, which has a global scale to itself."""
 
-    Each panel is compared with the weights, of which it holds what its correction does not.
-    Raises  NumericError on NaN or infinity
-    """
-    correction, amax = find_correction(weights, rank)
-    reach = global_range(rounding.target.rule_for(NVFP4))
-    return correction, _panels(weights, module, correction, rounding, _exact_amax(amax, reach))
+    stem: Stem
+    linear: Linear
+    spelling: Spelling
+    method: Method
+    rule: str
+
+    @property
+    def reads(self) -> tuple[TensorRef, ...]:
+        return self.linear.refs
+
+    @property
+    def measures(self) -> tuple[TensorRef, ...]:
+        return ()
+
+    @property
+    def held_nbytes(self) -> int:
+        return self.linear.nbytes
+
+    @property
+    def pauses(self) -> bool:
+        return False
+
+    def parts(self, tools: Tools) -> Parts:
+        linear, table = self.linear, self.spelling.spoken.TRAITS.correction
+        if table is None:
+            raise RuntimeError("this dialect has no corrections")
+        losses = Losses(self.stem.name, [linear], self.spelling.form)
+        with naming([linear], tools), room_for(tools.source, [linear]):
+            weights = linear.coding.weights(linear, tools.source)
+            correction, panels = self.rounded(weights, table.rank, tools)
+            yield from table.encode(self.stem.name, correction)
+            yield from self.spelling.encode(self.stem, losses.passing(panels))
+        return losses.facts()
+
+    def rounded(
+        self, weights: Weights, rank: int, tools: Tools
+    ) -> tuple[Correction, Iterator[Quantized]]:
+        """Return a correction, and panels of what it leaves.
+
+        Each panel is compared with the weights, of which it holds what its correction does not.
+
+        Raises  NumericError on NaN or infinity
+        """
+        correction, amax = find_correction(weights, rank)
+        given = Given(_exact_amax(amax, global_range(self.rule)))
+        return correction, self._panels(weights, correction, given, tools)
+
+    def _panels(
+        self, weights: Weights, correction: Correction, given: Given, tools: Tools
+    ) -> Iterator[Quantized]:
+        residual, first = Residual(weights, correction), 0
+        group = Group([], [residual], [self.linear.module], NVFP4)
+        under = self.method.under(group, tools, given)
+        for _, q in self.method.panels(group, tools, under):
+            last = first + q.shape[0]
+            values = corrected(Cpu().values(q).reshape(q.shape), correction, first)
+            compared = Cpu().compare_values(weights.rows(first, last), values)
+            counts = q.compared.counts if q.compared else compared.counts
+            yield replace(q, compared=compared._replace(counts=counts))
+            first = last
 
 
-def _panels(
-    weights: Weights, module: str, correction: Correction, rounding: Rounding, amax: float
-) -> Iterator[Quantized]:
-    residual, first = Residual(weights, correction), 0
-    for _, q in rounding.panels([], [residual], [module], NVFP4, Given(amax)):
-        last = first + q.shape[0]
-        values = corrected(Cpu().values(q).reshape(q.shape), correction, first)
-        compared = Cpu().compare_values(weights.rows(first, last), values)
-        counts = q.compared.counts if q.compared else compared.counts
-        yield replace(q, compared=compared._replace(counts=counts))
-        first = last
+def make(unit: Unit) -> Corrected:
+    """Take modules whose form has a correction."""
+    (stem,), (linear,) = unit.stems, unit.linears.values()
+    target, fmt = unit.target, unit.form.format
+    spelling, method = Spelling(str(target.dialect), unit.form), method_for(target, fmt)
+    return Corrected(stem, linear, spelling, method, target.rule_for(fmt))
 
 
 def find_correction(weights: Weights, rank: int) -> tuple[Correction, float]:

@@ -7,11 +7,15 @@ they were made under; here it is looked for, and what came back is counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fp4convert.numerics.backends.base import Given
+from fp4convert.makers.maker import Tools
+from fp4convert.makers.methods.method import Group, Method, Under
+from fp4convert.numerics.backends.base import OWN, Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats
 from fp4convert.numerics.fake_quantization import (
@@ -23,6 +27,9 @@ from fp4convert.numerics.fake_quantization import (
 )
 from fp4convert.numerics.formats import GLOBAL_RANGE, Format, global_range
 from fp4convert.numerics.matrices import Matrix, Quantized, Weights, row_panels
+
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
 
 LOOKED_AT, SAMPLE = 1024, 1 << 16  # elements of a matrix: to tell ordinary weights, and to measure
 
@@ -57,18 +64,19 @@ def are_exact(members: Sequence[Weights], fmt: Format) -> bool:
     return is_on_grid(sum(total for total, _ in counts), sum(found for _, found in counts))
 
 
-def under_their_scale(measured: Sequence[Weights], fmt: Format, rule: str, given: Given) -> Given:
+def under_their_scale(group: Group, rule: str, given: Given) -> Given:
     """Give the amax that most blocks of a scale group come back under.
 
-    measured  all members of the group
-    Returns   what was given where an amax was, where the format has no global scale, where the rule
-              has another one by definition, or where no other brings more blocks back
+    Returns   what was given where a file gives an amax, where the format has no global scale, where
+              the rule has another one by definition, or where no other brings more blocks back
     """
-    is_free = fmt.has_global_scale and given.amax is None and global_range(rule) == GLOBAL_RANGE
-    if not is_free or len({weights.dtype for weights in measured}) > 1:
+    measured, fmt = group.measured, group.fmt
+    is_free = fmt.has_global_scale and global_range(rule) == GLOBAL_RANGE
+    if not is_free or (given.amax is not None and not given.is_own):
         return given
-    panels = (weights.rows(*panel) for weights in measured for panel in row_panels(weights.shape))
-    amax = max(map(Cpu().amax, panels), default=0.0)
+    if len({weights.dtype for weights in measured}) > 1:
+        return given
+    amax = _amax(measured) if given.amax is None else given.amax
     if not np.isfinite(amax) or amax == 0:
         return given
     samples = [rows_over(weights, SAMPLE // len(measured)) for weights in measured]
@@ -81,7 +89,38 @@ def under_their_scale(measured: Sequence[Weights], fmt: Format, rule: str, given
         )
         if exact > most:
             best, most = tried, exact
-    return given if best == amax else given._replace(amax=best)
+    return given if best == amax else Given(best)
+
+
+def _amax(measured: Sequence[Weights]) -> float:
+    panels = (weights.rows(*panel) for weights in measured for panel in row_panels(weights.shape))
+    return max(map(Cpu().amax, panels), default=0.0)
+
+
+class Returning(NamedTuple):
+    """Another method, under the amax that most blocks come back under.
+
+    Panels say how many blocks of such weights came back.
+    """
+
+    inner: Method
+    rule: str
+
+    def under(self, group: Group, tools: Tools, given: Given = OWN) -> Under:
+        given = self.inner.under(group, tools, given).given
+        if not are_exact(group.members, group.fmt):
+            return Under(given)
+        return Under(under_their_scale(group, self.rule, given), is_exact=True)
+
+    def panels(self, group: Group, tools: Tools, under: Under) -> Iterator[tuple[int, Quantized]]:
+        panels = self.inner.panels(group, tools, under)
+        return with_exact(panels, group.members) if under.is_exact else panels
+
+    def caller_nbytes(self, calibration: Calibration | None) -> int:
+        return self.inner.caller_nbytes(calibration)
+
+    def working(self) -> AbstractContextManager[None]:
+        return self.inner.working()
 
 
 def with_exact(
