@@ -124,7 +124,7 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     from fp4convert.conversion.artifact_job import artifact_job
     from fp4convert.conversion.dry_run import describe_plan
     from fp4convert.conversion.options import QuantizeOptions
-    from fp4convert.conversion.quantization import prepare_quantize
+    from fp4convert.conversion.quantize import prepare_quantize
     from fp4convert.execution.settings import Settings
     from fp4convert.storage.open import open_source
 

@@ -15,7 +15,7 @@ from fp4convert.checkpoint.module_names import join_names, reading_rank, split_l
 from fp4convert.checkpoint.record import method_settings
 from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.pace import measure_pace
-from fp4convert.conversion.quantization import describe_adapter
+from fp4convert.conversion.quantize import describe_adapter
 from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Settings
 from fp4convert.makers.methods.returning import glance

@@ -19,12 +19,9 @@ from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.knapsack import Option, choose
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.parts import Parts, is_plain, pattern_of
-from fp4convert.conversion.quantization import (
-    goal_record,
-    plan_with,
-    understand,
-)
+from fp4convert.conversion.quantize import plan_with
 from fp4convert.conversion.recorded_options import options_recorded
+from fp4convert.conversion.request import Request, goal_record, take_apart
 from fp4convert.conversion.weight_losses import (
     SAMPLE_NBYTES,
     Bench,
@@ -144,14 +141,15 @@ def fit(
     if options.via:
         detail = "--via rounds twice, for comparison; with a target every module is rounded once"
         raise InputError("target-via", detail)
-    recipe, linears, scalars = understand(source, options)
-    parts, calibration = Parts.of(source, recipe, linears, scalars), scalars.calibration
+    request = take_apart(source, options)
+    recipe, calibration = request.recipe, request.scalars.calibration
+    parts = Parts.of(source, recipe, request.linears, request.scalars)
     if not parts.modules:
         detail = f"no module becomes {recipe.format.name}, so there is nothing to choose"
         next_step = advise_on_types(source.checkpoint.tensors, NAME_SOME)
         raise InputError("no-linears", detail, next_step)
     recorded = options_recorded(options, source, recipe.target)
-    fitting, known = _Fitting(goal, parts, recorded), parts.known_losses()
+    fitting, known = _Fitting(goal, parts, request, recorded), parts.known_losses()
     fitting.check()
     if not any(recipe.format.name in one.formats for one in parts.candidates):
         count = sum(map(len, parts.modules.values()))
@@ -213,6 +211,7 @@ class _Fitting(NamedTuple):
 
     goal: Goal
     parts: Parts
+    request: Request
     recorded: Mapping[str, object]
 
     def check(self) -> None:
@@ -334,7 +333,7 @@ class _Fitting(NamedTuple):
         """Count the bytes of all files, exactly."""
         rules = self._rules(chosen)
         own, goal = self.parts, self.goal
-        plan = plan_with(own.source, own.recipe, own.linears, own.scalars, rules)
+        plan = plan_with(self.request, rules)
         told = goal_record(goal.bits, own.scalars.calibration)
         plan = replace(plan, goal=told, options=self.recorded)
         return artifact_job(own.source, plan).result_nbytes

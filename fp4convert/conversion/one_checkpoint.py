@@ -13,7 +13,7 @@ from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.mixed_precision import Fit
 from fp4convert.conversion.options import QuantizeOptions, one_adapter
-from fp4convert.conversion.quantization import quantize
+from fp4convert.conversion.quantize import quantize
 from fp4convert.conversion.ray_workers import check_cluster, quantize_together
 from fp4convert.errors import shell_line
 from fp4convert.execution.folder import OutputFolder

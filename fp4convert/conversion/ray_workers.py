@@ -19,12 +19,12 @@ from typing import Any
 
 from fp4convert import errors
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import (
+from fp4convert.conversion.quantize import (
     begin_quantize,
-    padded_as_asked,
     prepare_quantize,
     quantize,
 )
+from fp4convert.conversion.request import padded_as_asked
 from fp4convert.conversion.work_options import ignore
 from fp4convert.errors import (
     DeviceError,

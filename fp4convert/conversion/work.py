@@ -12,7 +12,8 @@ from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import padded_as_asked, prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.conversion.request import padded_as_asked
 from fp4convert.conversion.weight_losses import removed_if_refused
 from fp4convert.errors import InputError, named, shell_line
 from fp4convert.execution.folder import OutputFolder

@@ -12,7 +12,6 @@ The rule `importance` takes statistics of the inputs by every method.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 
 from fp4convert.calibration.calibration_file import open_calibration
@@ -64,11 +63,13 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     return None if file is None else open_calibration(file)
 
 
-def with_statistics(plan: Plan, calibration: Calibration, is_fitted: bool = False) -> Plan:
-    """Put the file into the plan; warn of what it does not change.
+def check_statistics(
+    plan: Plan, calibration: Calibration, is_fitted: bool = False
+) -> tuple[str, ...]:
+    """Check that the file has all that method and rule take; warn of what it does not change.
 
     is_fitted  the file chose formats of modules, too
-    Raises InputError where the file lacks what method and rule take of a linear layer
+    Raises     InputError where the file lacks what method and rule take of a linear layer
     """
     # the linear layers whose inputs method and rule want to know
     method, is_weighed = plan.target.method, plan.target.scale_rule == IMPORTANCE
@@ -91,15 +92,8 @@ def with_statistics(plan: Plan, calibration: Calibration, is_fitted: bool = Fals
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
         for statistic in taken:
             statistic(module)
-    return replace(
-        plan,
-        calibration=str(calibration.path),
-        warnings=(
-            *plan.warnings,
-            *_untouched(plan, is_fitted),
-            *(_spared(plan, calibration, linears) if method == GPTQ else ()),
-        ),
-    )
+    spared = _spared(plan, calibration, linears) if method == GPTQ else ()
+    return (*_untouched(plan, is_fitted), *spared)
 
 
 def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:

@@ -22,7 +22,7 @@ from fp4convert.commands.convert import preview_quantize
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.execution.settings import Settings
 from fp4convert.planning.plan import Plan
 from fp4convert.storage.json_text import as_text

@@ -10,7 +10,7 @@ from made_up_inputs import calibrate, correlated, inputs_of
 from refusals import refused
 
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.storage.open import open_source
 
 GPTQ = ("--method", "gptq")

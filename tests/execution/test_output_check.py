@@ -13,7 +13,7 @@ from diffusion import write_wan
 
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.errors import OutputError
 from fp4convert.execution import output_check
 from fp4convert.execution.job import check_output

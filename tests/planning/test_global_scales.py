@@ -27,7 +27,7 @@ from lazy_cuda import Machine
 from safetensors.torch import load_file, save_file
 
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.makers.methods import returning
 from fp4convert.numerics.backends import cuda_stream, gpus, self_check
 from fp4convert.planning.global_scales import Stored, amax_of

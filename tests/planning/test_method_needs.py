@@ -132,8 +132,8 @@ def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, m
 def test_a_file_that_changes_meanwhile_is_noticed(source, calibration, tmp_path):
     """Between the plan and the work."""
     from fp4convert.conversion.options import QuantizeOptions
-    from fp4convert.conversion.quantization import prepare_quantize
-    from fp4convert.conversion.quantization import quantize as carry_out
+    from fp4convert.conversion.quantize import prepare_quantize
+    from fp4convert.conversion.quantize import quantize as carry_out
     from fp4convert.errors import InputError
     from fp4convert.execution.settings import Settings
     from fp4convert.storage.open import open_source

@@ -170,7 +170,10 @@ def test_the_groups_of_experts_stay_inside_each_expert(tmp_path):
     for expert in (0, 1):
         w1, w2, w3 = (f"{LAYER}.mlp.experts.{expert}.{leaf}.weight" for leaf in ("w1", "w2", "w3"))
         assert {ref.name for ref in step_of(plan, w1).maker.measures} == {w1, w3}
-        assert (step_of(plan, w2).group, [ref.name for ref in step_of(plan, w2).maker.measures]) == (
+        assert (
+            step_of(plan, w2).group,
+            [ref.name for ref in step_of(plan, w2).maker.measures],
+        ) == (
             None,
             [w2],
         )

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from fp4convert.calibration.methods.awq_smooth import Smoother
-from fp4convert.calibration.methods.folds import uses_of
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.adapters.peft import Adapter
@@ -23,17 +21,9 @@ from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.conversion.artifact_job import (
-    CARD_LEFT,
-    artifact_job,
     check_keep_dtype,
-    check_scalars,
     check_word,
-    dialect_of,
-    own_card,
-    refuse_odd_scale,
 )
-from fp4convert.conversion.carried_blocks import describe_carried, stored_blocks, taken_over
-from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.options import (
     ACTIVATION_BITS,
     CACHES,
@@ -41,17 +31,9 @@ from fp4convert.conversion.options import (
     QuantizeOptions,
     chosen_adapter,
 )
-from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
-from fp4convert.execution.carry_out import carry_out
-from fp4convert.execution.folder import OutputFolder
-from fp4convert.execution.job import begin
-from fp4convert.execution.settings import Result, Settings
-from fp4convert.makers.maker import Tools
-from fp4convert.makers.methods.method import GPTQ, method_for
-from fp4convert.makers.table import callers
-from fp4convert.numerics.backends import open_backend
+from fp4convert.makers.methods.method import GPTQ
 from fp4convert.numerics.formats import (
     DAMPING,
     FORMATS,
@@ -63,72 +45,27 @@ from fp4convert.numerics.formats import (
     format_named,
 )
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
-from fp4convert.planning.engine_contents import engine_warnings
-from fp4convert.planning.fold_plan import FoldedLayers, use_folds
 from fp4convert.planning.global_scales import open_global_scales
 from fp4convert.planning.kv_cache_scales import Cache, plan_cache
 from fp4convert.planning.method_needs import (
     FOLDING,
     UNAIDED,
     open_statistics,
-    reopened,
-    with_statistics,
 )
 from fp4convert.planning.plan import Plan
-from fp4convert.planning.quantize_plan import Scalars, plan_quantize
-from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks, refuse_bad_splits
-from fp4convert.progress import size_text
+from fp4convert.planning.quantize_plan import Scalars
+from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks
 from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
 from fp4convert.recipes.options import DRAFTS, KEEP, one_of
-from fp4convert.recipes.recipe import Recipe, Target, build_recipe, model_recipe
-from fp4convert.recipes.rules import FoldUse, FormatRule
+from fp4convert.recipes.recipe import Recipe, Target, build_recipe
+from fp4convert.recipes.rules import FoldUse
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import parse_json_object
-from fp4convert.storage.padded import PaddedSource
-from fp4convert.storage.source import Source, prove_all, read_whole, uncollected
+from fp4convert.storage.source import Source, read_whole, uncollected
 
 MOST_PASSES = 100  # a larger number is a typing error
 # How names of formats begin that other tools make.
 OTHER_FORMATS = re.compile(r"(mx)?fp[68]|u?int\d|w\d+a\d+|nf4|i?q\d|awq|gptq")
-
-
-def prepare_quantize(
-    source: Source, options: QuantizeOptions, formats: tuple[FormatRule, ...] = ()
-) -> Plan:
-    """Plan what `quantize` carries out.
-
-    formats  of modules, before those of the recipe: a choice that was made to fit a size
-    Raises   InputError for anything that the options or the source have wrong
-    """
-    recipe, linears, scalars = understand(source, options)
-    folds = _own_folds(source)
-    if folds and options.lora:
-        detail = f"{source.name} is quantized, and its weights hold factors of AWQ or SmoothQuant"
-        detail = f"{detail}, which --lora was not trained beside; expected weights without them"
-        raise InputError("adapter-folded", detail)
-    plan = plan_with(source, recipe, linears, scalars, formats)
-    plan = replace(plan, folds=tuple(dict.fromkeys((*folds, *plan.folds))))
-    if scalars.calibration:
-        is_fitted = (options.target_size, options.target_bits) != (None, None)
-        goal = goal_record(options.target_bits, scalars.calibration) if is_fitted else None
-        plan = with_statistics(replace(plan, goal=goal), scalars.calibration, is_fitted)
-    # Whoever names an engine does not ask what others do with the result.
-    traps = () if options.engine else engine_warnings(plan, source.checkpoint)
-    recorded = options_recorded(options, source, recipe.target, plan)
-    plan = replace(plan, warnings=(*plan.warnings, *traps), options=recorded)
-    given = [scalars.inputs.source, scalars.weights.source if scalars.weights else None]
-    plan = replace(plan, scale_sources=tuple(filter(None, given)))
-    if own_card(source):
-        plan = replace(plan, warnings=(*plan.warnings, CARD_LEFT))
-    if isinstance(source, PaddedSource):
-        refuse_bad_splits(plan, int(options.pad_for_tp or 0))
-        plan = replace(plan, warnings=(*plan.warnings, source.note))
-    is_carried = any(step.action == "transcode" for step in plan.steps)
-    if is_carried and not source.is_streamed:  # from a Hub each would be a request: the run tells
-        for module, q in stored_blocks(plan):
-            refuse_odd_scale(module, q)
-            check_scalars(module, q, None, dialect_of(plan))
-    return plan
 
 
 def _own_folds(source: Source) -> tuple[FoldUse, ...]:
@@ -168,13 +105,60 @@ def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
     return pad_for_ranks(source, options.pad_for_tp, max(block_size, 1))
 
 
-def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linears, Scalars]:
-    """Read the recipe, the linear layers and their scales.
+class Request(NamedTuple):
+    """A source and what is to become of it: all that a plan is made of.
 
-    All plans of these options are made of them.
+    is_fitted   formats of modules are chosen for a size
+    goal        they are chosen for, as our record says it
+    has_traps   a person is told where engines of the dialect fail: no engine was asked for
+    ranks       of tensor parallelism that zeros were added for; 0 for none
+    recorded    of a plan: the options that the bytes depend on, as our record says them
+    """
+
+    source: Source
+    recipe: Recipe
+    linears: Linears
+    scalars: Scalars
+    recorded: Callable[[Plan], dict[str, object]]
+    is_fitted: bool = False
+    goal: Mapping[str, object] | None = None
+    has_traps: bool = True
+    ranks: int = 0
+    folds: tuple[FoldUse, ...] = ()
+
+
+def take_apart(source: Source, options: QuantizeOptions) -> Request:
+    """Read recipe, linear layers and scales; nothing behind this sees the options.
 
     Raises  InputError for anything that the options or the source have wrong
     """
+    recipe, linears, scalars = _understand(source, options)
+    folds = _own_folds(source)
+    if folds and options.lora:
+        detail = f"{source.name} is quantized, and its weights hold factors of AWQ or SmoothQuant"
+        detail = f"{detail}, which --lora was not trained beside; expected weights without them"
+        raise InputError("adapter-folded", detail)
+    is_fitted = (options.target_size, options.target_bits) != (None, None)
+
+    def recorded(plan: Plan) -> dict[str, object]:
+        return options_recorded(options, source, recipe.target, plan)
+
+    return Request(
+        source,
+        recipe,
+        linears,
+        scalars,
+        recorded,
+        is_fitted,
+        goal_record(options.target_bits, scalars.calibration) if is_fitted else None,
+        not options.engine,
+        int(options.pad_for_tp or 0),
+        folds,
+    )
+
+
+def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linears, Scalars]:
+    """Read the recipe, the linear layers and their scales."""
     adapter = _adapter_for(options)
     _check_settings(options)
     if str(options.activations) not in ACTIVATION_BITS:
@@ -334,89 +318,3 @@ def _refuse_statistics(options: QuantizeOptions) -> None:
             detail = f"{option} has no use beside the low-rank corrections of dialect"
             detail = f"{detail} {options.dialect}, which the weights alone tell"
             raise InputError("idle-option", f"{detail}; expected neither data nor given scales")
-
-
-def plan_with(
-    source: Source,
-    recipe: Recipe,
-    linears: Linears,
-    scalars: Scalars,
-    formats: tuple[FormatRule, ...] = (),
-) -> Plan:
-    """Plan with these formats of modules before the recipe's."""
-    recipe = replace(recipe, formats=(*formats, *recipe.formats))
-    with uncollected():
-        # Put linear layers under the folds of the method, where it has some.
-        folded, target = FoldedLayers(linears, (), ()), recipe.target
-        if scalars.calibration is not None and target.method in FOLDING:
-            if target.via:
-                rounds = f"--via {target.via} rounds weights before anything else"
-                detail = f"{rounds}, and --method {target.method} multiplies them first"
-                next_step = "Leave --via out."
-                raise InputError("method-via", f"{detail}; expected one of them", next_step)
-            has_scales = not scalars.inputs.is_constant
-            smoother = Smoother(target, scalars.calibration, has_scales)
-            dialect = dialect_to_write(target)
-            factors = smoother.factors
-            folded = use_folds(source.checkpoint, recipe, linears, dialect, factors)
-        plan = plan_quantize(source.checkpoint, recipe, folded.linears, scalars)
-    if not folded.folds:
-        return plan
-    return replace(plan, folds=uses_of(folded.folds), warnings=(*plan.warnings, *folded.notes))
-
-
-def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
-    """Carry out a plan of prepare_quantize; write the record last.
-
-    Raises  DeviceError for a device that is not there; OutputError as open_output does;
-            NumericError, after all sound shards are written, where weights are NaN or Inf: then
-            neither index nor records are written
-    """
-    refuse_harmed(source, output, settings)
-    calibration = reopened(plan) if plan.calibration else None
-    choice = choose_device(settings.device, plan.target, rounded_by(plan))
-    if choice.reason:
-        settings.tell(choice.reason)
-    backend = open_backend(choice.device)
-    tools = Tools(source, backend, calibration, callers(plan.target, backend, calibration))
-    _prove_scales(plan, settings)
-    with method_for(plan.target, FORMATS[plan.target.format]).working():
-        result = carry_out(artifact_job(source, plan), tools, output, settings)
-    if plan.adapter:
-        result = replace(result, adapter=describe_adapter(plan))
-    if settings.share or not any(step.action == "transcode" for step in plan.steps):
-        return result
-    is_draft = model_recipe(source.checkpoint.config).is_draft
-    kind = dialect_of(plan).TRAITS.global_scale_kind
-    return replace(result, carried=describe_carried(taken_over(plan), kind, is_draft))
-
-
-def _prove_scales(plan: Plan, settings: Settings) -> None:
-    """Raise SourceError where scales came otherwise than the files hold them.
-
-    From a Hub, their shards are read whole for it, as their hashes are of whole files.
-    """
-    for source in plan.scale_sources:
-        if source.is_streamed:
-            size = size_text(sum(shard.nbytes for shard in source.checkpoint.shards))
-            settings.tell(f"{source.name}: read whole ({size}), to check the scales taken of it")
-        prove_all(source)
-
-
-def describe_adapter(plan: Plan) -> dict[str, object] | None:
-    """Say which adapter a plan merges, and how many tensors it changes."""
-    adapter = plan.adapter
-    if adapter is None:
-        return None
-    changed = [step for step in plan.steps for one in step.linears if one.coding.change]
-    rounded = sum(step.is_made for step in changed)
-    merged = {"rounded": rounded, "kept": len(changed) - rounded}
-    return {"name": adapter.name, **adapter.as_record(), "merged": merged}
-
-
-def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> OutputFolder:
-    """Begin the output folder with the plan in it, for others to join.
-
-    Raises  what quantize raises before it works
-    """
-    return begin(artifact_job(source, plan), output, settings)
