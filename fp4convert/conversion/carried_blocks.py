@@ -1,4 +1,4 @@
-"""Describe the blocks that a conversion takes over, and count those that keep every bit."""
+"""Count the blocks that a conversion takes over bit for bit."""
 
 from __future__ import annotations
 

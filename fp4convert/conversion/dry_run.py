@@ -25,7 +25,8 @@ from fp4convert.numerics.backends.base import Backend
 from fp4convert.numerics.fake_quantization import is_on_grid
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.method_needs import RTN, reopened
-from fp4convert.planning.plan import Plan, Step, bits_per_weight_of
+from fp4convert.planning.plan import Plan, bits_per_weight_of
+from fp4convert.planning.steps import Step
 from fp4convert.planning.tensor_parallel import OPTION, can_pad, find_bad_splits
 from fp4convert.process import processors
 from fp4convert.progress import size_text

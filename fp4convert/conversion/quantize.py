@@ -29,7 +29,7 @@ from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import begin
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.makers.maker import Tools
-from fp4convert.makers.methods.method import method_for
+from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.table import callers
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FORMATS

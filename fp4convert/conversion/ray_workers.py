@@ -37,7 +37,8 @@ from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import TaskFiles
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.activation_scales import whole_reference
-from fp4convert.planning.plan import Plan, Task
+from fp4convert.planning.plan import Plan
+from fp4convert.planning.steps import Task
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source

@@ -128,7 +128,7 @@ class Request(NamedTuple):
 
 
 def take_apart(source: Source, options: QuantizeOptions) -> Request:
-    """Read recipe, linear layers and scales; nothing behind this sees the options.
+    """Read recipe, linear layers and scales; leave the options behind.
 
     Raises  InputError for anything that the options or the source have wrong
     """

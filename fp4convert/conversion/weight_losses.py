@@ -37,15 +37,15 @@ from numpy.typing import NDArray
 from fp4convert import __version__
 from fp4convert.calibration.input_power import column_power, weighted
 from fp4convert.calibration.statistics import Calibration
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import Linear, find_not_finite
 from fp4convert.errors import InputError, NumericError
 from fp4convert.execution.crew import read_again_if_damaged
 from fp4convert.execution.leases import Leases, do_together
 from fp4convert.execution.plan_file import STATE, refuse_links
 from fp4convert.execution.settings import summarize
 from fp4convert.makers.maker import Tools, UnsoundShardError
-from fp4convert.makers.methods.method import Group, method_for
-from fp4convert.makers.spelling import find_not_finite
+from fp4convert.makers.methods.choice import method_for
+from fp4convert.makers.methods.method import Group
 from fp4convert.numerics.backends.base import Backend, Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_floats, not_finite

@@ -34,7 +34,7 @@ from fp4convert.execution.leases import do_together
 from fp4convert.execution.plan_file import TaskFiles, read_ended
 from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.makers.maker import Fact, Tools, UnsoundShardError
-from fp4convert.planning.plan import Action, Task
+from fp4convert.planning.steps import Action, Task
 from fp4convert.process import memory_nbytes
 from fp4convert.storage.source import stopping
 

@@ -11,7 +11,7 @@ from fp4convert.errors import CORRUPT, NumericError, OutputError, SourceError
 from fp4convert.execution.fill import Making, TaskWriter
 from fp4convert.execution.settings import Settings
 from fp4convert.makers.maker import Fact, Tools, UnsoundShardError
-from fp4convert.planning.plan import Task, Work
+from fp4convert.planning.steps import Task, Work
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class Crew:
     def fill(
         self, works: Sequence[Work], writer: TaskWriter, has_two_passes: bool = False
     ) -> tuple[Fact, ...]:
-        """Have makers fill a shard, and hash its beginning as it grows; return their facts.
+        """Have makers fill a shard, and hash it as it grows; return the facts.
 
         Makers go in the order in which they lie in the file: what is streamed arrives so, and the
         hash goes along with what is written.
@@ -169,7 +169,7 @@ class Crew:
 
 
 def _unsound_in(future: Future[None]) -> list[NumericError]:
-    """Wait for a maker; return its unsound tensors, and raise what else ended it."""
+    """Wait for a maker; return its unsound tensors, or raise its error."""
     error = future.exception()
     if isinstance(error, UnsoundShardError):
         return error.errors

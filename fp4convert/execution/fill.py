@@ -1,4 +1,4 @@
-"""Fill the shards of one task: append the parts of each maker at their places."""
+"""Fill the shards of one task with the parts of its makers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp4convert.makers.maker import PAUSE, Fact, Tools
-from fp4convert.planning.plan import Task, Work
+from fp4convert.planning.steps import Task, Work
 from fp4convert.storage.shard_writer import ShardWriter
 
 
@@ -56,7 +56,7 @@ class Making:
         self.is_done = False
 
     def advance(self, stop: threading.Event, is_first_pass: bool = False) -> None:
-        """Append parts until the maker ends, or pauses in the first pass, or has to stop."""
+        """Append parts until the maker ends, or pauses in the first pass."""
         while not (stop.is_set() or self.is_done):
             try:
                 name, data = next(self._parts)

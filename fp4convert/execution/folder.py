@@ -45,7 +45,7 @@ from fp4convert.execution.plan_file import (
 )
 from fp4convert.execution.settings import Elsewhere, OnNamed
 from fp4convert.makers.maker import Fact
-from fp4convert.planning.plan import Shard, Task
+from fp4convert.planning.steps import Shard, Task
 from fp4convert.storage.checkpoint_files import CARD, GGUF
 from fp4convert.storage.disk import (
     Mark,

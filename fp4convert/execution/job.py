@@ -19,7 +19,8 @@ from fp4convert.execution.output_check import needed_nbytes
 from fp4convert.execution.plan_file import LARGE_NBYTES, Manifest, TaskFiles, nbytes_written
 from fp4convert.execution.settings import Settings
 from fp4convert.execution.takeover import open_output
-from fp4convert.planning.plan import Action, Plan
+from fp4convert.planning.plan import Plan
+from fp4convert.planning.steps import Action
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, SIGNATURE, holds_weights
 from fp4convert.storage.source import Source
 

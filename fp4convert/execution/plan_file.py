@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fp4convert.errors import OutputError
 from fp4convert.makers.maker import Fact
 from fp4convert.numerics.error_sums import Account
-from fp4convert.planning.plan import Task
+from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import (
     GGUF,
     HUB_FILE,

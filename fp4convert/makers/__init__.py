@@ -1,4 +1,4 @@
-"""How one kind of output is made: a file for each maker, and one table of them.
+"""Make one kind of output in each file; one table chooses among them.
 
 Imports calibration and the floors below it.
 """

@@ -1,7 +1,7 @@
-"""Take over four-bit blocks as they are, or cast MXFP4 to NVFP4 under one global scale.
+"""Take over four-bit blocks as they are, or cast MXFP4 to NVFP4.
 
-Rows move whole: matrices and stacks are one thing here, and the slots of a stem say whose rows they
-are.
+A cast has one global scale for a scale group. Rows move whole: matrices and stacks are one thing
+here, and the slots of a stem say whose rows they are.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ import numpy as np
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.corrected import Residual, corrected, residual_of
 from fp4convert.makers.maker import Parts, Tools
-from fp4convert.makers.methods.method import Group, Method, method_for
+from fp4convert.makers.methods.choice import method_for
+from fp4convert.makers.methods.method import Group, Method
 from fp4convert.makers.methods.protected import PANEL_NBYTES
 from fp4convert.makers.spelling import Losses, Spelling, naming
 from fp4convert.makers.unit import Stem, Unit

@@ -1,4 +1,4 @@
-"""Round a matrix to FP8 or MXFP8, or keep the eight-bit codes or integers that it has."""
+"""Round a matrix to FP8 or MXFP8, or keep its codes or integers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Eight(NamedTuple):
         return losses.facts()
 
     def _encode(self, panels: Iterator[Panel], tools: Tools) -> Iterator[Part]:
-        """Name the bytes; without a scale of activations in plan and source it is 1."""
+        """Name the bytes; a scale of activations that nobody gives is 1."""
         stem, form, table = self.stem, self.spelling.form, self.spelling.spoken.TRAITS.fp8
         if not form.format.is_fp8 or table is None:
             return encode_int4(stem.name, stem.shape, panels)

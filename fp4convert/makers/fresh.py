@@ -16,7 +16,8 @@ from fp4convert.checkpoint.dialects.tables import Part
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
 from fp4convert.makers.maker import PAUSE, Fact, Parts, Tools
-from fp4convert.makers.methods.method import Group, Method, Under, method_for
+from fp4convert.makers.methods.choice import method_for
+from fp4convert.makers.methods.method import Group, Method, Under
 from fp4convert.makers.spelling import Losses, Spelling, naming, reach_over
 from fp4convert.makers.unit import Stem, Unit, fold_refs, refs_of
 from fp4convert.numerics.backends.base import Given
@@ -104,7 +105,7 @@ class Fresh(NamedTuple):
         return Group(measured, weights, modules, self.spelling.form.format)
 
     def _under(self, group: Group, tools: Tools, saturated: set[int]) -> Under:
-        """Measure the group, or take the amax that is given and note what is beyond it."""
+        """Measure the group; or take the given amax, and note values beyond it."""
         if not self.amax:
             return self.method.under(group, tools)
         reach = self.amax * (GLOBAL_RANGE / global_range(self.rule)) * (1 + SLACK)

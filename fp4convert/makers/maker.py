@@ -1,7 +1,7 @@
-"""Define the protocol of makers: the bytes of one scale group, stack or tensor.
+"""Define the protocol of makers.
 
-A maker is a frozen value that a plan holds. It says what it reads; `parts` makes the bytes, and
-returns what it learnt meanwhile.
+A maker is a frozen value that a plan holds: of one scale group in a shard, one stack or one tensor.
+It lists the tensors that it reads; `parts` makes the bytes, and returns facts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tools(NamedTuple):
 
 
 class Maker(Protocol):
-    """Makes the tensors of one scale group of a shard, of one stack, or of one tensor.
+    """Makes the bytes of one scale group in a shard, one stack or one tensor.
 
     The repr of a maker is its part of the key of its task: equal reprs promise equal bytes. A field
     that has no repr (an open artifact, the factors of an adapter) needs a hash beside it.
@@ -73,7 +73,7 @@ class Maker(Protocol):
 
     @property
     def pauses(self) -> bool:
-        """Tell whether parts yields PAUSE, behind scalars that stand first in a file."""
+        """Tell whether parts yields PAUSE, behind scalars."""
 
     def parts(self, tools: Tools) -> Parts:
         """Yield bytes to append to the output of a name; return the facts.

@@ -1,4 +1,4 @@
-"""Write a scalar that no tensor of the source holds, such as a scale of a KV cache."""
+"""Write a scalar that no tensor of the source holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spell panels in a dialect, add up their losses, and name weights that are not finite."""
+"""Spell panels in a dialect; add up losses; name weights not finite."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from fp4convert.checkpoint.dialects.base import Dialect, MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.tables import Part
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import Linear, find_not_finite
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.makers.maker import Fact, Tools, UnsoundShardError
 from fp4convert.makers.unit import Stem
-from fp4convert.numerics.codec import find_not_finite_values
 from fp4convert.numerics.error_sums import Account, Sums
 from fp4convert.numerics.matrices import Compared, Quantized
-from fp4convert.recipes.patterns import exclude_option
 from fp4convert.storage.source import Source
 
 NO_BYTES = memoryview(b"")
@@ -104,12 +102,3 @@ def naming(linears: Sequence[Linear], tools: Tools) -> Iterator[None]:
         detail = f"{tools.backend.name} found NaN or Inf in {linears[0].name}, which has none"
         next_step = "Run the same command again, or with --device cpu."
         raise DeviceError("device-failed", detail, next_step) from None
-
-
-def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
-    """Count NaN and Inf in a matrix; None where all are finite."""
-    found = find_not_finite_values(linear.coding.weights(linear, source))
-    if not found:
-        return None
-    detail = f"{linear.home.file}: {linear.name} has {found}; weights must be finite"
-    return NumericError("not-finite", detail, exclude_option(linear.module), linear.name)

@@ -1,4 +1,4 @@
-"""Round matrices that the dialect stores together: all experts of a layer in one tensor.
+"""Round matrices that the dialect stores in one tensor: stacks of experts.
 
 Every slot of a stack has an amax of its own, and the rows of its members take turns. Stacks of the
 source need nothing here: their encoding reads each expert as a matrix.
@@ -13,7 +13,8 @@ from typing import NamedTuple
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.makers.maker import Parts, Tools
-from fp4convert.makers.methods.method import Group, Method, method_for
+from fp4convert.makers.methods.choice import method_for
+from fp4convert.makers.methods.method import Group, Method
 from fp4convert.makers.spelling import Losses, Spelling, naming, reach_over
 from fp4convert.makers.unit import Stem, Unit, fold_refs, refs_of
 from fp4convert.numerics.matrices import Quantized

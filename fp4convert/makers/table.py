@@ -1,4 +1,7 @@
-"""Choose the maker of a unit. A new maker is a file of this folder and a row of UNITS."""
+"""Choose the maker of a unit.
+
+A new maker is a file of this folder and a row of UNITS.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.makers.maker import Maker
-from fp4convert.makers.methods.method import method_for
+from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.unit import Unit
 from fp4convert.numerics.backends.base import Backend
 from fp4convert.numerics.formats import FORMATS

@@ -1,4 +1,4 @@
-"""What makers are chosen for: a unit of modules that are made together, or a tensor that stays."""
+"""Describe the modules that one maker makes together: a unit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stem(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The modules that one maker makes: of one scale group and shard, or of one stack.
+    """Modules of one scale group in a shard, or of one stack.
 
     stems     that are written
     linears   whose values they hold, by module
@@ -57,7 +57,7 @@ class Unit(NamedTuple):
 
 
 def fold_refs(linears: tuple[Linear, ...]) -> tuple[TensorRef, ...]:
-    """List the tensors that the factors of folds are found in, one of every file."""
+    """List tensors that factors of folds are found in, one of every file."""
     return tuple(
         [ref for linear in linears for folding in linear.coding.foldings for ref in folding.beside]
     )

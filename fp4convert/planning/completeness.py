@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from fp4convert.errors import InputError
-from fp4convert.planning.plan import Task
+from fp4convert.planning.steps import Task
 from fp4convert.storage.safetensors import TensorRef
 
 ENGINE_ONLY = "only the engine of the source has a use for it"

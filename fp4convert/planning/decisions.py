@@ -15,7 +15,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, INT4, MXFP4, NVFP4, Format, format_named
 from fp4convert.planning.kept_dtype import expanded_spec, word_of
 from fp4convert.planning.kept_forms import held_form, unheld
-from fp4convert.planning.plan import Action, Task
+from fp4convert.planning.steps import Action, Task
 from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import find_differing, is_draft_head
 from fp4convert.recipes.options import KEEP

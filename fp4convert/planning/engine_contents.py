@@ -16,7 +16,8 @@ from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven, ordinary_mat
 from fp4convert.storage.source import Checkpoint
 
 if TYPE_CHECKING:  # inspect asks about contents, and has no plan
-    from fp4convert.planning.plan import Plan, Step
+    from fp4convert.planning.plan import Plan
+    from fp4convert.planning.steps import Step
 
 HEAD = "a draft head"
 # Speculators' own form, and the class that vLLM makes of it: configs/speculators/algos.py there.

@@ -17,7 +17,8 @@ from fp4convert.checkpoint.encodings.floats import FLOATS, MATRIX_DIMENSIONS
 from fp4convert.makers.copied import Copied
 from fp4convert.makers.floats import Floats
 from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
-from fp4convert.planning.plan import Action, Draft, Idle, Step, Task, module_of, spec_of
+from fp4convert.planning.plan import Idle
+from fp4convert.planning.steps import Action, Draft, Step, Task, module_of, spec_of
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
@@ -83,7 +84,7 @@ def narrowed(ref: TensorRef, recipe: Recipe) -> str:
 
 
 def keep_tensor(ref: TensorRef, action: Action, reason: str, recipe: Recipe | None) -> Draft:
-    """Draft the step of a tensor that stays: copied, or in the type of --keep-dtype."""
+    """Draft the step of a tensor that stays, or becomes --keep-dtype."""
     spec = kept_spec(ref, recipe) if recipe else spec_of(ref)
     if recipe is None or spec.dtype == ref.dtype:
         return copy_as(action, reason, (ref,), spec)

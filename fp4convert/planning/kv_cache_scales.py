@@ -29,7 +29,7 @@ from fp4convert.errors import InputError, shell_line
 from fp4convert.makers.scalar import Scalar
 from fp4convert.numerics.formats import E4M3_MAX, NVFP4
 from fp4convert.planning.kept_dtype import copy_as
-from fp4convert.planning.plan import Draft, Step, module_of
+from fp4convert.planning.steps import Draft, Step, module_of
 from fp4convert.recipes.patterns import TEXT_CONFIGS
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 from fp4convert.storage.source import Source, stored_float

@@ -20,7 +20,8 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, describe_missing, did_you_mean
 from fp4convert.makers.methods.method import GPTQ
 from fp4convert.numerics.formats import FORMATS, IMPORTANCE, METHODS
-from fp4convert.planning.plan import Plan, Step
+from fp4convert.planning.plan import Plan
+from fp4convert.planning.steps import Step
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 
@@ -66,7 +67,7 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
 def check_statistics(
     plan: Plan, calibration: Calibration, is_fitted: bool = False
 ) -> tuple[str, ...]:
-    """Check that the file has all that method and rule take; warn of what it does not change.
+    """Check that the file has all that method and rule take; return warnings.
 
     is_fitted  the file chose formats of modules, too
     Raises     InputError where the file lacks what method and rule take of a linear layer

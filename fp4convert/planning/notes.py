@@ -10,7 +10,7 @@ from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.decisions import Verdict
-from fp4convert.planning.plan import Task
+from fp4convert.planning.steps import Task
 from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import Recipe, is_expert_stack
 from fp4convert.storage.checkpoint_files import WEIGHTS

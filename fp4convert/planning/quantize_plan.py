@@ -57,15 +57,8 @@ from fp4convert.planning.notes import (
     note_unchanged,
     notes_on,
 )
-from fp4convert.planning.plan import (
-    Action,
-    Draft,
-    Plan,
-    Task,
-    Writing,
-    module_of,
-    refuse_collisions,
-)
+from fp4convert.planning.plan import Plan, Writing, refuse_collisions
+from fp4convert.planning.steps import Action, Draft, Task, module_of
 from fp4convert.planning.units import Given, Units
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, scale_groups
@@ -116,26 +109,13 @@ def plan_quantize(
     given = scalars.weights
     amaxes, more = given_amaxes(verdicts, given, recipe.target) if given else ({}, [])
     # a step for every tensor, and its place
-    vectors = _vectors_of(linears, verdicts, dialect, checkpoint)
     units = Units(verdicts, dialect, recipe.target, Given(inputs, amaxes))
-    home, consumed = linears.by_home(), linears.consumed()
+    linears = replace(linears, vectors=_vectors_of(linears, verdicts, dialect, checkpoint))
+    drafts = _drafts_by_shard(checkpoint, linears, units, recipe, scalars.cache)
     writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
-    tasks: list[Task] = []
-    written: list[tuple[str, float]] = []
-    given_to: list[tuple[str, tuple[float, ...]]] = []
-    for shard in checkpoint.shards:
-        drafts: list[Draft] = []
-        for ref in shard.tensors:
-            if ref.name in vectors:
-                drafts.append(_change(vectors[ref.name], ref, recipe))
-            elif ref.name in home:
-                drafts += _drafts_of(ref, home[ref.name], units, verdicts, recipe)
-            elif ref.name not in consumed:
-                drafts.append(_keep(ref, recipe))
-            drafts += scalars.cache.drafts.get(ref.name, ())
-        tasks.append(writing.task(shard, drafts))
-        written += [(draft.name, draft.scalar) for draft in drafts if draft.scalar is not None]
-        given_to += [(draft.name, draft.amaxes) for draft in drafts if draft.amaxes]
+    tasks = [writing.task(shard, own) for shard, own in zip(checkpoint.shards, drafts, strict=True)]
+    every = [draft for own in drafts for draft in own]
+    written = [(draft.name, draft.scalar) for draft in every if draft.scalar is not None]
     outputs = refuse_collisions(tasks)
     _refuse_lookalikes(outputs, dialect, units.shapes)
     left_out = list_left_out(linears, outputs)
@@ -146,7 +126,7 @@ def plan_quantize(
     warnings = (
         *notes_on(checkpoint),
         *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
-        *note_stacks(checkpoint, consumed),
+        *note_stacks(checkpoint, linears.consumed()),
         *([INPUTS_TOO] if dialect.TRAITS.correction else uneven_groups(verdicts, recipe, tasks)),
         *warnings_on_four_bits(verdicts, recipe),
         *of_other_types(tasks),
@@ -162,7 +142,28 @@ def plan_quantize(
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = len(sift(recipe.exclude, verdicts))
     plan = Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
+    given_to = [(draft.name, draft.amaxes) for draft in every if draft.amaxes]
     return replace(plan, scalars=tuple(written), amaxes=tuple(given_to))
+
+
+def _drafts_by_shard(
+    checkpoint: Checkpoint, linears: Linears, units: Units, recipe: Recipe, cache: Cache
+) -> list[list[Draft]]:
+    """Draft a step for every tensor of each shard, in their order."""
+    home, consumed = linears.by_home(), linears.consumed()
+    found = []
+    for shard in checkpoint.shards:
+        drafts: list[Draft] = []
+        for ref in shard.tensors:
+            if ref.name in linears.vectors:
+                drafts.append(_change(linears.vectors[ref.name], ref, recipe))
+            elif ref.name in home:
+                drafts += _drafts_of(ref, home[ref.name], units, recipe)
+            elif ref.name not in consumed:
+                drafts.append(_keep(ref, recipe))
+            drafts += cache.drafts.get(ref.name, ())
+        found.append(drafts)
+    return found
 
 
 def list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]:
@@ -212,17 +213,13 @@ def _ignore(
 
 
 def _drafts_of(
-    ref: TensorRef,
-    linears: list[Linear],
-    units: Units,
-    verdicts: Mapping[str, Verdict],
-    recipe: Recipe,
+    ref: TensorRef, linears: list[Linear], units: Units, recipe: Recipe
 ) -> Iterator[Draft]:
     """Draft the steps of a stored tensor, which holds those linear layers.
 
     Where all of them stay as they are, it stays whole.
     """
-    own = [verdicts[linear.module] for linear in linears]
+    own = [units.verdicts[linear.module] for linear in linears]
     if not any(
         verdict.is_made or is_expanded(verdict.linear) or verdict.linear.coding.change
         for verdict in own

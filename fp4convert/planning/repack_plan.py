@@ -39,8 +39,9 @@ from fp4convert.planning.kept_dtype import (
     word_of,
 )
 from fp4convert.planning.notes import notes_on
-from fp4convert.planning.plan import Draft, Plan, Step, Task, Writing, refuse_collisions
+from fp4convert.planning.plan import Plan, Writing, refuse_collisions
 from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refuse_other_container
+from fp4convert.planning.steps import Draft, Step, Task
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
@@ -264,7 +265,7 @@ def _drafts_of(
 def _draft_other(
     stem: str, stored: Stored, linears: list[Linear], form: Form | None, recipe: Recipe
 ) -> Draft:
-    """Draft the step of a module of eight bits or int4: as it is, or as floats."""
+    """Draft the step of a module of eight bits or int4."""
     word, own = linears[0].coding.word, tuple(linears)
     refs = tuple([ref for linear in linears for ref in linear.refs])
     if form is None:

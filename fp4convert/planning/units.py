@@ -17,7 +17,7 @@ from fp4convert.makers.maker import Maker
 from fp4convert.makers.table import maker_of
 from fp4convert.makers.unit import Stem, Unit
 from fp4convert.planning.decisions import Verdict
-from fp4convert.planning.plan import Draft, Step
+from fp4convert.planning.steps import Draft, Step
 from fp4convert.recipes.recipe import ScaleGroup, Target, gather_groups
 
 
@@ -41,7 +41,7 @@ class Units:
     def __init__(
         self, verdicts: Mapping[str, Verdict], dialect: Dialect, target: Target, given: Given
     ) -> None:
-        self._verdicts, self._dialect, self._target, self._given = verdicts, dialect, target, given
+        self.verdicts, self._dialect, self._target, self._given = verdicts, dialect, target, given
         made = {module: verdict for module, verdict in verdicts.items() if verdict.is_made}
         sizes = {module: verdict.linear.shape for module, verdict in made.items()}
         self.shapes = dialect.stems(sizes)
@@ -74,14 +74,14 @@ class Units:
         stem = self._stems.get(module)
         if stem is None:
             return
-        verdict = self._verdicts[module]
+        verdict = self.verdicts[module]
         if verdict.form is None:
             raise RuntimeError(f"{module} stays")
         key = self._key(stem, module)
         if key not in self._makers:
             self._makers[key] = maker_of(self._unit(tuple(self._beside[key]), verdict))
         modules = list(dict.fromkeys(chain.from_iterable(stem.members)))
-        linears = tuple([self._verdicts[one].linear for one in modules])
+        linears = tuple([self.verdicts[one].linear for one in modules])
         refs = linears[0].refs if len(linears) == 1 else ()
         step = Step(
             verdict.action,
@@ -100,7 +100,7 @@ class Units:
 
     def _key(self, stem: Stem, module: str) -> object:
         """Return the same for stems that one maker makes."""
-        verdict = self._verdicts[module]
+        verdict = self.verdicts[module]
         if stem.name != module or verdict.group is None:
             return stem.name
         return verdict.group, verdict.linear.home.file, id(verdict.form), verdict.action
@@ -124,7 +124,7 @@ class Units:
         )
 
     def _laid_over(self, verdict: Verdict) -> Linear:
-        """Return the linear layer as it is rounded: through FP8 where the target says so."""
+        """Return the linear layer as it is rounded, through FP8 with --via."""
         is_rounded = verdict.action == "quantize" and verdict.form and verdict.form.format.is_fp4
         return through_fp8(verdict.linear) if self._target.via and is_rounded else verdict.linear
 

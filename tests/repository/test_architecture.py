@@ -20,6 +20,7 @@ FLOORS = [
     {"recipes"},
     {"checkpoint"},
     {"calibration"},
+    {"makers"},
     {"planning"},
     {"execution", "quality"},
     {"conversion", "report"},
@@ -237,10 +238,51 @@ def test_functions_say_what_they_do():
 
 
 def test_no_module_has_the_name_of_a_public_function():
+    """But for the spine's own, which a newcomer looks for by that name."""
     import fp4convert
 
     assert all(getattr(fp4convert, name) is not None for name in fp4convert.__all__)
-    assert {name.rpartition(".")[2] for name in modules()} & set(fp4convert.__all__) == set()
+    named = {name.rpartition(".")[2] for name in modules().keys() - {"conversion.quantize"}}
+    assert named & set(fp4convert.__all__) == set()
+
+
+SPINE = ("conversion.quantize", "planning.plan", "execution.fill")
+FEATURES = {
+    "checkpoint.dialects": {"base", "forms", "registry", "stacks", "tables", "target_forms"},
+    "checkpoint.encodings": {"base"},
+    "makers": {"maker", "table", "unit", "methods"},
+    "makers.methods": {"choice", "method"},
+    "recipes": set(),
+}
+MOST_SPINE_LINES, MOST_SPINE_IFS = 250, 60
+
+
+def test_the_spine_is_short_and_knows_no_feature_by_name():
+    """It may import protocols and the one table of makers; a feature is a file beside it."""
+    ifs = 0
+    for name in SPINE:
+        file = PACKAGE / f"{name.replace('.', '/')}.py"
+        assert file.read_text(encoding="utf-8").count("\n") <= MOST_SPINE_LINES, name
+        ifs += sum(isinstance(node, ast.If | ast.IfExp) for node in ast.walk(modules()[name]))
+        for other in neighbours(name):
+            package, _, leaf = other.rpartition(".")
+            if package in FEATURES and package != "recipes":
+                assert leaf in FEATURES[package], f"{name} imports {other}"
+    assert ifs <= MOST_SPINE_IFS
+
+
+def test_few_files_import_a_maker():
+    """A maker is chosen by the table; who builds one otherwise drafts it for a fixed verdict."""
+    drafting = ("planning.", "makers.", "conversion.carried_blocks", "conversion.dry_run")
+    known = {"makers.maker", "makers.table", "makers.unit"}
+    known |= {"makers.methods.choice", "makers.methods.method"}
+    strays = [
+        f"{name} imports {other}"
+        for name in modules()
+        for other in neighbours(name)
+        if other.startswith("makers.") and other not in known and not name.startswith(drafting)
+    ]
+    assert strays == []
 
 
 def test_numbers_of_the_formats_are_written_once():

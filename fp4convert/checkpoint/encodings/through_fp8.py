@@ -1,4 +1,4 @@
-"""Read weights that are rounded to FP8 blocks of 128x128 before anything else (--via fp8)."""
+"""Read weights that are rounded to FP8 blocks of 128x128 first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows are rounded under a scale rule: a file for each method, which wrap each other.
+"""Round rows under a scale rule: a file for each method.
 
-Imports calibration and the floors below it.
+Methods wrap each other. Imports calibration and the floors below it.
 """

@@ -1,4 +1,4 @@
-"""Round columns one after the other; those behind make up for the errors before.
+"""Round column after column; later ones make up for earlier errors.
 
 The block scales are those of another method; calibration/methods/gptq.py has the algebra.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Gptq(NamedTuple):
-    """Another method's block scales, and codes that are found under a Gram matrix.
+    """Block scales of another method, and codes under a Gram matrix.
 
     Modules that saw too few tokens stay as the other method has them.
 

@@ -109,7 +109,7 @@ def measure(
 
 
 class Protected(NamedTuple):
-    """Another method, and what its panels of merged weights keep of the adapter.
+    """Another method, whose panels of merged weights keep the adapter.
 
     adapter     hash of the factors and their scale, which are in no repr
     is_rounded  codes are found again, unless H has protected them; else the effect is measured

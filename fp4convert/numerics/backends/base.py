@@ -88,7 +88,7 @@ class Backend(Protocol):
         """
 
     def group_amax(self, measured: Sequence[Weights]) -> float | None:
-        """Find the largest magnitude of a scale group, before any of it is rounded.
+        """Find the largest magnitude of a scale group before it is rounded.
 
         Returns  None where quantize_group finds it, for rows stay with the device meanwhile
         Raises   NumericError where there is Inf or NaN

@@ -32,7 +32,8 @@ from fp4convert.checkpoint.encodings.base import Factors, Folding
 from fp4convert.makers import table
 from fp4convert.makers.maker import Tools
 from fp4convert.makers.methods import gptq
-from fp4convert.makers.methods.method import Group, method_for
+from fp4convert.makers.methods.choice import method_for
+from fp4convert.makers.methods.method import Group
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import MXFP4, NVFP4, format_named

@@ -13,7 +13,7 @@ from fp4convert.errors import NumericError
 from fp4convert.makers import corrected as rounding
 from fp4convert.makers.corrected import Corrected, find_correction
 from fp4convert.makers.maker import Tools
-from fp4convert.makers.methods.method import method_for
+from fp4convert.makers.methods.choice import method_for
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_matrix, decode_e2m1, unpack
 from fp4convert.numerics.formats import NVFP4
