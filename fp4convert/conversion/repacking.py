@@ -152,8 +152,7 @@ def prepare_transcode(
     made = _cast_to(artifact, options.format)
     target = _target_of(artifact, options, made)
     contents = _contents_of(artifact, target, made)
-    is_recorded = artifact.clues.is_recorded
-    contents = contents._replace(keep_dtype=options.keep_dtype, is_recorded=is_recorded)
+    contents = contents._replace(keep_dtype=options.keep_dtype)
     spelling = _dialect_of(target)
     with refusing(artifact.source):
         for module, packed in artifact.modules.items():
