@@ -421,7 +421,9 @@ def transcode(
         job = replace(job, record={**job.record, **told})
     is_draft = model_recipe(artifact.source.checkpoint.config).is_draft
     kind = dialect_of(plan).TRAITS.global_scale_kind
-    carried = describe_carried(taken_over(plan, has_inputs=True), kind, is_draft, plan)
+    place = {module: number for number, module in enumerate(artifact.modules)}
+    taken = sorted(taken_over(plan, has_inputs=True), key=lambda one: place[one.module])
+    carried = describe_carried(taken, kind, is_draft, plan)
     result = carry_out(job, Tools(source, open_backend("cpu")), output, settings)
     return replace(result, carried=carried)
 
