@@ -9,9 +9,9 @@ from textwrap import wrap
 from typing import Any
 
 from fp4convert.cli.screen import Screen, draw_findings, draw_verdict
+from fp4convert.engines.files import known_engines
 from fp4convert.numerics.formats import FP4_FORMATS, Format
 from fp4convert.progress import duration_text, size_text
-from fp4convert.recipes.engines import known_engines
 from fp4convert.report.text import (
     Document,
     artifact_rows,

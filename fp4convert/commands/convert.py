@@ -33,7 +33,7 @@ from fp4convert.execution.job import check_output, list_peaks
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
 from fp4convert.numerics.formats import GLOBAL_RANGE
-from fp4convert.planning.engine_contents import engine_warnings
+from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.no_effect import refuse_idle
 from fp4convert.planning.serving import serve_lines, verdict_text
 from fp4convert.progress import Phases

@@ -17,10 +17,10 @@ from fp4convert.commands.options import (
     public,
 )
 from fp4convert.conversion.options import one_adapter
+from fp4convert.engines.files import engine_asked
 from fp4convert.errors import Fp4Error, InputError, shell_line
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
-from fp4convert.recipes.engines import engine_asked
 from fp4convert.recipes.options import Reference
 from fp4convert.storage.open import open_original
 from fp4convert.storage.source import Source, uncollected

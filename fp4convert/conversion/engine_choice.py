@@ -18,15 +18,15 @@ from fp4convert.checkpoint.dialects.target_forms import usual_activations
 from fp4convert.conversion.diffusers import component_options
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.engines.files import Engine, engine_asked
+from fp4convert.engines.rows import FOUR_BIT, Contents, Part
+from fp4convert.engines.verdicts import Verdict, judge_contents
+from fp4convert.engines.versions import Version
 from fp4convert.errors import ChoiceError, InputError, named, shell_line
 from fp4convert.numerics.formats import format_named
-from fp4convert.planning.engine_contents import plan_contents
+from fp4convert.planning.engine_facts import plan_contents
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engine_rows import FOUR_BIT, Contents, Part
-from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
-from fp4convert.recipes.engine_versions import Version
-from fp4convert.recipes.engines import Engine, engine_asked
 from fp4convert.recipes.options import as_globs
 from fp4convert.recipes.uneven_formats import EXPERTS_IN_PART
 from fp4convert.storage.open import open_with_components

@@ -15,6 +15,7 @@ from fp4convert.conversion.mixed_precision import Fit
 from fp4convert.conversion.options import QuantizeOptions, one_adapter
 from fp4convert.conversion.quantization import quantize
 from fp4convert.conversion.ray_workers import check_cluster, quantize_together
+from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job, begin, check_output
@@ -23,7 +24,6 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.planning.serving import serve_line, serve_lines
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.open import absolute
 from fp4convert.storage.source import Source
 

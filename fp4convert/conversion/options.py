@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR, DIALECTS
 from fp4convert.conversion.work_options import DeviceOptions, PartOptions, WorkOptions
+from fp4convert.engines.files import ENGINES
 from fp4convert.errors import InputError, shell_line
 from fp4convert.numerics.formats import (
     DAMPING,
@@ -25,7 +26,6 @@ from fp4convert.numerics.formats import (
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.recipes.options import (
     DRAFTS,
-    ENGINES,
     HUB,
     MACHINES,
     MODULES,

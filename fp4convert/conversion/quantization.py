@@ -61,7 +61,7 @@ from fp4convert.numerics.formats import (
     format_named,
 )
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
-from fp4convert.planning.engine_contents import engine_warnings
+from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.fold_plan import FoldedLayers, use_folds
 from fp4convert.planning.global_scales import open_global_scales
 from fp4convert.planning.kv_cache_scales import Cache, plan_cache

@@ -14,6 +14,7 @@ from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import padded_as_asked, prepare_quantize
 from fp4convert.conversion.weight_losses import removed_if_refused
+from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, named, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job
@@ -22,7 +23,6 @@ from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
 from fp4convert.planning.tensor_parallel import OPTION
 from fp4convert.progress import Phases
-from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Source, stopping
 

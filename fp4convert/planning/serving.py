@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Mapping
 
+from fp4convert.engines.files import Engine, known_engines
+from fp4convert.engines.verdicts import Verdict, judge_contents
 from fp4convert.errors import shell_line
-from fp4convert.planning.engine_contents import class_names, plan_contents
+from fp4convert.planning.engine_facts import class_names, plan_contents
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.draft_layers import is_draft_head
-from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
-from fp4convert.recipes.engines import Engine, known_engines
 from fp4convert.storage.source import Checkpoint
 
 CHAT = "ForCausalLM"  # ends the class names of models that engines serve

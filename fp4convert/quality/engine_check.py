@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.engines.files import Engine, known_engines
+from fp4convert.engines.rows import Contents, Part
+from fp4convert.engines.verdicts import Verdict, judge_contents
+from fp4convert.engines.versions import Version
 from fp4convert.errors import Finding
-from fp4convert.planning.engine_contents import with_model
+from fp4convert.planning.engine_facts import with_model
 from fp4convert.quality.fused_checks import names_fused
-from fp4convert.recipes.engine_rows import Contents, Part
-from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
-from fp4convert.recipes.engine_versions import Version
-from fp4convert.recipes.engines import Engine, known_engines
 from fp4convert.recipes.uneven_formats import EXPERTS
 
 MLX_STACKS = ".switch_mlp."

@@ -15,6 +15,8 @@ import numpy as np
 from fp4convert.calibration.input_power import describe_inputs
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import Entry, Recorded, read_recorded, shares
+from fp4convert.engines.files import Engine
+from fp4convert.engines.versions import Version
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.error_sums import SOURCE, Sums, count_codes, summarise
 from fp4convert.numerics.formats import CODES
@@ -32,8 +34,6 @@ from fp4convert.quality.source_compare import (
     mean_output_error,
     pair_with_source,
 )
-from fp4convert.recipes.engine_versions import Version
-from fp4convert.recipes.engines import Engine
 from fp4convert.storage.checkpoint_files import (
     RECORD,
     REPORT,

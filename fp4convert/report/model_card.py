@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from fp4convert import __version__
 from fp4convert.checkpoint.dialects.forms import granularity_word
 from fp4convert.checkpoint.dialects.target_forms import form_of
+from fp4convert.engines.files import Engine
+from fp4convert.engines.verdicts import Verdict, failures_of, trap_text, verdicts_on
 from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
-from fp4convert.planning.engine_contents import plan_contents
+from fp4convert.planning.engine_facts import plan_contents
 from fp4convert.planning.serving import load_code
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engine_verdicts import Verdict, failures_of, trap_text, verdicts_on
-from fp4convert.recipes.engines import Engine
 from fp4convert.report.text import adapter_text, evaluation_rows, fake_quantized_text, spell
 from fp4convert.report.user_files import Paper, check_place, write_paper
 from fp4convert.storage.checkpoint_files import CARD

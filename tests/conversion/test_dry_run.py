@@ -13,8 +13,8 @@ from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import Sized, describe_plan, find_doubts
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.engines.files import known_engines
 from fp4convert.execution.settings import Settings
-from fp4convert.recipes.engines import known_engines
 from fp4convert.storage.checkpoint_files import REPORT
 from fp4convert.storage.open import open_source
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from fp4convert.recipes.engines import Row, known_engines, read_version
+from fp4convert.engines.files import Row, known_engines, read_version
 
 JUDGES = ROOT / ".venv-engines"
 PACKAGES = {"vllm": "vllm", "sglang": "sglang"}  # of engines whose code was read, in make engines

@@ -4,8 +4,8 @@ import pytest
 from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
 from gguf_donors import model, write_donor
 
+from fp4convert.engines.files import known_engines
 from fp4convert.planning.serving import load_code
-from fp4convert.recipes.engines import known_engines
 
 NO_TEXT = "# no line serves BertModel, which answers no text: see how vLLM serves such models"
 

@@ -16,7 +16,7 @@ from paths import ROOT
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors", "process", "progress"},
-    {"numerics", "storage"},
+    {"engines", "numerics", "storage"},
     {"recipes"},
     {"checkpoint"},
     {"calibration"},

@@ -69,7 +69,7 @@ _TELLING_ENDINGS_OF_FLOATS = tuple(
 def dialect_named(name: str) -> Dialect:
     """Return the dialect of that name; InputError names the known ones."""
     if name not in DIALECTS:
-        from fp4convert.recipes.engines import engine_called
+        from fp4convert.engines.files import engine_called
 
         if engine := engine_called(name):
             read = [dialect for dialect in DIALECTS if dialect in engine.dialects]

@@ -4,7 +4,7 @@ import pytest
 from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
 from diffusion import WAN_CONFIG, wan_tensors, write_component, write_wan
 
-from fp4convert.recipes.engines import known_engines
+from fp4convert.engines.files import known_engines
 
 
 def write_model(folder, model_type, experts=False, others=True, shared=False):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from fp4convert.recipes.engine_versions import read_version, read_versions
+from fp4convert.engines.versions import read_version, read_versions
 
 WRITTEN = [
     *("0.33", "0.33.0", "0.33.0rc1", "0.33.0rc2", "0.33.0+cu129", "0.33.0rc1+cu129.local", "1.0"),

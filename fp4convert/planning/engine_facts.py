@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from fp4convert.engines.rows import Contents, Part
+from fp4convert.engines.verdicts import failures_of, trap_text
 from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing, is_draft_head
-from fp4convert.recipes.engine_rows import Contents, Part
-from fp4convert.recipes.engine_verdicts import failures_of, trap_text
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven, ordinary_matrices
 from fp4convert.storage.source import Checkpoint

@@ -5,8 +5,8 @@ import json
 import pytest
 from engine_contents import contents
 
-from fp4convert.recipes.engine_verdicts import failures_of, judge_contents, trap_text, verdicts_on
-from fp4convert.recipes.engines import engine_asked
+from fp4convert.engines.files import engine_asked
+from fp4convert.engines.verdicts import failures_of, judge_contents, trap_text, verdicts_on
 
 CT, MO = "compressed-tensors", "modelopt"
 W4A4_EXPERTS = {"vllm": ">=0.32", "sglang": ">=0.5.12"}

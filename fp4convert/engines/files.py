@@ -2,7 +2,7 @@
 
 A file is an engine: what to type for it, how it serves, and rows of facts.  A row says what the
 engine does with artifacts of a kind; nothing else in the program, and no page, says so.  What is
-in a plan's result is told by planning/engine_contents.py, in a folder by quality/engine_check.py.
+in a plan's result is told by planning/engine_facts.py, in a folder by quality/engine_check.py.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp4convert.errors import InputError, did_you_mean
-from fp4convert.recipes.engine_rows import Condition, Contents, Row
-from fp4convert.recipes.engine_versions import (
+from fp4convert.engines.rows import Condition, Contents, Row
+from fp4convert.engines.versions import (
     Version,
     Versions,
     read_version,
     read_versions,
 )
-from fp4convert.recipes.options import ENGINES
+from fp4convert.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
+ENGINES = (  # as --for has them, in the order in which they are listed
+    "vllm",
+    "sglang",
+    "tensorrt-llm",
+    "transformers",
+    "llama.cpp",
+    "mlx",
+    "comfyui",
+    "diffusers",
+)
 NICKNAMES = {
     "trtllm": "tensorrt-llm",
     "tensorrt": "tensorrt-llm",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
-from fp4convert.recipes.engine_versions import Versions
+from fp4convert.engines.versions import Versions
 
 FOUR_BIT = ("nvfp4", "mxfp4")
 # Of rows: it is read and computes what the artifact says; it does so slowly; it is read and

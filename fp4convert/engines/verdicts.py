@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from fp4convert.recipes.engine_rows import FAILS, Contents, Row
-from fp4convert.recipes.engine_versions import Version, Versions, read_version
-from fp4convert.recipes.engines import Engine, ModelList, known_engines
+from fp4convert.engines.files import Engine, ModelList, known_engines
+from fp4convert.engines.rows import FAILS, Contents, Row
+from fp4convert.engines.versions import Version, Versions, read_version
 
 
 class Verdict(NamedTuple):

@@ -5,10 +5,7 @@ from engine_contents import contents
 from paths import ROOT
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS
-from fp4convert.errors import InputError, read_catalogue
-from fp4convert.recipes.engine_rows import FAILS
-from fp4convert.recipes.engine_verdicts import judge_contents
-from fp4convert.recipes.engines import (
+from fp4convert.engines.files import (
     ENGINES,
     NICKNAMES,
     ModelList,
@@ -16,6 +13,9 @@ from fp4convert.recipes.engines import (
     engine_called,
     known_engines,
 )
+from fp4convert.engines.rows import FAILS
+from fp4convert.engines.verdicts import judge_contents
+from fp4convert.errors import InputError, read_catalogue
 
 ROWS = [(engine, row) for engine in known_engines() for row in engine.rows]
 FINDINGS = {code for topic in read_catalogue()["findings"] for code in topic["codes"]}
