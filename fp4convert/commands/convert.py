@@ -33,9 +33,8 @@ from fp4convert.execution.job import check_output, list_peaks
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
 from fp4convert.numerics.formats import GLOBAL_RANGE
-from fp4convert.planning.engine_facts import engine_warnings
+from fp4convert.planning.engine_facts import engine_warnings, serve_lines, verdict_text
 from fp4convert.planning.no_effect import refuse_idle
-from fp4convert.planning.serving import serve_lines, verdict_text
 from fp4convert.progress import Phases
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.storage.open import open_source

@@ -22,7 +22,7 @@ from fp4convert.execution.job import Job, begin, check_output
 from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.planning.serving import serve_line, serve_lines
+from fp4convert.planning.engine_facts import serve_line, serve_lines
 from fp4convert.planning.steps import Plan
 from fp4convert.storage.open import absolute
 from fp4convert.storage.source import Source

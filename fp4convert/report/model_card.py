@@ -21,8 +21,7 @@ from fp4convert.engines.verdicts import Verdict, failures_of, trap_text, verdict
 from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
-from fp4convert.planning.engine_facts import plan_contents
-from fp4convert.planning.serving import load_code
+from fp4convert.planning.engine_facts import load_code, plan_contents
 from fp4convert.planning.steps import Plan
 from fp4convert.report.text import adapter_text, evaluation_rows, fake_quantized_text, spell
 from fp4convert.report.user_files import Paper, check_place, write_paper
