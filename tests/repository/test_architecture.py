@@ -46,6 +46,7 @@ HOMES = {
     "model_signing": ("quality.signature",),
     "rich": ("cli.",),
     "typer": ("cli.",),
+    "packaging": ("engines.versions",),
     "ctypes": ("numerics.backends.", "storage.system", "process"),
 }
 NO_VERBS = frozenset(
