@@ -16,7 +16,7 @@ from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.commands import publish
 from fp4convert.commands.options import MergeOptions, as_warnings, public
 from fp4convert.conversion import pruning, repacking
-from fp4convert.conversion.engine_choice import added_words, choose_options
+from fp4convert.conversion.engine_choice import added_words, choice_text, choose_options
 from fp4convert.conversion.options import (
     DequantizeOptions,
     PruneOptions,
@@ -33,7 +33,7 @@ from fp4convert.execution.job import check_output, list_peaks
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
 from fp4convert.numerics.formats import GLOBAL_RANGE
-from fp4convert.planning.engine_facts import engine_warnings, serve_lines, verdict_text
+from fp4convert.planning.engine_facts import engine_warnings, serve_line, serving_engine
 from fp4convert.planning.no_effect import refuse_idle
 from fp4convert.progress import Phases
 from fp4convert.recipes.patterns import exclude_option
@@ -130,7 +130,7 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
     if work.verdict:
-        settings.tell(verdict_text(work.verdict, work.plan))
+        settings.tell(choice_text(work.verdict, work.plan))
         if added := added_words(work.verdict.engine, given, options):
             settings.tell(added)
     _warn(options, () if is_dry else work.warnings, settings)
@@ -185,8 +185,9 @@ def transcode(options: TranscodeOptions) -> Result:
     _warn(options, warnings, settings)
     result = repacking.transcode(artifact, plan, output, settings, donor)
     steps = [shell_line("fp4convert", "verify", output)]
-    steps += serve_lines(plan, checkpoint, str(output))
-    return replace(result, warnings=warnings, next=steps)
+    if engine := serving_engine(plan, checkpoint):
+        steps.append(serve_line(engine, plan, checkpoint, str(output)))
+    return replace(result, warnings=warnings, next=[step for step in steps if step])
 
 
 @public(PruneOptions)

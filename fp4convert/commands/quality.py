@@ -17,7 +17,7 @@ from fp4convert.commands.options import (
     public,
 )
 from fp4convert.conversion.options import one_adapter
-from fp4convert.engines.files import engine_asked
+from fp4convert.engines.files import parse_engine
 from fp4convert.errors import Fp4Error, InputError, shell_line
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
@@ -49,7 +49,7 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
 
         check_apart({SARIF: sarif}, options.folder_of(options.artifact))
         clear_sarif(sarif)
-    engine = None if options.engine is None else engine_asked(options.engine)
+    engine = None if options.engine is None else parse_engine(options.engine)
     phases = _begin(options)
     artifact = _open_first(options, options.artifact)
     original = _original(options, artifact)
@@ -84,7 +84,7 @@ def verify(options: VerifyOptions) -> Verified:
         clear_sarif(sarif)
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
-    engine = None if options.engine is None else engine_asked(options.engine)
+    engine = None if options.engine is None else parse_engine(options.engine)
     phases = _begin(options)
     artifact = _with_adapter(_open_first(options, options.artifact), options)
     original = _original(options, artifact)

@@ -15,6 +15,7 @@ from fp4convert.conversion.mixed_precision import Fit
 from fp4convert.conversion.options import QuantizeOptions, one_adapter
 from fp4convert.conversion.quantization import quantize
 from fp4convert.conversion.ray_workers import check_cluster, quantize_together
+from fp4convert.engines.files import Engine
 from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import shell_line
 from fp4convert.execution.folder import OutputFolder
@@ -22,7 +23,7 @@ from fp4convert.execution.job import Job, begin, check_output
 from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.planning.engine_facts import serve_line, serve_lines
+from fp4convert.planning.engine_facts import serve_line, serving_engine
 from fp4convert.planning.steps import Plan
 from fp4convert.storage.open import absolute
 from fp4convert.storage.source import Source
@@ -108,12 +109,18 @@ class Conversion:
         checkpoint, folder = self.source.checkpoint, str(output)
         if self.options.no_keep:  # nothing here can be loaded
             return [shell_line(*words)]
-        if self.verdict is None:
-            return [shell_line(*words), *serve_lines(self.plan, checkpoint, folder)]
-        line = serve_line(
-            self.verdict.engine, self.plan, checkpoint, folder, self._config_words(is_absolute)
-        )
+        if self._server is None:
+            return [shell_line(*words)]
+        config_words = self._config_words(is_absolute)
+        line = serve_line(self._server, self.plan, checkpoint, folder, config_words)
         return [shell_line(*words), *([line] if line else [])]
+
+    @cached_property
+    def _server(self) -> Engine | None:
+        """Return the engine of --for, or the first that serves the result."""
+        if self.verdict:
+            return self.verdict.engine
+        return serving_engine(self.plan, self.source.checkpoint)
 
     def _config_words(self, is_absolute: bool) -> str:
         """Name the source's configuration in arguments of Python."""

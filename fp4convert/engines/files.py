@@ -8,21 +8,14 @@ in a plan's result is told by planning/engine_facts.py, in a folder by quality/e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp4convert.engines.rows import Condition, Contents, Row
-from fp4convert.engines.versions import (
-    Version,
-    Versions,
-    read_version,
-    read_versions,
-)
 from fp4convert.errors import InputError, did_you_mean
 
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
+if TYPE_CHECKING:  # the command line starts with the names of engines alone
+    from fp4convert.engines.rows import Contents, Row
+    from fp4convert.engines.versions import Version, Versions
 
 ENGINES = (  # as --for has them, in the order in which they are listed
     "vllm",
@@ -100,22 +93,22 @@ class ModelList(NamedTuple):
         return not self.names.isdisjoint({name, *others})
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(NamedTuple):
     """An engine: its names, what to type, how it serves, what it loads.
 
     key       as --for has it
-    presets   best first
     version   the newest that was looked at; None where it has none
     tried     how, in a few words
+    rows      facts about artifacts
+    dialects  the dialects of which it loads some artifacts
+    presets   best first
     serve     the command that serves a folder {output}, or a file {file} under the {name}; or ""
     code      lines of Python that load {output} into {auto}; or ""
     class_code  the same by dialect, of a class {name} and {output}, or the one {file} in it, with
               {source} for its configuration
-    packages  what to install for the code, by dialect
     cache     what `serve` needs beside for a cache of keys and values, by what that holds
     fallback  what it may do with models that it has no class for, as a clause; "" for nothing
-    models    those that it has a class for; None where nobody has a list
+    packages  what to install for the code, by dialect
     """
 
     key: str
@@ -123,32 +116,34 @@ class Engine:
     version: Version | None
     tried: str
     rows: tuple[Row, ...]
+    dialects: frozenset[str]
     presets: tuple[Preset, ...]
     serve: str = ""
     code: str = ""
-    class_code: Mapping[str, str] = field(default_factory=dict)
-    cache: Mapping[str, str] = field(default_factory=dict)
+    class_code: Mapping[str, str] = {}
+    cache: Mapping[str, str] = {}
     fallback: str = ""
-    models: ModelList | None = None
-    packages: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = {}
 
     @property
-    def dialects(self) -> set[str]:
-        """Return the dialects of which it loads some artifacts."""
-        loaded = (row.condition.dialects for row in self.rows if row.effect == "loads")
-        return {dialect for dialects in loaded for dialect in dialects}
+    def models(self) -> ModelList | None:
+        """Return the models that it has a class for; None without a list."""
+        return _read_models(self.key)
 
     def serving(self, cache: str | None) -> str:
         """Return the command that serves, with its words for such a cache."""
         return " ".join(filter(None, (self.serve, self.cache.get(cache or ""))))
 
     def rows_on(self, contents: Contents) -> list[Row]:
-        """List rows about an artifact; without dialects: of all that are read."""
-        is_read = contents.dialect in self.dialects
+        """List the rows that fit an artifact.
+
+        A row without dialects is about every dialect that the engine reads.
+        """
+        dialect = contents.dialect
         return [
             row
             for row in self.rows
-            if row.condition.fits(contents) and (row.condition.dialects or is_read)
+            if dialect in (row.condition.dialects or self.dialects) and row.condition.fits(contents)
         ]
 
     def called(self, versions: Versions | None = None) -> str:
@@ -162,66 +157,74 @@ class Engine:
         return f"{self.name} {versions}" if versions else self.name
 
 
-@cache
 def known_engines() -> tuple[Engine, ...]:
-    """Read every file of configs/engines, in the order of ENGINES."""
-    import tomllib
-    from importlib.resources import files
+    """Read every engine, in the order of ENGINES."""
+    return tuple(map(read_engine, ENGINES))
 
-    folder = files("fp4convert").joinpath("configs").joinpath("engines")
-    lists = folder.joinpath("models")
 
-    def read(place: Traversable) -> dict[str, Any]:
-        return tomllib.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+@cache
+def read_engine(key: str) -> Engine:
+    """Read the file of an engine; TypeError or ValueError for unknown keys."""
+    from fp4convert.engines.rows import read_row
+    from fp4convert.engines.versions import read_version
 
-    return tuple(
-        _read_engine(key, read(folder.joinpath(f"{key}.toml")), read(lists.joinpath(f"{key}.toml")))
-        for key in ENGINES
+    table = _read_toml(f"{key}.toml")
+    rows = tuple(read_row(_as_tuples(row)) for row in table.pop("row", ()))
+    loaded = (row.condition.dialects for row in rows if row.effect == "loads")
+    return Engine(
+        key=key,
+        version=read_version(table.pop("version")) if "version" in table else None,
+        rows=rows,
+        dialects=frozenset(dialect for dialects in loaded for dialect in dialects),
+        presets=tuple(Preset(**_as_tuples(preset)) for preset in table.pop("preset", ())),
+        **table,
     )
 
 
-def _read_engine(key: str, table: dict[str, Any], models: dict[str, Any]) -> Engine:
-    """Read its files; TypeError or ValueError for what none has."""
-    if models:
-        names = frozenset(models.pop("names").split())
-        table["models"] = ModelList(names=names, **_as_tuples(models))
-    rows = tuple(map(_read_row, table.pop("row", ())))
-    presets = tuple(Preset(**_as_tuples(preset)) for preset in table.pop("preset", ()))
-    version = read_version(table.pop("version")) if "version" in table else None
-    return Engine(key=key, version=version, rows=rows, presets=presets, **table)
+@cache
+def _read_models(key: str) -> ModelList | None:
+    table = _as_tuples(_read_toml(f"models/{key}.toml"))
+    return ModelList(names=frozenset(table.pop("names").split()), **table) if table else None
 
 
-def _read_row(table: dict[str, Any]) -> Row:
-    asked = Condition._fields
-    condition = Condition(**_as_tuples({key: table[key] for key in table if key in asked}))
-    rest = {key: value for key, value in table.items() if key not in asked}
-    versions = read_versions(rest.pop("versions", ""))
-    return Row(condition=condition, versions=versions, **{"instead": "", **_as_tuples(rest)})
+def _read_toml(name: str) -> dict[str, Any]:
+    """Read a file below configs/engines; {} where there is none."""
+    import tomllib
+    from importlib.resources import files
+
+    file = files("fp4convert").joinpath("configs", "engines", *name.split("/"))
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _as_tuples(table: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
 
 
-def engine_called(word: str) -> Engine | None:
-    """Find the engine that a person calls so, if any."""
+def find_engine(word: str) -> Engine | None:
+    """Find an engine by its name or a nickname, in any spelling."""
 
     def plain(word: str) -> str:
         return "".join(filter(str.isalnum, word.lower()))
 
-    known = {plain(key): key for key in ENGINES}
-    known |= {plain(nickname): key for nickname, key in NICKNAMES.items()}
-    key = known.get(plain(word))
-    return next((engine for engine in known_engines() if engine.key == key), None)
+    keys = {plain(key): key for key in ENGINES}
+    keys |= {plain(nickname): key for nickname, key in NICKNAMES.items()}
+    key = keys.get(plain(word))
+    return read_engine(key) if key else None
 
 
-def engine_asked(word: object) -> tuple[Engine, Version | None]:
-    """Read ENGINE, ENGINE:VERSION or ENGINE==VERSION; InputError for others."""
+def parse_engine(word: object) -> tuple[Engine, Version | None]:
+    """Parse ENGINE, ENGINE:VERSION or ENGINE==VERSION.
+
+    Returns  the engine and the version, without one the newest that was looked at
+    Raises   InputError for others
+    """
+    from fp4convert.engines.versions import read_version
+
     if not isinstance(word, str):
         detail = f"engine {word!r} is no text; expected one of {', '.join(ENGINES)}"
         raise InputError("unknown-engine", detail, 'For example: engine="vllm".')
     name, colon, number = word.replace("==", ":", 1).partition(":")
-    engine = engine_called(name)
+    engine = find_engine(name)
     if engine is None:
         detail = f"engine {name!r} is not known; expected one of {', '.join(ENGINES)}"
         raise InputError("unknown-engine", detail + did_you_mean(name, ENGINES))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from fp4convert.engines.versions import Versions
+from fp4convert.engines.versions import Versions, read_versions
 
 FOUR_BIT = ("nvfp4", "mxfp4")
 # Of rows: it is read and computes what the artifact says; it does so slowly; it is read and
@@ -38,6 +38,7 @@ class Contents(NamedTuple):
     names_fused  records say of qkv_proj and gate_up_proj what they say of their parts, as ours do
     findings   codes of inspect's; of a plan those on formats alone
     modules    names of all that are quantized
+    fault      the first error that inspect finds of any engine's concern; "" where it is sound
     cache      "fp8" or "nvfp4" where the record asks for such a cache of keys and values
     files      names of the files that hold its weights
     """
@@ -54,6 +55,7 @@ class Contents(NamedTuple):
     findings: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
     files: frozenset[str] = frozenset()
+    fault: str = ""
 
 
 class Condition(NamedTuple):
@@ -148,3 +150,11 @@ class Row(NamedTuple):
     tried: Tried
     proof: str = ""
     lines: tuple[str, ...] = ()
+
+
+def read_row(table: dict[str, Any]) -> Row:
+    """Read a row; TypeError or ValueError for unknown keys or versions."""
+    asked = Condition._fields
+    condition = Condition(**{key: table.pop(key) for key in asked if key in table})
+    versions = read_versions(table.pop("versions", ""))
+    return Row(condition=condition, versions=versions, **{"instead": "", **table})

@@ -9,6 +9,12 @@ from fp4convert.engines.files import Engine, ModelList, known_engines
 from fp4convert.engines.rows import FAILS, Contents, Row
 from fp4convert.engines.versions import Version, Versions, read_version
 
+EVIDENCE = {  # by how a row is known
+    "run": "run by {proof}",
+    "loaded": "its own loader took such artifacts; no model was run",
+    "read": "read in its source or documentation; not run",
+}
+
 
 class Verdict(NamedTuple):
     """What an engine does with an artifact.
@@ -31,6 +37,11 @@ class Verdict(NamedTuple):
         """Name the engine that was asked for, and say why it is so."""
         return f"{self.engine.at(version)} {self.why}"
 
+    @property
+    def evidence(self) -> str:
+        """Say how the fact is known that decided; "" where none did."""
+        return EVIDENCE[self.row.tried].format(proof=self.row.proof) if self.row else ""
+
     def as_json(self) -> dict[str, object]:
         return {
             "engine": self.engine.key,
@@ -40,11 +51,20 @@ class Verdict(NamedTuple):
         }
 
 
-def judge_contents(engine: Engine, contents: Contents, version: Version | None = None) -> Verdict:
-    """Tell what an engine does with an artifact.
+def judge(engine: Engine, contents: Contents, version: Version | None = None) -> Verdict:
+    """Judge whether an engine loads an artifact.
 
     version  None: the newest that was looked at, and since which it is so
     """
+    verdict = _judge_rows(engine, contents, version)
+    if verdict.loads is False or not contents.fault:
+        return verdict
+    why = f"has an artifact with errors before it: {contents.fault}"
+    return Verdict(engine, "", False, why)
+
+
+def _judge_rows(engine: Engine, contents: Contents, version: Version | None) -> Verdict:
+    """Judge an artifact without faults."""
     at = version or engine.version
     fitting = engine.rows_on(contents)
     row = _decisive(fitting, at)
@@ -112,7 +132,7 @@ def _unknown(
     if contents.dialect not in engine.dialects:
         others = {dialect: contents._replace(dialect=dialect) for dialect in engine.dialects}
         able = sorted(
-            dialect for dialect, other in others.items() if judge_contents(engine, other, at).loads
+            dialect for dialect, other in others.items() if _judge_rows(engine, other, at).loads
         )
         instead = f"use --dialect {' or '.join(able)}" if able else ""
         return False, f"reads no artifact of dialect {contents.dialect}", instead
@@ -124,13 +144,13 @@ def _unknown(
     return None, "is not known to load such artifacts: nobody has tried or read it", ""
 
 
-def verdicts_on(contents: Contents) -> list[Verdict]:
-    """Tell what every engine does with an artifact."""
-    return [judge_contents(engine, contents) for engine in known_engines()]
+def judge_all(contents: Contents) -> list[Verdict]:
+    """Judge an artifact for every engine, in the order of ENGINES."""
+    return [judge(engine, contents) for engine in known_engines()]
 
 
-def failures_of(contents: Contents) -> Iterator[tuple[Engine, Row]]:
-    """Find what engines of the dialect are known to fail at.
+def find_traps(contents: Contents) -> Iterator[tuple[Engine, Row]]:
+    """Find known failures of the engines that read the dialect.
 
     Garbage of any version, and what the newest refuses; of a Diffusers pipeline what its own
     engines refuse, too, whatever the dialect.
@@ -145,5 +165,5 @@ def failures_of(contents: Contents) -> Iterator[tuple[Engine, Row]]:
 
 
 def trap_text(engine: Engine, row: Row) -> str:
-    """Tell a row in a line: who does what, and what to do."""
+    """Return a trap as a line: engine, failure, what to do instead."""
     return "; ".join(filter(None, (f"{engine.called(row.versions)} {row.says}", row.instead)))

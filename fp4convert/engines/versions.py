@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Versions:
         return ",".join(f"{sign}{end}" for sign, end in ends if end is not None)
 
 
+@cache
 def read_versions(text: str) -> Versions:
     """Read ">=0.5.12,<0.5.22"; ValueError for anything else."""
     ends: dict[str, Version] = {}

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from fp4convert.engines.files import Engine, known_engines
+from fp4convert.engines.files import ENGINES, Engine, read_engine
 from fp4convert.engines.rows import Contents, Part
-from fp4convert.engines.verdicts import Verdict, failures_of, judge_contents, trap_text
+from fp4convert.engines.verdicts import find_traps, judge, trap_text
 from fp4convert.errors import shell_line
 from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing, is_draft_head
 from fp4convert.recipes.recipe import model_recipe
@@ -32,11 +32,6 @@ PICTURES = "ForConditionalGeneration"  # ends those of models that answer pictur
 NO_LINE = "# no line serves {names}, which answers no text: see how {engine} serves such models"
 # The same, of what drafts tokens for another model.
 DRAFT_LINE = "# serve its model with {engine}, and name {folder} as the speculative one beside it"
-HOW = {  # a row is known
-    "run": "run by {proof}",
-    "loaded": "its own loader took such artifacts; no model was run",
-    "read": "read in its source or documentation; not run",
-}
 
 
 def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
@@ -96,29 +91,15 @@ def engine_warnings(plan: Plan, checkpoint: Checkpoint) -> list[str]:
 
     What rows say on findings is left out: the plan tells these itself.
     """
-    failures = failures_of(plan_contents(plan, checkpoint))
+    failures = find_traps(plan_contents(plan, checkpoint))
     return [trap_text(engine, row) for engine, row in failures if not row.condition.findings]
 
 
-def verdict_text(verdict: Verdict, plan: Plan) -> str:
-    """Say what was chosen for an engine, and how that is known."""
-    target, row = plan.target, verdict.row
-    made = f"{target.format} in dialect {target.dialect} with {target.activations}-bit activations"
-    how = f" ({HOW[row.tried].format(proof=row.proof)})" if row else ""
-    return f"for {verdict.engine.at(verdict.versions)}: {made}{how}"
-
-
-def serve_lines(plan: Plan, checkpoint: Checkpoint, output: str) -> list[str]:
-    """Name the command of the first engine that serves the result in a folder.
-
-    For a model that answers no text a comment, unless a file is served.
-    """
+def serving_engine(plan: Plan, checkpoint: Checkpoint) -> Engine | None:
+    """Return the first engine with a command that serves the result."""
     contents = plan_contents(plan, checkpoint)
-    for engine in known_engines():
-        if engine.serve and judge_contents(engine, contents).loads:
-            line = serve_line(engine, plan, checkpoint, output)
-            return [line] if line else []
-    return []
+    engines = (engine for engine in map(read_engine, ENGINES) if engine.serve)
+    return next((engine for engine in engines if judge(engine, contents).loads), None)
 
 
 def serve_line(

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.engines.files import Engine, known_engines
+from fp4convert.engines.files import Engine
 from fp4convert.engines.rows import Contents, Part
-from fp4convert.engines.verdicts import Verdict, judge_contents
+from fp4convert.engines.verdicts import Verdict, judge, judge_all
 from fp4convert.engines.versions import Version
 from fp4convert.errors import Finding
 from fp4convert.planning.engine_facts import with_model
@@ -18,11 +18,14 @@ from fp4convert.quality.fused_checks import names_fused
 from fp4convert.recipes.uneven_formats import EXPERTS
 
 MLX_STACKS = ".switch_mlp."
+# Errors that are none of an engine's: another source, and values that the format cannot hold.
+OF_SOURCE = ("source-differs", "weights-underflow")
 
 
 def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
     """Say what of an artifact decides which engines load it."""
     modules = artifact.packed
+    errors = (one for one in findings if one.level == "error" and one.code not in OF_SOURCE)
     made = {
         # rows on experts of the dialect mlx are about those that stand one by one
         (
@@ -40,14 +43,14 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
         findings=frozenset(finding.code for finding in findings),
         names_fused=names_fused(artifact),
         modules=frozenset(modules),
+        fault=next((f"{error.code}: {error.detail}" for error in errors), ""),
     )
     return with_model(contents, artifact.source.checkpoint)
 
 
 def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Verdict]:
     """Tell which engines load an artifact, in the order of ENGINES."""
-    contents = artifact_contents(artifact, findings)
-    return [_judge(engine, None, contents, findings) for engine in known_engines()]
+    return judge_all(artifact_contents(artifact, findings))
 
 
 def check_engine(
@@ -60,7 +63,7 @@ def check_engine(
     if asked is None:
         return []
     engine, version = asked
-    verdict = _judge(engine, version, artifact_contents(artifact, findings), findings)
+    verdict = judge(engine, artifact_contents(artifact, findings), version)
     if verdict.loads:
         return []
     instead = verdict.instead
@@ -70,19 +73,3 @@ def check_engine(
     if verdict.loads is None:
         return [Finding("error", "engine-unknown", None, detail)]
     return [Finding("error", "engine-refuses", None, detail)]
-
-
-def _judge(
-    engine: Engine, version: Version | None, contents: Contents, findings: Sequence[Finding]
-) -> Verdict:
-    """Judge contents; nothing loads as it should where findings are errors.
-
-    Another source than its own, and values that its format cannot hold, are none of the engine's.
-    """
-    verdict = judge_contents(engine, contents, version)
-    of_source = ("source-differs", "weights-underflow")
-    errors = [one for one in findings if one.level == "error" and one.code not in of_source]
-    if verdict.loads is False or not errors:
-        return verdict
-    first = f"{errors[0].code}: {errors[0].detail}"
-    return Verdict(engine, "", False, f"has an artifact with errors before it: {first}")

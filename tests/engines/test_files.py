@@ -9,12 +9,12 @@ from fp4convert.engines.files import (
     ENGINES,
     NICKNAMES,
     ModelList,
-    engine_asked,
-    engine_called,
+    find_engine,
     known_engines,
+    parse_engine,
 )
 from fp4convert.engines.rows import FAILS
-from fp4convert.engines.verdicts import judge_contents
+from fp4convert.engines.verdicts import judge
 from fp4convert.errors import InputError, read_catalogue
 
 ROWS = [(engine, row) for engine in known_engines() for row in engine.rows]
@@ -57,17 +57,17 @@ def test_what_is_to_be_typed_loads(engine):
         usual = "" if engine.key == "comfyui" else "llama"
         model = preset.models[0].replace("*", "") if preset.models else usual
         made = contents(preset.dialect, *kinds, model=model, is_diffusers=engine.key == "diffusers")
-        assert judge_contents(engine, made).loads, preset
+        assert judge(engine, made).loads, preset
 
 
 def test_names_of_engines_are_understood():
-    assert engine_called("VLLM").key == "vllm"
-    assert engine_called("llama-cpp").key == "llama.cpp"
-    assert engine_called("ollama").key == "llama.cpp"
-    assert engine_called("onnx") is None
+    assert find_engine("VLLM").key == "vllm"
+    assert find_engine("llama-cpp").key == "llama.cpp"
+    assert find_engine("ollama").key == "llama.cpp"
+    assert find_engine("onnx") is None
     for odd in ("vlm", "vllm:", "vllm:new", "", ":0.33", 5, b"vllm", ["vllm", "sglang"]):
         with pytest.raises(InputError) as refused:
-            engine_asked(odd)
+            parse_engine(odd)
         assert refused.value.code == "unknown-engine"
 
 

@@ -31,7 +31,7 @@ def test_builds_of_llamacpp_are_in_order():
 
 @pytest.mark.parametrize("text", ["", "new", "0.", "1..2", "0.33rcx", "b", "bb1", "1+", "१"])
 def test_text_that_is_no_version_is_refused(text):
-    with pytest.raises(ValueError, match="[Vv]ersion"):
+    with pytest.raises(ValueError, match=r"[Vv]ersion"):
         read_version(text)
 
 
