@@ -169,7 +169,8 @@ def compiled(pattern: str) -> re.Pattern[str] | Expression:
     """Compile a pattern; raise InputError where it is none."""
     if not pattern.startswith("re:"):
         return re.compile(fnmatch.translate(pattern))
-    return Expression(pattern.removeprefix("re:"))
+    text = pattern.removeprefix("re:")
+    return re.compile(text) if _PLAIN.fullmatch(pattern) else Expression(text)
 
 
 def expand_all(patterns: Iterable[str], config: Mapping[str, object]) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ HOMES = {
     "rich": ("cli.",),
     "typer": ("cli.",),
     "packaging": ("engines.versions",),
+    "regex": ("recipes.expressions",),
     "ctypes": ("numerics.backends.", "storage.system", "process"),
 }
 NO_VERBS = frozenset(
