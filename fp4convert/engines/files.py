@@ -1,8 +1,8 @@
-"""Read what engines load, by version: configs/engines/*.toml.
+"""Read the files of engines: configs/engines/*.toml.
 
-A file is an engine: what to type for it, how it serves, and rows of facts.  A row says what the
-engine does with artifacts of a kind; nothing else in the program, and no page, says so.  What is
-in a plan's result is told by planning/engine_facts.py, in a folder by quality/engine_check.py.
+A file holds presets for --for, commands that serve, and rows of facts by version.  Nothing else in
+the program, and no page, knows what an engine loads.  planning/engine_facts.py collects the facts
+of a plan that rows ask about, quality/engine_check.py those of an artifact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the command line starts with the names of engines alone
     from fp4convert.engines.rows import Contents, Row
     from fp4convert.engines.versions import Version, Versions
 
-ENGINES = (  # as --for has them, in the order in which they are listed
+ENGINES = (  # words of --for, in the order of lists
     "vllm",
     "sglang",
     "tensorrt-llm",
@@ -41,13 +41,13 @@ NICKNAMES = {
 
 
 class Preset(NamedTuple):
-    """One choice of what to type for an engine.
+    """Options that make an artifact for an engine.
 
-    only          models that it is for, for people; "" for all
+    only          the models, in words for people; "" for all models
     models        globs on their model_type
-    source        what stands there for the source
-    options       beside these words, such as a recipe
-    keeps_others  the engine reads no such modules but experts: all others stay
+    source        an example of a source
+    options       further options, such as a recipe
+    keeps_others  the engine reads only experts in this format: all other modules stay
     """
 
     dialect: str
@@ -62,7 +62,7 @@ class Preset(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Return the options that --for puts in its place, without defaults."""
+        """Return the options that --for chooses, without defaults."""
         words = f"--format {self.format}"
         if self.dialect != "compressed-tensors":
             words += f" --dialect {self.dialect}"
@@ -70,11 +70,11 @@ class Preset(NamedTuple):
 
 
 class ModelList(NamedTuple):
-    """The models that an engine has a class for: configs/engines/models.
+    """Models that an engine has a class for: configs/engines/models.
 
-    source   the package, its version and the file that says so
-    by       what the names are: "class" or "model_type"
-    endings  of names of classes that the engine takes for one another
+    source   the package, its version and the file with the list
+    by       the kind of names: "class" or "model_type"
+    endings  endings of class names that the engine treats as equal
     """
 
     source: str
@@ -83,9 +83,9 @@ class ModelList(NamedTuple):
     endings: tuple[str, ...] = ()
 
     def lacks(self, contents: Contents) -> str:
-        """Return what no class is there for; "" where one is, or may be."""
-        given = contents.classes if self.by == "class" else tuple(filter(None, (contents.model,)))
-        return "" if any(map(self._has, given)) else ", ".join(given)
+        """Return the names without a class; "" where one has a class."""
+        names = contents.classes if self.by == "class" else tuple(filter(None, (contents.model,)))
+        return "" if any(map(self._has, names)) else ", ".join(names)
 
     def _has(self, name: str) -> bool:
         stems = [name.removesuffix(ending) for ending in self.endings if name.endswith(ending)]
@@ -94,21 +94,20 @@ class ModelList(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """An engine: its names, what to type, how it serves, what it loads.
+    """An engine: names, presets, commands that serve, facts about artifacts.
 
-    key       as --for has it
-    version   the newest that was looked at; None where it has none
-    tried     how, in a few words
-    rows      facts about artifacts
-    dialects  the dialects of which it loads some artifacts
+    key       the word of --for
+    version   the newest version that was examined; None for engines without versions
+    tried     a few words on the evidence
+    dialects  dialects with artifacts that it loads
     presets   best first
-    serve     the command that serves a folder {output}, or a file {file} under the {name}; or ""
+    serve     the command that serves a folder {output}, or a file {file} under a {name}; or ""
     code      lines of Python that load {output} into {auto}; or ""
-    class_code  the same by dialect, of a class {name} and {output}, or the one {file} in it, with
-              {source} for its configuration
-    cache     what `serve` needs beside for a cache of keys and values, by what that holds
-    fallback  what it may do with models that it has no class for, as a clause; "" for nothing
-    packages  what to install for the code, by dialect
+    class_code  by dialect: lines of Python with a class {name}, {output} or the one {file} in it,
+              and {source} for its configuration
+    cache     options of `serve` for a KV cache, by its format
+    fallback  a clause on models without a class; "" where it refuses them
+    packages  packages that the code needs, by dialect
     """
 
     key: str
@@ -127,11 +126,11 @@ class Engine(NamedTuple):
 
     @property
     def models(self) -> ModelList | None:
-        """Return the models that it has a class for; None without a list."""
+        """Return the models with a class; None where nobody has a list."""
         return _read_models(self.key)
 
     def serving(self, cache: str | None) -> str:
-        """Return the command that serves, with its words for such a cache."""
+        """Return the command that serves, with its options for a KV cache."""
         return " ".join(filter(None, (self.serve, self.cache.get(cache or ""))))
 
     def rows_on(self, contents: Contents) -> list[Row]:
@@ -147,13 +146,13 @@ class Engine(NamedTuple):
         ]
 
     def called(self, versions: Versions | None = None) -> str:
-        """Name the engine with versions: those, or the newest looked at."""
+        """Return the name with the end of a range, or the newest version."""
         if versions is not None and versions.before is not None:
             return f"{self.name} before {versions.before}"
         return self.at(self.version)
 
     def at(self, versions: object) -> str:
-        """Name the engine with a version or several, where it has one."""
+        """Return the name with a version or a range, if any."""
         return f"{self.name} {versions}" if versions else self.name
 
 

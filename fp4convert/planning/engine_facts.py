@@ -1,6 +1,6 @@
-"""Collect facts of a plan that engine rows ask about; name what serves it.
+"""Collect the facts of a plan for engine rows; name traps and commands.
 
-What engines do is data (configs/engines); the rows ask about these contents.
+The rows are data (configs/engines); engines/verdicts.py judges them.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ SPECULATORS = {"speculators_model_type": "eagle3"}
 EAGLE3 = "Eagle3LlamaForCausalLM"
 CHAT = "ForCausalLM"  # ends the class names of models that engines serve
 PICTURES = "ForConditionalGeneration"  # ends those of models that answer pictures with text
-# Stands where no line of an engine serves a model; a comment to a shell.
+# Comments to a shell, where no command serves the result: of a model that answers no text,
+# of a draft head.
 NO_LINE = "# no line serves {names}, which answers no text: see how {engine} serves such models"
-# The same, of what drafts tokens for another model.
 DRAFT_LINE = "# serve its model with {engine}, and name {folder} as the speculative one beside it"
 
 
 def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
-    """Say what of a plan's result decides which engines load it."""
+    """Return the facts of a plan's result that engine rows ask about."""
     steps = list(plan.steps)
-    made = [(step.form, step.module) for step in steps if step.form]
-    parts = {(form.word, form.activations, EXPERTS in module) for form, module in made}
+    packed = [(step.form, step.module) for step in steps if step.form]
+    parts = {(form.word, form.activations, EXPERTS in module) for form, module in packed}
     contents = Contents(
         str(plan.target.dialect),
         frozenset(Part(*part) for part in parts),
         is_sharded=len(plan.shards) > 1,
         cache=plan.target.kv_cache,
         findings=_uneven_codes(steps, checkpoint),
-        modules=frozenset([module for _, module in made]),
+        modules=frozenset([module for _, module in packed]),
     )
     return with_model(contents, checkpoint)
 
 
 def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the codes of findings that inspect would have on formats."""
+    """Return the findings on formats that inspect would report."""
     words: dict[str, str] = {}
     for step in steps:
         if step.form is None:
@@ -61,12 +61,12 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
         for linear in step.linears:
             words[linear.module] = word
     recipe = model_recipe(checkpoint.config)
-    found = {uneven.code for uneven in find_uneven(words, recipe.groups)}
-    return frozenset({*found, *([DRAFT_FORMAT] if find_differing(words, recipe) else [])})
+    codes = {uneven.code for uneven in find_uneven(words, recipe.groups)}
+    return frozenset({*codes, *([DRAFT_FORMAT] if find_differing(words, recipe) else [])})
 
 
 def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
-    """Add names of files, and what config.json says, which may be that of a plain Llama."""
+    """Add the facts of config.json; a draft head has that of a plain Llama."""
     config = checkpoint.config
     is_head = is_draft_head(ref.name for ref in checkpoint.tensors)
     is_speculators = SPECULATORS.items() <= config.items()
@@ -80,16 +80,16 @@ def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
 
 
 def class_names(config: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the names of classes in a config.json."""
+    """Return the class names of a config.json."""
     names = config.get("architectures")
-    own = config.get("_class_name")  # of Diffusers
-    return tuple(map(str, names if isinstance(names, list) else [own] if own else []))
+    diffusers = config.get("_class_name")
+    return tuple(map(str, names if isinstance(names, list) else [diffusers] if diffusers else []))
 
 
 def engine_warnings(plan: Plan, checkpoint: Checkpoint) -> list[str]:
-    """List what engines of the dialect are known to fail at, a line each.
+    """Return the traps of a plan, a line each.
 
-    What rows say on findings is left out: the plan tells these itself.
+    Rows about findings are left out: the plan reports findings itself.
     """
     failures = find_traps(plan_contents(plan, checkpoint))
     return [trap_text(engine, row) for engine, row in failures if not row.condition.findings]
@@ -105,7 +105,7 @@ def serving_engine(plan: Plan, checkpoint: Checkpoint) -> Engine | None:
 def serve_line(
     engine: Engine, plan: Plan, checkpoint: Checkpoint, output: str, source: str = ""
 ) -> str:
-    """Return the command that loads the result, or why there is none; or "".
+    """Return the command that loads the result, or a comment; "" without one.
 
     source  arguments of Python that name the source's configuration
     """

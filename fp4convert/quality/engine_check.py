@@ -1,6 +1,6 @@
-"""Judge an artifact, anyone's, by what engines are known to load.
+"""Judge an artifact for engines: collect the facts that rows ask about.
 
-The rows are those of configs/engines.
+engines/verdicts.py judges, for plans as well.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fp4convert.quality.fused_checks import names_fused
 from fp4convert.recipes.uneven_formats import EXPERTS
 
 MLX_STACKS = ".switch_mlp."
-# Errors that are none of an engine's: another source, and values that the format cannot hold.
+# Errors that do not concern engines: another source, and values that the format cannot hold.
 OF_SOURCE = ("source-differs", "weights-underflow")
 
 
 def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
-    """Say what of an artifact decides which engines load it."""
+    """Return the facts of an artifact that engine rows ask about."""
     modules = artifact.packed
     errors = (one for one in findings if one.level == "error" and one.code not in OF_SOURCE)
-    made = {
+    parts = {
         # rows on experts of the dialect mlx are about those that stand one by one
         (
             packed.form.word,
@@ -37,7 +37,7 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
     }
     contents = Contents(
         artifact.dialect,
-        frozenset(Part(word, bits, is_expert) for word, bits, is_expert in made),
+        frozenset(Part(word, bits, is_expert) for word, bits, is_expert in parts),
         is_sharded=len(artifact.source.checkpoint.shards) > 1,
         cache=artifact.forms[0].kv_cache,
         findings=frozenset(finding.code for finding in findings),
@@ -49,16 +49,17 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
 
 
 def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Verdict]:
-    """Tell which engines load an artifact, in the order of ENGINES."""
+    """Judge an artifact for every engine, in the order of ENGINES."""
     return judge_all(artifact_contents(artifact, findings))
 
 
 def check_engine(
     artifact: Artifact, findings: Sequence[Finding], asked: tuple[Engine, Version | None] | None
 ) -> list[Finding]:
-    """Find that the engine asked for does not load an artifact.
+    """Report that an engine does not load an artifact.
 
-    An error where nobody knows, too: quantize --for makes nothing of that kind.
+    "Nobody knows" is an error, too: quantize --for makes no such artifact.
+    asked  the engine and version of --for; None without one
     """
     if asked is None:
         return []

@@ -40,7 +40,7 @@ _VERBOSE_FLAG = re.compile(r"\(\?[a-zA-Z-]*x")
 
 
 class Expression:
-    """A regular expression that is matched at the beginning of names, as re.match does.
+    """A regular expression, matched at the beginning of names as by re.match.
 
     Raises  InputError for a text that is no expression, or that needs unbounded time or memory
     """

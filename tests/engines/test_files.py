@@ -1,5 +1,8 @@
 """What engines load is one table: its rows are whole, and say what was tried by hand."""
 
+import subprocess
+import sys
+
 import pytest
 from engine_contents import contents
 from paths import ROOT
@@ -94,3 +97,20 @@ def test_a_list_of_models_says_what_it_lacks(classes, missing):
 def test_every_list_belongs_to_an_engine():
     files = {file.stem for file in (ROOT / "configs" / "engines" / "models").glob("*.toml")}
     assert files == {engine.key for engine in known_engines() if engine.models}
+
+
+def test_one_engine_is_one_file():
+    """Files of other engines, and lists of models, are read where they are asked."""
+    code = "from fp4convert.engines import files; files.parse_engine('vllm:0.33'); "
+    code += (
+        "print(files.read_engine.cache_info().currsize, files._read_models.cache_info().currsize)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "0"]
+
+
+def test_names_of_engines_load_no_rows():
+    """The command line starts with them: --help needs no version."""
+    code = "import sys; import fp4convert.engines.files; "
+    code += "assert not {'packaging', 'tomllib', 'fp4convert.engines.rows'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
