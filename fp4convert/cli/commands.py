@@ -147,7 +147,7 @@ def _compare(options: CompareOptions) -> Shown:
     from fp4convert.commands import quality
 
     document = quality.compare.run(options)
-    return Shown(document, draw_quality.draw_comparison, document["passed"])
+    return Shown(document, draw_quality.draw_comparison, document["passed"] is not False)
 
 
 def _reproduce(options: ReproduceOptions) -> Shown:
@@ -170,7 +170,7 @@ def _evaluate(options: EvaluateOptions) -> Shown:
     from fp4convert.commands import evaluation
 
     document = evaluation.evaluate.run(options).as_json()
-    return Shown(document, draw_quality.draw_evaluation, document["passed"])
+    return Shown(document, draw_quality.draw_evaluation, document["passed"] is not False)
 
 
 def _analyze(options: AnalyzeOptions) -> Shown:

@@ -148,7 +148,10 @@ def draw_verification(screen: Screen, report: Document) -> None:
     if recorded := report["recorded"]:
         screen.line(f"recorded when it was quantized: {fidelity_text(recorded)}")
     draw_findings(screen, report["findings"], len(tensors), most_lines(report["verdict"]))
-    draw_verdict(screen, report["passed"], f"passed: {_checked_text(report['checked'])}", "failed")
+    from fp4convert.quality.verification import NO_FAULT
+
+    word = "passed" if report["checked"]["gated"] else NO_FAULT
+    draw_verdict(screen, report["passed"], f"{word}: {_checked_text(report['checked'])}", "failed")
 
 
 def _inputs_text(document: Document) -> str:
@@ -191,11 +194,12 @@ def draw_comparison(screen: Screen, found: Document) -> None:
             counts.append(f"by {letter} alone {alone}")
     screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
     _draw_best(screen, found)
-    _draw_predictions(screen, sides, found["passed"])
+    is_well = found["passed"] is not False
+    _draw_predictions(screen, sides, is_well)
     for letter, side in sides.items():
         told = ({**one, "detail": f"{letter}: {one['detail']}"} for one in side["findings"])
         draw_findings(screen, told)
-    if not found["passed"]:
+    if not is_well:
         why = "a module with a finding counts for no best"
         draw_verdict(screen, False, "", f"failed: {why if totals['judged'] else 'no verdict'}")
 
@@ -397,7 +401,12 @@ def draw_evaluation(screen: Screen, found: Document) -> None:
         screen.line(f"{key:<16}{value}", hang=16)
     _draw_costs(screen, {"": found})
     draw_findings(screen, found["findings"])
-    draw_verdict(screen, found["passed"], "passed", "failed")
+    if found["passed"] is None:
+        from fp4convert.quality.evaluation import NO_GATE
+
+        screen.line(NO_GATE, "bold")
+    else:
+        draw_verdict(screen, found["passed"], "passed", "failed")
 
 
 def _draw_costs(screen: Screen, known: Document) -> None:

@@ -115,8 +115,8 @@ def make_sheet(found: Document) -> Document:
         for key, value in {
             "title": f"{len(sides)} artifacts of {found['source']}",
             "verdict": {
-                "is_good": found["passed"],
-                "words": f"{'of one source' if found['passed'] else 'failed'}{levels}",
+                "is_good": not _has_failed(found),
+                "words": f"{'failed' if _has_failed(found) else 'of one source'}{levels}",
             },
             "about": f"{found['totals']['compared']:,} linear layers; inputs: {found['inputs']}",
             "artifacts": [
@@ -173,12 +173,18 @@ def _columns(found: Document, key: str) -> list[list[Any]]:
 def _is_fair(found: Document) -> bool:
     """Tell whether each artifact is of the source and whole."""
     held = [one for row in found["tensors"] for one in row["held"].values()]
-    return found["passed"] and all(one and one["output_error"] is not None for one in held)
+    has_all = all(one and one["output_error"] is not None for one in held)
+    return has_all and not _has_failed(found)
+
+
+def _has_failed(found: Document) -> bool:
+    """Tell whether a finding is an error; without one nothing passed, either."""
+    return found["passed"] is False
 
 
 def _fairness(found: Document) -> str:
     """Return why no means are ranked; "" where they are."""
-    if not found["passed"]:
+    if _has_failed(found):
         return "No means are ranked: an artifact has failed, as the findings say."
     if not _is_fair(found):
         return "No means are ranked: not every artifact has a figure for each of these layers."

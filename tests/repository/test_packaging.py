@@ -122,7 +122,7 @@ def check_bare(venv: Path, folder: Path) -> None:
     run_bare(venv, "transcode", made, "-o", folder / "other", "--dialect", "modelopt")
     assert json.loads(run_bare(venv, "analyze", source, "--json"))
     compare = ("compare", made, folder / "other", "--source", source, "--json")
-    assert json.loads(run_bare(venv, *compare))["passed"]
+    assert json.loads(run_bare(venv, *compare))["passed"] is None
     assert run_bare(venv, "--version").startswith(f"fp4convert {__version__} (CPU kernels: ")
 
 
