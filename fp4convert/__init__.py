@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fp4convert.version import __version__
+
 if TYPE_CHECKING:
     from fp4convert.calibration.result import Calibrated
     from fp4convert.commands.analysis import analyze
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     from fp4convert.progress import Phases
     from fp4convert.quality.evaluation import Evaluated
     from fp4convert.quality.verification import Verified
-
-__version__ = "0.2.0"
 
 _HOMES = {  # module -> its public names
     "calibration.result": ("Calibrated",),

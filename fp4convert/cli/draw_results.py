@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fp4convert import __version__
 from fp4convert.cli.screen import Screen
 from fp4convert.progress import count_text, duration_text, size_text
 from fp4convert.report.text import Document, adapter_text, fake_quantized_text, fidelity_text
+from fp4convert.version import __version__
 
 
 def draw_result(screen: Screen, result: Document) -> None:

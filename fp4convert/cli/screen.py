@@ -69,9 +69,9 @@ class Screen:
         if self.is_quiet:
             detail = "--quiet and --verbose are given; expected one of them"
             raise InputError("usage", detail, "Leave one of them out.")
-        from fp4convert import __version__
         from fp4convert.numerics.cpu_library import instruction_set
         from fp4convert.process import processors
+        from fp4convert.version import __version__
 
         python = ".".join(map(str, sys.version_info[:3]))
         kernels = f"CPU kernels {instruction_set()}"

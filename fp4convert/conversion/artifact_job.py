@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Sequence
 
-from fp4convert import __version__
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
@@ -32,6 +31,7 @@ from fp4convert.storage.checkpoint_files import (
 from fp4convert.storage.json_text import as_text, unquantized
 from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source, read_whole
+from fp4convert.version import __version__
 
 ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict ours
     {RECORD, ENGINE_RECORD, REPORT}

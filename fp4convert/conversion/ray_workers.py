@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp4convert import errors
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import (
     begin_quantize,
@@ -67,7 +66,7 @@ def work_on_node(
         return quantize(source, plan, options.folder, settings)
     except Fp4Error as error:
         return {
-            "kind": type(error).__name__,
+            "kind": type(error),
             "said": (error.code, error.lines, error.next_step, error.tensor),
         }
 
@@ -98,7 +97,7 @@ def quantize_together(
         last = max(results, key=lambda result: result.seconds)
         return replace(last, output=str(options.folder))
     if refused:
-        error: Fp4Error = getattr(errors, refused[0]["kind"])(*refused[0]["said"])
+        error: Fp4Error = refused[0]["kind"](*refused[0]["said"])
         raise error
     raise DeviceError(
         "workers-lost",

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4convert import __version__
 from fp4convert.checkpoint.module_names import Numbers
 from fp4convert.errors import InputError
 from fp4convert.progress import size_text
@@ -21,6 +20,7 @@ from fp4convert.report.html import COMPARISON, PAGE, check_page, make_page
 from fp4convert.report.model_map import find_places, reading_order
 from fp4convert.report.text import Document, escape, fold_findings
 from fp4convert.report.user_files import Paper, check_apart, check_place, write_papers
+from fp4convert.version import __version__
 
 PRODUCER = "fp4convert compare"
 FIRST_COLUMNS = ("layer", "weights", "best")  # of the CSV

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from fp4convert import __version__
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import read_recorded, shares
 from fp4convert.checkpoint.module_names import (
@@ -51,6 +50,7 @@ from fp4convert.report.text import (
 )
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source
+from fp4convert.version import __version__
 
 WORST = 6  # tensors with histograms
 MOST_STACKS = 8  # of layers that are drawn apart; the tensors of more stand together

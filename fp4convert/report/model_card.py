@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp4convert import __version__
 from fp4convert.checkpoint.dialects.forms import granularity_word
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.engines.files import Engine
@@ -28,6 +27,7 @@ from fp4convert.report.user_files import Paper, check_place, write_paper
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.source import Source
+from fp4convert.version import __version__
 
 # Words of the source's front matter.
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")

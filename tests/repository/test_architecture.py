@@ -15,7 +15,7 @@ from paths import ROOT
 
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
-    {"errors", "process", "progress"},
+    {"errors", "process", "progress", "version"},
     {"engines", "numerics", "storage"},
     {"recipes"},
     {"checkpoint"},
@@ -133,6 +133,18 @@ def neighbours(name: str) -> set[str]:
     known = modules()
     found = {dotted if dotted in known else dotted.rpartition(".")[0] for dotted in imported(name)}
     return (found & known.keys()) - {name, "__init__"}
+
+
+def test_nobody_inside_imports_the_package_itself():
+    """It stands above all: what it re-exports has a home of its own."""
+    strays = [
+        f"{name}: line {node.lineno}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.ImportFrom) and (node.module == "fp4convert" or node.level))
+        or (isinstance(node, ast.Import) and any(each.name == "fp4convert" for each in node.names))
+    ]
+    assert strays == []
 
 
 def test_every_package_has_its_floor_and_imports_go_down():
