@@ -3,76 +3,28 @@
 What a command needs is imported when it runs.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from fp4convert.cli.options import Command, Shown
-from fp4convert.commands.options import (
+from fp4convert.options.looking import (
     AnalyzeOptions,
     AttestOptions,
-    CalibrateOptions,
-    CompareOptions,
-    EvaluateOptions,
+    DoctorOptions,
+    ExplainOptions,
     InspectOptions,
-    MergeOptions,
+    RecipesOptions,
     ReproduceOptions,
     VerifyOptions,
 )
-from fp4convert.conversion.options import (
+from fp4convert.options.measuring import CalibrateOptions, CompareOptions, EvaluateOptions
+from fp4convert.options.rewriting import (
     DequantizeOptions,
+    MergeOptions,
     PruneOptions,
-    QuantizeOptions,
     TranscodeOptions,
 )
-from fp4convert.recipes.options import Option
-
-
-@dataclass(eq=False, repr=False)
-class ExplainOptions:
-    """Explain a finding or an error by its code.
-
-    What it means, where it comes from, what to do. Without CODE the subjects are listed; with a
-    subject its codes are, one in a line.
-
-    Example: fp4convert explain global-scale-reciprocal
-    """
-
-    code: Annotated[
-        str | None,
-        Option(
-            "Code of a finding or an error, such as scale-layout; or a subject, such as hub.",
-            is_argument=True,
-            is_code=True,
-        ),
-    ] = None
-
-
-@dataclass(eq=False, repr=False)
-class DoctorOptions:
-    """Show what this machine offers: GPUs, compiler, disk.
-
-    Example: fp4convert doctor
-    """
-
-
-@dataclass(eq=False, repr=False)
-class RecipesOptions:
-    """List the recipes: modes, and families of models.
-
-    Modes are yours to pick; a family says what is kept in its models.
-
-    Example: fp4convert recipes deepseek
-    """
-
-    name: Annotated[
-        str | None,
-        Option(
-            "Show one recipe, or a TOML file of your own.",
-            is_argument=True,
-            is_recipe=True,
-        ),
-    ] = None
+from fp4convert.options.writing import QuantizeOptions
 
 
 def _quantize(options: QuantizeOptions) -> Shown:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fp4convert.checkpoint.artifact import open_artifact
-from fp4convert.commands.options import AttestOptions, public
+from fp4convert.commands.options import public
 from fp4convert.errors import InputError, OutputError, shell_line
+from fp4convert.options.looking import AttestOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.signature import read_statement, sign_folder

@@ -14,25 +14,26 @@ from fp4convert.checkpoint.artifact import open_artifact, open_quantized
 from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.commands import publish
-from fp4convert.commands.options import MergeOptions, as_warnings, public
+from fp4convert.commands.options import as_warnings, public
 from fp4convert.conversion import pruning, repacking
 from fp4convert.conversion.engine_choice import added_words, choice_text, choose_options
-from fp4convert.conversion.options import (
-    DequantizeOptions,
-    PruneOptions,
-    QuantizeOptions,
-    TranscodeOptions,
-    as_folder,
-)
 from fp4convert.conversion.ray_workers import import_ray
 from fp4convert.conversion.work import Work, prepare
-from fp4convert.conversion.work_options import WorkOptions
 from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution import finish
 from fp4convert.execution.job import check_output, list_peaks
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.execution.share import describe
 from fp4convert.numerics.formats import GLOBAL_RANGE
+from fp4convert.options.access import WorkOptions
+from fp4convert.options.arguments import as_folder
+from fp4convert.options.rewriting import (
+    DequantizeOptions,
+    MergeOptions,
+    PruneOptions,
+    TranscodeOptions,
+)
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.engine_facts import engine_warnings, serve_line, serving_engine
 from fp4convert.planning.no_effect import refuse_idle
 from fp4convert.progress import Phases

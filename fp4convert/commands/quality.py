@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.record import ADAPTER, place_recorded
 from fp4convert.checkpoint.whole_model import refuse_one_shard
-from fp4convert.commands.options import (
-    CompareOptions,
-    InspectOptions,
-    VerifyOptions,
-    as_path,
-    public,
-)
-from fp4convert.conversion.options import one_adapter
+from fp4convert.commands.options import public
 from fp4convert.engines.files import parse_engine
 from fp4convert.errors import Fp4Error, InputError, shell_line
+from fp4convert.options.arguments import as_path, one_adapter
+from fp4convert.options.looking import InspectOptions, VerifyOptions
+from fp4convert.options.measuring import CompareOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import Reference

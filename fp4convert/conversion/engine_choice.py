@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import usual_activations
 from fp4convert.conversion.diffusers import component_options
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.engines.files import Engine, parse_engine
 from fp4convert.engines.rows import FOUR_BIT, Contents, Part
@@ -24,6 +23,7 @@ from fp4convert.engines.verdicts import Verdict, judge
 from fp4convert.engines.versions import Version
 from fp4convert.errors import ChoiceError, InputError, named, shell_line
 from fp4convert.numerics.formats import format_named
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.engine_facts import plan_contents
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan

@@ -12,7 +12,6 @@ from typing import Any
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.mixed_precision import Fit
-from fp4convert.conversion.options import QuantizeOptions, one_adapter
 from fp4convert.conversion.quantization import quantize
 from fp4convert.conversion.ray_workers import check_cluster, quantize_together
 from fp4convert.engines.files import Engine
@@ -23,6 +22,8 @@ from fp4convert.execution.job import Job, begin, check_output
 from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
+from fp4convert.options.arguments import one_adapter
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.engine_facts import serve_line, serving_engine
 from fp4convert.planning.steps import Plan
 from fp4convert.storage.open import absolute

@@ -33,13 +33,6 @@ from fp4convert.conversion.artifact_job import (
     refuse_odd_scale,
 )
 from fp4convert.conversion.device_choice import choose_device, rounded_by
-from fp4convert.conversion.options import (
-    ACTIVATION_BITS,
-    CACHES,
-    VIAS,
-    QuantizeOptions,
-    chosen_adapter,
-)
 from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
@@ -60,6 +53,8 @@ from fp4convert.numerics.formats import (
     check_rule,
     format_named,
 )
+from fp4convert.options.arguments import chosen_adapter
+from fp4convert.options.writing import ACTIVATION_BITS, CACHES, VIAS, QuantizeOptions
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
 from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.fold_plan import FoldedLayers, use_folds

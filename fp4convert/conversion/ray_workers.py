@@ -17,14 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import (
     begin_quantize,
     padded_as_asked,
     prepare_quantize,
     quantize,
 )
-from fp4convert.conversion.work_options import ignore
 from fp4convert.errors import (
     DeviceError,
     Fp4Error,
@@ -35,6 +33,8 @@ from fp4convert.errors import (
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import TaskFiles
 from fp4convert.execution.settings import Result, Settings
+from fp4convert.options.access import ignore
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.activation_scales import whole_reference
 from fp4convert.planning.steps import Plan, Task
 from fp4convert.recipes.rules import FormatRule

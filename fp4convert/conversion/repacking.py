@@ -40,7 +40,6 @@ from fp4convert.conversion.artifact_job import (
     own_card,
     refuse_odd_scale,
 )
-from fp4convert.conversion.options import TranscodeOptions
 from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import Carrier, describe_carried
@@ -57,6 +56,7 @@ from fp4convert.numerics.formats import (
     format_named,
 )
 from fp4convert.numerics.matrices import row_panels
+from fp4convert.options.rewriting import TranscodeOptions
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
 from fp4convert.planning.kept_forms import held_form, unheld

@@ -11,7 +11,6 @@ from fp4convert.conversion.diffusers import PipelineConversion, component_option
 from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import padded_as_asked, prepare_quantize
 from fp4convert.conversion.weight_losses import removed_if_refused
 from fp4convert.engines.verdicts import Verdict
@@ -19,6 +18,7 @@ from fp4convert.errors import InputError, named, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Result, Settings
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.steps import Plan
 from fp4convert.planning.tensor_parallel import OPTION

@@ -36,7 +36,7 @@ from fp4convert.commands import (
 )
 from fp4convert.conversion import repacking
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.work_options import AccessOptions
+from fp4convert.options.access import AccessOptions
 
 OPTIONS = {  # command -> its options
     name: command.options for name, command in COMMANDS.items() if name in fp4convert.__all__
@@ -485,7 +485,7 @@ def type_checked(tmp_path_factory):
     (folder / "way.py").write_text(
         "from fp4convert.cli.commands import _quantize\n"
         "from fp4convert.commands import convert\n"
-        "from fp4convert.conversion.options import QuantizeOptions\n"
+        "from fp4convert.options.writing import QuantizeOptions\n"
         "from fp4convert.numerics.backends.base import Backend\n"
         "from fp4convert.numerics.formats import Format\n"
         "from fp4convert.recipes.recipe import Target\n"

@@ -21,9 +21,9 @@ from fp4convert.cli.draw_plan import draw_plan
 from fp4convert.commands.convert import preview_quantize
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.execution.settings import Settings
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.steps import Plan
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.open import open_source

@@ -37,8 +37,8 @@ from input_scales import (
 )
 from rewriting import forget_hashes
 
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.activation_scales import whole_reference
 from fp4convert.storage.open import open_source
 

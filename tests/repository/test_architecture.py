@@ -22,6 +22,7 @@ FLOORS = [
     {"calibration"},
     {"planning"},
     {"execution", "quality"},
+    {"options"},
     {"conversion", "report"},
     {"commands"},
     {"cli"},
