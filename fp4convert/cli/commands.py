@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4convert.cli.options import Command, Shown
+from fp4convert.commands.checks import checked
 from fp4convert.options.looking import (
     AnalyzeOptions,
     AttestOptions,
@@ -31,14 +32,14 @@ def _quantize(options: QuantizeOptions) -> Shown:
     from fp4convert.cli import draw_results
     from fp4convert.commands import convert
 
-    return Shown(convert.quantize.run(options).as_json(), draw_results.draw_result)
+    return Shown(convert.quantize(checked(options)).as_json(), draw_results.draw_result)
 
 
 def _preview_quantize(options: QuantizeOptions) -> Shown:
     from fp4convert.cli import draw_plan
     from fp4convert.commands import convert
 
-    plan = convert.preview_quantize.run(options)
+    plan = convert.preview_quantize(checked(options))
     return Shown(plan, draw_plan.draw_plan, error=plan.get("error"))
 
 
@@ -46,28 +47,28 @@ def _dequantize(options: DequantizeOptions) -> Shown:
     from fp4convert.cli import draw_results
     from fp4convert.commands import convert
 
-    return Shown(convert.dequantize.run(options).as_json(), draw_results.draw_result)
+    return Shown(convert.dequantize(checked(options)).as_json(), draw_results.draw_result)
 
 
 def _transcode(options: TranscodeOptions) -> Shown:
     from fp4convert.cli import draw_results
     from fp4convert.commands import convert
 
-    return Shown(convert.transcode.run(options).as_json(), draw_results.draw_result)
+    return Shown(convert.transcode(checked(options)).as_json(), draw_results.draw_result)
 
 
 def _prune(options: PruneOptions) -> Shown:
     from fp4convert.cli import draw_results
     from fp4convert.commands import convert
 
-    return Shown(convert.prune.run(options).as_json(), draw_results.draw_result)
+    return Shown(convert.prune(checked(options)).as_json(), draw_results.draw_result)
 
 
 def _preview_prune(options: PruneOptions) -> Shown:
     from fp4convert.cli import draw_plan
     from fp4convert.commands import convert
 
-    plan = convert.preview_prune.run(options)
+    plan = convert.preview_prune(checked(options))
     return Shown(plan, draw_plan.draw_plan, error=plan.get("error"))
 
 
@@ -75,14 +76,14 @@ def _merge(options: MergeOptions) -> Shown:
     from fp4convert.cli import draw_results
     from fp4convert.commands import convert
 
-    return Shown(convert.merge.run(options), draw_results.draw_merged)
+    return Shown(convert.merge(checked(options)), draw_results.draw_merged)
 
 
 def _inspect(options: InspectOptions) -> Shown:
     from fp4convert.cli import draw_quality
     from fp4convert.commands import quality
 
-    document = quality.inspect.run(options)
+    document = quality.inspect(checked(options))
     return Shown(document, draw_quality.draw_artifact, document["healthy"])
 
 
@@ -90,7 +91,7 @@ def _verify(options: VerifyOptions) -> Shown:
     from fp4convert.cli import draw_quality
     from fp4convert.commands import quality
 
-    document = quality.verify.run(options).as_json()
+    document = quality.verify(checked(options)).as_json()
     return Shown(document, draw_quality.draw_verification, document["passed"])
 
 
@@ -98,7 +99,7 @@ def _compare(options: CompareOptions) -> Shown:
     from fp4convert.cli import draw_quality
     from fp4convert.commands import quality
 
-    document = quality.compare.run(options)
+    document = quality.compare(checked(options))
     return Shown(document, draw_quality.draw_comparison, document["passed"] is not False)
 
 
@@ -106,7 +107,7 @@ def _reproduce(options: ReproduceOptions) -> Shown:
     from fp4convert.cli import draw_results
     from fp4convert.commands import reproduction
 
-    document = reproduction.reproduce.run(options)
+    document = reproduction.reproduce(checked(options))
     return Shown(document, draw_results.draw_reproduced, document["reproduced"])
 
 
@@ -114,14 +115,14 @@ def _attest(options: AttestOptions) -> Shown:
     from fp4convert.cli import draw_results
     from fp4convert.commands import attestation
 
-    return Shown(attestation.attest.run(options), draw_results.draw_attested)
+    return Shown(attestation.attest(checked(options)), draw_results.draw_attested)
 
 
 def _evaluate(options: EvaluateOptions) -> Shown:
     from fp4convert.cli import draw_quality
     from fp4convert.commands import evaluation
 
-    document = evaluation.evaluate.run(options).as_json()
+    document = evaluation.evaluate(checked(options)).as_json()
     return Shown(document, draw_quality.draw_evaluation, document["passed"] is not False)
 
 
@@ -129,14 +130,14 @@ def _analyze(options: AnalyzeOptions) -> Shown:
     from fp4convert.cli import draw_quality
     from fp4convert.commands import analysis
 
-    return Shown(analysis.analyze.run(options), draw_quality.draw_study)
+    return Shown(analysis.analyze(checked(options)), draw_quality.draw_study)
 
 
 def _calibrate(options: CalibrateOptions) -> Shown:
     from fp4convert.cli import draw_quality
     from fp4convert.commands import calibration
 
-    return Shown(calibration.calibrate.run(options).as_json(), draw_quality.draw_calibrated)
+    return Shown(calibration.calibrate(checked(options)).as_json(), draw_quality.draw_calibrated)
 
 
 def _explain(options: ExplainOptions) -> Shown:

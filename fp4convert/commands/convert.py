@@ -14,7 +14,7 @@ from fp4convert.checkpoint.artifact import open_artifact, open_quantized
 from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.commands import publish
-from fp4convert.commands.options import as_warnings, public
+from fp4convert.commands.checks import as_warnings
 from fp4convert.conversion import pruning, repacking
 from fp4convert.conversion.engine_choice import added_words, choice_text, choose_options
 from fp4convert.conversion.ray_workers import import_ray
@@ -47,7 +47,6 @@ STORED_NAME = re.compile(r"\.q?weight\w*$")  # of codes or weights, after their 
 NOT_HERE = re.compile(r"--(?:activations|exclude|format|kv-cache)\b")
 
 
-@public(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> Result:
     """Convert a checkpoint to NVFP4 or MXFP4: the command `quantize`.
 
@@ -95,7 +94,6 @@ def _losses(result: Result) -> list[str]:
     return lost
 
 
-@public(QuantizeOptions)
 def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
     """Plan what `quantize` would do, from headers alone.
 
@@ -140,7 +138,6 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     return work, replace(settings, next=tuple(work.next_steps(is_absolute=True)))
 
 
-@public(DequantizeOptions)
 def dequantize(options: DequantizeOptions) -> Result:
     """Turn an artifact back into a checkpoint of ordinary weights.
 
@@ -160,7 +157,6 @@ def dequantize(options: DequantizeOptions) -> Result:
     return replace(result, warnings=list(plan.warnings))
 
 
-@public(TranscodeOptions)
 def transcode(options: TranscodeOptions) -> Result:
     """Spell an artifact in another dialect, never rounded again.
 
@@ -191,7 +187,6 @@ def transcode(options: TranscodeOptions) -> Result:
     return replace(result, warnings=warnings, next=[step for step in steps if step])
 
 
-@public(PruneOptions)
 def prune(options: PruneOptions) -> Result:
     """Leave out the experts that matter least (REAP): the command `prune`.
 
@@ -210,7 +205,6 @@ def prune(options: PruneOptions) -> Result:
     return replace(result, experts=pruned.experts, warnings=warnings, next=steps)
 
 
-@public(PruneOptions)
 def preview_prune(options: PruneOptions) -> dict[str, Any]:
     """Plan what `prune` would do: `prune --dry-run --json`.
 
@@ -251,7 +245,6 @@ def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, pr
     return source, pruning.prepare_prune(source, calibration, options.keep, options.recipe)
 
 
-@public(MergeOptions)
 def merge(options: MergeOptions) -> dict[str, Any]:
     """Finish a conversion whose parts are done: the command `merge`.
 

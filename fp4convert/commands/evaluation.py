@@ -12,7 +12,6 @@ from fp4convert.checkpoint.artifact import open_artifact, read_json
 from fp4convert.checkpoint.record import ADAPTER, describe_adapter, place_recorded
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
-from fp4convert.commands.options import public
 from fp4convert.errors import named
 from fp4convert.options.access import as_nbytes
 from fp4convert.options.arguments import as_path, one_adapter
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 FEW_TOKENS = 256  # a figure of fewer is chance
 
 
-@public(EvaluateOptions)
 @keeping_nothing()
 def evaluate(options: EvaluateOptions) -> Evaluated:
     """Measure how an artifact's predictions differ from its source's.

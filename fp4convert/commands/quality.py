@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.record import ADAPTER, place_recorded
 from fp4convert.checkpoint.whole_model import refuse_one_shard
-from fp4convert.commands.options import public
 from fp4convert.engines.files import parse_engine
 from fp4convert.errors import Fp4Error, InputError, shell_line
 from fp4convert.options.arguments import as_path, one_adapter
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from fp4convert.quality.verification import Verified
 
 
-@public(InspectOptions)
 @keeping_nothing()
 @uncollected()
 def inspect(options: InspectOptions) -> dict[str, Any]:
@@ -55,7 +53,6 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
     return description
 
 
-@public(VerifyOptions)
 @keeping_nothing()
 def verify(options: VerifyOptions) -> Verified:
     """Hash every file again and read every scale; measure with a source.
@@ -95,7 +92,6 @@ def verify(options: VerifyOptions) -> Verified:
     return verified
 
 
-@public(CompareOptions)
 @keeping_nothing()
 def compare(options: CompareOptions) -> dict[str, Any]:
     """Put artifacts of one source side by side.

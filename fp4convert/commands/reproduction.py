@@ -14,7 +14,6 @@ from typing import Any
 
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.checkpoint.record import ADAPTER, OPTIONS, TRANSCODED
-from fp4convert.commands.options import public
 from fp4convert.conversion.recorded_options import FILES, WHERE, as_page, read_options
 from fp4convert.conversion.repacking import prepare_transcode, transcode
 from fp4convert.conversion.work import Work, prepare
@@ -41,7 +40,6 @@ from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY
 
 
-@public(ReproduceOptions)
 @keeping_nothing()
 def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     """Make an artifact again from its record alone, and compare hashes.

@@ -14,17 +14,21 @@ from fp4convert.recipes.options import Declared, declared_in, is_required
 PACKAGE = ROOT / "fp4convert"
 DECLARED = [each for command in COMMANDS.values() for each in declared_in(command.options)]
 TRIVIAL = (None, False, 0, "", ())  # what an option is where it says nothing
-CARRIERS = ("cli", "commands", "conversion")  # where options travel as what they are
+CARRIERS = ("cli", "commands", "conversion", "options")  # where options travel as what they are
+MADE = "commands.functions"  # of the declarations, by docs/functions.py
 
 
 @cache
 def nodes() -> dict[str, list[ast.AST]]:
-    """Every node of every module, by the module's name."""
-    return {
-        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): list(
-            ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        )
+    """Every node of every module that a person writes, by the module's name."""
+    files = {
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file
         for file in sorted(PACKAGE.rglob("*.py"))
+    }
+    del files[MADE]
+    return {
+        name: list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        for name, file in files.items()
     }
 
 

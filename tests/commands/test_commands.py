@@ -25,15 +25,7 @@ import fp4convert
 from fp4convert.calibration.result import Calibrated
 from fp4convert.cli.app import make_app
 from fp4convert.cli.commands import COMMANDS
-from fp4convert.commands import (
-    analysis,
-    attestation,
-    calibration,
-    convert,
-    evaluation,
-    quality,
-    reproduction,
-)
+from fp4convert.commands import functions
 from fp4convert.conversion import repacking
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.options.access import AccessOptions
@@ -72,7 +64,8 @@ def test_words_and_defaults_are_those_of_the_command_line(command):
 @pytest.mark.parametrize("command", OPTIONS)
 def test_docstrings_tell_every_option(command):
     """In the words that the command line has for it, and with its legal words."""
-    lines = getattr(fp4convert, command).__doc__.splitlines()
+    words = reflection.getdoc(getattr(fp4convert, command))
+    lines = re.sub(r"\n {4}(?=\S)", " ", words).splitlines()  # an option's own lines are one
     for option in typer.main.get_command(make_app()).commands[command].params:
         if option.name not in SCREEN:
             told = f"{option.name}: {option.help}"
@@ -85,9 +78,7 @@ def test_docstrings_tell_every_option(command):
 def test_every_command_that_computes_has_its_function():
     tells = {"doctor", "recipes", "explain"}  # these show what is known
     assert set(COMMANDS) - tells == set(OPTIONS)
-    homes = (analysis, attestation, calibration, convert, evaluation, quality, reproduction)
-    for name in OPTIONS:
-        assert any(getattr(home, name, None) is getattr(fp4convert, name) for home in homes)
+    assert all(getattr(functions, name) is getattr(fp4convert, name) for name in OPTIONS)
 
 
 def test_the_artifact_of_a_bare_call_is_that_of_the_bare_command(source, tmp_path):
@@ -483,6 +474,7 @@ def type_checked(tmp_path_factory):
         "workers='2')\n"
     )
     (folder / "way.py").write_text(
+        "import fp4convert\n"
         "from fp4convert.cli.commands import _quantize\n"
         "from fp4convert.commands import convert\n"
         "from fp4convert.options.writing import QuantizeOptions\n"
@@ -492,13 +484,13 @@ def type_checked(tmp_path_factory):
         "def follow(asked: QuantizeOptions, target: Target, fmt: Format, backend: Backend) -> "
         "None:\n"
         "    reveal_type(_quantize)\n"
-        "    reveal_type(convert.quantize.run)\n"
+        "    reveal_type(convert.quantize)\n"
         "    reveal_type(asked.scale_rule)\n"
         "    reveal_type(target._replace(scale_rule=asked.scale_rule).scale_rule)\n"
         "    reveal_type(target.scale_rule)\n"
         "    reveal_type(target.rule_for(fmt))\n"
         "    reveal_type(backend.quantize_group)\n"
-        "    convert.quantize('m', format='nvfp4', scale_rule=3)\n"
+        "    fp4convert.quantize('m', format='nvfp4', scale_rule=3)\n"
     )
     check = [sys.executable, "-m", "mypy", *folder.glob("*.py")]
     return subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False).stdout

@@ -107,9 +107,9 @@ def test_a_dry_run_takes_few_calls_for_each_tensor_and_makes_its_index_once(tmp_
     options = QuantizeOptions(
         str(folder), format="nvfp4", device="cpu", output=str(tmp_path / "out")
     )
-    preview_quantize.run(options)  # what is loaded or compiled once
+    preview_quantize(options)  # what is loaded or compiled once
     made.clear()
-    count = calls_of(lambda: preview_quantize.run(options))
+    count = calls_of(lambda: preview_quantize(options))
     assert made == [1]
     tensors = 2 * (3 * EXPERTS + 14) + 3
     assert count / tensors < MOST_CALLS

@@ -102,6 +102,7 @@ MOST_FACE_LINES = 50  # of an __init__.py; the package's own has the table of pu
 # Of a docstring's first line; docs/architecture.md shows those of modules.
 MOST_WORDS_COLUMNS = 72
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 600, 60, 5  # past 400 lines: look at it
+MADE = "commands.functions"  # of the declared options, by docs/functions.py: as long as they are
 
 
 @cache
@@ -192,8 +193,11 @@ def test_nothing_grows_too_large():
             if file.name == "__init__.py" and file.parent != PACKAGE
             else MOST_FILE_LINES
         )
-        large += [f"{file.relative_to(ROOT)}: {count} lines"] * (count > most)
+        if file != PACKAGE / f"{MADE.replace('.', '/')}.py":
+            large += [f"{file.relative_to(ROOT)}: {count} lines"] * (count > most)
     for name, tree in modules().items():
+        if name == MADE:
+            continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno
