@@ -21,26 +21,10 @@ sys.path.append(str(ROOT / "docs"))
 from tables import write_stale  # noqa: E402
 
 import fp4convert  # noqa: E402
+from fp4convert.cli.commands import COMMANDS  # noqa: E402
 from fp4convert.recipes.options import declared_in, help_with_words  # noqa: E402
 
 FILE = ROOT / "fp4convert" / "commands" / "functions.py"
-WORK = {  # module of commands/ -> its functions that people call
-    "analysis": ("analyze",),
-    "attestation": ("attest",),
-    "calibration": ("calibrate",),
-    "convert": (
-        "quantize",
-        "preview_quantize",
-        "dequantize",
-        "transcode",
-        "prune",
-        "preview_prune",
-        "merge",
-    ),
-    "evaluation": ("evaluate",),
-    "quality": ("inspect", "verify", "compare"),
-    "reproduction": ("reproduce",),
-}
 HEAD = '''"""Call commands from Python: words by name, results as values.
 
 Made by `make docs` of the options that options/ declares: change those, not this file.
@@ -57,29 +41,25 @@ COLUMNS = 96  # of a docstring's line, without its indent
 
 def text() -> str:
     """Return the file, as ruff would format it."""
-    works = [
-        getattr(import_module(f"fp4convert.commands.{module}"), name)
-        for module, names in WORK.items()
-        for name in names
-    ]
-    kinds = {work: _options(work) for work in works}
+    kinds = dict(_works())
     homes = {kind.__name__: kind.__module__.removeprefix("fp4convert.") for kind in kinds.values()}
     homes |= {"Phases": "progress", "Globs": "recipes.options", "Reference": "recipes.options"}
-    returned = {_returned(work) for work in works} & fp4convert._HOME.keys()
+    returned = {_returned(work) for work in kinds} & fp4convert._HOME.keys()
     later = {name: fp4convert._HOME[name] for name in returned}
     lines = [*_imports(homes, ""), "", "if TYPE_CHECKING:", *_imports(later, "    ")]
     documented: dict[type, str] = {}
-    for work in works:
-        lines += ["", "", *_function(work, kinds[work], documented)]
+    for work, kind in kinds.items():
+        lines += ["", "", *_function(work, kind, documented)]
     return HEAD + "\n".join(lines) + "\n"
 
 
-def _options(work: Callable[..., Any]) -> type:
-    """Return the class of options that a command's work takes."""
-    hint = work.__annotations__["options"]
-    kind = getattr(sys.modules[work.__module__], hint) if isinstance(hint, str) else hint
-    assert isinstance(kind, type)
-    return kind
+def _works() -> Iterator[tuple[Callable[..., Any], type]]:
+    """Return the work of every command that Python has, and the class of its options."""
+    for name, command in COMMANDS.items():
+        if name in fp4convert.__all__:
+            for place in filter(None, (command.work, command.preview)):
+                module, _, work = place.partition(":")
+                yield getattr(import_module(f"fp4convert.{module}"), work), command.options
 
 
 def _returned(work: Callable[..., Any]) -> str:

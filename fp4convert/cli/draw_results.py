@@ -161,7 +161,10 @@ def draw_merged(screen: Screen, merged: Document) -> None:
 
 
 def draw_recipes(screen: Screen, found: Document) -> None:
-    """Draw every recipe in a line, families with their models."""
+    """Draw every recipe in a line, families with their models; or one recipe."""
+    if "recipes" not in found:
+        draw_recipe(screen, found)
+        return
     width = max(len(recipe["name"]) for recipe in found["recipes"])
     for recipe in found["recipes"]:
         models = ", ".join((*recipe["model_types"], *recipe["class_names"]))

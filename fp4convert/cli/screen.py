@@ -34,6 +34,7 @@ from fp4convert.storage.json_text import pieces_of
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+WIDEST = 130  # of a sentence, also in a pipe
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
 BAR_WIDTH, SHORTEST_BAR = 40, 8

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import ParamSpec, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from fp4convert.options.access import refuse_idle_options
+from fp4convert.options.access import AccessOptions, refuse_idle_options
 from fp4convert.recipes.options import one_of
 
 Options = TypeVar("Options")
@@ -54,6 +54,8 @@ def checked(options: Options) -> Options:
     Raises  InputError for an option that only the Hub would use, and where HF_ENDPOINT is no
             address: huggingface_hub cannot even be loaded then
     """
+    if not isinstance(options, AccessOptions):
+        return options  # of a command that never asks the Hub
     refuse_idle_options(options)
     address = os.environ.get("HF_ENDPOINT", "")
     try:

@@ -34,145 +34,6 @@ if TYPE_CHECKING:
 
 
 @by_name
-def analyze(
-    source: Reference,
-    *,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | None = None,
-    memory: float = 1.0,
-    config: Reference | None = None,
-    transport: str = "http",
-    tell: Callable[[str], None] = ignore,
-    exclude: Globs = (),
-    include: Globs = (),
-    recipe: str | None = None,
-    stack_order: str | None = None,
-    stack_rows: str | None = None,
-    calibration: Reference | None = None,
-    sample: float | None = None,
-    phases: Phases | None = None,
-) -> dict[str, Any]:
-    """Measure what every kind of module loses in each form, on a sample.
-
-    The command `analyze`.
-
-    Writes nothing.
-    Returns  what `analyze --json` prints; docs/analysis.md has every key
-    Raises   Fp4Error: InputError for a source, a sample or a recipe that cannot be; SourceError
-             and AccessError from the Hub
-
-    source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
-    calibration: Statistics of this source, a file made by fp4convert calibrate.
-    sample: GB of the source to read, from every kind of module. Default: 0.02.
-    exclude: Keep these modules as they are. Glob, or re:REGEX.
-    include: Quantize these modules too, although the recipe keeps them.
-    recipe: A recipe that fp4convert recipes lists, or a TOML file of your own.
-    stack_order: Layout of fused expert tensors: [experts, out, in] or [experts, in, out]. One of:
-        out_in, in_out.
-    stack_rows: Order of the gate and up rows in a fused expert tensor. One of: concatenated,
-        interleaved.
-    revision: Branch, tag or commit. Default: main.
-    subfolder: Subfolder that holds the checkpoint.
-    token: Access token. Better: hf auth login. [env: HF_TOKEN]
-    memory: GB of memory at most, unless one scale group needs more.
-    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
-    """
-    options = checked(AnalyzeOptions(**locals()))
-    from fp4convert.commands import analysis
-
-    return analysis.analyze(options)
-
-
-@by_name
-def attest(
-    artifact: Reference,
-    *,
-    key: Reference,
-    force: bool = False,
-    phases: Phases | None = None,
-) -> dict[str, Any]:
-    """Sign the files of an artifact: the command `attest`.
-
-    The signature, model.sig, is of every file beside it, by the package model-signing.
-    Returns  what `attest --json` prints
-    Raises   InputError for what is no finished artifact, has damaged files, or for a key that
-             cannot sign; OutputError for a signature that is there, or cannot be written
-
-    artifact: The folder of an artifact on this disk.
-    key: Private key in PEM of an elliptic curve: P-256, P-384 or P-521; no password.
-    force: Replace the signature that is there.
-    """
-    options = checked(AttestOptions(**locals()))
-    from fp4convert.commands import attestation
-
-    return attestation.attest(options)
-
-
-@by_name
-def calibrate(
-    source: Reference,
-    output: Reference,
-    *,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | None = None,
-    memory: float = 1.0,
-    config: Reference | None = None,
-    transport: str = "http",
-    tell: Callable[[str], None] = ignore,
-    text: Reference | Iterable[Reference] | None = None,
-    dataset: Reference | None = None,
-    self_generate: int | None = None,
-    samples: int = 128,
-    sequence_length: int | None = None,
-    device: str = "auto",
-    hold: float = 8.0,
-    gram: str = "diag",
-    sensitivity: bool = False,
-    lora: Reference | Iterable[Reference] | None = (),
-    lora_scale: float | None = None,
-    force: bool = False,
-    phases: Phases | None = None,
-) -> "Calibrated":
-    """Run text through the model and keep the inputs of linear layers.
-
-    A layer is in memory at a time.  One of text, dataset and self_generate is given: the command
-    `calibrate`.
-    Returns  what was written; `warnings` says what a person should know of it
-    Raises   Fp4Error: InputError for text or a model that cannot be used, or without the packages
-             that run it, OutputError for a file that cannot be written
-
-    source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
-    output: New safetensors file.
-    gram: Input statistics: diag for importance and awq, block:N or full for gptq.
-    sensitivity: Also measure what outputs lose by each part in each format, for --target-bits.
-    lora: Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.
-    lora_scale: With --lora: multiplies the adapter's own scale. Default: 1.
-    force: Replace what an earlier run of fp4convert left in the output folder.
-    text: A file of plain text; may be given several times.
-    dataset: jsonl or parquet: conversations ('messages'), which the model's chat template writes,
-        with images or sound its processor, or 'text'.
-    self_generate: No data: let the model write this many sequences.
-    samples: Largest number of samples, spread evenly over the data.
-    sequence_length: Tokens of a sample. Default: up to 2048, or 512 with --self-generate.
-    device: auto takes a GPU, else the CPU.
-    hold: With --self-generate: GB of weights held in memory.
-    revision: Branch, tag or commit. Default: main.
-    subfolder: Subfolder that holds the checkpoint.
-    token: Access token. Better: hf auth login. [env: HF_TOKEN]
-    memory: GB of memory at most, unless one scale group needs more.
-    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
-    """
-    options = checked(CalibrateOptions(**locals()))
-    from fp4convert.commands import calibration
-
-    return calibration.calibrate(options)
-
-
-@by_name
 def quantize(
     source: Reference,
     *,
@@ -468,91 +329,6 @@ def transcode(
 
 
 @by_name
-def prune(
-    source: Reference,
-    output: Reference,
-    calibration: Reference,
-    keep: int,
-    *,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | None = None,
-    memory: float = 1.0,
-    config: Reference | None = None,
-    transport: str = "http",
-    tell: Callable[[str], None] = ignore,
-    workers: int = 0,
-    force: bool = False,
-    phases: Phases | None = None,
-    warn: Callable[[Iterable[str]], None] | None = None,
-    join: bool = False,
-    shard_index: int | None = None,
-    num_shards: int | None = None,
-    recipe: str | None = None,
-) -> "Result":
-    """Leave out the experts that matter least (REAP): the command `prune`.
-
-    Raises  Fp4Error, as `quantize` does
-
-    source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
-    output: New folder.
-    calibration: Statistics of SOURCE, a file made by fp4convert calibrate.
-    keep: Number of experts to keep in every MoE layer.
-    recipe: A recipe that fp4convert recipes lists, or a TOML file of your own.
-    join: Share the work with other processes that write to the same folder.
-    shard_index: Convert this part only, from 0; when all are done: fp4convert merge.
-    num_shards: Number of parts. Default of both: from Slurm, torchrun or SkyPilot.
-    workers: Number of threads; 0 chooses by the device.
-    force: Replace what an earlier run of fp4convert left in the output folder.
-    revision: Branch, tag or commit. Default: main.
-    subfolder: Subfolder that holds the checkpoint.
-    token: Access token. Better: hf auth login. [env: HF_TOKEN]
-    memory: GB of memory at most, unless one scale group needs more.
-    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
-    """
-    options = checked(PruneOptions(**locals()))
-    from fp4convert.commands import convert
-
-    return convert.prune(options)
-
-
-@by_name
-def preview_prune(
-    source: Reference,
-    output: Reference,
-    calibration: Reference,
-    keep: int,
-    *,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | None = None,
-    memory: float = 1.0,
-    config: Reference | None = None,
-    transport: str = "http",
-    tell: Callable[[str], None] = ignore,
-    workers: int = 0,
-    force: bool = False,
-    phases: Phases | None = None,
-    warn: Callable[[Iterable[str]], None] | None = None,
-    join: bool = False,
-    shard_index: int | None = None,
-    num_shards: int | None = None,
-    recipe: str | None = None,
-) -> dict[str, Any]:
-    """Plan what `prune` would do: `prune --dry-run --json`.
-
-    Writes nothing; raises as `prune` does, and tells of too little room as preview_quantize.
-
-    The options are those of `prune`.
-    """
-    options = checked(PruneOptions(**locals()))
-    from fp4convert.commands import convert
-
-    return convert.preview_prune(options)
-
-
-@by_name
 def merge(
     output: Reference,
     *,
@@ -572,74 +348,6 @@ def merge(
     from fp4convert.commands import convert
 
     return convert.merge(options)
-
-
-@by_name
-def evaluate(
-    artifact: Reference,
-    *,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | None = None,
-    memory: float = 1.0,
-    config: Reference | None = None,
-    transport: str = "http",
-    tell: Callable[[str], None] = ignore,
-    text: Reference | Iterable[Reference] | None = None,
-    dataset: Reference | None = None,
-    self_generate: int | None = None,
-    samples: int = 128,
-    sequence_length: int | None = None,
-    device: str = "auto",
-    hold: float = 8.0,
-    source: Reference,
-    lora: Reference | Iterable[Reference] | None = (),
-    by_layer: bool = False,
-    max_kl: float | None = None,
-    min_top1: float | None = None,
-    max_ppl_ratio: float | None = None,
-    card: Reference | None = None,
-    report: Reference | None = None,
-    sarif: Reference | None = None,
-    phases: Phases | None = None,
-) -> "Evaluated":
-    """Measure how an artifact's predictions differ from its source's.
-
-    A layer of each is in memory at a time.  One of text, dataset and self_generate is given: the
-    command `evaluate`.
-    Returns  the figures; `passed` is False where the command exits with 6
-    Raises   Fp4Error: InputError for text or models that cannot be used or are not one model, or
-             without the packages that run them
-
-    artifact: A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.
-    source: The original checkpoint, to compare with.
-    lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
-    by_layer: Also what each layer costs: two more runs for every layer.
-    max_kl: Fail when the mean KL divergence is above this many nats.
-    min_top1: Fail when the likeliest token is the same less often; 0.95 is 95 %.
-    max_ppl_ratio: Fail when perplexity over the source's is above this; 1.02 is 2 % more.
-    card: Write the figures into a model card; what else it says stays.
-    report: Write an HTML page that shows the quantization error of every layer.
-    sarif: Write the findings as SARIF 2.1.0, for code scanning.
-    sequence_length: Tokens of a window; each is read by itself. Default: up to 512.
-    text: A file of plain text; may be given several times.
-    dataset: jsonl or parquet: conversations ('messages'), which the model's chat template writes,
-        with images or sound its processor, or 'text'.
-    self_generate: No data: let the model write this many sequences.
-    samples: Largest number of samples, spread evenly over the data.
-    device: auto takes a GPU, else the CPU.
-    hold: With --self-generate: GB of weights held in memory.
-    revision: Branch, tag or commit. Default: main.
-    subfolder: Subfolder that holds the checkpoint.
-    token: Access token. Better: hf auth login. [env: HF_TOKEN]
-    memory: GB of memory at most, unless one scale group needs more.
-    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
-    """
-    options = checked(EvaluateOptions(**locals()))
-    from fp4convert.commands import evaluation
-
-    return evaluation.evaluate(options)
 
 
 @by_name
@@ -856,3 +564,295 @@ def reproduce(
     from fp4convert.commands import reproduction
 
     return reproduction.reproduce(options)
+
+
+@by_name
+def attest(
+    artifact: Reference,
+    *,
+    key: Reference,
+    force: bool = False,
+    phases: Phases | None = None,
+) -> dict[str, Any]:
+    """Sign the files of an artifact: the command `attest`.
+
+    The signature, model.sig, is of every file beside it, by the package model-signing.
+    Returns  what `attest --json` prints
+    Raises   InputError for what is no finished artifact, has damaged files, or for a key that
+             cannot sign; OutputError for a signature that is there, or cannot be written
+
+    artifact: The folder of an artifact on this disk.
+    key: Private key in PEM of an elliptic curve: P-256, P-384 or P-521; no password.
+    force: Replace the signature that is there.
+    """
+    options = checked(AttestOptions(**locals()))
+    from fp4convert.commands import attestation
+
+    return attestation.attest(options)
+
+
+@by_name
+def evaluate(
+    artifact: Reference,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | None = None,
+    memory: float = 1.0,
+    config: Reference | None = None,
+    transport: str = "http",
+    tell: Callable[[str], None] = ignore,
+    text: Reference | Iterable[Reference] | None = None,
+    dataset: Reference | None = None,
+    self_generate: int | None = None,
+    samples: int = 128,
+    sequence_length: int | None = None,
+    device: str = "auto",
+    hold: float = 8.0,
+    source: Reference,
+    lora: Reference | Iterable[Reference] | None = (),
+    by_layer: bool = False,
+    max_kl: float | None = None,
+    min_top1: float | None = None,
+    max_ppl_ratio: float | None = None,
+    card: Reference | None = None,
+    report: Reference | None = None,
+    sarif: Reference | None = None,
+    phases: Phases | None = None,
+) -> "Evaluated":
+    """Measure how an artifact's predictions differ from its source's.
+
+    A layer of each is in memory at a time.  One of text, dataset and self_generate is given: the
+    command `evaluate`.
+    Returns  the figures; `passed` is False where the command exits with 6
+    Raises   Fp4Error: InputError for text or models that cannot be used or are not one model, or
+             without the packages that run them
+
+    artifact: A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.
+    source: The original checkpoint, to compare with.
+    lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
+    by_layer: Also what each layer costs: two more runs for every layer.
+    max_kl: Fail when the mean KL divergence is above this many nats.
+    min_top1: Fail when the likeliest token is the same less often; 0.95 is 95 %.
+    max_ppl_ratio: Fail when perplexity over the source's is above this; 1.02 is 2 % more.
+    card: Write the figures into a model card; what else it says stays.
+    report: Write an HTML page that shows the quantization error of every layer.
+    sarif: Write the findings as SARIF 2.1.0, for code scanning.
+    sequence_length: Tokens of a window; each is read by itself. Default: up to 512.
+    text: A file of plain text; may be given several times.
+    dataset: jsonl or parquet: conversations ('messages'), which the model's chat template writes,
+        with images or sound its processor, or 'text'.
+    self_generate: No data: let the model write this many sequences.
+    samples: Largest number of samples, spread evenly over the data.
+    device: auto takes a GPU, else the CPU.
+    hold: With --self-generate: GB of weights held in memory.
+    revision: Branch, tag or commit. Default: main.
+    subfolder: Subfolder that holds the checkpoint.
+    token: Access token. Better: hf auth login. [env: HF_TOKEN]
+    memory: GB of memory at most, unless one scale group needs more.
+    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
+    """
+    options = checked(EvaluateOptions(**locals()))
+    from fp4convert.commands import evaluation
+
+    return evaluation.evaluate(options)
+
+
+@by_name
+def analyze(
+    source: Reference,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | None = None,
+    memory: float = 1.0,
+    config: Reference | None = None,
+    transport: str = "http",
+    tell: Callable[[str], None] = ignore,
+    exclude: Globs = (),
+    include: Globs = (),
+    recipe: str | None = None,
+    stack_order: str | None = None,
+    stack_rows: str | None = None,
+    calibration: Reference | None = None,
+    sample: float | None = None,
+    phases: Phases | None = None,
+) -> dict[str, Any]:
+    """Measure what every kind of module loses in each form, on a sample.
+
+    The command `analyze`.
+
+    Writes nothing.
+    Returns  what `analyze --json` prints; docs/analysis.md has every key
+    Raises   Fp4Error: InputError for a source, a sample or a recipe that cannot be; SourceError
+             and AccessError from the Hub
+
+    source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
+    calibration: Statistics of this source, a file made by fp4convert calibrate.
+    sample: GB of the source to read, from every kind of module. Default: 0.02.
+    exclude: Keep these modules as they are. Glob, or re:REGEX.
+    include: Quantize these modules too, although the recipe keeps them.
+    recipe: A recipe that fp4convert recipes lists, or a TOML file of your own.
+    stack_order: Layout of fused expert tensors: [experts, out, in] or [experts, in, out]. One of:
+        out_in, in_out.
+    stack_rows: Order of the gate and up rows in a fused expert tensor. One of: concatenated,
+        interleaved.
+    revision: Branch, tag or commit. Default: main.
+    subfolder: Subfolder that holds the checkpoint.
+    token: Access token. Better: hf auth login. [env: HF_TOKEN]
+    memory: GB of memory at most, unless one scale group needs more.
+    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
+    """
+    options = checked(AnalyzeOptions(**locals()))
+    from fp4convert.commands import analysis
+
+    return analysis.analyze(options)
+
+
+@by_name
+def calibrate(
+    source: Reference,
+    output: Reference,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | None = None,
+    memory: float = 1.0,
+    config: Reference | None = None,
+    transport: str = "http",
+    tell: Callable[[str], None] = ignore,
+    text: Reference | Iterable[Reference] | None = None,
+    dataset: Reference | None = None,
+    self_generate: int | None = None,
+    samples: int = 128,
+    sequence_length: int | None = None,
+    device: str = "auto",
+    hold: float = 8.0,
+    gram: str = "diag",
+    sensitivity: bool = False,
+    lora: Reference | Iterable[Reference] | None = (),
+    lora_scale: float | None = None,
+    force: bool = False,
+    phases: Phases | None = None,
+) -> "Calibrated":
+    """Run text through the model and keep the inputs of linear layers.
+
+    A layer is in memory at a time.  One of text, dataset and self_generate is given: the command
+    `calibrate`.
+    Returns  what was written; `warnings` says what a person should know of it
+    Raises   Fp4Error: InputError for text or a model that cannot be used, or without the packages
+             that run it, OutputError for a file that cannot be written
+
+    source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
+    output: New safetensors file.
+    gram: Input statistics: diag for importance and awq, block:N or full for gptq.
+    sensitivity: Also measure what outputs lose by each part in each format, for --target-bits.
+    lora: Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.
+    lora_scale: With --lora: multiplies the adapter's own scale. Default: 1.
+    force: Replace what an earlier run of fp4convert left in the output folder.
+    text: A file of plain text; may be given several times.
+    dataset: jsonl or parquet: conversations ('messages'), which the model's chat template writes,
+        with images or sound its processor, or 'text'.
+    self_generate: No data: let the model write this many sequences.
+    samples: Largest number of samples, spread evenly over the data.
+    sequence_length: Tokens of a sample. Default: up to 2048, or 512 with --self-generate.
+    device: auto takes a GPU, else the CPU.
+    hold: With --self-generate: GB of weights held in memory.
+    revision: Branch, tag or commit. Default: main.
+    subfolder: Subfolder that holds the checkpoint.
+    token: Access token. Better: hf auth login. [env: HF_TOKEN]
+    memory: GB of memory at most, unless one scale group needs more.
+    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
+    """
+    options = checked(CalibrateOptions(**locals()))
+    from fp4convert.commands import calibration
+
+    return calibration.calibrate(options)
+
+
+@by_name
+def prune(
+    source: Reference,
+    output: Reference,
+    calibration: Reference,
+    keep: int,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | None = None,
+    memory: float = 1.0,
+    config: Reference | None = None,
+    transport: str = "http",
+    tell: Callable[[str], None] = ignore,
+    workers: int = 0,
+    force: bool = False,
+    phases: Phases | None = None,
+    warn: Callable[[Iterable[str]], None] | None = None,
+    join: bool = False,
+    shard_index: int | None = None,
+    num_shards: int | None = None,
+    recipe: str | None = None,
+) -> "Result":
+    """Leave out the experts that matter least (REAP): the command `prune`.
+
+    Raises  Fp4Error, as `quantize` does
+
+    source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
+    output: New folder.
+    calibration: Statistics of SOURCE, a file made by fp4convert calibrate.
+    keep: Number of experts to keep in every MoE layer.
+    recipe: A recipe that fp4convert recipes lists, or a TOML file of your own.
+    join: Share the work with other processes that write to the same folder.
+    shard_index: Convert this part only, from 0; when all are done: fp4convert merge.
+    num_shards: Number of parts. Default of both: from Slurm, torchrun or SkyPilot.
+    workers: Number of threads; 0 chooses by the device.
+    force: Replace what an earlier run of fp4convert left in the output folder.
+    revision: Branch, tag or commit. Default: main.
+    subfolder: Subfolder that holds the checkpoint.
+    token: Access token. Better: hf auth login. [env: HF_TOKEN]
+    memory: GB of memory at most, unless one scale group needs more.
+    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
+    """
+    options = checked(PruneOptions(**locals()))
+    from fp4convert.commands import convert
+
+    return convert.prune(options)
+
+
+@by_name
+def preview_prune(
+    source: Reference,
+    output: Reference,
+    calibration: Reference,
+    keep: int,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | None = None,
+    memory: float = 1.0,
+    config: Reference | None = None,
+    transport: str = "http",
+    tell: Callable[[str], None] = ignore,
+    workers: int = 0,
+    force: bool = False,
+    phases: Phases | None = None,
+    warn: Callable[[Iterable[str]], None] | None = None,
+    join: bool = False,
+    shard_index: int | None = None,
+    num_shards: int | None = None,
+    recipe: str | None = None,
+) -> dict[str, Any]:
+    """Plan what `prune` would do: `prune --dry-run --json`.
+
+    Writes nothing; raises as `prune` does, and tells of too little room as preview_quantize.
+
+    The options are those of `prune`.
+    """
+    options = checked(PruneOptions(**locals()))
+    from fp4convert.commands import convert
+
+    return convert.preview_prune(options)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import usual_activations
-from fp4convert.conversion.diffusers import component_options
 from fp4convert.conversion.quantization import prepare_quantize
 from fp4convert.engines.files import Engine, parse_engine
 from fp4convert.engines.rows import FOUR_BIT, Contents, Part
@@ -68,8 +67,12 @@ class Asked(NamedTuple):
 
     def plan(self, name: str, chosen: QuantizeOptions) -> Plan:
         """Plan a part with its own options."""
+        own = chosen
         with named(name):
-            own = component_options(chosen, self.source, name) if name else chosen
+            if name:
+                from fp4convert.conversion.diffusers import component_options
+
+                own = component_options(chosen, self.source, name)
             return prepare_quantize(self.parts[name], own)
 
 

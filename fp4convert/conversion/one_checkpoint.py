@@ -7,13 +7,12 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
-from fp4convert.conversion.mixed_precision import Fit
 from fp4convert.conversion.quantization import quantize
-from fp4convert.conversion.ray_workers import check_cluster, quantize_together
+from fp4convert.conversion.ray_workers import quantize_together
 from fp4convert.engines.files import Engine
 from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import shell_line
@@ -28,6 +27,9 @@ from fp4convert.planning.engine_facts import serve_line, serving_engine
 from fp4convert.planning.steps import Plan
 from fp4convert.storage.open import absolute
 from fp4convert.storage.source import Source
+
+if TYPE_CHECKING:
+    from fp4convert.conversion.mixed_precision import Fit
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Conversion:
 
     def check(self, settings: Settings) -> None:
         if self.options.ray is not None:
+            from fp4convert.conversion.ray_workers import check_cluster
+
             check_cluster(self.options.ray)
         elif settings.device != "auto":  # which is there always
             open_backend(settings.device)
@@ -89,6 +93,7 @@ class Conversion:
         if self.options.ray is None:
             return quantize(self.source, self.plan, self.options.folder, settings)
         formats = self.fitted.rules if self.fitted else ()
+
         return quantize_together(self.options, formats, (self.source, self.plan), settings)
 
     def next_steps(self, is_absolute: bool = False) -> list[str]:

@@ -7,9 +7,7 @@ from typing import Protocol
 
 from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.checkpoint.whole_model import refuse_no_model
-from fp4convert.conversion.diffusers import PipelineConversion, component_options
 from fp4convert.conversion.engine_choice import check_plan
-from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.quantization import padded_as_asked, prepare_quantize
 from fp4convert.conversion.weight_losses import removed_if_refused
@@ -103,6 +101,8 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     """
     goal, output = None, options.folder
     if (options.target_size, options.target_bits) != (None, None):
+        from fp4convert.conversion.mixed_precision import fit, goal_of
+
         goal = goal_of(options.target_size, options.target_bits)
     access = options.access(output)
     source, components = open_with_components(os.fspath(options.source), access)
@@ -120,6 +120,8 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
                 refuse_empty(source.name, [plan])
                 verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
+    from fp4convert.conversion.diffusers import PipelineConversion, component_options
+
     for option in filter(None, (options.lora and "--lora", options.pad_for_tp and OPTION)):
         source.stop()
         what = f"{options.source} is a pipeline of several checkpoints"

@@ -301,13 +301,11 @@ class PartOptions(WorkOptions):
         return replace(settings, is_joining=self.join, share=share)
 
 
-def refuse_idle_options(options: object) -> None:
+def refuse_idle_options(options: AccessOptions) -> None:
     """Raise InputError for an option that only the Hub would use.
 
     What is on this disk is no repository; a name that is nowhere is told of later.
     """
-    if not isinstance(options, AccessOptions):
-        return
     _refuse_idle_config(options)
     declared = {each.name: each for each in declared_in(type(options))}
     read = [name for name, each in declared.items() if each.option.is_argument]

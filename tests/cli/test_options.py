@@ -4,11 +4,13 @@ import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from paths import ROOT
 
 from fp4convert.cli.commands import COMMANDS
+from fp4convert.cli.options import PLAN
 from fp4convert.recipes.options import Declared, declared_in, is_required
 
 PACKAGE = ROOT / "fp4convert"
@@ -63,6 +65,22 @@ def defaults_in(module: list[ast.AST]) -> Iterator[tuple[str, Any]]:
             for parameter, default in pairs:
                 if isinstance(default, ast.Constant):
                     yield parameter.arg, default.value
+
+
+def test_every_row_names_functions_that_take_its_options():
+    for name, command in COMMANDS.items():
+        for work in filter(None, (command.work, command.preview)):
+            assert named(f"fp4convert.{work}").__annotations__["options"] == (
+                command.options.__name__
+            ), name
+        assert callable(named(f"fp4convert.cli.{command.draw}")), name
+    assert callable(named(f"fp4convert.cli.{PLAN}"))
+
+
+def named(place: str) -> Any:
+    """The function MODULE:NAME."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def test_help_stands_once():

@@ -140,18 +140,18 @@ def plain(value: object) -> object:
             "quantize SOURCE --format nvfp4",
             {"format": "nvfp4"},
         ),
-        ("commands.convert.repacking.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
+        ("conversion.repacking.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
         (
-            "commands.convert.repacking.transcode",
+            "conversion.repacking.transcode",
             "transcode ARTIFACT -o OUT --dialect quark",
             {"output": "OUT", "dialect": "quark"},
         ),
         (
-            "commands.convert.pruning.prune",
+            "conversion.pruning.prune",
             "prune SOURCE -o OUT --calibration STATS --keep 4",
             PRUNED,
         ),
-        ("commands.convert.finish.merge", "merge ARTIFACT", {}),
+        ("execution.finish.merge", "merge ARTIFACT", {}),
         ("quality.inspection.inspect", "inspect ARTIFACT", {}),
         ("quality.verification.verify", "verify ARTIFACT", {}),
         (
@@ -161,14 +161,14 @@ def plain(value: object) -> object:
         ),
         ("quality.analysis.analyze", "analyze SOURCE", {}),
         ("calibration.run.calibrate", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
-        ("commands.convert.open_quantized", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
+        ("checkpoint.artifact.open_quantized", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
         (
-            "commands.convert.open_artifact",
+            "checkpoint.artifact.open_artifact",
             "transcode ARTIFACT -o OUT --dialect quark",
             {"output": "OUT", "dialect": "quark"},
         ),
         (
-            "commands.convert.open_model",
+            "checkpoint.whole_model.open_model",
             "prune SOURCE -o OUT --calibration STATS --keep 4",
             PRUNED,
         ),
@@ -475,7 +475,6 @@ def type_checked(tmp_path_factory):
     )
     (folder / "way.py").write_text(
         "import fp4convert\n"
-        "from fp4convert.cli.commands import _quantize\n"
         "from fp4convert.commands import convert\n"
         "from fp4convert.options.writing import QuantizeOptions\n"
         "from fp4convert.numerics.backends.base import Backend\n"
@@ -483,7 +482,6 @@ def type_checked(tmp_path_factory):
         "from fp4convert.recipes.recipe import Target\n"
         "def follow(asked: QuantizeOptions, target: Target, fmt: Format, backend: Backend) -> "
         "None:\n"
-        "    reveal_type(_quantize)\n"
         "    reveal_type(convert.quantize)\n"
         "    reveal_type(asked.scale_rule)\n"
         "    reveal_type(target._replace(scale_rule=asked.scale_rule).scale_rule)\n"
@@ -503,16 +501,15 @@ def test_callers_are_type_checked(type_checked):
 
 
 def test_a_type_checker_follows_an_option_to_the_kernel(type_checked):
-    """From the command line's handler to the backend: `scale_rule` is never Any on its way."""
+    """From what a command calls to the backend: `scale_rule` is never Any on its way."""
     revealed = re.findall(r'Revealed type is "(.*)"', type_checked)
-    assert [kind.replace("builtins.", "") for kind in revealed[2:6]] == [
+    assert [kind.replace("builtins.", "") for kind in revealed[1:5]] == [
         *["str | None"] * 3,
         "str",
     ]
     assert "QuantizeOptions" in revealed[0]
-    assert "QuantizeOptions" in revealed[1]
     taken = [kind.partition("->")[0] for kind in revealed]  # what comes back is a document
-    assert len(taken) == 7
+    assert len(taken) == 6
     shape = "numpy.ndarray[tuple[Any, ...]"  # of what Given holds, which NumPy leaves open
     assert not any(re.search(r"\bAny\b", kind.replace(shape, "")) for kind in taken)
     assert 'Argument "scale_rule"' in type_checked
@@ -562,6 +559,18 @@ def test_words_without_names_and_numbers_as_text_are_told_by_name(source, tmp_pa
     with pytest.raises(TypeError, match=r"min_sqnr='20'; expected float"):
         fp4convert.verify(source, min_sqnr="20")
     assert fp4convert.preview_quantize(source, format="nvfp4", input_scale="0.5", activations=4)
+
+
+def test_functions_load_what_their_own_work_needs():
+    """Naming the functions of convert loads nothing that converts, plans or reads."""
+    listed = "print(*(name for name in sys.modules if name.startswith('fp4convert.')))"
+    code = f"import sys\nimport fp4convert.commands.convert\n{listed}"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    packages = {name.split(".")[1] for name in loaded.stdout.split()}
+    work = {"conversion", "planning", "execution", "storage", "calibration", "quality", "report"}
+    assert packages & work == set()
 
 
 def test_dir_lists_the_public_names_alone():
