@@ -54,8 +54,6 @@ DRY_RUN = Declared(
     "dry_run", bool, False, Option("Print the plan and write nothing.", panel=TARGET)
 )
 PLAIN_TYPES = (str, int, float, bool)
-
-
 PLAN = "draw_plan:draw_plan"  # of a dry run
 
 
