@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from fp4convert.planning.serving import load_code
-from fp4convert.recipes.engine_rows import Condition, Row
-from fp4convert.recipes.engines import Engine, Preset, known_engines
+from fp4convert.engines.files import Engine, Preset, known_engines
+from fp4convert.engines.rows import Condition, Row
+from fp4convert.planning.engine_facts import load_code
 
 # Words for what a row says an engine does, but for loading as it should, which has its own table.
 TRAPS = {"garbage": "computes garbage", "refuses": "does not load", "slow": "slow"}

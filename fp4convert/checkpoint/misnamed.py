@@ -81,20 +81,23 @@ STRIP = (
 class Misnamed(NamedTuple):
     """A name that the class of a model does not have.
 
-    code    of the error and of the finding
-    tensor  the first of that kind
-    detail  what it is, and what engines do
-    words   to be stripped from names; () where that does not help
+    tensor      the first of that kind
+    detail      what it is, and what engines do
+    is_wrapped  by training; else no layer is where the class has them
+    words       to be stripped from names; () where that does not help
     """
 
-    code: str
     tensor: str
     detail: str
+    is_wrapped: bool = True
     words: tuple[str, ...] = ()
 
 
 def find_misnamed(checkpoint: Checkpoint) -> Misnamed | None:
-    """Find the first tensor whose name no class has; None where all may be right."""
+    """Find the first name that no class has.
+
+    None where all may be right
+    """
     if any(shard.frame.container != "safetensors" for shard in checkpoint.shards):
         return None  # GGUF has names of its own
     names, config = [ref.name for ref in checkpoint.tensors], checkpoint.config
@@ -113,14 +116,14 @@ def refuse_misnamed(source: Source, reference: str) -> None:
     next_step = MERGE
     if source.has_file(RECORD) or "quantization_config" in source.checkpoint.config:
         next_step = QUANTIZE_AGAIN  # records have these names, too
-    elif first.code == "foreign-names":
+    elif not first.is_wrapped:
         next_step = SAVE_AGAIN
     elif first.words:
         line = _strip_line(source, reference, first.words)
         next_step = f"Strip it, and give the folder that this writes: {line}"
-    raise InputError(
-        first.code, f"{source.name}: {first.tensor}: {first.detail}", next_step, first.tensor
-    )
+    code = "wrapped-names" if first.is_wrapped else "foreign-names"
+    detail = f"{source.name}: {first.tensor}: {first.detail}"
+    raise InputError(code, detail, next_step, first.tensor)
 
 
 def _find_adapted(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
@@ -131,13 +134,13 @@ def _find_adapted(names: list[str], config: Mapping[str, object]) -> Misnamed | 
     name, words = next(iter(adapted.items()))
     detail = f"{words[0]!r} is a word of PEFT, as in {len(adapted)} of {len(names)} names, and its"
     detail += " adapter is not merged; expected the names of the model's class: engines leave out"
-    return Misnamed("wrapped-names", name, f"{detail} all others")
+    return Misnamed(name, f"{detail} all others")
 
 
 def _holds_adapters(adapted: Iterable[str], config: Mapping[str, object]) -> bool:
-    """Tell whether a model's own class may have adapters inside, as Phi-4-multimodal's.
+    """Tell whether the class of a model may have adapters inside.
 
-    Code of its own names them; PEFT calls that of a fine-tuning "default".
+    As Phi-4-multimodal's has. Its code names them; PEFT calls that of a fine-tuning "default".
     """
     adapters = {match[1] for name in adapted if (match := _ADAPTER_NAME.search(name))}
     is_own = "auto_map" in config or config.get("model_type") in HOLD_ADAPTERS
@@ -160,7 +163,7 @@ def _find_wrapped(names: list[str], config: Mapping[str, object]) -> Misnamed | 
     detail = f"{words[0]!r} is a word of {makers[words[0]]}, as in {len(wrapped)} of"
     detail += f" {len(names)} names; expected the names of the model's class: engines leave out"
     every = sorted({word for words in wrapped.values() for word in words})
-    return Misnamed("wrapped-names", name, f"{detail} all others", tuple(every))
+    return Misnamed(name, f"{detail} all others", words=tuple(every))
 
 
 def _find_words(names: list[str], words: Collection[str]) -> dict[str, list[str]]:
@@ -182,7 +185,7 @@ def _find_other(names: list[str], config: Mapping[str, object]) -> Misnamed | No
         return None
     detail = f"the class in config.json, {_class_of(config)}, has layers {stacks[0]}N, and no name"
     detail += f" of {len(names)} begins so: engines leave out what their class does not have"
-    return Misnamed("foreign-names", names[0], detail)
+    return Misnamed(names[0], detail, is_wrapped=False)
 
 
 def _decoder_stacks(config: Mapping[str, object]) -> tuple[str, ...]:
@@ -205,7 +208,7 @@ def _decoder_stacks(config: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _class_of(config: Mapping[str, object]) -> str:
-    """Return the name of the only class in config.json; "" for none or several."""
+    """Return the only class in config.json; "" for none or several."""
     classes = config.get("architectures")
     return str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
 
@@ -219,5 +222,5 @@ def _strip_line(source: Source, reference: str, words: Iterable[str]) -> str:
     elif Path(reference).is_file():
         folder = str(Path(reference).parent)
     pair = json.dumps([folder, f"{folder}-plain"])
-    code = STRIP.format(pair=pair, words="|".join(map(re.escape, words)))
-    return download + shell_line("python", "-c", code)
+    program = STRIP.format(pair=pair, words="|".join(map(re.escape, words)))
+    return download + shell_line("python", "-c", program)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, NumericError, named, shell_line
 from fp4convert.execution.carry_out import carry_out
 from fp4convert.execution.folder import OutputFolder
@@ -35,9 +35,9 @@ from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.execution.takeover import refuse_busy
 from fp4convert.makers.maker import Tools
 from fp4convert.numerics.backends import open_backend
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.global_scales import scales_for_component
 from fp4convert.planning.plan import Plan
-from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE, REPORT
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.open import absolute, access_to

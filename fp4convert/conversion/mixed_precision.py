@@ -17,7 +17,6 @@ from fp4convert.checkpoint.encodings.floats import advise_on_types
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.knapsack import Option, choose
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.parts import Parts, is_plain, pattern_of
 from fp4convert.conversion.quantize import plan_with
 from fp4convert.conversion.recorded_options import options_recorded
@@ -32,6 +31,7 @@ from fp4convert.errors import InputError
 from fp4convert.execution.job import refuse_inside
 from fp4convert.execution.plan_file import read_manifest
 from fp4convert.numerics.backends import open_backend
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.decisions import NAME_SOME
 from fp4convert.progress import Phases, size_text
 from fp4convert.recipes.rules import FormatRule, Patterns

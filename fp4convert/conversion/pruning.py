@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fp4convert import __version__
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.artifact_job import index_text
@@ -52,6 +51,7 @@ from fp4convert.storage.checkpoint_files import RECORD, REPORT
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.safetensors import TensorSpec
 from fp4convert.storage.source import Checkpoint, Source, uncollected
+from fp4convert.version import __version__
 
 PRUNED = "pruned"
 PRUNING = "expert_pruning.json"  # our record of what stayed

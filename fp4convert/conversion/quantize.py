@@ -21,7 +21,6 @@ from fp4convert.conversion.artifact_job import (
 )
 from fp4convert.conversion.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.conversion.device_choice import choose_device, rounded_by
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.conversion.request import Request, take_apart
 from fp4convert.execution.carry_out import carry_out
@@ -33,7 +32,8 @@ from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.table import callers
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FORMATS
-from fp4convert.planning.engine_contents import engine_warnings
+from fp4convert.options.writing import QuantizeOptions
+from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.fold_plan import fold_layers
 from fp4convert.planning.method_needs import FOLDING, check_statistics, reopened
 from fp4convert.planning.plan import Plan

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fp4convert.checkpoint.record import OPTIONS, TRANSCODED
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import NVFP4
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.plan import Plan
 from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.recipes.recipe import Target

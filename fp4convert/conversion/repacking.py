@@ -41,7 +41,6 @@ from fp4convert.conversion.artifact_job import (
     refuse_odd_scale,
 )
 from fp4convert.conversion.carried_blocks import describe_carried, taken_over
-from fp4convert.conversion.options import TranscodeOptions
 from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carry_out import carry_out
@@ -57,6 +56,7 @@ from fp4convert.numerics.formats import (
     format_named,
 )
 from fp4convert.numerics.matrices import row_panels
+from fp4convert.options.rewriting import TranscodeOptions
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
 from fp4convert.planning.kept_forms import held_form, unheld

@@ -24,13 +24,6 @@ from fp4convert.conversion.artifact_job import (
     check_keep_dtype,
     check_word,
 )
-from fp4convert.conversion.options import (
-    ACTIVATION_BITS,
-    CACHES,
-    VIAS,
-    QuantizeOptions,
-    chosen_adapter,
-)
 from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.makers.methods.method import GPTQ
@@ -44,6 +37,8 @@ from fp4convert.numerics.formats import (
     check_rule,
     format_named,
 )
+from fp4convert.options.arguments import chosen_adapter
+from fp4convert.options.writing import ACTIVATION_BITS, CACHES, VIAS, QuantizeOptions
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
 from fp4convert.planning.global_scales import open_global_scales
 from fp4convert.planning.kv_cache_scales import Cache, plan_cache

@@ -34,7 +34,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert import __version__
 from fp4convert.calibration.input_power import column_power, weighted
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.encodings.base import Linear, find_not_finite
@@ -58,6 +57,7 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.storage.disk import replace_file
 from fp4convert.storage.json_text import MISSHAPEN, read_text_file
 from fp4convert.storage.source import ASKED_AT_ONCE, Source, stopping
+from fp4convert.version import __version__
 
 FOLDER = "measured"
 DIGITS = 9  # of a loss

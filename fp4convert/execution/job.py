@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fp4convert import __version__
 from fp4convert.errors import InputError
 from fp4convert.execution import output_check
 from fp4convert.execution.finish import record_nbytes
@@ -23,6 +22,7 @@ from fp4convert.planning.plan import Plan
 from fp4convert.planning.steps import Action
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, SIGNATURE, holds_weights
 from fp4convert.storage.source import Source
+from fp4convert.version import __version__
 
 OPTIONS = "the options"
 STATE_NBYTES = 1 << 20  # of .fp4convert, and as much again for each file and step:

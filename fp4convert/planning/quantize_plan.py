@@ -26,7 +26,7 @@ from fp4convert.planning.activation_scales import (
     UNIT_SCALE,
     Fed,
     InputScales,
-    find_small,
+    judge_scales,
     scales_of,
 )
 from fp4convert.planning.adapter_notes import notes_on_adapter
@@ -105,7 +105,7 @@ def plan_quantize(
     # scales of activations, and global scales of weights
     fed = find_fed(verdicts, recipe, dialect)
     inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
-    notes = [*notes, *(find_small(fed, inputs, scalars.calibration) if scalars.calibration else ())]
+    notes = [*notes, *judge_scales(fed, inputs, scalars.inputs, scalars.calibration)]
     given = scalars.weights
     amaxes, more = given_amaxes(verdicts, given, recipe.target) if given else ({}, [])
     # a step for every tensor, and its place

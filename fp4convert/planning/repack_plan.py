@@ -30,6 +30,7 @@ from fp4convert.makers.spelling import Spelling
 from fp4convert.makers.table import maker_of
 from fp4convert.makers.unit import Stem, Unit
 from fp4convert.numerics.formats import dtype_named
+from fp4convert.planning.activation_scales import describe_unit
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.kept_dtype import (
     draft_floats,
@@ -42,6 +43,7 @@ from fp4convert.planning.notes import notes_on
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
 from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refuse_other_container
 from fp4convert.planning.steps import Draft, Step, Task
+from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
@@ -344,8 +346,10 @@ def _notes_beside(unread: Sequence[str], unit: Sequence[str], dialect: str) -> I
         yield f"{len(unread)} scales of activations are left out, the first {unread[0]!r}: {why}"
     if unit:
         yield (
-            f"{len(unit)} FP8 modules have no scale of activations, the first {unit[0]!r}; dialect"
-            f" {dialect} wants one, and they get 1.0: engines clip inputs beyond 448"
+            f"{count_text(len(unit), 'FP8 module')} without a scale of activations, the first"
+            f" {unit[0]!r}; dialect {dialect} wants one: it is 1.0, {describe_unit(is_fp4=False)};"
+            " for measured ones quantize the original again with --calibration FILE (fp4convert"
+            " calibrate)"
         )
 
 

@@ -222,8 +222,11 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
         modules = {*artifact.packed, *kept}
         if is_draft_head(modules):
             yield Finding("note", "draft-head", None, DRAFT_HEAD)
-        if misnamed := find_misnamed(artifact.source.checkpoint):
-            yield Finding("error", misnamed.code, misnamed.tensor, misnamed.detail)
+        misnamed = find_misnamed(artifact.source.checkpoint)
+        if misnamed and misnamed.is_wrapped:
+            yield Finding("error", "wrapped-names", misnamed.tensor, misnamed.detail)
+        elif misnamed:
+            yield Finding("error", "foreign-names", misnamed.tensor, misnamed.detail)
         yield from find_missing(modules, artifact.source.checkpoint.config, recipe)
         shapes = {
             name.removesuffix(WEIGHT): ref.shape

@@ -183,12 +183,12 @@ def test_classes_of_transformers_name_their_layers_so(model_type, tmp_path):
             model = auto.from_config(config)
         known = {**config.to_dict(), "architectures": [type(model).__name__]}
         names = sorted(model.state_dict())
-        for prefix, code in (("", None), ("actor.", "foreign-names"), ("module.", "wrapped-names")):
+        for prefix, wrapped in (("", None), ("actor.", False), ("module.", True)):
             folder = tmp_path / f"{auto.__name__}{prefix}"
             tensors = {prefix + name: ("BF16", (1,), b"\0\0") for name in names}
             source = open_source(str(write_single(folder, tensors, known)))
             misnamed = find_misnamed(source.checkpoint)
-            assert (misnamed and misnamed.code) == code, (type(model).__name__, prefix)
+            assert (misnamed and misnamed.is_wrapped) is wrapped, (type(model).__name__, prefix)
 
 
 def test_inspect_finds_them_transcode_refuses_and_dequantize_does_not(tmp_path):

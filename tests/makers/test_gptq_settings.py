@@ -9,8 +9,8 @@ from checkpoints import LAYER, SECOND, read_folder, run, values_of, write_llama,
 from made_up_inputs import calibrate, correlated, inputs_of
 from refusals import refused
 
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.open import open_source
 
 GPTQ = ("--method", "gptq")

@@ -13,9 +13,9 @@ from checkpoints import LAYER, run, write_llama
 from fp4_sources import make_nvfp4_ct
 from made_up_inputs import calibrate
 
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.conversion.request import padded_as_asked
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.open import open_source
 
 ADDRESS = re.compile(r"0x[0-9a-f]{6,}|object at ")

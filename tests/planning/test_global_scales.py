@@ -26,10 +26,10 @@ from diffusion import write_wan
 from lazy_cuda import Machine
 from safetensors.torch import load_file, save_file
 
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.makers.methods import returning
 from fp4convert.numerics.backends import cuda_stream, gpus, self_check
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.global_scales import Stored, amax_of
 from fp4convert.storage.local import LocalSource
 from fp4convert.storage.open import open_source

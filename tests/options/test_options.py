@@ -1,4 +1,4 @@
-"""conversion/options.py and recipes/options.py: words and references as people write them."""
+"""options/ and recipes/options.py: words and references as people write them."""
 
 from pathlib import Path
 
@@ -6,9 +6,11 @@ import pytest
 from checkpoints import run, write_llama
 
 from fp4convert.cli.commands import COMMANDS
-from fp4convert.commands.options import CompareOptions, InspectOptions, VerifyOptions
-from fp4convert.conversion.options import DequantizeOptions, QuantizeOptions, TranscodeOptions
 from fp4convert.errors import InputError
+from fp4convert.options.looking import InspectOptions, VerifyOptions
+from fp4convert.options.measuring import CompareOptions
+from fp4convert.options.rewriting import DequantizeOptions, TranscodeOptions
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.recipes.options import _folded, declared_in
 
 

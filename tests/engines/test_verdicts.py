@@ -5,8 +5,8 @@ import json
 import pytest
 from engine_contents import contents
 
-from fp4convert.recipes.engine_verdicts import failures_of, judge_contents, trap_text, verdicts_on
-from fp4convert.recipes.engines import engine_asked
+from fp4convert.engines.files import parse_engine
+from fp4convert.engines.verdicts import find_traps, judge, judge_all, trap_text
 
 CT, MO = "compressed-tensors", "modelopt"
 W4A4_EXPERTS = {"vllm": ">=0.32", "sglang": ">=0.5.12"}
@@ -14,7 +14,7 @@ W4A4_EXPERTS = {"vllm": ">=0.32", "sglang": ">=0.5.12"}
 
 def loaded(*given, **facts):
     """The engines that load it, with versions."""
-    found = verdicts_on(contents(*given, **facts))
+    found = judge_all(contents(*given, **facts))
     return {each.engine.key: each.versions for each in found if each.loads}
 
 
@@ -128,8 +128,8 @@ def test_engines_load_what_was_tried(given, facts, expected):
     ],
 )
 def test_a_version_is_judged_by_itself(asked, given, loads, why):
-    engine, version = engine_asked(asked)
-    verdict = judge_contents(engine, contents(*given), version)
+    engine, version = parse_engine(asked)
+    verdict = judge(engine, contents(*given), version)
     assert (verdict.loads, why in verdict.why) == (loads, True), verdict.why
 
 
@@ -151,40 +151,40 @@ def test_a_version_is_judged_by_itself(asked, given, loads, why):
     ],
 )
 def test_an_engine_loads_models_that_it_has_a_class_for(engine, dialect, model, names, loads):
-    known, _ = engine_asked(engine)
+    known, _ = parse_engine(engine)
     classes = tuple(filter(None, [names]))
     parts = "nvfp4 w4a4" if dialect == MO else "nvfp4"
-    verdict = judge_contents(known, contents(dialect, parts, model=model, classes=classes))
+    verdict = judge(known, contents(dialect, parts, model=model, classes=classes))
     assert verdict.loads is loads, verdict.why
     if not loads and engine != "comfyui":
         assert verdict.why.startswith("has no class for ")
 
 
 def test_code_of_the_models_own_runs_in_transformers():
-    known, _ = engine_asked("transformers")
+    known, _ = parse_engine("transformers")
     made = contents(CT, "nvfp4", model="new", has_code=True)
-    assert judge_contents(known, made).loads
+    assert judge(known, made).loads
 
 
 def test_diffusers_loads_classes_that_it_takes_as_one_file():
-    known, _ = engine_asked("diffusers")
+    known, _ = parse_engine("diffusers")
     for name, loads in (("FluxTransformer2DModel", True), ("NewTransformer2DModel", False)):
         made = contents(MO, "nvfp4 w4a4", model="", classes=(name,), is_diffusers=True)
-        assert judge_contents(known, made).loads is loads
+        assert judge(known, made).loads is loads
 
 
 def test_a_trap_names_the_newest_version_or_the_end_of_the_old_ones():
-    found = [trap_text(*trap) for trap in failures_of(contents(CT, "nvfp4 experts"))]
+    found = [trap_text(*trap) for trap in find_traps(contents(CT, "nvfp4 experts"))]
     assert found == [
         "transformers 5.23 ignores the global scales of NVFP4 experts and computes garbage;"
         " for it use --format mxfp4, or dequantize the artifact"
     ]
-    (old,) = failures_of(contents(MO, "nvfp4 experts", findings=frozenset({"activations-unsaid"})))
+    (old,) = find_traps(contents(MO, "nvfp4 experts", findings=frozenset({"activations-unsaid"})))
     assert trap_text(*old).startswith("vLLM before 0.29 multiplies weight-only experts by zero")
 
 
 def test_a_verdict_is_json():
-    (first, *_) = verdicts_on(contents(CT, "nvfp4"))
+    (first, *_) = judge_all(contents(CT, "nvfp4"))
     assert json.loads(json.dumps(first.as_json())) == {
         "engine": "vllm",
         "versions": ">=0.32",
@@ -197,13 +197,13 @@ def test_a_verdict_is_json():
 @pytest.mark.parametrize("key", ["vllm", "sglang"])
 def test_what_is_told_of_fp8_experts_loads_there(key, fp8):
     """The other dialect does not load each of them, and names this one then."""
-    known, parts = engine_asked(key)[0], ("nvfp4", f"{fp8} experts")
-    told = judge_contents(known, contents(CT, *parts)).instead
+    known, parts = parse_engine(key)[0], ("nvfp4", f"{fp8} experts")
+    told = judge(known, contents(CT, *parts)).instead
     assert told.startswith("use --activations 4; or, where FP8 has ")
-    assert judge_contents(known, contents(CT, "nvfp4 w4a4", parts[1])).loads
+    assert judge(known, contents(CT, "nvfp4 w4a4", parts[1])).loads
     kinds = {
         "a scale for each matrix": ["fp8 tensor"],
         "no scale for each row": ["fp8 tensor", "fp8 128x128"],
     }
     (named,) = (which for words, which in kinds.items() if words in told)
-    assert bool(judge_contents(known, contents(MO, *parts)).loads) is (fp8 in named)
+    assert bool(judge(known, contents(MO, *parts)).loads) is (fp8 in named)

@@ -1,21 +1,24 @@
 """What engines load is one table: its rows are whole, and say what was tried by hand."""
 
+import subprocess
+import sys
+
 import pytest
 from engine_contents import contents
 from paths import ROOT
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS
-from fp4convert.errors import InputError, read_catalogue
-from fp4convert.recipes.engine_rows import FAILS
-from fp4convert.recipes.engine_verdicts import judge_contents
-from fp4convert.recipes.engines import (
+from fp4convert.engines.files import (
     ENGINES,
     NICKNAMES,
     ModelList,
-    engine_asked,
-    engine_called,
+    find_engine,
     known_engines,
+    parse_engine,
 )
+from fp4convert.engines.rows import FAILS
+from fp4convert.engines.verdicts import judge
+from fp4convert.errors import InputError, read_catalogue
 
 ROWS = [(engine, row) for engine in known_engines() for row in engine.rows]
 FINDINGS = {code for topic in read_catalogue()["findings"] for code in topic["codes"]}
@@ -57,17 +60,17 @@ def test_what_is_to_be_typed_loads(engine):
         usual = "" if engine.key == "comfyui" else "llama"
         model = preset.models[0].replace("*", "") if preset.models else usual
         made = contents(preset.dialect, *kinds, model=model, is_diffusers=engine.key == "diffusers")
-        assert judge_contents(engine, made).loads, preset
+        assert judge(engine, made).loads, preset
 
 
 def test_names_of_engines_are_understood():
-    assert engine_called("VLLM").key == "vllm"
-    assert engine_called("llama-cpp").key == "llama.cpp"
-    assert engine_called("ollama").key == "llama.cpp"
-    assert engine_called("onnx") is None
+    assert find_engine("VLLM").key == "vllm"
+    assert find_engine("llama-cpp").key == "llama.cpp"
+    assert find_engine("ollama").key == "llama.cpp"
+    assert find_engine("onnx") is None
     for odd in ("vlm", "vllm:", "vllm:new", "", ":0.33", 5, b"vllm", ["vllm", "sglang"]):
         with pytest.raises(InputError) as refused:
-            engine_asked(odd)
+            parse_engine(odd)
         assert refused.value.code == "unknown-engine"
 
 
@@ -94,3 +97,20 @@ def test_a_list_of_models_says_what_it_lacks(classes, missing):
 def test_every_list_belongs_to_an_engine():
     files = {file.stem for file in (ROOT / "configs" / "engines" / "models").glob("*.toml")}
     assert files == {engine.key for engine in known_engines() if engine.models}
+
+
+def test_one_engine_is_one_file():
+    """Files of other engines, and lists of models, are read where they are asked."""
+    code = "from fp4convert.engines import files; files.parse_engine('vllm:0.33'); "
+    code += (
+        "print(files.read_engine.cache_info().currsize, files._read_models.cache_info().currsize)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "0"]
+
+
+def test_names_of_engines_load_no_rows():
+    """The command line starts with them: --help needs no version."""
+    code = "import sys; import fp4convert.engines.files; "
+    code += "assert not {'packaging', 'tomllib', 'fp4convert.engines.rows'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,27 +1,27 @@
-"""Say of which artifacts a row is, and what an engine does with them."""
+"""Match engine rows against an artifact."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from fp4convert.recipes.engine_versions import Versions
+from fp4convert.engines.versions import Versions, read_versions
 
 FOUR_BIT = ("nvfp4", "mxfp4")
-# Of rows: it is read and computes what the artifact says; it does so slowly; it is read and
-# computes something else; it is not read.
+# Effects: the engine reads the artifact and computes its values; it does so slowly; it computes
+# other values; it does not read it.
 Effect = Literal["loads", "slow", "garbage", "refuses"]
 FAILS: tuple[Effect, ...] = ("garbage", "refuses")
-# How anybody came to know: a test here runs the engine; its own loader was run by hand; its
-# source, documentation or a thread was read.
+# Evidence: a test here runs the engine; somebody ran its loader by hand; somebody read its source,
+# documentation or a thread.
 Tried = Literal["run", "loaded", "read"]
 
 
 class Part(NamedTuple):
-    """Quantized modules of one kind.
+    """Quantized modules of one format.
 
-    format  its word: nvfp4, mxfp4, int4, fp8 tensor, fp8 row, fp8 128x128
+    format  a word: nvfp4, mxfp4, int4, fp8 tensor, fp8 row, fp8 128x128
     """
 
     format: str
@@ -30,15 +30,16 @@ class Part(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What of an artifact decides which engines load it.
+    """Facts of an artifact that decide which engines load it.
 
     model      model_type of config.json
     classes    names of classes in config.json
-    has_code   config.json names code of the model's own
-    names_fused  records say of qkv_proj and gate_up_proj what they say of their parts, as ours do
-    findings   codes of inspect's; of a plan those on formats alone
-    modules    names of all that are quantized
-    cache      "fp8" or "nvfp4" where the record asks for such a cache of keys and values
+    has_code   config.json names Python code beside the weights
+    names_fused  records name qkv_proj and gate_up_proj beside their parts, as ours do
+    findings   codes that inspect reports; of a plan only those about formats
+    modules    names of all quantized modules
+    fault      the first error of inspect that concerns engines; "" without one
+    cache      "fp8" or "nvfp4" where the record asks for such a KV cache
     files      names of the files that hold its weights
     """
 
@@ -54,22 +55,23 @@ class Contents(NamedTuple):
     findings: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
     files: frozenset[str] = frozenset()
+    fault: str = ""
 
 
 class Condition(NamedTuple):
-    """Which artifacts a row is about; what is left out asks nothing.
+    """Artifacts that a row is about; an empty key fits every artifact.
 
-    formats      of four-bit modules; has_experts, has_others and activations are about these
+    formats      of four-bit modules; has_experts, has_others and activations look at these
     models       globs on model_type; not_models: none of these fits
     classes      globs on names of classes
-    beside       globs on words of formats that other modules have
-    beside_experts  the same, of modules that are experts
-    has_experts  some of the modules are experts, or none is
-    has_others   some of them are no experts, or none is
-    is_mixed     modules have several formats
-    findings     codes, of which the artifact has one
-    modules      globs on names of modules, of which a quantized one fits
-    caches       what the cache of keys and values holds
+    beside       globs on formats of other modules
+    beside_experts  globs on formats of other modules that are experts
+    has_experts  whether any of the modules is an expert
+    has_others   whether any of them is no expert
+    is_mixed     whether modules have several formats
+    findings     codes; the artifact has at least one
+    modules      globs on names; at least one quantized module fits
+    caches       formats of the KV cache
     files        globs on names of files of weights, of which one fits
     """
 
@@ -93,7 +95,7 @@ class Condition(NamedTuple):
     names_fused: bool | None = None
 
     def fits(self, contents: Contents) -> bool:
-        """Tell whether an artifact is one of those."""
+        """Return whether an artifact meets every key."""
         wanted = self.formats or FOUR_BIT
         four_bit = [part for part in contents.parts if part.format in wanted]
         words = {part.format for part in contents.parts}
@@ -129,12 +131,12 @@ def _fit_any(globs: Iterable[str], names: Iterable[str]) -> bool:
 
 
 class Row(NamedTuple):
-    """One fact: what an engine does with artifacts of a kind.
+    """A fact about an engine and a kind of artifacts.
 
     says     a predicate whose subject is the engine
-    instead  what to do, as a clause; "" where it loads
+    instead  advice, as a clause; "" where it loads
     source   address of a thread, or package, version and file that was read or run
-    tried    how it is known
+    tried    the evidence
     proof    the test here that runs it; "" for none
     lines    FILE: TEXT of that package's code, which `make engines` looks for
     """
@@ -148,3 +150,11 @@ class Row(NamedTuple):
     tried: Tried
     proof: str = ""
     lines: tuple[str, ...] = ()
+
+
+def read_row(table: dict[str, Any]) -> Row:
+    """Read a row; TypeError or ValueError for unknown keys or versions."""
+    keys = [key for key in Condition._fields if key in table]
+    condition = Condition(**{key: table.pop(key) for key in keys})
+    versions = read_versions(table.pop("versions", ""))
+    return Row(condition=condition, versions=versions, **{"instead": "", **table})

@@ -1,177 +1,48 @@
-"""Declare the options of the commands that write a checkpoint.
-
-The docstring of a class is the help of its command.
-"""
+"""Declare the options of quantize: the docstring here is its help."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR, DIALECTS
-from fp4convert.conversion.work_options import DeviceOptions, PartOptions, WorkOptions
 from fp4convert.errors import InputError, shell_line
 from fp4convert.numerics.formats import (
     DAMPING,
-    FLOAT_TYPES,
     FORMATS,
-    FP4_FORMATS,
     FP8,
     METHODS,
     NVFP4,
     PASSES,
 )
-from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
+from fp4convert.options.access import DeviceOptions, PartOptions
+from fp4convert.options.arguments import (
+    Adapters,
+    AdapterScale,
+    EngineName,
+    KeptDtype,
+    Page,
+    SourceArgument,
+    Statistics,
+    as_folder,
+    one_adapter,
+)
 from fp4convert.recipes.options import (
     DRAFTS,
-    ENGINES,
     HUB,
     MACHINES,
     MODULES,
-    OUTPUT,
     QUALITY,
     TARGET,
     Option,
-    RecipeName,
     RecipeOptions,
     Reference,
     declared_in,
 )
 
-if TYPE_CHECKING:  # what commands load when they run
-    from fp4convert.checkpoint.adapters.peft import Adapter
-    from fp4convert.storage.source import Access
-
-DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
-KEPT_DTYPES = (*DTYPES[:-1], "q8_0")
-WORDS_OF_DTYPES = {kind.config_name: kind.word for kind in FLOAT_TYPES.values()}
 ACTIVATION_BITS = ("16", "8", "4")
 VIAS = ("fp8",)
 CACHES = (FP8.name, NVFP4.name)  # what a cache of keys and values may hold
-FILE_ENDINGS = (".gguf", ".safetensors")
-
-
-def as_folder(output: Reference, source: Reference) -> Path:
-    """Return the folder that is written; InputError for the name of a file.
-
-    source  whose single file would lie in it
-    """
-    path = Path(output)
-    if path.suffix not in FILE_ENDINGS or path.is_dir():
-        return path
-    name = Path(source).name
-    file = name if name.endswith(path.suffix) else f"NAME{path.suffix}"
-    detail = f"-o {path} names a file, and a folder is written, with {file} in it"
-    raise InputError(
-        "output-name",
-        f"{detail}; expected a folder's name",
-        f"Leave the ending out: {shell_line('-o', path.with_suffix(''))}",
-    )
-
-
-SourceArgument = Annotated[
-    Reference,
-    Option("A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.", is_argument=True),
-]
-ArtifactArgument = Annotated[
-    Reference,
-    Option("A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.", is_argument=True),
-]
-NewFolder = Annotated[
-    Reference,
-    Option("New folder.", parse=Path, flags=("--output", "-o"), panel=TARGET),
-]
-Dialect = Annotated[
-    str,
-    Option(
-        "Tensor names and config records that your engine reads.",
-        DIALECTS,
-        panel=TARGET,
-        value="<name>",
-    ),
-]
-KeptDtype = Annotated[
-    str | None,
-    Option(
-        "Write kept fp32 matrices, and packed ones that become floats, as this; vectors and routers"
-        " stay as they are. q8_0 is for --dialect gguf, and kept matrices of 16 bits become it,"
-        " too.",
-        KEPT_DTYPES,
-        panel=TARGET,
-        synonyms={name: word for name, word in WORDS_OF_DTYPES.items() if word in DTYPES[:-1]},
-    ),
-]
-EngineName = Annotated[
-    str | None,
-    Option(
-        f"Engine that is to load it, or ENGINE:VERSION. One of: {', '.join(ENGINES)}.",
-        ENGINES,
-        flags=("--for",),
-        panel=TARGET,
-        value="<engine>",
-    ),
-]
-Page = Annotated[
-    Reference | None,
-    Option(
-        "Write an HTML page that shows the quantization error of every layer.",
-        parse=Path,
-        panel=OUTPUT,
-    ),
-]
-Statistics = Annotated[
-    Reference | None,
-    Option(
-        "Statistics of this source, a file made by fp4convert calibrate.", parse=str, panel=QUALITY
-    ),
-]
-
-Adapters = Annotated[
-    Reference | Iterable[Reference] | None,
-    Option(
-        "Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.",
-        parse=str,
-        is_several=True,
-        panel=QUALITY,
-        value="<path>",
-    ),
-]
-
-
-AdapterScale = Annotated[
-    float | None,
-    Option("With --lora: multiplies the adapter's own scale. Default: 1.", panel=QUALITY),
-]
-
-
-def one_adapter(given: Reference | Iterable[Reference] | None) -> tuple[str, ...]:
-    """Return the adapter that is given, if any.
-
-    Raises  InputError for several, whose order and weights nobody tells
-    """
-    several = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
-    if len(several) > 1:
-        detail = f"--lora is given {len(several)} times; expected one adapter"
-        step = "Join them into one with PEFT first: add_weighted_adapter."
-        raise InputError("adapter-several", detail, step)
-    return tuple(os.fspath(each) for each in several)
-
-
-def chosen_adapter(
-    lora: Reference | Iterable[Reference] | None, scale: float | None, access: "Access"
-) -> "Adapter | None":
-    """Read the adapter that is given, if any.
-
-    Raises  InputError for a scale without one, and what open_adapter raises
-    """
-    from fp4convert.checkpoint.adapters.peft import open_adapter
-
-    given = one_adapter(lora)
-    if not given and scale is not None:
-        detail = "--lora-scale is given, and no adapter; expected --lora ADAPTER"
-        raise InputError("usage", detail, "Name the adapter, or leave --lora-scale out.")
-    return open_adapter(given[0], 1.0 if scale is None else scale, access) if given else None
 
 
 def _usual_activations(fmt: str, dialect: str) -> int:
@@ -328,7 +199,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         str | float | None,
         Option(
             "Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact"
-            " or calibration file that has them. Default: 1.0.",
+            " or calibration file that has them. Default: those of --calibration, else 1.0.",
             parse=str,
             panel=QUALITY,
             value="<number|path>",
@@ -440,91 +311,3 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             name: os.fspath(value) if isinstance(value, os.PathLike) else value
             for name, value in values.items()
         }
-
-
-@dataclass(eq=False, repr=False)
-class DequantizeOptions(DeviceOptions):
-    """Turn an artifact back into ordinary weights.
-
-    They have exactly the values that engines compute.
-
-    Example: fp4convert dequantize ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-restored
-    """
-
-    artifact: ArtifactArgument
-    output: NewFolder
-    _: KW_ONLY
-    dtype: Annotated[
-        str,
-        Option(
-            "Data type of the restored weights.",
-            DTYPES,
-            panel=TARGET,
-            synonyms=WORDS_OF_DTYPES,
-        ),
-    ] = "bf16"
-
-
-@dataclass(eq=False, repr=False)
-class TranscodeOptions(WorkOptions):
-    """Rewrite an artifact for another engine, without loss.
-
-    The same codes and block scales in another dialect, never rounded again.
-
-    Example: fp4convert transcode ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-modelopt --dialect
-    modelopt
-    """
-
-    artifact: ArtifactArgument
-    output: NewFolder
-    _: KW_ONLY
-    dialect: Dialect
-    format: Annotated[
-        str | None,
-        Option(
-            "nvfp4 converts an mxfp4 artifact. Default: its own format.",
-            tuple(FP4_FORMATS),
-            panel=TARGET,
-        ),
-    ] = None
-    scale_layout: Annotated[
-        str | None,
-        Option(
-            f"Block scale layout of dialect plain. Default: {SCALE_LAYOUTS[0]}.",
-            SCALE_LAYOUTS,
-            panel=TARGET,
-            value="<layout>",
-        ),
-    ] = None
-    template: Annotated[
-        Reference | None,
-        Option(
-            "With --dialect gguf: a GGUF file of the model, for names and metadata.",
-            parse=str,
-            panel=TARGET,
-        ),
-    ] = None
-    keep_dtype: KeptDtype = None
-
-
-@dataclass(eq=False, repr=False)
-class PruneOptions(PartOptions):
-    """Leave out the experts that matter least (REAP).
-
-    Writes an ordinary checkpoint with fewer of them, for quantize to take.
-
-    Example: fp4convert prune ./Qwen3-30B-A3B -o ./Qwen3-30B-A3B-96 --calibration
-    qwen3.safetensors --keep 96
-    """
-
-    source: SourceArgument
-    output: NewFolder
-    calibration: Annotated[
-        Reference,
-        Option(
-            "Statistics of SOURCE, a file made by fp4convert calibrate.", parse=Path, panel=TARGET
-        ),
-    ]
-    keep: Annotated[int, Option("Number of experts to keep in every MoE layer.", panel=TARGET)]
-    _: KW_ONLY
-    recipe: RecipeName = None

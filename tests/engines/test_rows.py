@@ -2,7 +2,7 @@
 
 from engine_contents import contents
 
-from fp4convert.recipes.engine_rows import Condition
+from fp4convert.engines.rows import Condition
 
 CT = "compressed-tensors"
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from fp4convert.recipes.engine_rows import FAILS, Contents, Row
-from fp4convert.recipes.engine_versions import Version, Versions, read_version
-from fp4convert.recipes.engines import Engine, ModelList, known_engines
+from fp4convert.engines.files import Engine, ModelList, known_engines
+from fp4convert.engines.rows import FAILS, Contents, Row
+from fp4convert.engines.versions import Version, Versions, read_version
+
+EVIDENCE = {  # words for Row.tried
+    "run": "run by {proof}",
+    "loaded": "its own loader took such artifacts; no model was run",
+    "read": "read in its source or documentation; not run",
+}
 
 
 class Verdict(NamedTuple):
-    """What an engine does with an artifact.
+    """Whether an engine loads an artifact, and why.
 
-    versions  for which that is so; "" where it has none, or none are known
-    loads     True: and computes what the artifact says; False; None: nobody knows
-    why       the reason, in words
-    instead   what to do where it does not load
-    row       that decided; None where there is none
+    versions  the range of versions; "" where none is known
+    loads     True: it loads and computes the artifact's values; None: nobody knows
+    why       a predicate whose subject is the engine
+    instead   advice where it does not load
+    row       the row that decided, if any
     """
 
     engine: Engine
@@ -28,8 +34,13 @@ class Verdict(NamedTuple):
     row: Row | None = None
 
     def reason(self, version: Version | None) -> str:
-        """Name the engine that was asked for, and say why it is so."""
+        """Return the reason as a clause, with the engine and a version."""
         return f"{self.engine.at(version)} {self.why}"
+
+    @property
+    def evidence(self) -> str:
+        """Return the evidence of the row that decided; "" without one."""
+        return EVIDENCE[self.row.tried].format(proof=self.row.proof) if self.row else ""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -40,11 +51,20 @@ class Verdict(NamedTuple):
         }
 
 
-def judge_contents(engine: Engine, contents: Contents, version: Version | None = None) -> Verdict:
-    """Tell what an engine does with an artifact.
+def judge(engine: Engine, contents: Contents, version: Version | None = None) -> Verdict:
+    """Judge whether an engine loads an artifact.
 
-    version  None: the newest that was looked at, and since which it is so
+    version  None: the newest that was examined; the verdict names the range that it begins
     """
+    verdict = _judge_rows(engine, contents, version)
+    if verdict.loads is False or not contents.fault:
+        return verdict
+    why = f"has an artifact with errors before it: {contents.fault}"
+    return Verdict(engine, "", False, why)
+
+
+def _judge_rows(engine: Engine, contents: Contents, version: Version | None) -> Verdict:
+    """Judge an artifact without faults."""
     at = version or engine.version
     fitting = engine.rows_on(contents)
     row = _decisive(fitting, at)
@@ -67,18 +87,18 @@ def judge_contents(engine: Engine, contents: Contents, version: Version | None =
 
 
 def _without_class(engine: Engine, models: ModelList, contents: Contents) -> Verdict | None:
-    """Judge that there is no class for the model; None where one may be."""
-    lacking = models.lacks(contents)
-    if not lacking or (contents.has_code and models.by == "model_type"):
+    """Judge a model without a class; None where it may have one."""
+    names = models.lacks(contents)
+    if not names or (contents.has_code and models.by == "model_type"):
         return None
-    why = f"has no class for {lacking} ({models.source})"
+    why = f"has no class for {names} ({models.source})"
     if engine.fallback:
         return Verdict(engine, "", None, f"{why}; {engine.fallback}")
     return Verdict(engine, "", False, why)
 
 
 def _decisive(rows: Iterable[Row], version: Version | None) -> Row | None:
-    """Choose the row that decides: failures before slowness before loading."""
+    """Return the row that decides: failure before slowness before loading."""
     ranks = ("garbage", "refuses", "slow", "loads")
     here = [row for row in rows if version is None or version in row.versions]
     if not any(row.effect == "loads" for row in here):
@@ -87,9 +107,9 @@ def _decisive(rows: Iterable[Row], version: Version | None) -> Row | None:
 
 
 def _first_that_loads(rows: Iterable[Row], version: Version | None) -> Version | None:
-    """Find the oldest version from which on it loads up to that one.
+    """Return the oldest version that loads, and all up to the given one too.
 
-    None: none of the rows names an older one.
+    None where no row names an older end.
     """
     if version is None:
         return None
@@ -108,11 +128,11 @@ def _first_that_loads(rows: Iterable[Row], version: Version | None) -> Version |
 def _unknown(
     engine: Engine, contents: Contents, fitting: list[Row], at: Version | None
 ) -> tuple[bool | None, str, str]:
-    """Say why no row decides: another dialect or version, or none knows."""
+    """Return loads, why and instead of a verdict without a row."""
     if contents.dialect not in engine.dialects:
         others = {dialect: contents._replace(dialect=dialect) for dialect in engine.dialects}
         able = sorted(
-            dialect for dialect, other in others.items() if judge_contents(engine, other, at).loads
+            dialect for dialect, other in others.items() if _judge_rows(engine, other, at).loads
         )
         instead = f"use --dialect {' or '.join(able)}" if able else ""
         return False, f"reads no artifact of dialect {contents.dialect}", instead
@@ -124,26 +144,26 @@ def _unknown(
     return None, "is not known to load such artifacts: nobody has tried or read it", ""
 
 
-def verdicts_on(contents: Contents) -> list[Verdict]:
-    """Tell what every engine does with an artifact."""
-    return [judge_contents(engine, contents) for engine in known_engines()]
+def judge_all(contents: Contents) -> list[Verdict]:
+    """Judge an artifact for every engine, in the order of ENGINES."""
+    return [judge(engine, contents) for engine in known_engines()]
 
 
-def failures_of(contents: Contents) -> Iterator[tuple[Engine, Row]]:
-    """Find what engines of the dialect are known to fail at.
+def find_traps(contents: Contents) -> Iterator[tuple[Engine, Row]]:
+    """Find known failures of the engines that read the dialect.
 
-    Garbage of any version, and what the newest refuses; of a Diffusers pipeline what its own
-    engines refuse, too, whatever the dialect.
+    These are garbage in any version, and refusals of the newest version.  Diffusers pipelines have
+    their own engines: these count for every dialect.
     """
     for engine in known_engines():
         if contents.dialect not in engine.dialects and not contents.is_diffusers:
             continue
         for row in engine.rows_on(contents):
-            is_now = engine.version is None or engine.version in row.versions
-            if row.effect == "garbage" or (row.effect == "refuses" and is_now):
+            is_newest = engine.version is None or engine.version in row.versions
+            if row.effect == "garbage" or (row.effect == "refuses" and is_newest):
                 yield engine, row
 
 
 def trap_text(engine: Engine, row: Row) -> str:
-    """Tell a row in a line: who does what, and what to do."""
+    """Return a trap as a line: engine, failure, what to do instead."""
     return "; ".join(filter(None, (f"{engine.called(row.versions)} {row.says}", row.instead)))
