@@ -18,17 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, strings
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import DIALECTS, METHODS, dialect_named, recognise
-from fp4convert.checkpoint.dialects.stacks import gather
 from fp4convert.checkpoint.dialects.tables import SCALAR_NBYTES, decode_scalar, encode_scalar
-from fp4convert.checkpoint.modules import form_finder, read_modules
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
 from fp4convert.checkpoint.unread import GGUF_SCALES, find_unread_in_gguf
 from fp4convert.checkpoint.whole_model import refuse_adapter
 from fp4convert.errors import Finding, InputError, Level, shell_line
-from fp4convert.numerics.low_rank import Correction
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import ENGINE_RECORD, PLAN_FILE, RECORD, UNFINISHED
-from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
@@ -36,6 +32,7 @@ from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
 if TYPE_CHECKING:
     from fp4convert.checkpoint.adapters.peft import Adapter
+    from fp4convert.numerics.low_rank import Correction
 
 # Engines stumble over it; what the weights are is not in doubt.
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})
@@ -123,6 +120,8 @@ class Artifact(NamedTuple):
         The matrices of a stack are below each other. Bytes stay where they are until they are
         touched.
         """
+        from fp4convert.checkpoint.dialects.stacks import gather
+
         own = self.modules.get(module)
         packed = own or next(each for each in self.modules.values() if each.stem == module)
         stored = self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)
@@ -265,6 +264,8 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
 
     Returns  the source, and the artifact where some weights have four bits; raises as open_artifact
     """
+    from fp4convert.storage.gguf_types import BLOCK_TYPES
+
     source = open_source(reference, access)
     clues = read_clues(source)
     has_others = any(ref.dtype in BLOCK_TYPES for ref in clues.tensors.values())
@@ -291,6 +292,8 @@ def is_artifact(source: Source, clues: Clues) -> bool:
 
 def read_artifact(source: Source, reference: str) -> Artifact:
     """Read the artifact in a source, which errors call by that reference."""
+    from fp4convert.checkpoint.modules import read_modules
+
     record, clues = read_json(source, RECORD), read_clues(source)
     is_unfinished = source.has_file(PLAN_FILE) and not source.has_file(RECORD)
     groups, dialect = _read_identity(source, reference, clues, record)
@@ -415,6 +418,7 @@ def _compare_records(
 
     On the whole artifact, or on single modules
     """
+
     recorded, recognised = groups_recorded(record), spelling.recognise(clues)
     dialect = record.get("dialect")
     ours, theirs = (
@@ -436,6 +440,8 @@ def _compare_records(
                 yield Finding("error", "record-wrong", None, detail)
     elif recognised:
         # Engines' records say nothing of the dtype of stored scales.
+        from fp4convert.checkpoint.modules import form_finder
+
         first, second = (
             form_finder([(replace(form, stored_scales=""), names) for form, names in groups])
             for groups in (recorded, recognised)

@@ -16,8 +16,10 @@ from typing import NamedTuple
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import STACK_DIMENSIONS
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
+from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.patterns import matches, matches_any
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.recipes.rules import StackRule
@@ -291,3 +293,32 @@ def _whole(stack: Stacked) -> Stacked:
     linear = Linear(stem, (experts * rows, columns), coding, packed.refs)
     slots = tuple((Rows(stem, begin, begin + rows),) for begin in range(0, experts * rows, rows))
     return stack._replace(linears=(linear,), slots=slots)
+
+
+def rules_read(linears: Mapping[str, Linear], recipe: Recipe) -> tuple[StackRule, ...]:
+    """Say how stacks were read: those of an artifact, then others.
+
+    The latter by the ends of their names, or by whole names where matrices that stand alone would
+    be taken for others of them.
+    """
+    every = (linear.stack for linear in linears.values() if linear.stack)
+    stacks = {stack.name: stack for stack in every if stack.dtype in FLOAT_TYPES}
+    found = ((ref, recipe.stack_rule(name, ref.shape)) for name, ref in stacks.items())
+    used = [
+        (ref, rule if len(ref.shape) < STACK_DIMENSIONS else rule._replace(experts=None))
+        for ref, rule in found
+        if rule
+    ]
+    rules = tuple(
+        dict.fromkeys(rule._replace(tensors=(ending_of(ref.name),)) for ref, rule in used)
+    )
+    alone = (
+        module
+        for module, linear in linears.items()
+        if not linear.stack and not linear.coding.is_packed
+    )
+    if rules and are_stacked(alone, rules):
+        rules = tuple(rule._replace(tensors=(ref.name,)) for ref, rule in used)
+    artifacts = (linear.coding.artifact for linear in linears.values())
+    artifact = next(filter(None, artifacts), None)
+    return (*(rules_of(artifact, recipe) if artifact else ()), *rules)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.artifact import (
     Artifact,
     describe_foreign,
@@ -19,24 +19,19 @@ from fp4convert.checkpoint.artifact import (
     refuse_unsaid,
 )
 from fp4convert.checkpoint.dialects.base import Clues
-from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.corrected import biases_stored
+from fp4convert.checkpoint.encodings.base import CACHE_SCALES, FP8_DTYPES, PACKED_DTYPE, Linear
 from fp4convert.checkpoint.encodings.floats import find_floats
-from fp4convert.checkpoint.encodings.fp4 import find_fp4
-from fp4convert.checkpoint.encodings.fp8 import CACHE_SCALES, Fp8, find_fp8, fp8_of
-from fp4convert.checkpoint.encodings.fp8 import DTYPES as FP8_DTYPES
-from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
-from fp4convert.checkpoint.encodings.int4 import PACKED_DTYPE, find_integers, integers_of
-from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.checkpoint.unread import find_unread, is_coded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
-from fp4convert.storage.gguf_types import BLOCK_TYPES
-from fp4convert.storage.safetensors import WEIGHT, TensorRef
+from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef
 from fp4convert.storage.source import Source
+
+if TYPE_CHECKING:
+    from fp4convert.checkpoint.adapters.peft import Adapter
 
 HIDDEN_SIZES = ("hidden_size", "moe_hidden_size")  # of config.json; experts may read fewer columns
 
@@ -91,6 +86,10 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
     """
     clues = read_clues(source)
     if is_artifact(source, clues):
+        from fp4convert.checkpoint.encodings.corrected import biases_stored
+        from fp4convert.checkpoint.encodings.fp4 import find_fp4
+        from fp4convert.checkpoint.encodings.fp8 import Fp8
+
         artifact = read_artifact(source, source.name)
         artifact.refuse_unsound()
         others = others_of(artifact).items()
@@ -120,13 +119,22 @@ def linears_of(
     found = [config.get(key) for config in configs_in(clues.config) for key in HIDDEN_SIZES]
     hidden_sizes = {size for size in found if isinstance(size, int)}
     of = find_floats(clues.tensors, recipe.stack_rule, hidden_sizes)
+    # The file of an encoding is loaded where its types or names are there.
     if PACKED_DTYPE in dtypes:
+        from fp4convert.checkpoint.encodings.int4 import find_integers
+
         of |= find_integers(clues)
     if not dtypes.isdisjoint(FP8_DTYPES):
+        from fp4convert.checkpoint.encodings.fp8 import find_fp8
+
         of |= find_fp8(clues, four_bit or {})
-    if not dtypes.isdisjoint(BLOCK_TYPES):
+    if dtypes - DTYPE_BITS.keys():
+        from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
+
         of |= find_gguf_blocks(clues.tensors, recipe.stack_rule)
     if any(name.endswith(".biases") for name in clues.tensors):
+        from fp4convert.checkpoint.encodings.mlx_affine import find_affine
+
         of |= find_affine(clues)
     of |= four_bit or {}
     # Stacks of experts whose layout nobody tells.
@@ -159,12 +167,18 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
 
     They are quantized in whatever form, or matrices of floats.
     """
+    from fp4convert.checkpoint.encodings.fp4 import find_fp4
+    from fp4convert.checkpoint.encodings.mlx_affine import find_affine
+
     found = find_floats(artifact.tensors, lambda name, shape: None)
     return {**found, **others_of(artifact), **find_affine(artifact.clues), **find_fp4(artifact)}
 
 
 def others_of(artifact: Artifact) -> dict[str, Linear]:
     """Find the modules of FP8, MXFP8 and int4 in an artifact."""
+    from fp4convert.checkpoint.encodings.fp8 import fp8_of
+    from fp4convert.checkpoint.encodings.int4 import integers_of
+
     found = {}
     for module, packed in artifact.others.items():
         coding = fp8_of(packed, artifact) if packed.form.format.is_fp8 else integers_of(packed)
@@ -176,6 +190,8 @@ def others_of(artifact: Artifact) -> dict[str, Linear]:
 
 def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
     """Find the tensors of an artifact whose codes nothing here reads."""
+    from fp4convert.checkpoint.encodings.fp8 import find_fp8
+
     clues = artifact.clues
     known = {
         ref.name

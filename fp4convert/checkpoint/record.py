@@ -20,7 +20,6 @@ from fp4convert.checkpoint.dialects.forms import (
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, INT4, MXFP8, STORED_FORMATS, format_named
-from fp4convert.numerics.scale_layouts import LAYOUTS
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldRule, FoldUse, StackRule
 from fp4convert.storage.checkpoint_files import RECORD
@@ -195,6 +194,7 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
     These are the first keys of our record. Of FP8 and int4, `granularity` is what one scale stands
     for, and `block_size` the rows and columns of a block; other formats have blocks of their own.
     """
+
     fmt, kind, scalars = form.format, spelling.TRAITS.global_scale_kind, spelling.TRAITS.scalars
     cache = {"kv_cache": form.kv_cache} if form.kv_cache else {}
     if not fmt.block_size:
@@ -214,6 +214,8 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
             **({"static_activations": True} if form.is_static else {}),
             **cache,
         }
+    from fp4convert.numerics.scale_layouts import LAYOUTS
+
     has_global_scale, layout = fmt.has_global_scale and kind, LAYOUTS.get(form.scale_layout)
     padding = list(layout.padding) if layout and layout.padding != (1, 1) else None
     return {

@@ -9,33 +9,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4convert.calibration.calibration_file import open_calibration
-from fp4convert.checkpoint.artifact import open_artifact, open_quantized
-from fp4convert.checkpoint.misnamed import refuse_misnamed
-from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.commands.checks import as_warnings
-from fp4convert.conversion import pruning, repacking
-from fp4convert.conversion.engine_choice import added_words, choice_text, choose_options
-from fp4convert.conversion.work import Work, prepare
 from fp4convert.errors import OutputError, shell_line
 from fp4convert.numerics.formats import GLOBAL_RANGE
 from fp4convert.options.access import WorkOptions
 from fp4convert.options.arguments import as_folder
-from fp4convert.options.rewriting import (
-    DequantizeOptions,
-    MergeOptions,
-    PruneOptions,
-    TranscodeOptions,
-)
 from fp4convert.options.writing import QuantizeOptions
-from fp4convert.planning.engine_facts import engine_warnings, serve_line, serving_engine
-from fp4convert.planning.no_effect import refuse_idle
 from fp4convert.progress import Phases
 
 if TYPE_CHECKING:  # each function loads what its own work needs
     from fp4convert.conversion.pruning import Pruning
     from fp4convert.conversion.work import Work
     from fp4convert.execution.settings import Result, Settings
+    from fp4convert.options.rewriting import (
+        DequantizeOptions,
+        MergeOptions,
+        PruneOptions,
+        TranscodeOptions,
+    )
     from fp4convert.storage.source import Source
 
 LOW_SQNR = 12.0  # dB: a sixteenth of its power is noise; rounding alone leaves 17 to 22
@@ -124,6 +115,8 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
 
     Those in the document of a dry run are not told twice.
     """
+    from fp4convert.conversion.engine_choice import added_words, choice_text, choose_options
+    from fp4convert.conversion.work import prepare
 
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
     given, options = options, choose_options(options)
@@ -156,6 +149,9 @@ def dequantize(options: DequantizeOptions) -> Result:
     The values are exactly those that engines compute; FP8 and int4 of other makers are read, too.
     Raises  Fp4Error, as `quantize` does; NumericError beyond the range of fp16
     """
+    from fp4convert.checkpoint.artifact import open_quantized
+    from fp4convert.checkpoint.whole_model import refuse_one_shard
+    from fp4convert.conversion import repacking
 
     settings = options.settings(options.device)
     output = as_folder(options.output, options.artifact)
@@ -175,6 +171,12 @@ def transcode(options: TranscodeOptions) -> Result:
 
     Raises  Fp4Error, as `quantize` does; InputError for what the dialect cannot say
     """
+    from fp4convert.checkpoint.artifact import open_artifact
+    from fp4convert.checkpoint.misnamed import refuse_misnamed
+    from fp4convert.checkpoint.whole_model import refuse_one_shard
+    from fp4convert.conversion import repacking
+    from fp4convert.planning.engine_facts import engine_warnings, serve_line, serving_engine
+    from fp4convert.planning.no_effect import refuse_idle
     from fp4convert.storage.open import open_source
 
     settings = options.settings("cpu")
@@ -205,6 +207,7 @@ def prune(options: PruneOptions) -> Result:
 
     Raises  Fp4Error, as `quantize` does
     """
+    from fp4convert.conversion import pruning
 
     settings = options.settings("cpu")
     source, pruned = _plan_pruning(options, settings)
@@ -224,6 +227,7 @@ def preview_prune(options: PruneOptions) -> dict[str, Any]:
 
     Writes nothing; raises as `prune` does, and tells of too little room as preview_quantize.
     """
+    from fp4convert.conversion import pruning
     from fp4convert.execution.job import check_output
 
     settings = options.settings("cpu")
@@ -254,6 +258,8 @@ def _preview(check: Callable[[], None], describe: Callable[[], dict[str, Any]]) 
 
 def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, Pruning]:
     """Open the source and plan which experts stay."""
+    from fp4convert.calibration.calibration_file import open_calibration
+    from fp4convert.checkpoint.whole_model import open_model
     from fp4convert.conversion import pruning
 
     settings.phases.begin("plan")

@@ -18,7 +18,6 @@ from fp4convert.execution.job import Job
 from fp4convert.numerics.matrices import Blocks
 from fp4convert.options.arguments import DTYPES, KEPT_DTYPES
 from fp4convert.planning.plan import Plan
-from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.recipes.options import one_of
 from fp4convert.storage.checkpoint_files import (
     CARD,
@@ -115,6 +114,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
 
     origin  of the weights; None where it is the source
     """
+
     spelling = dialect_of(plan)
     groups = plan.groups
     named = list(groups)
@@ -135,6 +135,8 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
         contents = contents._replace(adapter=plan.adapter.as_record())
     record = make_record(plan.target, contents, producer, origin)
     if isinstance(source, PaddedSource):
+        from fp4convert.planning.tensor_parallel import PADDING
+
         record[PADDING] = source.record
     replaced = ENGINE_RECORDS | texts.keys() | own_card(source)
     return Job(source, plan, texts, record, RECORD, replaced)

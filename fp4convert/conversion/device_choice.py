@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fp4convert.checkpoint.encodings.base import Linear, is_fp8
-from fp4convert.conversion.pace import measure_pace
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.plan import Plan
@@ -53,6 +52,7 @@ def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Cho
 
     rounded  what gets codes
     """
+
     if device == "cpu":
         return Choice(device)
     if device != "auto":
@@ -77,6 +77,8 @@ def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Cho
         return Choice("cpu", f"device cpu: {weights:,} weights are too few; {otherwise}")
     rule = target.rule_for(format_named(target.format))
     widest = max(shapes, key=lambda shape: shape[-1])
+    from fp4convert.conversion.pace import measure_pace
+
     rate = measure_pace(Cpu(), target, widest, 0).weights_per_second or math.inf
     cpu_seconds = weights / rate
     copying = max(COPY_SECONDS / cores, LINK_SECONDS / count)

@@ -23,8 +23,8 @@ from fp4convert.makers.table import caller_nbytes, callers
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.backends.base import Backend
 from fp4convert.numerics.fake_quantization import is_on_grid
-from fp4convert.numerics.formats import format_named
-from fp4convert.planning.method_needs import RTN, reopened
+from fp4convert.numerics.formats import RTN, format_named
+from fp4convert.planning.method_needs import reopened
 from fp4convert.planning.plan import Plan, bits_per_weight_of
 from fp4convert.planning.steps import Step
 from fp4convert.planning.tensor_parallel import OPTION, can_pad, find_bad_splits

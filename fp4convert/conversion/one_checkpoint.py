@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.conversion.artifact_job import artifact_job
-from fp4convert.conversion.dry_run import describe_plan
-from fp4convert.conversion.mixed_precision import Fit
 from fp4convert.conversion.quantize import quantize
-from fp4convert.conversion.ray_workers import quantize_together
 from fp4convert.engines.files import Engine
 from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import shell_line
@@ -67,6 +64,8 @@ class Conversion:
         return {"": self.options}
 
     def describe(self, settings: Settings) -> dict[str, object]:
+        from fp4convert.conversion.dry_run import describe_plan
+
         document = dict[str, Any](describe_plan(self.job, settings))
         if self.fitted is None:
             return document
@@ -91,9 +90,12 @@ class Conversion:
         return begin(self.job, self.options.folder, settings)
 
     def carry_out(self, settings: Settings) -> Result:
+
         if self.options.ray is None:
             return quantize(self.source, self.plan, self.options.folder, settings)
         formats = self.fitted.rules if self.fitted else ()
+
+        from fp4convert.conversion.ray_workers import quantize_together
 
         return quantize_together(self.options, formats, (self.source, self.plan), settings)
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from fp4convert.calibration.methods.folds import uses_of
 from fp4convert.conversion.artifact_job import (
     CARD_LEFT,
     artifact_job,
@@ -19,7 +18,6 @@ from fp4convert.conversion.artifact_job import (
     own_card,
     refuse_odd_scale,
 )
-from fp4convert.conversion.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.conversion.request import Request, take_apart
@@ -31,14 +29,11 @@ from fp4convert.makers.maker import Tools
 from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.table import callers
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import FORMATS
+from fp4convert.numerics.formats import FOLDING, FORMATS
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.engine_facts import engine_warnings
-from fp4convert.planning.fold_plan import fold_layers
-from fp4convert.planning.method_needs import FOLDING, check_statistics, reopened
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.quantize_plan import plan_quantize
-from fp4convert.planning.tensor_parallel import refuse_bad_splits
 from fp4convert.progress import size_text
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.rules import FormatRule
@@ -63,9 +58,13 @@ def plan_request(request: Request, formats: tuple[FormatRule, ...] = ()) -> Plan
     plan = plan_with(request, formats)
     statistics: Iterable[str] = ()
     if scalars.calibration:
+        from fp4convert.planning.method_needs import check_statistics
+
         statistics = check_statistics(plan, scalars.calibration, request.is_fitted)
     padding = [source.note] if isinstance(source, PaddedSource) else []
     if padding:
+        from fp4convert.planning.tensor_parallel import refuse_bad_splits
+
         refuse_bad_splits(plan, request.ranks)
     traps = engine_warnings(plan, source.checkpoint) if request.has_traps else []
     card = [CARD_LEFT] if own_card(source) else []
@@ -81,6 +80,8 @@ def plan_request(request: Request, formats: tuple[FormatRule, ...] = ()) -> Plan
     )
     is_carried = any(step.action == "transcode" for step in plan.steps)
     if is_carried and not source.is_streamed:  # from a Hub each would be a request: the run tells
+        from fp4convert.conversion.carried_blocks import stored_blocks
+
         for module, q in stored_blocks(plan):
             refuse_odd_scale(module, q)
             check_scalars(module, q, None, dialect_of(plan))
@@ -95,10 +96,12 @@ def plan_with(request: Request, formats: tuple[FormatRule, ...] = ()) -> Plan:
     with uncollected():
         if calibration is None or method not in FOLDING:
             return plan_quantize(checkpoint, recipe, linears, scalars)
+        from fp4convert.planning.fold_plan import fold_layers
+
         folded = fold_layers(checkpoint, recipe, linears, calibration, scalars.inputs.is_constant)
         plan = plan_quantize(checkpoint, recipe, folded.linears, scalars)
     warnings = (*plan.warnings, *folded.notes)
-    return replace(plan, folds=uses_of(folded.folds), warnings=warnings)
+    return replace(plan, folds=folded.uses, warnings=warnings)
 
 
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
@@ -109,7 +112,11 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
             neither index nor records are written
     """
     refuse_harmed(source, output, settings)
-    calibration = reopened(plan) if plan.calibration else None
+    calibration = None
+    if plan.calibration:
+        from fp4convert.planning.method_needs import reopened
+
+        calibration = reopened(plan)
     choice = choose_device(settings.device, plan.target, rounded_by(plan))
     if choice.reason:
         settings.tell(choice.reason)
@@ -122,6 +129,8 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
         result = replace(result, adapter=describe_adapter(plan))
     if settings.share or not any(step.action == "transcode" for step in plan.steps):
         return result
+    from fp4convert.conversion.carried_blocks import describe_carried, taken_over
+
     is_draft = model_recipe(source.checkpoint.config).is_draft
     kind = dialect_of(plan).TRAITS.global_scale_kind
     return replace(result, carried=describe_carried(taken_over(plan), kind, is_draft))

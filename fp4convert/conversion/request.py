@@ -10,11 +10,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from fp4convert.calibration.statistics import Calibration, check_source
-from fp4convert.checkpoint.adapters.merging import merge_adapter
-from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
@@ -26,13 +23,15 @@ from fp4convert.conversion.artifact_job import (
 )
 from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
-from fp4convert.makers.methods.method import GPTQ
 from fp4convert.numerics.formats import (
     DAMPING,
+    FOLDING,
     FORMATS,
+    GPTQ,
     IMPORTANCE,
     METHODS,
     PASSES,
+    UNAIDED,
     Format,
     check_rule,
     format_named,
@@ -40,16 +39,8 @@ from fp4convert.numerics.formats import (
 from fp4convert.options.arguments import chosen_adapter
 from fp4convert.options.writing import ACTIVATION_BITS, CACHES, VIAS, QuantizeOptions
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
-from fp4convert.planning.global_scales import open_global_scales
-from fp4convert.planning.kv_cache_scales import Cache, plan_cache
-from fp4convert.planning.method_needs import (
-    FOLDING,
-    UNAIDED,
-    open_statistics,
-)
 from fp4convert.planning.plan import Plan
-from fp4convert.planning.quantize_plan import Scalars
-from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks
+from fp4convert.planning.quantize_plan import Cache, Scalars
 from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
 from fp4convert.recipes.options import DRAFTS, KEEP, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe
@@ -57,6 +48,10 @@ from fp4convert.recipes.rules import FoldUse
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.source import Source, read_whole, uncollected
+
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
+    from fp4convert.checkpoint.adapters.peft import Adapter
 
 MOST_PASSES = 100  # a larger number is a typing error
 # How names of formats begin that other tools make.
@@ -85,6 +80,7 @@ def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
 
     Raises  what pad_for_ranks raises; InputError for options that need its own sizes
     """
+
     if options.pad_for_tp is None:
         return source
     given = {
@@ -92,6 +88,8 @@ def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
         "--lora": options.lora,
         "--global-scale": options.global_scale,
     }
+    from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks
+
     for option, value in given.items():
         if value:
             detail = f"{option} is for the source's own sizes, and {OPTION} changes them"
@@ -167,12 +165,16 @@ def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linea
     file, calibration = options.calibration, None
     method = UNAIDED[0] if adapter and file is None else str(options.method)
     if file is not None or method != METHODS[0] or options.scale_rule == IMPORTANCE:
+        from fp4convert.planning.method_needs import open_statistics
+
         statistics = None if file is None else os.fspath(file)
         calibration = open_statistics(method, options.scale_rule, statistics)
     recipe = _recipe_for(source, options, calibration)
     key = adapter.key if adapter else None
     recipe = replace(recipe, target=recipe.target._replace(adapter=key))
     if calibration:
+        from fp4convert.calibration.statistics import check_source
+
         check_source(calibration, source, adapter=key)
     inputs = measured_scales(calibration) if calibration else UNIT_SCALE
     if options.input_scale is not None:
@@ -180,6 +182,8 @@ def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linea
         inputs = choose_scales(source, form, options.input_scale, key)
     weights = None
     if options.global_scale is not None:
+        from fp4convert.planning.global_scales import open_global_scales
+
         given = os.fspath(options.global_scale)
         weights = open_global_scales(given, recipe.format, recipe.target)
     with uncollected():
@@ -190,8 +194,14 @@ def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linea
         if recipe.takes_drafts:
             recipe = replace(recipe, drafts=find_drafts(linears.of, recipe))
         if adapter:
+            from fp4convert.checkpoint.adapters.merging import merge_adapter
+
             linears = merge_adapter(linears, adapter, source.checkpoint)
-        cache = plan_cache(source, linears, recipe, calibration) if options.kv_cache else Cache()
+        cache = Cache()
+        if options.kv_cache:
+            from fp4convert.planning.kv_cache_scales import plan_cache
+
+            cache = plan_cache(source, linears, recipe, calibration)
         return recipe, linears, Scalars(inputs, calibration, cache, weights)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from fp4convert.checkpoint.misnamed import refuse_misnamed
@@ -11,7 +12,6 @@ from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.conversion.request import padded_as_asked
-from fp4convert.conversion.weight_losses import removed_if_refused
 from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, named, shell_line
 from fp4convert.execution.folder import OutputFolder
@@ -20,7 +20,6 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.plan import Plan
-from fp4convert.planning.tensor_parallel import OPTION
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Source, stopping
@@ -100,9 +99,14 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     may_write  what is measured is kept in the output folder
     Raises     what open_source, fit and prepare_quantize raise
     """
+
     goal, output = None, options.folder
+    refusal: AbstractContextManager[None] = nullcontext()
     if (options.target_size, options.target_bits) != (None, None):
         from fp4convert.conversion.mixed_precision import fit, goal_of
+        from fp4convert.conversion.weight_losses import removed_if_refused
+
+        refusal = removed_if_refused(output)
 
         goal = goal_of(options.target_size, options.target_bits)
     access = options.access(output)
@@ -112,7 +116,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
             refuse_no_model(source, os.fspath(options.source))
             source = padded_as_asked(source, options)
         found = None
-        with removed_if_refused(output):
+        with refusal:
             if goal:
                 found = fit(source, options, goal, phases or Phases(), may_write)
             plan = prepare_quantize(source, options, found.rules if found else ())
@@ -122,6 +126,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
                 verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
     from fp4convert.conversion.diffusers import PipelineConversion, component_options
+    from fp4convert.planning.tensor_parallel import OPTION
 
     for option in filter(None, (options.lora and "--lora", options.pad_for_tp and OPTION)):
         source.stop()

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.checkpoint.record import MIXED
 from fp4convert.errors import CORRUPT, NumericError, OutputError, SourceError
 from fp4convert.execution.crew import Crew, read_again_if_damaged
@@ -257,6 +256,8 @@ class _Run:
 
         It names each that an option leaves out, and the first of the others.
         """
+        from fp4convert.checkpoint.module_names import split_numbers
+
         errors = list(self._unsound.values())
         excludable = [error for error in errors if error.code == "not-finite"]
         others = [error for error in errors if error.code != "not-finite"]

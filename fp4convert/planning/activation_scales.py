@@ -18,12 +18,10 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fp4convert.calibration.calibration_file import is_calibration, open_calibration
-from fp4convert.calibration.statistics import Calibration, check_inputs, check_source
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.record import folds_recorded
@@ -40,6 +38,9 @@ from fp4convert.progress import count_text
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import ScaleGroup
 from fp4convert.storage.source import Source, read_each, refusing
+
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
 
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
 OPTION = "--input-scale"
@@ -127,6 +128,7 @@ def copied_scales(artifact: Artifact, origin: str) -> InputScales:
 
 def measured_scales(calibration: Calibration) -> InputScales:
     """Fit the largest inputs that a calibration saw."""
+    from fp4convert.calibration.statistics import check_inputs
 
     def find(fed: Fed) -> float | None:
         if not calibration.has(fed.module):
@@ -173,6 +175,7 @@ def choose_scales(
     Raises  InputError where these do not go together, nothing of that name can be opened, or it is
             of another model
     """
+
     if not form.has_input_scale:
         detail = f"{OPTION} is not for {form.format.name}"
         raise InputError(
@@ -185,9 +188,13 @@ def choose_scales(
         )
     number = _number_in(asked)
     if number is None:
+        from fp4convert.calibration.calibration_file import is_calibration, open_calibration
+
         if not is_calibration(str(asked)):  # a folder, a name on the Hub, or what opening it tells
             return copied_scales(_open(str(asked), source), f"{OPTION} {asked}")
         calibration = open_calibration(str(asked))
+        from fp4convert.calibration.statistics import check_source
+
         check_source(calibration, source, adapter=adapter)
         return measured_scales(calibration)
     if not SMALLEST <= number <= 1 / SMALLEST:

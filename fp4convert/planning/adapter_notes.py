@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Checkpoint
+
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
 
 LOST_BY_RTN = "9 dB"  # of an adapter on average, as docs/adapters.md measures it
 

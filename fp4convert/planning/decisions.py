@@ -14,7 +14,6 @@ from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, INT4, MXFP4, NVFP4, Format, format_named
 from fp4convert.planning.kept_dtype import expanded_spec, word_of
-from fp4convert.planning.kept_forms import held_form, unheld
 from fp4convert.planning.steps import Action, Task
 from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import find_differing, is_draft_head
@@ -119,6 +118,7 @@ class _Judge(NamedTuple):
     doubtful: Collection[str]
 
     def verdict(self, linear: Linear) -> Verdict:
+
         if reason := self._reason_to_keep(linear):
             return self._stays(linear, "copy", reason)
         rows, columns = linear.shape
@@ -138,6 +138,8 @@ class _Judge(NamedTuple):
         is_shared = fmt.has_global_scale and form.rank is None
         group = self.groups.get(linear.module) if is_shared else None
         is_same = fmt.is_fp8 and linear.coding.format is fmt
+        from fp4convert.planning.kept_forms import held_form
+
         if is_same and (own := held_form(linear, self.recipe.target)):
             return Verdict(
                 linear,
@@ -168,6 +170,7 @@ class _Judge(NamedTuple):
 
         It becomes bf16 because no engine would know what it was.
         """
+
         word = linear.coding.word
         if not linear.coding.is_packed or linear.coding.is_at_home:
             return Verdict(linear, action, reason)
@@ -177,6 +180,8 @@ class _Judge(NamedTuple):
             became = f"{word} becomes {word_of(spec.dtype)}{change}"
             return Verdict(linear, "dequantize", f"{reason}; {became}")
         beside = (form_of(self.recipe.target).format,)
+        from fp4convert.planning.kept_forms import held_form, unheld
+
         form = held_form(linear, self.recipe.target, beside)
         if form is None and (cast := self._cast_draft(linear)):
             return cast._replace(reason=f"{reason}; {cast.reason}")

@@ -18,6 +18,7 @@ from fp4convert.calibration.methods.folds import (
     Refusal,
     changed_by,
     find_folds,
+    uses_of,
     vectors_of,
 )
 from fp4convert.calibration.methods.scaled_weights import Folded
@@ -29,6 +30,7 @@ from fp4convert.errors import InputError
 from fp4convert.planning.decisions import Verdict, decide
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe
+from fp4convert.recipes.rules import FoldUse
 from fp4convert.storage.source import Checkpoint
 
 TOLD_REFUSALS = 3  # in warnings, one for each reason
@@ -44,6 +46,11 @@ class FoldedLayers(NamedTuple):
     linears: Linears
     folds: tuple[Fold, ...]
     notes: tuple[str, ...]
+
+    @property
+    def uses(self) -> tuple[FoldUse, ...]:
+        """Describe the folds for the record."""
+        return uses_of(self.folds)
 
 
 def fold_layers(

@@ -21,9 +21,8 @@ from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import global_scale_of
-from fp4convert.numerics.formats import NVFP4, Format, Kind, global_range
+from fp4convert.numerics.formats import FOLDING, NVFP4, Format, Kind, global_range
 from fp4convert.planning.decisions import Verdict
-from fp4convert.planning.method_needs import FOLDING
 from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import ScaleGroup, Target
 from fp4convert.storage.json_text import read_text_file

@@ -15,13 +15,11 @@ from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import FLOATS, MATRIX_DIMENSIONS
 from fp4convert.makers.copied import Copied
-from fp4convert.makers.floats import Floats
 from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
 from fp4convert.planning.plan import Idle
 from fp4convert.planning.steps import Action, Draft, Step, Task, module_of, spec_of
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe
-from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
 from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec, nbytes_of
 
 KEPT_DTYPE = "bf16"  # of what was packed and stays
@@ -39,6 +37,8 @@ def word_of(dtype: str) -> str:
 
 def expanded_spec(name: str, shape: tuple[int, ...], recipe: Recipe) -> TensorSpec:
     """Return the tensor of a packed matrix that stays, and is expanded."""
+    from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
+
     word = recipe.target.keep_dtype or KEPT_DTYPE
     if word != Q8_0.lower():
         return TensorSpec(name, dtype_named(word), shape)
@@ -55,10 +55,13 @@ def _is_router(name: str, recipe: Recipe) -> bool:
 
 def kept_spec(ref: TensorRef, recipe: Recipe) -> TensorSpec:
     """Return what a stored tensor that stays becomes: often the same."""
+
     target, same = recipe.target, spec_of(ref)
     is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
     if target.keep_dtype is None or not is_matrix:
         return same
+    from fp4convert.storage.gguf_types import Q8_0
+
     is_q8_0 = target.keep_dtype == Q8_0.lower()
     if ref.dtype not in (FLOAT_TYPES if is_q8_0 else ("F32",)) or _is_router(ref.name, recipe):
         return same
@@ -108,6 +111,8 @@ def copy_as(
 
 def draft_floats(action: Action, reason: str, linear: Linear, spec: TensorSpec) -> Draft:
     """Draft the step of a linear layer whose values become an ordinary tensor."""
+    from fp4convert.makers.floats import Floats
+
     maker, linears = Floats(spec, (linear,)), (linear,)
     words = action, reason, module_of(spec.name)
     return Draft(Step(*words, maker, linear.refs, linear.shape, linears=linears), (spec,))
@@ -115,10 +120,13 @@ def draft_floats(action: Action, reason: str, linear: Linear, spec: TensorSpec) 
 
 def idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
     """Tell that nothing which stays is written in another type."""
+
     steps = (step for task in tasks for step in task.steps if step.linears and not step.is_made)
     if recipe.target.keep_dtype and all(
         step.outputs[0].dtype == step.refs[0].dtype for step in steps
     ):
+        from fp4convert.storage.gguf_types import Q8_0
+
         wide = "" if recipe.target.keep_dtype == Q8_0.lower() else "fp32 "
         why = f"is for {wide}matrices and packed ones that stay; here are none"
         yield Idle("--keep-dtype", why, is_pattern=False)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.artifact import read_clues
@@ -29,6 +28,7 @@ from fp4convert.errors import InputError, shell_line
 from fp4convert.makers.scalar import Scalar
 from fp4convert.numerics.formats import E4M3_MAX, NVFP4
 from fp4convert.planning.kept_dtype import copy_as
+from fp4convert.planning.quantize_plan import Cache
 from fp4convert.planning.steps import Draft, Step, module_of
 from fp4convert.recipes.patterns import TEXT_CONFIGS
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
@@ -63,19 +63,6 @@ ASIDE = (
 )  # in names of attentions without a cache that grows
 LARGE = 0.5  # ModelOpt warns of larger scales of FP8
 HEADS = ("head_dim", "global_head_dim", "v_head_dim")  # of a config.json, how wide heads are
-
-
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """The scales that a plan writes.
-
-    drafts  what is written beside a tensor of the source, by that tensor's name
-    own     names of the source's own scales, which stay in another spelling
-    """
-
-    drafts: Mapping[str, list[Draft]] = field(default_factory=dict)
-    own: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
 
 
 def plan_cache(

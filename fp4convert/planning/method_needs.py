@@ -18,16 +18,12 @@ from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.calibration.statistics import Calibration, check_linears, has_few_tokens
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, describe_missing, did_you_mean
-from fp4convert.makers.methods.method import GPTQ
-from fp4convert.numerics.formats import FORMATS, IMPORTANCE, METHODS
+from fp4convert.numerics.formats import FOLDING, FORMATS, GPTQ, IMPORTANCE, METHODS, UNAIDED
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.steps import Step
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 
-RTN = "rtn"
-FOLDING = ("awq", "smooth")  # methods that multiply columns
-UNAIDED = ("rtn",)  # methods that need no statistics
 FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
 
 

@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Form, Group, group_modules
 from fp4convert.checkpoint.dialects.target_forms import form_of
@@ -22,6 +21,9 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldUse, StackRule
 from fp4convert.storage.safetensors import Header, TensorRef, total_nbytes
 from fp4convert.storage.source import Checkpoint, Source
+
+if TYPE_CHECKING:
+    from fp4convert.checkpoint.adapters.peft import Adapter
 
 
 class Idle(NamedTuple):

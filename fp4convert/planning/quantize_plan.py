@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from fp4convert.calibration.statistics import Calibration
-from fp4convert.checkpoint.adapters.peft import ALONE
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
-from fp4convert.checkpoint.encodings.corrected import BIAS_DTYPE, InTiles, biases_in_tiles
-from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
-from fp4convert.checkpoint.expert_stacks import are_stacked, ending_of, rules_of
+from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
@@ -38,7 +35,6 @@ from fp4convert.planning.decisions import (
     uneven_groups,
     warnings_on_four_bits,
 )
-from fp4convert.planning.global_scales import GlobalScales, given_amaxes
 from fp4convert.planning.kept_dtype import (
     draft_floats,
     expanded_spec,
@@ -48,7 +44,6 @@ from fp4convert.planning.kept_dtype import (
     kept_spec,
     narrowed,
 )
-from fp4convert.planning.kv_cache_scales import Cache
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.notes import (
     NO_CONFIG,
@@ -63,14 +58,30 @@ from fp4convert.planning.units import Given, Units
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, scale_groups
 from fp4convert.recipes.rules import StackRule
-from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
+
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
+    from fp4convert.planning.global_scales import GlobalScales
 
 INPUTS_TOO = (
     "engines of this dialect quantize activations to four bits, as with --activations 4, by scales"
     " that they find themselves"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The scales that a plan writes.
+
+    drafts  what is written beside a tensor of the source, by that tensor's name
+    own     names of the source's own scales, which stay in another spelling
+    """
+
+    drafts: Mapping[str, list[Draft]] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +117,7 @@ def plan_quantize(
     fed = find_fed(verdicts, recipe, dialect)
     inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
     notes = [*notes, *judge_scales(fed, inputs, scalars.inputs, scalars.calibration)]
-    given = scalars.weights
-    amaxes, more = given_amaxes(verdicts, given, recipe.target) if given else ({}, [])
+    amaxes, more = _amaxes(verdicts, scalars.weights, recipe)
     # a step for every tensor, and its place
     units = Units(verdicts, dialect, recipe.target, Given(inputs, amaxes))
     linears = replace(linears, vectors=_vectors_of(linears, verdicts, dialect, checkpoint))
@@ -146,6 +156,17 @@ def plan_quantize(
     return replace(plan, scalars=tuple(written), amaxes=tuple(given_to))
 
 
+def _amaxes(
+    verdicts: Mapping[str, Verdict], given: GlobalScales | None, recipe: Recipe
+) -> tuple[Mapping[str, float], list[str]]:
+    """Return the amaxes of given global scales, by module, and notes on them."""
+    if given is None:
+        return {}, []
+    from fp4convert.planning.global_scales import given_amaxes
+
+    return given_amaxes(verdicts, given, recipe.target)
+
+
 def _drafts_by_shard(
     checkpoint: Checkpoint, linears: Linears, units: Units, recipe: Recipe, cache: Cache
 ) -> list[list[Draft]]:
@@ -179,10 +200,13 @@ def _vectors_of(
     linears: Linears, verdicts: Mapping[str, Verdict], dialect: Dialect, checkpoint: Checkpoint
 ) -> dict[str, Linear]:
     """Return vectors that change, with the biases of modules in tiles."""
+
     vectors, table = dict(linears.vectors), dialect.TRAITS.correction
     if table:
         made = [module for module, verdict in verdicts.items() if verdict.is_made]
         tensors = {ref.name: ref for ref in checkpoint.tensors}
+        from fp4convert.checkpoint.encodings.corrected import biases_in_tiles
+
         vectors.update(biases_in_tiles(made, tensors, table, vectors))
     return vectors
 
@@ -256,32 +280,12 @@ def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) 
 
 
 def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
-    """Say how stacks were read: those of an artifact, then others.
+    """Return how stacks were read, those of an artifact first."""
+    if all(one.stack is None and one.coding.artifact is None for one in linears.of.values()):
+        return ()
+    from fp4convert.checkpoint.expert_stacks import rules_read
 
-    The latter by the ends of their names, or by whole names where matrices that stand alone would
-    be taken for others of them.
-    """
-    every = (linear.stack for linear in linears.of.values() if linear.stack)
-    stacks = {stack.name: stack for stack in every if stack.dtype in FLOAT_TYPES}
-    found = ((ref, recipe.stack_rule(name, ref.shape)) for name, ref in stacks.items())
-    used = [
-        (ref, rule if len(ref.shape) < STACK_DIMENSIONS else rule._replace(experts=None))
-        for ref, rule in found
-        if rule
-    ]
-    rules = tuple(
-        dict.fromkeys(rule._replace(tensors=(ending_of(ref.name),)) for ref, rule in used)
-    )
-    alone = (
-        module
-        for module, linear in linears.of.items()
-        if not linear.stack and not linear.coding.is_packed
-    )
-    if rules and are_stacked(alone, rules):
-        rules = tuple(rule._replace(tensors=(ref.name,)) for ref, rule in used)
-    artifacts = (linear.coding.artifact for linear in linears.of.values())
-    artifact = next(filter(None, artifacts), None)
-    return (*(rules_of(artifact, recipe) if artifact else ()), *rules)
+    return rules_read(linears.of, recipe)
 
 
 def _change(linear: Linear, ref: TensorRef, recipe: Recipe, reason: str = "") -> Draft:
@@ -291,21 +295,24 @@ def _change(linear: Linear, ref: TensorRef, recipe: Recipe, reason: str = "") ->
 
     Raises InputError for a part of a stack that stays, under an adapter
     """
+
     is_folded, text = bool(linear.coding.foldings), linear.coding.change
-    is_reordered = isinstance(linear.coding, InTiles)
+    dtype = linear.coding.becomes
     if is_folded and not reason:
         text = "folded: divided by the factors of the layers that read it"
     elif linear.stack:
         detail = f"{linear.module} lies in the stack {ref.name}, which is kept ({reason})"
+        from fp4convert.checkpoint.adapters.peft import ALONE
+
         step = f"Quantize the stack, or change the weights first: {ALONE[0].lower()}{ALONE[1:]}"
         expected = "expected it to be quantized, for the adapter changes it"
         raise InputError("adapter-stack", f"{detail}; {expected}", step, linear.module)
-    action: Action = "fold" if is_folded else "reorder" if is_reordered else "merge"
+    action: Action = "fold" if is_folded else "reorder" if dtype else "merge"
     reason, spec = f"{reason}; {text}" if reason else text, kept_spec(ref, recipe)
     if spec.dtype != ref.dtype:
         reason = f"{reason}; {narrowed(ref, recipe)}"
-    elif is_reordered:
-        spec = spec._replace(dtype=BIAS_DTYPE)
+    elif dtype:
+        spec = spec._replace(dtype=dtype)
     draft = draft_floats(action, reason, linear, spec)
     is_matrix = is_folded or len(ref.shape) == MATRIX_DIMENSIONS
     shape = linear.shape if is_matrix else ()
@@ -314,12 +321,15 @@ def _change(linear: Linear, ref: TensorRef, recipe: Recipe, reason: str = "") ->
 
 def _keep(ref: TensorRef, recipe: Recipe) -> Draft:
     """Draft the step of a tensor that is no linear layer; say why."""
+
     action: Action = "copy"
     if not ref.name.endswith(WEIGHT):
         reason = "not a linear layer's weight"
     elif len(ref.shape) != MATRIX_DIMENSIONS:
         reason = f"{len(ref.shape)}-dimensional, not a matrix"
     elif not (reason := recipe.reason_to_keep(module_of(ref.name)) or ""):
+        from fp4convert.storage.gguf_types import BLOCK_TYPES
+
         read = FLOAT_TYPES if ref.dtype in DTYPE_BITS else (*FLOAT_TYPES, *BLOCK_TYPES)
         action, reason = "skip", f"{ref.dtype}, not one of {', '.join(read)}"
     return keep_tensor(ref, action, reason, recipe)

@@ -13,7 +13,6 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
-from fp4convert.checkpoint.encodings.corrected import InTiles
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
@@ -73,7 +72,7 @@ def plan_dequantize(
     stacked = {module for stack in stacks for module in stack.modules}
     for linear in packed:
         if linear.module not in stacked:
-            is_bias = isinstance(linear.coding, InTiles)
+            is_bias = linear.coding.becomes is not None
             name = linear.name if is_bias else linear.module + WEIGHT
             spec = TensorSpec(name, stored, linear.refs[0].shape if is_bias else linear.shape)
             maker = Floats(spec, (linear,), next_step=None, is_on_device=True)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect, whole
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.through_fp8 import through_fp8
-from fp4convert.makers.maker import Maker
 from fp4convert.makers.table import maker_of
 from fp4convert.makers.unit import Stem, Unit
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.steps import Draft, Step
 from fp4convert.recipes.recipe import ScaleGroup, Target, gather_groups
+
+if TYPE_CHECKING:
+    from fp4convert.makers.maker import Maker
 
 
 class Given(NamedTuple):
@@ -126,7 +127,11 @@ class Units:
     def _laid_over(self, verdict: Verdict) -> Linear:
         """Return the linear layer as it is rounded, through FP8 with --via."""
         is_rounded = verdict.action == "quantize" and verdict.form and verdict.form.format.is_fp4
-        return through_fp8(verdict.linear) if self._target.via and is_rounded else verdict.linear
+        if not (self._target.via and is_rounded):
+            return verdict.linear
+        from fp4convert.checkpoint.encodings.through_fp8 import through_fp8
+
+        return through_fp8(verdict.linear)
 
 
 def _label(group: ScaleGroup, members: tuple[Linear, ...]) -> str:

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fp4convert.checkpoint.module_names import join_names
 from fp4convert.storage.safetensors import WEIGHT
 
 Document = dict[str, Any]  # what --json prints
@@ -201,6 +200,8 @@ def fold_findings(
 
 def _share_lines(findings: Sequence[Document]) -> Iterator[tuple[str, str]]:
     """Return names, by patterns, and what is said of them."""
+    from fp4convert.checkpoint.module_names import join_names
+
     details: dict[str, list[str | None]] = defaultdict(list)
     for finding in findings:
         details[finding["detail"]].append(finding["tensor"])

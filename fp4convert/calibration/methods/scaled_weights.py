@@ -12,7 +12,6 @@ from typing import Literal
 
 import numpy as np
 
-from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
 from fp4convert.checkpoint.encodings.base import Coding, CodingDefaults, Folding, Linear
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix
 from fp4convert.numerics.matrices import FetchedWeights, Matrix, RowReader, Weights
@@ -132,6 +131,8 @@ def moments_under(moments: Float32s, weights: Weights) -> Float32s:
     Inputs are divided by what columns are multiplied with.
     moments  of what they are given without folds
     """
+    from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
+
     if isinstance(weights, InterleavedWeights):
         return moments_under(moments, weights.members[0])  # rows of layers with one input
     if not isinstance(weights, Scaled) or weights.columns is None:

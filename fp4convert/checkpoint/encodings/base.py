@@ -30,6 +30,19 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef, total_nbytes
 from fp4convert.storage.source import Source
 
+FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+PACKED_DTYPE = "I32"
+CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".k_global_scale",
+    ".v_global_scale",
+    ".q_scale",
+    ".prob_output_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+)
+
 
 class Factors(NamedTuple):
     """What one fold multiplies with, float32, positive and finite.
@@ -93,6 +106,11 @@ class CodingDefaults(Protocol):
     def against(self) -> str:
         """Name the values that losses are counted against."""
         return SOURCE
+
+    @property
+    def becomes(self) -> str | None:
+        """Return the dtype that its values take when it stays; None: as stored."""
+        return None
 
     @property
     def is_gguf_type(self) -> bool:

@@ -104,6 +104,10 @@ class InTiles(CodingDefaults):
         return self.stored.word
 
     @property
+    def becomes(self) -> str:
+        return BIAS_DTYPE
+
+    @property
     def change(self) -> str:
         return "a bias, out of tiles" if self.is_restored else "a bias, bf16 in tiles"
 

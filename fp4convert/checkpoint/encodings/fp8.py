@@ -28,6 +28,8 @@ from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
 from fp4convert.checkpoint.encodings.base import (
+    CACHE_SCALES,
+    FP8_DTYPES,
     CodingDefaults,
     Linear,
     check_scales_finite,
@@ -54,7 +56,6 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
-DTYPES = ("F8_E4M3", "F8_E5M2")
 E8M0_DTYPES = ("F8_E8M0", "U8")
 SCALE_DTYPES = (*FLOAT_DTYPES, *E8M0_DTYPES)
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".scale_weight")
@@ -65,16 +66,6 @@ IDLE = (
     ".k_scale",
     ".v_scale",
     ".output_scale",
-)
-CACHE_SCALES = (
-    ".k_scale",
-    ".v_scale",
-    ".k_global_scale",
-    ".v_global_scale",
-    ".q_scale",
-    ".prob_output_scale",
-    ".k_zero_point",
-    ".v_zero_point",
 )
 BIAS = "bias"  # ends e_score_correction_bias, too
 BITS = 8
@@ -165,7 +156,7 @@ class _Scaled(RowReader):
     @property
     def kind(self) -> str:
         """Return the dtype of the codes; words of several are E4M3."""
-        return self.codes.dtype if self.codes.dtype in DTYPES else DECODED_BY_GPU
+        return self.codes.dtype if self.codes.dtype in FP8_DTYPES else DECODED_BY_GPU
 
     def rows(self, first: int, last: int) -> Matrix:
         shape = (last - first, self.shape[1])
@@ -267,7 +258,7 @@ def find_fp8(
     matrices = {
         module: ref
         for ref in clues.tensors.values()
-        if ref.dtype in DTYPES and ref.name.endswith(WEIGHT) and len(ref.shape) == 2
+        if ref.dtype in FP8_DTYPES and ref.name.endswith(WEIGHT) and len(ref.shape) == 2
         if (module := ref.name.removesuffix(WEIGHT)) not in known
     }
     unread = _unread_floats(clues, matrices)

@@ -21,7 +21,7 @@ import numpy as np
 from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import form_of
-from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
+from fp4convert.checkpoint.encodings.base import PACKED_DTYPE, CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix
@@ -40,7 +40,6 @@ PACKED, SCALE, ZERO, SHAPE, ORDER = (
     ".weight_g_idx",
 )
 IDLE = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
-PACKED_DTYPE = "I32"
 ITEM_BITS, ITEM_NBYTES, INT4_BITS = 32, 4, 4
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from fp4convert.makers.methods.method import GPTQ, Method
+from fp4convert.makers.methods.method import Method
 from fp4convert.makers.methods.nearest import Nearest
 from fp4convert.makers.methods.returning import Returning
-from fp4convert.numerics.formats import DAMPING, IMPORTANCE, Format
+from fp4convert.numerics.formats import DAMPING, GPTQ, IMPORTANCE, Format
 from fp4convert.recipes.recipe import Target
 
 

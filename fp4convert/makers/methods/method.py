@@ -17,8 +17,6 @@ from fp4convert.numerics.matrices import Quantized, Weights
 if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
 
-GPTQ = "gptq"
-
 
 class Group(NamedTuple):
     """Weights that are rounded under one amax.

@@ -10,10 +10,12 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fp4convert.errors import install_line
-from fp4convert.numerics.backends import cubins
+
+if TYPE_CHECKING:
+    from fp4convert.numerics.backends import cubins
 
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 NO_GPU = "the NVIDIA driver shows no GPU"
@@ -57,6 +59,7 @@ def survey(wanted: Sequence[int] | None = None) -> Survey:
     CuPy is imported only where the driver shows a GPU.
     wanted  the only ones to be opened, where the driver shows them
     """
+
     driver, count, problem = ask_driver()
     if driver is None or problem:
         return Survey(
@@ -73,6 +76,8 @@ def survey(wanted: Sequence[int] | None = None) -> Survey:
             problem="CuPy is not installed",
             next_step=f"Use --device cpu, or install it: {install}",
         )
+    from fp4convert.numerics.backends import cubins
+
     try:
         import cupy
 
@@ -146,6 +151,8 @@ def _gpu(cupy: ModuleType, number: int) -> Gpu:
 
     Raises InputError or any of CuPy's errors where it does not.
     """
+    from fp4convert.numerics.backends import cubins
+
     properties = cupy.cuda.runtime.getDeviceProperties(number)
     capability = (int(properties["major"]), int(properties["minor"]))
     target = cubins.target_for(capability, cubins.known_targets())
