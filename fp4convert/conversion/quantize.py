@@ -19,7 +19,7 @@ from fp4convert.conversion.artifact_job import (
     refuse_odd_scale,
 )
 from fp4convert.conversion.device_choice import choose_device, rounded_by
-from fp4convert.conversion.recorded_files import refuse_harmed
+from fp4convert.conversion.recorded_options import refuse_harmed
 from fp4convert.conversion.request import Request, take_apart
 from fp4convert.execution.carry_out import carry_out
 from fp4convert.execution.folder import OutputFolder

@@ -22,7 +22,6 @@ from fp4convert.execution.settings import Settings
 from fp4convert.numerics.formats import NVFP4
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.plan import Plan
-from fp4convert.planning.steps import Plan
 from fp4convert.process import processors
 from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.recipes.recipe import Target

@@ -41,7 +41,6 @@ from fp4convert.conversion.artifact_job import (
     refuse_odd_scale,
 )
 from fp4convert.conversion.carried_blocks import describe_carried, taken_over
-from fp4convert.conversion.recorded_files import refuse_harmed
 from fp4convert.conversion.recorded_options import refuse_harmed
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carry_out import carry_out
