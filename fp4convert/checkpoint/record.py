@@ -25,6 +25,7 @@ from fp4convert.recipes.rules import FoldRule, FoldUse, StackRule
 from fp4convert.storage.checkpoint_files import RECORD
 
 ADAPTER = "adapter"  # the key of what was merged
+PADDING = "padding"  # the key of zeros that were added
 DECODED = "decoded"  # the key of tensors that were of formats which the dialect lacks
 GOAL = "target"  # the key of what formats of modules were chosen for
 OPTIONS = "options"  # the key of those that the bytes depend on

@@ -104,8 +104,8 @@ def compare(options: CompareOptions) -> dict[str, Any]:
              not sound, or of another source; with a text what `evaluate` raises
     """
     from fp4convert.calibration.calibration_file import open_calibration
+    from fp4convert.checkpoint.record import PADDING
     from fp4convert.commands.calibration import feed_of, has_text
-    from fp4convert.planning.tensor_parallel import PADDING
     from fp4convert.quality import comparison
     from fp4convert.quality.source_compare import Outputs
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
-from fp4convert.checkpoint.record import Contents, make_record
+from fp4convert.checkpoint.record import PADDING, Contents, make_record
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.job import Job
 from fp4convert.numerics.matrices import Blocks
@@ -28,7 +28,6 @@ from fp4convert.storage.checkpoint_files import (
     index_file,
 )
 from fp4convert.storage.json_text import as_text, unquantized
-from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source, read_whole
 from fp4convert.version import __version__
 
@@ -134,10 +133,8 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     if plan.adapter:
         contents = contents._replace(adapter=plan.adapter.as_record())
     record = make_record(plan.target, contents, producer, origin)
-    if isinstance(source, PaddedSource):
-        from fp4convert.planning.tensor_parallel import PADDING
-
-        record[PADDING] = source.record
+    if padding := source.checkpoint.padding:
+        record[PADDING] = padding.record
     replaced = ENGINE_RECORDS | texts.keys() | own_card(source)
     return Job(source, plan, texts, record, RECORD, replaced)
 

@@ -34,7 +34,6 @@ from fp4convert.planning.steps import Step
 from fp4convert.planning.tensor_parallel import OPTION, can_pad, find_bad_splits
 from fp4convert.process import processors
 from fp4convert.progress import size_text
-from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, uncollected
 
@@ -88,7 +87,7 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
     held_nbytes = backend.held_nbytes(workers, widest[-1] if widest else 0)
     held_nbytes += workers * caller_nbytes(plan.target, calibration)
     read_nbytes = source.held_nbytes(each_group(plan), workers)
-    own = None if isinstance(source, PaddedSource) else source
+    own = None if source.checkpoint.padding else source
     return {
         "format": plan.target.format,
         "dialect": plan.target.dialect,

@@ -37,7 +37,6 @@ from fp4convert.planning.quantize_plan import plan_quantize
 from fp4convert.progress import size_text
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.rules import FormatRule
-from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source, prove_all, uncollected
 
 
@@ -61,7 +60,7 @@ def plan_request(request: Request, formats: tuple[FormatRule, ...] = ()) -> Plan
         from fp4convert.planning.method_needs import check_statistics
 
         statistics = check_statistics(plan, scalars.calibration, request.is_fitted)
-    padding = [source.note] if isinstance(source, PaddedSource) else []
+    padding = [source.checkpoint.padding.note] if source.checkpoint.padding else []
     if padding:
         from fp4convert.planning.tensor_parallel import refuse_bad_splits
 

@@ -25,6 +25,7 @@ from fp4convert.checkpoint.record import (
     ADAPTER,
     DECODED,
     OPTIONS,
+    PADDING,
     TRANSCODED,
     describe_groups,
     folds_recorded,
@@ -68,7 +69,6 @@ from fp4convert.planning.repack_plan import (
     plan_transcode,
     refuse_other_matrices,
 )
-from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.quality.scale_checks import (
     are_equal,
     check_other_scales,

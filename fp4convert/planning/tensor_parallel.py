@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from fp4convert.checkpoint.record import PADDING
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.plan import Plan
@@ -22,10 +23,9 @@ from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Padding, Source
 
 OPTION = "--pad-for-tp"
-PADDING = "padding"  # the key of our record
 RANKS = (2, 4, 8)  # of which plans warn
 ROW_PARALLEL = frozenset(  # layers whose columns (K) vLLM, SGLang and TensorRT-LLM divide
     {
@@ -131,7 +131,8 @@ def pad_for_ranks(source: Source, ranks: int, block_size: int) -> PaddedSource:
     record = {"tensor_parallel": ranks, "block_size": block_size, "config": edits}
     listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in edits.items())
     note = f"{len(shapes)} tensors get zeros for {ranks} ranks of tensor parallelism: {listed};"
-    return PaddedSource(source, shapes, config, record, f"{note} the model computes the same")
+    padding = Padding(record, f"{note} the model computes the same")
+    return PaddedSource(source, shapes, config, padding)
 
 
 def _unfit(detail: str, tensor: str) -> InputError:
@@ -285,9 +286,11 @@ def pad_as_recorded(record: Mapping[str, object], source: Source) -> Source:
             if all([config.get(key)] == edit[1:] for key, edit in edits.items()):
                 return source
             padded = pad_for_ranks(source, ranks, block_size)
-            if padded.record["config"] == edits:
+            padding = padded.checkpoint.padding
+            changed = padding.record["config"] if padding else {}
+            if changed == edits:
                 return padded
-            detail = f"{source.name} would become {padded.record['config']} with zeros"
+            detail = f"{source.name} would become {changed} with zeros"
             raise InputError("record-padding", f"{detail}; expected {edits}, as {RECORD} says")
         case found:
             detail = f"{RECORD}: padding is {str(found)[:200]}"

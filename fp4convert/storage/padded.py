@@ -10,26 +10,20 @@ from typing import BinaryIO
 import numpy as np
 
 from fp4convert.storage.safetensors import TensorRef
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Padding, Source
 
 
 class PaddedSource:
-    """Another source with zeros in tensors, and a config.json that says so.
-
-    record  what our record says of it
-    note    the same in a sentence, for people
-    """
+    """Another source with zeros in tensors, and a config.json that says so."""
 
     def __init__(
         self,
         source: Source,
         shapes: Mapping[str, tuple[int, ...]],
         config: dict[str, object],
-        record: dict[str, object],
-        note: str,
+        padding: Padding,
     ) -> None:
         self.name, self.is_streamed = source.name, source.is_streamed
-        self.record, self.note = record, note
         self._source = source
         self._stored = {ref.name: ref for ref in source.checkpoint.tensors if ref.name in shapes}
         shards = tuple(
@@ -40,7 +34,8 @@ class PaddedSource:
             )
             for shard in source.checkpoint.shards
         )
-        self.checkpoint = source.checkpoint._replace(config=config, shards=shards)
+        padded = {"config": config, "shards": shards, "padding": padding}
+        self.checkpoint = source.checkpoint._replace(**padded)
 
     def read(self, ref: TensorRef) -> memoryview:
         return self.read_range(ref, 0, ref.nbytes)

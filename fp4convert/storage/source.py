@@ -51,6 +51,17 @@ class Access:
     config: Path | None = None
 
 
+class Padding(NamedTuple):
+    """Zeros that stand behind rows and columns of a checkpoint's tensors.
+
+    record  what the record of a result says of them
+    note    the same in a sentence, for people
+    """
+
+    record: dict[str, object]
+    note: str
+
+
 class Checkpoint(NamedTuple):
     """What a source holds.
 
@@ -64,6 +75,7 @@ class Checkpoint(NamedTuple):
                     part of no digest)
     components      of a Diffusers pipeline: folders that are checkpoints of their own; then there
                     are no shards, and the sidecars are everything outside these folders
+    padding         zeros that were added to the stored tensors; None for none
     """
 
     repo: str | None
@@ -75,6 +87,7 @@ class Checkpoint(NamedTuple):
     unindexed: tuple[str, ...]
     stamps: dict[str, str]
     components: tuple[str, ...] = ()
+    padding: Padding | None = None
 
     @property
     def tensors(self) -> Iterator[TensorRef]:
