@@ -34,8 +34,8 @@ class PaddedSource:
             )
             for shard in source.checkpoint.shards
         )
-        padded = {"config": config, "shards": shards, "padding": padding}
-        self.checkpoint = source.checkpoint._replace(**padded)
+        checkpoint = source.checkpoint._replace(config=config, shards=shards)
+        self.checkpoint = checkpoint._replace(padding=padding)
 
     def read(self, ref: TensorRef) -> memoryview:
         return self.read_range(ref, 0, ref.nbytes)

@@ -89,7 +89,7 @@ def logits(folder: Path) -> "torch.Tensor":
 def test_zeros_change_no_bit_of_the_logits(family, tmp_path):
     source = open_source(str(make(family, tmp_path / "source")))
     padded = pad_for_ranks(source, 4, 16)
-    assert padded.record == {
+    assert padded.checkpoint.padding.record == {
         "tensor_parallel": 4,
         "block_size": 16,
         "config": FAMILIES[family][1],
