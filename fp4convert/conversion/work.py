@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -125,6 +126,13 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
                 refuse_empty(source.name, [plan])
                 verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
+    return _prepare_pipeline(options, source, components, bool(goal))
+
+
+def _prepare_pipeline(
+    options: QuantizeOptions, source: Source, components: Mapping[str, Source], is_fitted: bool
+) -> Work:
+    """Plan every component of a pipeline."""
     from fp4convert.conversion.diffusers import PipelineConversion, component_options
     from fp4convert.planning.tensor_parallel import OPTION
 
@@ -134,7 +142,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
         code = "pad-option" if option == OPTION else "adapter-option"
         raise InputError(code, f"{what}; expected one, for {option}", step)
-    if goal:
+    if is_fitted:
         source.stop()
         detail = f"{options.source} is a pipeline of several checkpoints"
         raise InputError(
