@@ -2,8 +2,8 @@
 
 A matrix that is packed and stays becomes bf16, or what --keep-dtype says.  One of float32 becomes
 that, too; for Q8_0, which GGUF files alone hold, also one of 16 bits.  Vectors cost little, and
-routers decide by small differences: both stay as they are.  What llama.cpp reads as floats alone,
-or has no whole blocks, never becomes Q8_0.
+routers decide by small differences: both stay as they are, and so does what llama.cpp reads as
+floats alone.  What has no whole blocks never becomes Q8_0.
 """
 
 from __future__ import annotations
@@ -42,15 +42,21 @@ def expanded_spec(name: str, shape: tuple[int, ...], recipe: Recipe) -> TensorSp
     word = recipe.target.keep_dtype or KEPT_DTYPE
     if word != Q8_0.lower():
         return TensorSpec(name, dtype_named(word), shape)
-    floats = dialect_to_write(recipe.target).TRAITS.floats
-    is_exact = _is_router(name, recipe) or matches_any(floats, module_of(name))
-    if is_exact or shape[-1] % BLOCK_TYPES[Q8_0].block_size:
+    if (
+        _is_router(name, recipe)
+        or _is_of_floats(name, recipe)
+        or shape[-1] % BLOCK_TYPES[Q8_0].block_size
+    ):
         return TensorSpec(name, dtype_named(KEPT_DTYPE), shape)
     return TensorSpec(name, Q8_0, shape_in_bytes(Q8_0, shape))
 
 
 def _is_router(name: str, recipe: Recipe) -> bool:
     return recipe.kind_of(module_of(name)) == "router"
+
+
+def _is_of_floats(name: str, recipe: Recipe) -> bool:
+    return matches_any(dialect_to_write(recipe.target).TRAITS.floats, name)
 
 
 def kept_spec(ref: TensorRef, recipe: Recipe) -> TensorSpec:
@@ -64,6 +70,8 @@ def kept_spec(ref: TensorRef, recipe: Recipe) -> TensorSpec:
 
     is_q8_0 = target.keep_dtype == Q8_0.lower()
     if ref.dtype not in (FLOAT_TYPES if is_q8_0 else ("F32",)) or _is_router(ref.name, recipe):
+        return same
+    if _is_of_floats(ref.name, recipe):
         return same
     made = expanded_spec(ref.name, ref.shape, recipe)
     return same if is_q8_0 and made.dtype != Q8_0 else made

@@ -11,7 +11,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import run
+from checkpoints import run, write_llama
 from gguf.quants import dequantize, quantize
 from gguf_donors import Arrays, model, write_donor
 
@@ -89,6 +89,40 @@ def test_what_stays_becomes_q8_0_byte_for_byte(
     assert record["keep_dtype"] == "q8_0"
 
 
+# Of two dimensions; llama.cpp's converter writes each as F32 whatever --outtype says
+# (conversion/base.py, prepare_tensors).
+OF_FLOATS = {
+    **dict.fromkeys(
+        ["blk.0.ffn_up_exps.bias", "blk.0.ffn_gate_exps.bias", "blk.0.ssm_a", "blk.0.ssm_d"],
+        (4, 64),
+    ),
+    **{"blk.0.ssm_conv1d.weight": (64, 32), "blk.0.ssm_norm.weight": (2, 64)},
+    **{"blk.0.shortconv.conv.weight": (64, 32), "blk.0.time_mix_w0.weight": (2, 64)},
+    **{"position_embd.weight": (8, 64), "blk.0.ssm_dt.bias": (2, 64)},
+}
+
+
+@pytest.mark.parametrize("word", ["q8_0", "bf16", "fp16"])
+@pytest.mark.parametrize("way", ["quantize", "transcode"])
+def test_what_llamacpp_reads_as_floats_alone_stays(way: str, word: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(5)
+    odd = {name: random.normal(size=shape).astype(np.float32) for name, shape in OF_FLOATS.items()}
+    source = write_donor(tmp_path / "m.gguf", {**model(), **odd}, "F32")
+    words = ("--dialect", "gguf", "--keep-dtype", word, "-o", tmp_path / "q")
+    if way == "quantize":
+        assert run("quantize", source, "--format", "mxfp4", *words).code == 0
+    else:
+        made = ("--format", "mxfp4", "-o", tmp_path / "made")
+        assert run("quantize", write_llama(tmp_path / "llama"), *made).code == 0
+        assert run("transcode", tmp_path / "made", "--template", source, *words).code == 0
+    first, after = read(source), read(tmp_path / "q" / "m.gguf")
+    for name in OF_FLOATS:
+        assert after[name].tensor_type.name == "F32", name
+        assert after[name].data.tobytes() == first[name].data.tobytes()
+    narrow = {"q8_0": "Q8_0", "bf16": "BF16", "fp16": "F16"}[word]
+    assert {after[name].tensor_type.name for name in (EMBEDDING, HEAD)} == {narrow}
+
+
 def test_verify_compares_what_became_q8_0(donors: dict[str, Path], tmp_path: Path) -> None:
     words = ("--format", "mxfp4", "--dialect", "gguf", "--keep-dtype", "q8_0")
     assert run("quantize", donors["BF16"], *words, "-o", tmp_path / "q").code == 0
@@ -143,8 +177,6 @@ def test_what_q8_0_cannot_say_is_refused(tmp_path: Path, bad: float) -> None:
 
 def test_other_dialects_have_no_q8_0(tmp_path: Path) -> None:
     words = ("--format", "mxfp4", "--keep-dtype", "q8_0", "--json")
-    from checkpoints import write_llama
-
     outcome = run("quantize", write_llama(tmp_path / "m"), *words, "-o", tmp_path / "q")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "unknown-dtype")
     assert "gguf" in outcome.json["error"]["message"]

@@ -23,9 +23,11 @@ from llamacpp_models import (
     permuted,
     read_gguf,
     run_llamacpp,
+    runs_llamacpp,
     values_of_tensor,
     weights_of,
     write_gguf,
+    write_gptoss,
     write_renamed,
 )
 from tiny_models import differing, fp4convert, fp4convert_json, is_quantized, read_tensors
@@ -418,6 +420,19 @@ def test_engine_runs_what_stays_as_q8_0(tmp_path: Path, kind: str, fmt: str) -> 
     }
     weights = weights_of(made, checkpoint, kind)
     assert distance(run_llamacpp(made), expected_by_transformers(checkpoint, weights)) < 0.02
+
+
+def test_engine_runs_biases_of_experts_beside_q8_0(tmp_path: Path) -> None:
+    """gpt-oss: ggml_add_id asserts that they are float32."""
+    source = write_gptoss(tmp_path / "tiny.gguf")
+    words = ("--dialect", "gguf", "--keep-dtype", "q8_0", "-o", tmp_path / "out", "-q")
+    fp4convert("quantize", source, "--format", "mxfp4", *words)
+    made = tmp_path / "out" / "tiny.gguf"
+    types = {name: tensor.tensor_type.name for name, tensor in read_gguf(made).items()}
+    assert types["token_embd.weight"] == "Q8_0"
+    assert {kind for name, kind in types.items() if name.endswith(".bias")} == {"F32"}
+    assert runs_llamacpp(source)
+    assert runs_llamacpp(made)
 
 
 @every_format

@@ -8,8 +8,11 @@ fast.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -183,6 +186,60 @@ def write_renamed(path: Path, output: Path, ending: str, instead: str) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return output
+
+
+def write_gptoss(path: Path) -> Path:
+    """A gpt-oss of one layer and random weights in bf16; biases, router and sinks in float32, as
+    llama.cpp's own converter writes them.
+    """
+    import gguf
+    import numpy as np
+    from gguf.quants import quantize
+
+    writer, random = gguf.GGUFWriter(path, "gpt-oss"), np.random.default_rng(0)
+    config = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    rest = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 150000.0}}
+    _add_metadata(writer, "gpt-oss", {**config, **experts, **rest})
+    writer.add_sliding_window(128)
+    wide, narrow = 32 * HEADS["q_proj"], 32 * HEADS["k_proj"]
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(["token_embd.weight", "output.weight"], (VOCABULARY, 64)),
+        **{"output_norm.weight": (64,), "blk.0.attn_sinks.weight": (HEADS["q_proj"],)},
+        **dict.fromkeys(["blk.0.attn_norm.weight", "blk.0.post_attention_norm.weight"], (64,)),
+        **{"blk.0.attn_q.weight": (wide, 64), "blk.0.attn_q.bias": (wide,)},
+        **{"blk.0.attn_k.weight": (narrow, 64), "blk.0.attn_k.bias": (narrow,)},
+        **{"blk.0.attn_v.weight": (narrow, 64), "blk.0.attn_v.bias": (narrow,)},
+        **{"blk.0.attn_output.weight": (64, wide), "blk.0.attn_output.bias": (64,)},
+        **{"blk.0.ffn_gate_inp.weight": (4, 64), "blk.0.ffn_gate_inp.bias": (4,)},
+    }
+    for part in ("gate", "up", "down"):
+        shapes |= {
+            f"blk.0.ffn_{part}_exps.weight": (4, 64, 64),
+            f"blk.0.ffn_{part}_exps.bias": (4, 64),
+        }
+    for name, shape in shapes.items():
+        rows = random.normal(scale=0.1, size=shape).astype(np.float32)
+        if len(shape) == 1 or "ffn_gate_inp" in name or name.endswith(".bias"):
+            writer.add_tensor(name, rows)
+        else:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(name, quantize(rows, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def runs_llamacpp(path: Path) -> bool:
+    """Whether llama.cpp answers, in a process of its own, which its assertions end."""
+    code = "from llamacpp_models import run_llamacpp; from pathlib import Path;"
+    code += f" assert len(run_llamacpp(Path({str(path)!r}))) == 20"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(words, env=environment, capture_output=True, timeout=300, check=False)
+    return ended.returncode == 0
 
 
 def read_gguf(path: Path) -> dict[str, Any]:

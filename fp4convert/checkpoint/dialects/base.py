@@ -127,7 +127,7 @@ class Traits:
     mixes              formats that it holds beside each other; empty: one format at a time
     fp8                how it stores FP8 matrices beside four-bit ones
     q8_0               matrices that stay can be Q8_0
-    floats             patterns of modules whose matrices its engines read as floats alone
+    floats             patterns of tensors that its engines read as floats alone
     unread_stacks      what follows a stack's name in that of its scales, of stacks that its engines
                        read and nothing here does
     correction         how it stores low-rank corrections, which every module of it has; its engines

@@ -61,17 +61,16 @@ TRAITS = Traits(
     implied=(".scale",),
     highest_scale={NVFP4: 126, MXFP4: 254},  # above it a sign, or NaN
     q8_0=True,
-    floats=(  # llama-quant.cpp, tensor_allows_quantization; towers, which clip.cpp reads
-        *(
-            "*_norm",
-            "*ffn_gate_inp*",
-            "*altup*",
-            "*laurel*",
-            "*per_layer_model_proj",
-            "*attn_rel_b",
-        ),
-        *("*position_embd", "token_types", "*ssm_conv1d*", "*shortconv.conv", "*time_mix_*"),
-        *("v.*", "a.*", "mm.*"),
+    # llama-quant.cpp, tensor_allows_quantization: names that end in "weight", but for these; and
+    # what conversion/base.py, prepare_tensors, writes as F32. Operators on the rest, such as
+    # ggml_add_id of the biases of experts, assert F32. Kernels of convolutions are F16 or F32.
+    floats=(
+        "re:(?!.*weight$)",
+        *("*_norm.weight", "*ffn_gate_inp*", "*ffn_gate_tid2eid*", "*altup*", "*laurel*"),
+        *("*per_layer_model_proj*", "*attn_rel_b*", "*position_embd*", "token_types*"),
+        *("*conv1d*", "*shortconv.conv*", "*.conv1.*", "*.conv2.*", "*.dw.*", "*time_mix_*"),
+        *("*indexer.proj*", "*indexer.[kq]_proj*"),
+        *("v.*", "a.*", "mm.*"),  # towers, which clip.cpp reads
     ),
 )
 notes, ignores, records = nothing, ignores_none, nothing
