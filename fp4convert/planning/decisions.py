@@ -163,7 +163,9 @@ class _Judge(NamedTuple):
             matches_any(self.recipe.exclude, stack) or matches_any(self.recipe.include, stack)
         ):
             return self.recipe.reason_to_keep(stack)
-        return self.recipe.reason_to_keep(linear.module) if linear.module in self.doubtful else None
+        if linear.module not in self.doubtful:
+            return None
+        return self.recipe.reason_to_keep(linear.module, linear.shape)
 
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
         """Keep a linear layer; what is packed becomes bf16, or stays packed.

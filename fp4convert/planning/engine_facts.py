@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.engines.files import ENGINES, Engine, read_engine
 from fp4convert.engines.rows import Contents, Part
 from fp4convert.engines.verdicts import find_traps, judge, trap_text
@@ -17,6 +18,7 @@ from fp4convert.errors import shell_line
 from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing, is_draft_head
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven, ordinary_matrices
+from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.source import Checkpoint
 
 if TYPE_CHECKING:  # inspect asks about contents, and has no plan
@@ -45,7 +47,7 @@ def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
         frozenset(Part(*part) for part in parts),
         is_sharded=len(plan.shards) > 1,
         cache=plan.target.kv_cache,
-        findings=_uneven_codes(steps, checkpoint),
+        findings=_uneven_codes(steps, checkpoint) | _unread_codes(plan, checkpoint),
         modules=frozenset([module for _, module in packed]),
     )
     return with_model(contents, checkpoint)
@@ -64,6 +66,23 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
     recipe = model_recipe(checkpoint.config)
     codes = {uneven.code for uneven in find_uneven(words, recipe.groups)}
     return frozenset({*codes, *([DRAFT_FORMAT] if find_differing(words, recipe) else [])})
+
+
+def _unread_codes(plan: Plan, checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the codes of findings that inspect would have on its modules."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    four_bit: set[str] = set()
+    for step in plan.steps:
+        if step.form is not None:
+            own = {linear.module: linear.shape for linear in step.linears}
+            shapes |= own
+            four_bit.update(own if step.form.format.is_fp4 else ())
+    recipe = model_recipe(checkpoint.config, dialect=plan.target.dialect)
+    traits = dialect_to_write(plan.target).TRAITS
+    found = find_unread_modules(
+        shapes, four_bit, recipe, checkpoint.config, traits.holds_embeddings
+    )
+    return frozenset([one.code for one in found])
 
 
 def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:

@@ -17,8 +17,9 @@ from fp4convert.planning.plan import Idle, Plan
 from fp4convert.planning.steps import Step, module_of
 from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import is_draft_head
-from fp4convert.recipes.patterns import compiled, matches
-from fp4convert.recipes.recipe import Recipe
+from fp4convert.recipes.patterns import compiled, matches, sift
+from fp4convert.recipes.recipe import Recipe, model_recipe
+from fp4convert.recipes.unread_modules import PLAIN_KIND
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Checkpoint
 
@@ -189,7 +190,11 @@ def refuse_empty(source: str, plans: Sequence[Plan]) -> None:
     why = "; ".join(listed) or "it has no tensors"
     detail = f"{source}: nothing becomes {plans[0].target.format}: {why}"
     next_step = ""
-    if any(plan.excluded for plan in plans):
+    named = {module_of(ref.name) for step in matrices for ref in step.refs}
+    plain = model_recipe({}, dialect=plans[0].target.dialect).patterns_of(PLAIN_KIND)
+    if named and len(sift(plain, named)) == len(named):
+        next_step = "Use this file as it is, beside a model that is quantized."
+    elif any(plan.excluded for plan in plans):
         next_step = "Exclude fewer modules, by a narrower pattern."
     elif any(ref.dtype not in FLOAT_TYPES for step in matrices for ref in step.refs):
         original = "Start from the original weights, in bf16, fp16 or fp32."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.encodings.base import is_fp8
 from fp4convert.checkpoint.encodings.floats import STACK_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
@@ -13,6 +15,7 @@ from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.steps import Task
 from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import Recipe, is_expert_stack
+from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.checkpoint_files import WEIGHTS
 from fp4convert.storage.source import Checkpoint
 
@@ -110,13 +113,26 @@ def _is_of_activations(word: str) -> bool:
     return "input" in word or "activation" in word
 
 
-def note_unchanged(
-    verdicts: Mapping[str, Verdict], recipe: Recipe, asked: Iterable[str]
+def note_unread(
+    verdicts: Mapping[str, Verdict], recipe: Recipe, checkpoint: Checkpoint, dialect: Dialect
 ) -> Iterator[str]:
-    """Name what the request does not reach.
+    """Name modules that become quantized and that engines do not read so."""
+    forms = {module: verdict.form for module, verdict in verdicts.items() if verdict.form}
+    shapes = {module: verdicts[module].linear.shape for module in forms}
+    four_bit = {module for module, form in forms.items() if form.format.is_fp4}
+    traits = dialect.TRAITS
+    found: dict[str, list[str]] = defaultdict(list)
+    for one in find_unread_modules(
+        shapes, four_bit, recipe, checkpoint.config, traits.holds_embeddings
+    ):
+        found[one.what].append(one.module)
+    for what, modules in found.items():
+        others = f" ({count_text(len(modules) - 1, 'other')} too)" if modules[1:] else ""
+        yield f"{modules[0]} is {what}{others}"
 
-    asked  modules that are asked for, where embeddings among them are no use to any engine
-    """
+
+def note_unchanged(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[str]:
+    """Name what the request does not reach."""
     made = [verdict for verdict in verdicts.values() if verdict.is_made]
     if recipe.target.via and (
         same := [one for one in made if one.action != "quantize" or is_fp8(one.linear)]
@@ -128,12 +144,6 @@ def note_unchanged(
             f"--via fp8 changes nothing for {len(same)} modules that are FP8 or in four bits"
             f" already, the first {same[0].linear.name}"
         )
-    for module in asked:
-        if recipe.kind_of(module) == "embedding":
-            yield (
-                f"{module} is an embedding, which no engine of dialect {recipe.target.dialect}"
-                " reads in four bits"
-            )
     if not made:
         yield (
             f"no tensor becomes {recipe.format.name}: every one is kept, for the reasons that"

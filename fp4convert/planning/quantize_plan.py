@@ -50,6 +50,7 @@ from fp4convert.planning.notes import (
     note_left_behind,
     note_stacks,
     note_unchanged,
+    note_unread,
     notes_on,
 )
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
@@ -144,7 +145,8 @@ def plan_quantize(
         *note_left_behind(
             linears, tasks, bool(written), scalars.inputs is UNIT_SCALE, scalars.cache.own
         ),
-        *note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
+        *note_unchanged(verdicts, recipe),
+        *note_unread(verdicts, recipe, checkpoint, dialect),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))

@@ -44,6 +44,7 @@ from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refus
 from fp4convert.planning.steps import Draft, Step, Task
 from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
+from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
 
@@ -421,13 +422,10 @@ def _refuse_unfit(
         if form and (reason := dialect.unfit(stem, (rows, columns), form)):
             detail = f"{stem} has {reason}; dialect {recipe.target.dialect} has no place for it"
             raise InputError("dialect-shape", detail, tensor=stem)
-    for module in contents.modules:
-        if not dialect.TRAITS.holds_embeddings and recipe.kind_of(module) == "embedding":
-            detail = (
-                f"{module} is a four-bit embedding, which no engine of dialect"
-                f" {recipe.target.dialect} reads"
-            )
-            raise InputError("dialect-module", detail, tensor=module)
+    shapes = {module: packed.shape for module, packed in contents.modules.items()}
+    holds = dialect.TRAITS.holds_embeddings
+    for module, _, what in find_unread_modules(shapes, shapes, recipe, {}, holds):
+        raise InputError("dialect-module", f"{module} is {what}", tensor=module)
 
 
 def _module_tasks(

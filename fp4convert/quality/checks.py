@@ -34,6 +34,7 @@ from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
+from fp4convert.recipes.unread_modules import EMBEDDING, HEADS, TIED_HEAD
 from fp4convert.storage.checkpoint_files import INDEXES, SINGLES, WEIGHTS
 from fp4convert.storage.safetensors import WEIGHT, SafetensorsFrame
 from fp4convert.storage.source import Source
@@ -48,7 +49,6 @@ DRAFT_HEAD = (
     "it drafts tokens for another model, and no engine serves it alone: name it as the speculative"
     " model beside that one"
 )
-HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
 CLASS_WORDS = ("Linear", "Expert", "MoE", "Moe", "MLP", "Conv", "Embedding", "Attention", "Layer")
 # Last names of modules that are linear layers in every model.
 LINEARS = HEADS | {
@@ -96,7 +96,7 @@ def judge(
     phases   learns how far the reading is
     Raises   InputError where the source holds none of them
     """
-    recipe = model_recipe(artifact.source.checkpoint.config)
+    recipe = model_recipe(artifact.source.checkpoint.config, dialect=artifact.dialect)
     findings = [*artifact.findings, *_check_names(artifact, recipe), *check_fused(artifact, recipe)]
     findings = findings if source is None else [*_excuse(findings, source, recipe)]
     nbytes = scale_nbytes(artifact)
@@ -212,12 +212,10 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
         if kind == "router":
             detail = "it is a router, which few engines read quantized, and which loses most by it"
             yield Finding("warning", "router-quantized", module, detail)
-        elif kind == "embedding" and not traits.holds_embeddings and module in artifact.modules:
-            detail = f"engines of dialect {artifact.dialect} read no embedding in four bits"
-            yield Finding("warning", "embedding-quantized", module, f"{detail}, if it is one")
         elif kind == "tower":
             detail = "it is part of a vision or audio tower, which most engines keep"
             yield Finding("warning", "tower-quantized", module, detail)
+    yield from _check_modules_read(artifact, recipe)
     if traits.ignores_by_name:
         yield from _check_kept_names(artifact, recipe)
     yield from _check_targets(artifact)
@@ -245,6 +243,20 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     if idle := idle_scales(artifact.modules, artifact.cache_scales, has_inputs):
         detail = f"{len(idle)} scales of four-bit modules, the first {idle[0]}: {UNSAID}"
         yield Finding("note", "scales-idle", None, f"{detail}; transcode leaves them out")
+
+
+def _check_modules_read(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
+    """Find quantized modules that engines build as ordinary ones."""
+    packed = {module: each.shape for module, each in artifact.packed.items()}
+    config = artifact.source.checkpoint.config
+    holds = artifact.spelling.TRAITS.holds_embeddings
+    for module, code, what in find_unread_modules(packed, artifact.modules, recipe, config, holds):
+        if code == EMBEDDING:
+            yield Finding("warning", "embedding-quantized", module, f"it is {what}")
+        elif code == TIED_HEAD:
+            yield Finding("warning", "tied-head-quantized", module, f"it is {what}")
+        else:
+            yield Finding("warning", "plain-quantized", module, f"it is {what}")
 
 
 def _check_unread(artifact: Artifact) -> Iterator[Finding]:

@@ -161,8 +161,10 @@ class Recipe:
     def exclude(self) -> tuple[str, ...]:
         return as_globs(self.options.exclude)
 
-    def reason_to_keep(self, module: str) -> str | None:
+    def reason_to_keep(self, module: str, shape: tuple[int, ...] = ()) -> str | None:
         """Return why a module stays; None where it is quantized.
+
+        Without its shape, rules that are for some sizes do not count.
 
         --exclude goes before --include before [[format]] before [[keep]] before [[only]]; a
         [[format]] that names the module leaves only what engines do not read in fewer bits.
@@ -176,7 +178,7 @@ class Recipe:
         override = self.override(module)
         if override == KEEP:
             return "kept by a [[format]] of the recipe"
-        if rule := self._rule_for(module, is_overridden=override is not None):
+        if rule := self.rule_on(module, shape, is_overridden=override is not None):
             return rule.reason
         if self.only_patterns and override is None and not matches_any(self.only_patterns, module):
             return self.only[-1].reason
@@ -226,7 +228,7 @@ class Recipe:
 
     def kind_of(self, module: str) -> str:
         """Return the kind of a module by its rule of keep; "" without one."""
-        rule = self._rule_for(module)
+        rule = self.rule_on(module)
         return rule.kind if rule else ""
 
     def patterns_of(self, kind: str) -> tuple[str, ...]:
@@ -279,11 +281,13 @@ class Recipe:
                 return rule.format
         return None
 
-    def _rule_for(self, module: str, is_overridden: bool = False) -> KeepRule | None:
+    def rule_on(
+        self, module: str, shape: tuple[int, ...] = (), is_overridden: bool = False
+    ) -> KeepRule | None:
         """Return the first rule of keep that fits a module."""
         if not matches_any(self.kept_patterns, module):  # enough for most modules
             return None
-        fitting = (rule for rule in self.keep if rule.fits(module))
+        fitting = (rule for rule in self.keep if rule.fits(module, shape))
         is_draft = module in self.drafts
         return next(
             (
@@ -348,7 +352,12 @@ def build_recipe(
     files = [_fill_ranges(file, config) for file in written]
     # The most special file comes first.
     later_first = files[::-1]
-    keep = tuple(rule for file in later_first for rule in file.keep)
+    keep = tuple(
+        rule
+        for file in later_first
+        for rule in file.keep
+        if not rule.dialects or target.dialect in rule.dialects
+    )
     only = tuple(rule for file in files for rule in file.only)
     return Recipe(
         fmt,
@@ -389,14 +398,19 @@ def _required_patterns(
     return required
 
 
-def model_recipe(config: Mapping[str, object], options: RecipeOptions = NOTHING_CHOSEN) -> Recipe:
+def model_recipe(
+    config: Mapping[str, object],
+    options: RecipeOptions = NOTHING_CHOSEN,
+    dialect: str | None = None,
+) -> Recipe:
     """Build the recipe of a model that is only examined.
 
     It knows experts, stacks, groups and kinds of modules; format and target mean nothing.
 
+    dialect  of an artifact of it, for which some rules are
     Raises  InputError as build_recipe does
     """
-    return build_recipe(Target(NVFP4.name), config, options)
+    return build_recipe(Target(NVFP4.name, dialect), config, options)
 
 
 def is_expert_stack(tensor: str, shape: tuple[int, ...]) -> bool:

@@ -12,10 +12,13 @@ NAMED = "{parent}.{expert}.{member}"
 class KeepRule(NamedTuple):
     """Modules that stay as they are, and why.
 
-    kind             embedding, router, tower, prediction, or ""
+    kind             embedding, router, tower, prediction, plain, or ""
     may_be_absent    records name them even where the checkpoint has none: a tied head
     is_for_accuracy  engines could read them in fewer bits; a [[format]] that names them wins
     unless           patterns of modules that are excepted
+    dialects         of artifacts that the rule is for; () for all
+    sizes            numbers of rows or columns, of which a module has one; () for all
+    tables           patterns of embeddings that are looked up by rows; () for all
     """
 
     patterns: tuple[str, ...]
@@ -24,10 +27,20 @@ class KeepRule(NamedTuple):
     may_be_absent: bool = False
     is_for_accuracy: bool = False
     unless: tuple[str, ...] = ()
+    dialects: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    tables: tuple[str, ...] = ()
 
-    def fits(self, module: str) -> bool:
-        """Return whether the rule is about a module."""
-        return matches_any(self.patterns, module) and not matches_any(self.unless, module)
+    def fits(self, module: str, shape: tuple[int, ...] = ()) -> bool:
+        """Return whether the rule is about a module of that shape."""
+        is_of_size = not self.sizes or not set(self.sizes).isdisjoint(shape)
+        is_named = matches_any(self.patterns, module) and not matches_any(self.unless, module)
+        return is_named and is_of_size
+
+    def is_table(self, module: str) -> bool:
+        """Return whether a module of the rule is an embedding, looked up by rows."""
+        is_named = not self.tables or matches_any(self.tables, module)
+        return self.kind == "embedding" and is_named
 
 
 class OnlyRule(NamedTuple):

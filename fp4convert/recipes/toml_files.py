@@ -249,6 +249,10 @@ def _is_texts(value: object) -> bool:
     )
 
 
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
 def _is_name(value: object) -> bool:
     """Return whether a value is a template for names of experts."""
     if not isinstance(value, str) or "{expert}" not in value:
@@ -279,6 +283,7 @@ _PLACES: _Check = (
     lambda value: _is_texts(value) and all(map(_is_place, value)),
 )
 _FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
+_NUMBERS: _Check = ("a list of whole numbers, not empty", _is_numbers)
 _BASES: _Check = ("a name, or a list of names", lambda value: _TEXT[1](value) or _is_texts(value))
 _TABLES: _Check = (
     "tables, each under double brackets",
@@ -288,10 +293,13 @@ _ROWS: dict[str, _Keys] = {
     "keep": {
         "modules": (*_TEXTS, None),
         "reason": (*_TEXT, None),
-        "kind": (*_one_of("embedding", "router", "tower", "prediction"), ""),
+        "kind": (*_one_of("embedding", "router", "tower", "prediction", "plain"), ""),
         "may_be_absent": (*_FLAG, False),
         "for_accuracy": (*_FLAG, False),
         "unless": (*_TEXTS, ()),
+        "dialects": (*_TEXTS, ()),
+        "sizes": (*_NUMBERS, ()),
+        "tables": (*_TEXTS, ()),
     },
     "only": {"modules": (*_TEXTS, None), "reason": (*_TEXT, None)},
     "group": {"members": (*_TEXTS, None), "may_lack": (*_TEXTS, ())},

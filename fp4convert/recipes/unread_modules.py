@@ -1,0 +1,55 @@
+"""Find quantized modules that engines do not read so.
+
+Which engine fails at them is data (configs/engines), by the codes of these findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from fp4convert.recipes.patterns import configs_in, sift
+from fp4convert.recipes.recipe import Recipe
+
+# Codes of findings.
+EMBEDDING, TIED_HEAD, PLAIN = "embedding-quantized", "tied-head-quantized", "plain-quantized"
+HEADS = frozenset({"lm_head", "embed_out", "output_layer"})  # last names of output heads
+PLAIN_KIND = "plain"  # the kind of rules on what an engine builds of ordinary layers
+
+
+class Unread(NamedTuple):
+    """Name a quantized module, the code of its finding, and what it is."""
+
+    module: str
+    code: str
+    what: str
+
+
+def find_unread_modules(
+    shapes: Mapping[str, tuple[int, ...]],
+    four_bit: Collection[str],
+    recipe: Recipe,
+    config: Mapping[str, object],
+    holds_embeddings: bool,
+) -> list[Unread]:
+    """Find embeddings, tied heads, and layers that an engine builds plain.
+
+    shapes            of all quantized modules
+    four_bit          those of four bits; embeddings and heads of eight are left to engines
+    recipe            of the artifact's dialect
+    holds_embeddings  as the dialect's traits say
+    """
+    found = []
+    for module in sift(recipe.kept_patterns, shapes):
+        rule = recipe.rule_on(module, shapes[module])
+        if rule and rule.kind == PLAIN_KIND:
+            found.append(Unread(module, PLAIN, rule.reason))
+        elif rule and rule.is_table(module) and module in four_bit and not holds_embeddings:
+            what = f"an embedding, which no engine of dialect {recipe.target.dialect} reads in"
+            found.append(Unread(module, EMBEDDING, f"{what} four bits"))
+    if any(one.get("tie_word_embeddings") for one in configs_in(config)):
+        what = "an output head that config.json ties to the embedding: most engines take the"
+        what += " embedding's weights instead, or fail"
+        heads = (module for module in four_bit if module.rpartition(".")[2] in HEADS)
+        found += [Unread(module, TIED_HEAD, what) for module in heads]
+    return found
