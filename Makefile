@@ -99,10 +99,11 @@ engines: $(VENV)/test.stamp .venv-engines/engines.stamp
 	PYTHONPATH=.venv-engines/vllm-0.33.0 .venv-engines/bin/python $(JUDGES)/judge_vllm.py $(JUDGES)/results/vllm-0.33.0.json $(ARTIFACTS)/*--*/
 	PYTHONPATH=.venv-engines/sglang-0.5.23 .venv-engines/bin/python $(JUDGES)/judge_sglang.py $(JUDGES)/results/sglang-0.5.23.json $(ARTIFACTS)/*--*/
 	$(BIN)/python $(JUDGES)/model_lists.py .venv-engines/vllm-0.33.0 .venv-engines/sglang-0.5.23 $$($(BIN)/python -c "import site; print(*site.getsitepackages())")
+	PYTHONPATH=tests/support $(BIN)/python $(JUDGES)/module_names.py
 	$(BIN)/pytest tests/engines/test_judges.py tests/engines/test_model_lists.py
 	PYTHONPATH=.venv-engines/vllm-0.33.0 .venv-engines/bin/python $(JUDGES)/forward_vllm.py $(JUDGES)/results/forward/vllm.json $(addprefix $(ARTIFACTS)/,$(FORWARD))
 	$(BIN)/python docs/tables.py --write
-	$(BIN)/pytest tests/engines/test_judges.py tests/engines/test_cited_lines.py tests/engines/test_model_lists.py
+	$(BIN)/pytest tests/engines/test_judges.py tests/engines/test_cited_lines.py tests/engines/test_model_lists.py tests/engines/test_module_names.py
 
 .venv-engines/engines.stamp: constraints.txt $(wildcard tests/engines/judges/install.sh tests/engines/judges/requirements.txt)
 	bash tests/engines/judges/install.sh $(PYTHON) .venv-engines

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
@@ -16,9 +16,11 @@ from fp4convert.checkpoint.record import PADDING, Contents, make_record
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.job import Job
 from fp4convert.numerics.matrices import Blocks
+from fp4convert.engines.module_names import engine_names
 from fp4convert.options.arguments import DTYPES, KEPT_DTYPES
 from fp4convert.planning.plan import Plan
 from fp4convert.recipes.options import one_of
+from fp4convert.recipes.patterns import matches, sift
 from fp4convert.storage.checkpoint_files import (
     CARD,
     ENGINE_RECORD,
@@ -119,8 +121,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     named = list(groups)
     if not spelling.TRAITS.correction:  # whose engines look every name up
         named = [Group(group.form, with_fused(group.modules)) for group in groups]
-    kept = Ignored(with_fused(plan.ignored.modules), with_fused(plan.ignored.patterns))
-    records = spelling.records(named, kept)
+    records = spelling.records(named, ignored_by_engines(plan, source.checkpoint.config))
     config = unquantized(source.checkpoint.config)
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
@@ -137,6 +138,23 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
         record[PADDING] = padding.record
     replaced = ENGINE_RECORDS | texts.keys() | own_card(source)
     return Job(source, plan, texts, record, RECORD, replaced)
+
+
+def ignored_by_engines(plan: Plan, config: Mapping[str, object]) -> Ignored:
+    """Return the modules that records ignore, by every name that engines look up.
+
+    A pattern that also fits an engine's name of a quantized module is left out.
+    """
+    quantized = [module for group in plan.groups for module in group.modules]
+    kept, patterns = plan.ignored.modules, plan.ignored.patterns
+    renamed = engine_names(config, (*kept, *quantized))
+    if renamed:
+        taken = {name for module in quantized for name in renamed.get(module, ())}
+        fitted = sift(patterns, taken)
+        patterns = tuple(
+            pattern for pattern in patterns if not any(matches(pattern, name) for name in fitted)
+        )
+    return Ignored(with_fused(kept), with_fused(patterns), renamed)
 
 
 def dialect_of(plan: Plan) -> Dialect:

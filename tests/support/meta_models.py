@@ -21,12 +21,18 @@ MAPPINGS = (  # what says most of a model comes first
 )
 
 
+LACKING = {  # what transformers' own config of a model type says nothing of, and its class reads
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+}
+
+
 def model_of(model_type: str) -> Any:
     """The model of a model type; LookupError where transformers has no class for it."""
     import torch
     import transformers
 
-    config = transformers.CONFIG_MAPPING[model_type]()
+    config = transformers.CONFIG_MAPPING[model_type](**LACKING.get(model_type, {}))
     _shorten(config)
     mappings = [getattr(transformers, name) for name in MAPPINGS]
     made_by = next((each[type(config)] for each in mappings if type(config) in each), None)

@@ -92,14 +92,31 @@ class Ignored(NamedTuple):
     modules   every module of the checkpoint that stays
     patterns  globs (or "re:" expressions) that fit many of them, and tied heads that the checkpoint
               lacks; a pattern still holds where an engine puts a prefix before the names
+    renamed   what engines call modules by other names, also quantized ones
     """
 
     modules: tuple[str, ...]
     patterns: tuple[str, ...]
+    renamed: Mapping[str, tuple[str, ...]] = {}
 
     def apart(self) -> list[str]:
         """List the modules that no pattern fits."""
         return [module for module in self.modules if not matches_any(self.patterns, module)]
+
+    def with_engine_names(self) -> tuple[str, ...]:
+        """Return the modules by every name of theirs.
+
+        Names of quantized modules are left out.
+        """
+        kept = set(self.modules)
+        made = {
+            name
+            for module, names in self.renamed.items()
+            if module not in kept
+            for name in (module, *names)
+        }
+        others = (name for module in self.modules for name in self.renamed.get(module, ()))
+        return tuple(dict.fromkeys((*self.modules, *(name for name in others if name not in made))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ Readers: vLLM, SGLang, transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -154,7 +154,9 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
             *ignored.patterns,
             *(module for group in groups for module in group.modules),
         }
-        named = [with_values(group.modules, known) for group in groups]
+        named = [
+            with_values(_with_names(group.modules, ignored.renamed), known) for group in groups
+        ]
         others = [
             [module for other in named if other is not own for module in other] for own in named
         ]
@@ -228,6 +230,13 @@ def _scheme(form: Form, targets: list[str]) -> Json:
     }
 
 
+def _with_names(modules: Iterable[str], renamed: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield modules, and behind each what engines call it."""
+    for module in modules:
+        yield module
+        yield from renamed.get(module, ())
+
+
 def _declare(ignored: Ignored, groups: Sequence[Group]) -> list[str]:
     """Write `ignore`: exact names, and expressions after "re:".
 
@@ -249,12 +258,46 @@ def _declare(ignored: Ignored, groups: Sequence[Group]) -> list[str]:
             inner = _expression(f"{core}*").removeprefix("re:").removesuffix(".*$")
             of_layers.append(f"re:{_PREFIX}{inner}$")
     clear = [each for each in of_layers if not any(matches(each, module) for module in quantized)]
-    return [
+    declared = [
         *names,
         *prefixed,
         *(_expression(pattern) for pattern in patterns),
         *dict.fromkeys(clear),
     ]
+    return [*declared, *_declare_renamed(ignored, quantized, declared)]
+
+
+def _declare_renamed(
+    ignored: Ignored, quantized: Sequence[str], declared: Sequence[str]
+) -> list[str]:
+    """Write entries for names of engines that no entry fits.
+
+    vLLM renames exact names of a record by its own tables, and no expressions; transformers renames
+    none.
+    """
+    entries = frozenset(declared)
+    expressions = tuple(entry for entry in declared if entry.startswith("re:"))
+    strays = {
+        module: names
+        for module in ignored.modules
+        if (
+            names := [
+                name
+                for name in ignored.renamed.get(module, ())
+                if name not in entries and not matches_any(expressions, name)
+            ]
+        )
+    }
+    if not strays:
+        return []
+    made = tuple(_with_names(quantized, ignored.renamed))
+    # Under another beginning of its name only an expression that has none finds a module.
+    anywhere = tuple(each for each in expressions if each.startswith(("re:.*", f"re:{_PREFIX}")))
+    exact = [
+        module for module in strays if module not in entries and not matches_any(anywhere, module)
+    ]
+    others = [name for names in strays.values() for name in names if name not in made]
+    return [*exact, *targets_of(others, made, _PREFIX)]
 
 
 def _expression(pattern: str) -> str:

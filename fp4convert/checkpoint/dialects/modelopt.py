@@ -126,7 +126,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     # Names too, not wildcards alone: of a fused layer vLLM looks for the exact names of its parts.
     patterns = [
         f"{name[:-1]}[{name[-1]}]" if name in everything else name
-        for name in (*ignored.modules, *globs)
+        for name in (*ignored.with_engine_names(), *globs)
     ]
     producer = {"name": "modelopt", "version": "0.47.0"}
     form, is_mixed = groups[0].form, len(groups) > 1
@@ -138,7 +138,8 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     for group in groups:
         own, fmt = {"quant_algo": _algorithm(group.form)}, group.form.format
         size = {"group_size": fmt.block_size} if fmt.block_size else {}
-        layers |= {module: {**own, **size} for module in group.modules}
+        named = (name for each in group.modules for name in (each, *ignored.renamed.get(each, ())))
+        layers |= {name: {**own, **size} for name in named}
     mixed: Json = {"quantized_layers": dict(sorted(layers.items()))} if is_mixed else {}
     record: Json = {
         "quant_method": METHOD,

@@ -64,7 +64,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         "quant_mode": "eager_mode",
         "algo_config": None,
         # Quark matches wildcards; vLLM and SGLang know exact names alone.
-        "exclude": [*ignored.modules, *globs],
+        "exclude": [*ignored.with_engine_names(), *globs],
         "export": {
             "kv_cache_group": [],
             "min_kv_scale": 0.0,
