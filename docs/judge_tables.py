@@ -14,7 +14,13 @@ from engine_tables import table
 
 JUDGES = Path(__file__).parent.parent / "tests" / "engines" / "judges"
 RESULTS = JUDGES / "results"
-OPTIONS = {"": "", "mixed": ", FP8 beside", "kv": ", FP8 cache", "experts": ", experts alone"}
+OPTIONS = {
+    "": "",
+    "mixed": ", FP8 beside",
+    "kv": ", FP8 cache",
+    "experts": ", experts alone",
+    "kept": ", experts kept",
+}
 Json = dict[str, Any]
 
 

@@ -13,10 +13,10 @@ from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.record import PADDING, Contents, make_record
+from fp4convert.engines.module_names import engine_names
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.job import Job
 from fp4convert.numerics.matrices import Blocks
-from fp4convert.engines.module_names import engine_names
 from fp4convert.options.arguments import DTYPES, KEPT_DTYPES
 from fp4convert.planning.plan import Plan
 from fp4convert.recipes.options import one_of

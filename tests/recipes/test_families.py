@@ -177,7 +177,7 @@ glm5_next
   keep model.language_model.layers.8.mlp.experts.3.up_proj
   keep model.visual.blocks.0.attn.qkv
 minimax_m2
-  - model.layers.3.block_sparse_moe.experts.3.w1
+  - model.layers.3.block_sparse_moe.experts.3.gate_proj
   keep model.layers.3.block_sparse_moe.gate
   keep model.layers.3.self_attn.o_proj
 minimax_m3_vl
@@ -206,7 +206,7 @@ nemotron_h
   keep backbone.embeddings
   keep mtp.layers.0.mixer.q_proj
 granitemoehybrid
-  - model.layers.3.block_sparse_moe.experts.3.w1
+  - model.layers.3.block_sparse_moe.experts.3.gate_proj
   - model.layers.3.shared_mlp.input_linear
   keep model.layers.3.block_sparse_moe.router.layer
   keep model.layers.3.mamba.conv1d
@@ -406,7 +406,7 @@ def test_the_table_speaks_of_forty_models():
         ("mistral_large_3", "attention.wq_a", "wq_a wkv_a_with_mqa"),
         ("mistral_large_3", "attention.wk", "wq wk wv"),
         ("gpt_oss", "experts.0.up_proj", "gate_proj up_proj"),
-        ("granitemoe", "block_sparse_moe.experts.0.w1", "w1 w3"),
+        ("granitemoe", "block_sparse_moe.experts.0.up_proj", "gate_proj up_proj"),
         ("WanTransformer3DModel", "blocks.3.attn1.to_v", "to_q to_k to_v"),
         ("QwenImageTransformer2DModel", "attn.add_k_proj", "add_q_proj add_k_proj add_v_proj"),
         ("unheard_of", "self_attn.k_proj", "q_proj k_proj v_proj"),

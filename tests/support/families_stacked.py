@@ -248,18 +248,18 @@ STACKED = (
             "model.layers.1.self_attn.(q_proj k_proj v_proj)",
             "model.layers.1.self_attn.o_proj",
             "model.layers.{0-1}.shared_mlp.{input_linear,output_linear}",
-            "model.layers.{0-1}.block_sparse_moe.experts.{0-3}.(w1 w3)",
-            "model.layers.{0-1}.block_sparse_moe.experts.{0-3}.w2",
+            "model.layers.{0-1}.block_sparse_moe.experts.{0-3}.(gate_proj up_proj)",
+            "model.layers.{0-1}.block_sparse_moe.experts.{0-3}.down_proj",
         ),
         (
             Stack(
                 "model.layers.{0-1}.block_sparse_moe.input_linear.weight",
-                ("w1", "w3"),
+                PAIR,
                 named="{parent}.experts.{expert}.{member}",
             ),
             Stack(
                 "model.layers.{0-1}.block_sparse_moe.output_linear.weight",
-                ("w2",),
+                ("down_proj",),
                 named="{parent}.experts.{expert}.{member}",
             ),
         ),

@@ -26,9 +26,15 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "glm_moe_dsa": {**LATENT, "index_head_dim": 128, "index_n_heads": 8, "qk_rope_head_dim": 64},
     "gpt_oss": {"intermediate_size": 192},
     "kimi_k2": LATENT,
+    "granitemoehybrid": {
+        **{"head_dim": 32, "intermediate_size": 192, "shared_intermediate_size": 384},
+        **{"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32},
+    },
     "gemma3": {"vision_config": {"vision_use_head": False}},
     "qwen3_5": {"vision_config": {"deepstack_visual_indexes": []}},
     "qwen3_5_moe": {"vision_config": {"deepstack_visual_indexes": []}},
+    "lfm2": {"head_dim": 32, "tie_word_embeddings": True},
+    "lfm2_moe": {"head_dim": 32, "tie_word_embeddings": True},
     "llama4": {"intermediate_size": 192, "intermediate_size_mlp": 640},
     "mixtral": {"intermediate_size": 192, "head_dim": 32},
     "qwen2": {"head_dim": 32},
@@ -50,6 +56,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {**ROUTER, "rope_parameters": YARN},
     "kimi_k2": {**ROUTER, "rope_parameters": YARN},
     "glm_moe_dsa": {**ROUTER, "rope_parameters": YARN},  # SGLang has no other on a CPU
+    "lfm2": {"conv_dim": 256, "conv_dim_out": 256, "block_dim": 256, "block_ff_dim": 640},
     "nemotron_h": {
         "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
         "mamba_n_groups": 2,
@@ -63,6 +70,7 @@ JUDGED = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "mixtral", "qwen3_moe"),
     *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next", "qwen3_5"),
     *("qwen3_vl_moe", "nemotron_h", "gpt_oss", "gemma4-moe", "llama4", "kimi_k2", "qwen3_5_moe"),
+    *("lfm2", "lfm2_moe", "granitemoehybrid"),
 )
 
 

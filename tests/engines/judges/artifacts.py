@@ -22,13 +22,16 @@ from judged_families import JUDGED, source
 OPTIONS = {
     **{"": (), "mixed": ("--target-bits", "6.5"), "kv": ("--kv-cache", "fp8")},
     "experts": ("--exclude", r"re:(?!.*\.experts\.)"),
+    "kept": ("--exclude", "*.experts.*"),
 }
-# Dialect, format, activations and options, of which mixed has FP8 beside four bits.
+# Dialect, format, activations and options, of which mixed has FP8 beside four bits, and kept has
+# experts as they are.
 VARIANTS = (
     ("compressed-tensors", "nvfp4", 16, ""),
     ("compressed-tensors", "nvfp4", 4, ""),
     ("compressed-tensors", "nvfp4", 16, "mixed"),
     ("compressed-tensors", "nvfp4", 16, "kv"),
+    ("compressed-tensors", "nvfp4", 16, "kept"),
     ("compressed-tensors", "mxfp4", 16, ""),
     ("compressed-tensors", "mxfp4", 4, ""),
     ("compressed-tensors", "mxfp4", 16, "experts"),
@@ -53,7 +56,9 @@ def variants(name: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str, i
         is_able = {
             "mixed": name != "gpt_oss",
             "kv": name != "gpt_oss" and "kv_lora_rank" not in config,
-            "experts": "num_experts_per_tok" in config and name not in ("gpt_oss", "nemotron_h"),
+            "experts": "num_experts_per_tok" in config
+            and name not in ("gpt_oss", "granitemoehybrid", "nemotron_h"),
+            "kept": name == "granitemoehybrid",  # whose experts SGLang does not load
         }
         if is_able.get(options, True):
             yield variant

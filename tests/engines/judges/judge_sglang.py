@@ -66,6 +66,19 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
         (r"\.experts\.", ".moe.experts."),
     ),
     "qwen3_next": HYBRID,
+    "granitemoehybrid": (
+        (r"\.router\.layer\.", ".gate."),
+        (r"\.block_sparse_moe\.input_linear\.weight$", ".block_sparse_moe.experts.gate_up_proj"),
+        (r"\.block_sparse_moe\.output_linear\.weight$", ".block_sparse_moe.experts.down_proj"),
+        (r"\.A_log$", ".A"),
+    ),
+    "lfm2": ((r"\.conv\.conv\.", ".conv.conv_"),),
+    "lfm2_moe": (
+        (r"\.conv\.conv\.", ".conv.conv_"),
+        (r"\.feed_forward\.w1\.", ".feed_forward.gate_proj."),
+        (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
+        (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
+    ),
     "nemotron_h": (
         (r"^backbone\.embeddings\.", "model.embed_tokens."),
         (r"^backbone\.", "model."),

@@ -57,6 +57,19 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^(embeddings|encoder|pooler)\.", r"model.\1."),
         (r"\.self\.(q|k|v)\w+\.", r".self.\1_proj."),
     ),
+    "granitemoehybrid": (
+        (r"\.router\.layer\.", ".gate."),
+        (r"\.block_sparse_moe\.input_linear\.weight$", ".block_sparse_moe.experts.gate_up_proj"),
+        (r"\.block_sparse_moe\.output_linear\.weight$", ".block_sparse_moe.experts.down_proj"),
+        (r"\.A_log$", ".A"),
+    ),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"),
+        (
+            (r"\.conv\.", ".short_conv."),
+            (r"\.expert_bias$", ".gate.e_score_correction_bias"),
+        ),
+    ),
     "gpt_oss": (
         (r"^model\.embed_tokens\.", "model.embedding."),
         (r"\.self_attn\.", ".attn."),

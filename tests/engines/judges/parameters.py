@@ -22,6 +22,7 @@ POISON = 0xA5
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),  # and keys for both: BOTH
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
