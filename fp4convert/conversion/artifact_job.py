@@ -141,7 +141,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
 
 
 def ignored_by_engines(plan: Plan, config: Mapping[str, object]) -> Ignored:
-    """Return the modules that records ignore, by every name that engines look up.
+    """Return the modules that records ignore, by every engine's names.
 
     A pattern that also fits an engine's name of a quantized module is left out.
     """

@@ -36,7 +36,7 @@ class NameTable(NamedTuple):
         return next((line for line, pattern, _ in self.entries if pattern.match(module)), None)
 
     def names(self, module: str) -> tuple[str, ...]:
-        """Return the engine's names of a module; the given name where no line fits."""
+        """Return the engine's names of a module, or the given name."""
         for _, pattern, others in self.entries:
             if match := pattern.match(module):
                 rest = module[match.end() :]
@@ -53,7 +53,7 @@ def _numbered(name: str, numbers: Iterable[str]) -> str:
 def engine_names(
     config: Mapping[str, object], modules: Iterable[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names that engines give modules, without modules that none renames.
+    """Return the names of modules that an engine renames.
 
     config  config.json, whose model_type chooses the tables
     """

@@ -56,8 +56,13 @@ class Making:
         self.is_done = False
 
     def advance(self, stop: threading.Event, is_first_pass: bool = False) -> None:
-        """Append parts until the maker ends, or pauses in the first pass."""
-        while not (stop.is_set() or self.is_done):
+        """Append parts until the maker ends, or pauses in the first pass.
+
+        stop  ends the maker where it stands: others may wait for a GPU's lane that it holds
+        """
+        while not self.is_done:
+            if stop.is_set():
+                return self.close()
             try:
                 name, data = next(self._parts)
             except StopIteration as end:
@@ -73,3 +78,4 @@ class Making:
     def close(self) -> None:
         """End the maker where it stands; it holds nothing afterwards."""
         self._parts.close()
+        self.is_done = True
