@@ -1,7 +1,7 @@
 """Choose formats of modules so that the artifact has a given size.
 
-Parts, what each can become and what it then loses are in parts.py; how options are chosen is in
-knapsack.py.
+parts.py has the parts of a model, their options and errors, and the choice for a number of bytes;
+here a goal becomes that number.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from fp4convert.calibration.statistics import check_linears
 from fp4convert.checkpoint.encodings.floats import advise_on_types
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device
-from fp4convert.conversion.knapsack import Option, choose
 from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.parts import Parts, is_plain, pattern_of
+from fp4convert.conversion.parts import Option, Parts, choose, is_plain, pattern_of
 from fp4convert.conversion.quantization import (
     goal_record,
     plan_with,

@@ -1,41 +1,39 @@
-"""Measure what weights lose in each format, where outputs were not.
+"""Measure what the weights of a checkpoint lose, for a target size.
 
-The loss is sum |(W - V) x|^2 / sum |W x|^2 over the layer's inputs x: by their second moments where
-there is a calibration, else for inputs of unit variance, where it is the noise-to-signal ratio of
-the weights.  Weights are rounded to the nearest value by the rule that `quantize` follows, under
-the global scale that they set, whichever method follows later.  What stays loses nothing.
+The loss is `output` of quality/losses.py, by the second moments of a calibration, or for inputs of
+unit variance.  Weights are rounded to the nearest value by the rule of `quantize`, under the global
+scale of their group, whichever method follows later.
 
-Of a matrix SAMPLE_NBYTES are read, in strips of rows that lie evenly over it; of the experts of one
-kind in a layer as many bytes together, of at most MOST_EXPERTS: so a model of any size is measured
-in minutes.  Smaller matrices are read whole.
+SAMPLE_NBYTES of a matrix are read, in strips of rows that lie evenly over it.  The experts of one
+kind in a layer share these bytes, and at most MOST_EXPERTS of them are read.  So a model of any
+size is measured in minutes.
 
-  OUT/.fp4convert/measured/<key>.json  {module: {format: loss}} of one shard; the key stands for all
-                                       that the losses depend on
+  OUT/.fp4convert/measured/<key>.json  {module: {format: loss}} of one shard; the key is a hash of
+                                       everything that the losses depend on
   OUT/.fp4convert/measured/claims/     which process measures which shard
 
-Any number of processes measure together, and each finds the same: sums are made in one order, and
-told with DIGITS digits.
+Several processes share the shards, and the losses do not depend on who measures: sums are made in
+one order, and rounded to DIGITS digits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fp4convert import __version__
-from fp4convert.calibration.input_power import column_power, weighted
+from fp4convert.calibration.input_power import Inputs
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, NumericError
@@ -47,15 +45,20 @@ from fp4convert.execution.settings import UnsoundShardError, summarize
 from fp4convert.execution.workers import read_again_if_damaged
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import as_floats, not_finite
+from fp4convert.numerics.codec import Float32s, as_floats
 from fp4convert.numerics.formats import Format, format_named
-from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
 from fp4convert.numerics.matrices import InMemory
 from fp4convert.progress import Phases
-from fp4convert.quality.losses import RowSample, sample_matrix
+from fp4convert.quality.losses import (
+    TENSOR,
+    RowSample,
+    Weighed,
+    sample_matrix,
+    through_fp8,
+)
 from fp4convert.storage.disk import replace_file
 from fp4convert.storage.json_text import MISSHAPEN, read_text_file
-from fp4convert.storage.source import ASKED_AT_ONCE, Source, stopping
+from fp4convert.storage.source import Source, read_each
 
 FOLDER = "measured"
 DIGITS = 9  # of a loss
@@ -69,10 +72,10 @@ Losses = dict[str, dict[str, float]]
 class Candidate(NamedTuple):
     """A linear layer that may take several formats.
 
-    group    the members of its scale group, itself among them, in whichever shard
-    formats  names of those in which it loses something that is to be measured
-    amax     what sets the global scale of the group, where one is given
-    share    one of how many matrices it is that are read as one
+    group    the members of its scale group, itself among them, in any shard
+    formats  names of the formats to measure
+    amax     sets the global scale of the group; None where the weights do
+    share    number of experts that share the bytes of a sample
     """
 
     linear: Linear
@@ -83,21 +86,21 @@ class Candidate(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes that are read of it."""
+        """Count the bytes of its sample."""
         return self.sample(self.linear).nbytes
 
     def sample(self, member: Linear) -> RowSample:
-        """Choose the rows that stand for a member of the group."""
+        """Choose the rows to read of a member of the group."""
         return sample_matrix(member, SAMPLE_NBYTES // self.share, strip_nbytes=STRIP_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """How the weights of one checkpoint are measured.
+    """Settings for measuring the weights of one checkpoint.
 
-    granularity  what shares a scale of FP8: row or tensor
-    output       the folder that results are kept in and read from; None: nothing is
-    is_kept      False where nothing may be written there
+    granularity  row or tensor: the elements that share a scale of FP8
+    output       folder with results of earlier runs; None for no folder
+    is_kept      results are written there, too
     """
 
     source: Source
@@ -171,14 +174,14 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
 
 @contextmanager
 def removed_if_refused(output: Path) -> Iterator[None]:
-    """Remove what is measured meanwhile where an InputError ends it.
+    """Remove the measurements of this run where an InputError ends it.
 
-    A refused run writes nothing.  What lay there before stays, and so does all that is measured
-    where weights are bad: the same command without these finds it.
+    A refused run writes nothing.  Earlier files stay, and so do all where weights are bad: the same
+    command without these weights reads them.
     """
     place = output / STATE / FOLDER
     before, made = set[Path](), list[Path]()
-    with suppress(OSError):  # a place that cannot be has nothing, and is told when it is made
+    with suppress(OSError):  # a place that cannot exist is refused when it is made
         before = set(place.glob("*.json"))
         folders = [place / "claims", place, output / STATE, output, *output.parents]
         made = [folder for folder in folders if not folder.exists()]
@@ -187,7 +190,7 @@ def removed_if_refused(output: Path) -> Iterator[None]:
     except NumericError:
         raise
     except InputError:
-        with suppress(OSError):  # others are at work here, too; or the disk is away
+        with suppress(OSError):  # other processes use the folder, or the disk is gone
             for file in set(place.glob("*.json")) - before:
                 file.unlink(missing_ok=True)
             for folder in made:
@@ -196,7 +199,7 @@ def removed_if_refused(output: Path) -> Iterator[None]:
 
 
 def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
-    """Hash all that the losses of a shard's linear layers depend on."""
+    """Hash everything that the losses of a shard depend on."""
     checkpoint, target = bench.source.checkpoint, bench.rounding.target
     read = {ref.file for one in own for linear in one.group for ref in linear.refs}
     stamps = [[name, checkpoint.stamps[name]] for name in sorted({file, *read})]
@@ -220,7 +223,7 @@ def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
 
 
 def _read(bench: Bench, key: str, own: Sequence[Candidate]) -> Losses | None:
-    """Read what was measured before; None where nothing was, or it is damaged."""
+    """Read earlier measurements; None without any, or where they are damaged."""
     if bench.output is None:
         return None
     path = bench.output / STATE / FOLDER / f"{key}.json"
@@ -247,112 +250,67 @@ def _measure_shard(bench: Bench, own: Sequence[Candidate]) -> Losses:
 
     Raises  UnsoundShardError, after all are measured, where weights are NaN or Inf
     """
-    source, file = bench.source, own[0].linear.home.file
     groups: dict[tuple[Linear, ...], list[Candidate]] = defaultdict(list)
     for candidate in own:
         groups[candidate.group].append(candidate)
     ordered = sorted(groups.values(), key=lambda group: min(c.linear.refs[0].start for c in group))
-    losses: Losses = {}
-    unsound: list[NumericError] = []
-    threads = bench.workers or bench.rounding.backend.threads
-    if source.is_streamed:
-        threads = max(threads, ASKED_AT_ONCE)
-    with ThreadPoolExecutor(threads) as pool, stopping(source):
-        coming = [pool.submit(_measure_group, bench, group) for group in ordered]
+
+    def measure_group(group: list[Candidate]) -> tuple[Losses, list[NumericError]]:
         try:
-            for future in coming:
-                try:
-                    losses |= future.result()
-                except UnsoundShardError as error:
-                    unsound += error.errors
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            losses = _losses_of(bench, group)
+        except NumericError:
+            found = (find_not_finite(bench.source, linear) for linear in group[0].group)
+            if errors := [error for error in found if error]:
+                return {}, errors
             raise
-    source.check_unchanged(file)
-    if unsound:
+        for one in group:
+            bench.phases.report(one.linear.name, one.nbytes)
+        return losses, []
+
+    threads = bench.workers or bench.rounding.backend.threads
+    measured = read_each(bench.source, measure_group, ordered, threads)
+    bench.source.check_unchanged(own[0].linear.home.file)
+    if unsound := [error for _, errors in measured for error in errors]:
         raise UnsoundShardError(unsound)
-    return losses
+    return {module: losses for found, _ in measured for module, losses in found.items()}
 
 
-def _measure_group(bench: Bench, group: list[Candidate]) -> Losses:
-    """Measure the members of one scale group that lie in one shard.
-
-    Raises  UnsoundShardError where a member, in whichever shard, is not finite
-    """
-    try:
-        losses = _losses_of(bench, group)
-    except NumericError:
-        bad = [find_not_finite(bench.source, linear) for linear in group[0].group]
-        named = [error for error in bad if error]
-        if not named:
-            raise
-        raise UnsoundShardError(named) from None
-    for one in group:
-        bench.phases.report(one.linear.name, one.nbytes)
-    return losses
-
-
-def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
-    """Round members of a scale group in each format, weigh the errors."""
-    calibration = bench.calibration
-    sample = group[0].sample
+def _losses_of(bench: Bench, group: Sequence[Candidate]) -> Losses:
+    """Measure the members of one scale group that lie in one shard."""
+    sample, calibration = group[0].sample, bench.calibration
     read = {one.module: InMemory(sample(one).read(bench.source)) for one in group[0].group}
-    moments = {
-        one.linear.module: calibration.moments(one.linear.module) if calibration else None
-        for one in group
-    }
-    powers = {
-        module: weighted(column_power(as_floats(read[module].matrix)), own)
-        for module, own in moments.items()
-    }
-    if not all(map(math.isfinite, powers.values())):
-        raise not_finite()
-    losses: Losses = {module: {} for module in moments}
+    weighed = {}
+    for one in group:
+        module = one.linear.module
+        inputs = Inputs(calibration.moments(module) if calibration else None)
+        weighed[module] = Weighed.of(as_floats(read[module].matrix), inputs)
+    losses: Losses = {module: {} for module in weighed}
     for name in dict.fromkeys(name for one in group for name in one.formats):
         modules = [one.linear.module for one in group if name in one.formats]
         fmt = format_named(name)
         if fmt.is_fp4:
-            noises = _noises_of_fp4(bench, read, modules, fmt, group[0].amax)
+            rounded = _through_fp4(bench, read, modules, fmt, group[0].amax)
         else:
-            noises = [_noise_of_fp8(bench, read[module], fmt) for module in modules]
-        for module, noise in zip(modules, noises, strict=True):
-            power = powers[module]
-            loss = weighted(noise, moments[module]) / power if power else 0.0
-            losses[module][name] = float(f"{loss:.{DIGITS}g}")
+            rule, is_whole = bench.rounding.target.rule_for(fmt), bench.granularity == TENSOR
+            rounded = (through_fp8(read[module], fmt, rule, is_whole) for module in modules)
+        for module, values in zip(modules, rounded, strict=True):
+            losses[module][name] = float(f"{weighed[module].loss(values).output:.{DIGITS}g}")
     return losses
 
 
-def _noises_of_fp4(
+def _through_fp4(
     bench: Bench,
     read: Mapping[str, InMemory],
     modules: Sequence[str],
     fmt: Format,
     amax: float | None,
-) -> list[NDArray[np.float64]]:
-    """Sum the squared errors of columns, for members of a scale group.
+) -> Iterator[Float32s]:
+    """Round members of a scale group, and yield their values.
 
-    read  every member of the group; all set the global scale, where no amax is given
+    read  every member of the group; all set the global scale, unless an amax is given
     """
     members = [read[module] for module in modules]
-    noises = [np.zeros(one.shape[1]) for one in members]
-    whole = list(read.values()) if amax is None else []
-    current = first = 0
-    for number, q in bench.rounding.panels(whole, members, modules, fmt, Given(amax)):
-        first = first if number == current else 0
-        x = as_floats(members[number].rows(first, first + q.shape[0]))
-        noises[number] += column_power(x - Cpu().values(q))
-        current, first = number, first + q.shape[0]
-    return noises
-
-
-def _noise_of_fp8(bench: Bench, weights: InMemory, fmt: Format) -> NDArray[np.float64]:
-    """Sum the squared errors of columns, for MXFP8 or FP8."""
-    rows, columns = weights.shape
-    is_whole = bench.granularity == "tensor" and not fmt.block_size
-    block = (rows if is_whole else 1, fmt.block_size or columns)
-    scales = find_scales(weights, block, fmt, bench.rounding.target.rule_for(fmt))
-    parts = round_to_fp8(weights, scales, block)
-    noise: NDArray[np.float64] = sum(
-        (column_power(as_floats(part.x) - part.values) for part in parts), np.zeros(columns)
-    )
-    return noise
+    measured = list(read.values()) if amax is None else []
+    panels = bench.rounding.panels(measured, members, modules, fmt, Given(amax))
+    for _, own in groupby(panels, key=itemgetter(0)):
+        yield np.concatenate([Cpu().values(q) for _, q in own])

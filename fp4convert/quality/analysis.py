@@ -26,10 +26,11 @@ from fp4convert.quality.losses import (
     Loss,
     RowSample,
     Way,
+    Weighed,
     draw_sample,
     kinds_of,
-    losses_of,
     short_names,
+    through_form,
     ways,
 )
 from fp4convert.recipes.options import RecipeOptions
@@ -175,13 +176,15 @@ def _measure(
         linear = sample.linear
         x = as_floats(sample.read(source))
         try:
-            found = list(losses_of(x, Inputs.of(calibration, linear.module), wanted[kind]))
+            weighed = Weighed.of(x, Inputs.of(calibration, linear.module))
         except NumericError as error:
             detail = f"{linear.name}: {error.message}"
             next_step = f"Leave it out: {exclude_option(linear.module)}"
             raise NumericError(error.code, detail, next_step, linear.name) from None
+        moments = weighed.inputs.moments
+        losses = [weighed.loss(through_form(x, way, moments)) for way in wanted[kind]]
         report(linear.name, sample.nbytes)
-        return found
+        return losses
 
     places = [(kind, sample) for kind, own in samples.items() for sample in own]
     found: dict[str, list[list[Loss]]] = {kind: [] for kind in samples}

@@ -1,6 +1,6 @@
-"""Choose rows that stand for a model, and measure what they lose.
+"""Sample the weights of a model, and measure what rounding loses.
 
-A sample of a matrix is rounded to a form, and back: W becomes V.  Two losses are measured:
+Both `analyze` and a target size measure here: W is a sample of a matrix, V its values in a form.
 
 nmse    sum (w - v)^2 / sum w^2, over the weights
 output  sum |(W - V) x|^2 / sum |W x|^2, over the inputs x of the layer
@@ -11,7 +11,7 @@ Inputs are known by their second moments alone (calibration/input_power.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,9 +30,9 @@ from fp4convert.numerics.codec import (
     not_finite,
     quantize,
 )
-from fp4convert.numerics.formats import FP4_FORMATS, FP8, IMPORTANCE
-from fp4convert.numerics.fp8_int import through_fp8
-from fp4convert.numerics.matrices import Matrix
+from fp4convert.numerics.formats import FP4_FORMATS, FP8, IMPORTANCE, Format
+from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
+from fp4convert.numerics.matrices import InMemory, Matrix, Weights
 from fp4convert.storage.source import Source
 
 STUDIED_BLOCKS = (16, 32, 64)
@@ -53,8 +53,8 @@ class Way(NamedTuple):
     """A form that a matrix can take.
 
     format  nvfp4, mxfp4, fp8 or bf16
-    rule    that sets the block scales; None where there are none
-    block   columns to a block; "row" or "tensor" for what shares a scale of FP8; None for bf16
+    rule    that sets the block scales; None without block scales
+    block   columns to a block; "row" or "tensor" for an FP8 scale; None for bf16
     """
 
     format: str
@@ -81,15 +81,8 @@ class Way(NamedTuple):
         return rows * columns * 16
 
 
-class Loss(NamedTuple):
-    """What one matrix loses in one form; the head of this module has both."""
-
-    nmse: float
-    output: float
-
-
 def ways(is_calibrated: bool) -> list[Way]:
-    """List all forms that are compared.
+    """List the forms that `analyze` compares.
 
     Both formats, every rule and every block size; FP8 and bf16 to compare with.
     """
@@ -103,24 +96,52 @@ def ways(is_calibrated: bool) -> list[Way]:
     return [*fp4, Way(FP8.name, "amax", ROW), Way(FP8.name, "amax", TENSOR), Way(BF16)]
 
 
-def losses_of(x: Float32s, inputs: Inputs, chosen: list[Way]) -> Iterator[Loss]:
-    """Measure what a matrix loses in each form.
+class Loss(NamedTuple):
+    """Losses of one matrix in one form, as defined at the top of this file."""
 
-    x       (rows, columns), some rows of a matrix or all of them; their amax sets the global scale
-    Raises  NumericError on NaN or infinity
-    """
-    if not np.isfinite(x).all():
-        raise not_finite()
-    signal, output = weighted(column_power(x), None), output_power(x, inputs)
-    for way in chosen:
-        error = x - through_form(x, way, inputs.moments)
-        noise, output_noise = weighted(column_power(error), None), output_power(error, inputs)
-        yield Loss(noise / signal if signal else 0.0, output_noise / output if output else 0.0)
+    nmse: float
+    output: float
+
+
+class Weighed(NamedTuple):
+    """Values of a matrix, with the power of them and of their outputs."""
+
+    x: Float32s
+    inputs: Inputs
+    power: Loss
+
+    @classmethod
+    def of(cls, x: Float32s, inputs: Inputs) -> Weighed:
+        """Measure the power of a matrix.
+
+        x       (rows, columns), some rows of a matrix or all of them
+        Raises  NumericError on NaN or infinity
+        """
+        if not np.isfinite(x).all():
+            raise not_finite()
+        return cls(x, inputs, _power_of(x, inputs))
+
+    def loss(self, values: Float32s) -> Loss:
+        """Return the loss by which x became `values`."""
+        noise, signal = _power_of(self.x - values, self.inputs), self.power
+        return Loss(
+            noise.nmse / signal.nmse if signal.nmse else 0.0,
+            noise.output / signal.output if signal.output else 0.0,
+        )
+
+
+def _power_of(matrix: Float32s, inputs: Inputs) -> Loss:
+    """Return the power of a matrix, and of its outputs."""
+    columns = column_power(matrix)
+    if inputs.gram is None:
+        return Loss(weighted(columns, None), weighted(columns, inputs.moments))
+    return Loss(weighted(columns, None), output_power(matrix, inputs))
 
 
 def through_form(x: Float32s, way: Way, importance: Float32s | None = None) -> Float32s:
-    """Round a matrix to a form, and return the values of that.
+    """Round a matrix to a form, and return its values.
 
+    x           its amax sets the global scale
     importance  of the columns, for the rule of that name
     """
     if isinstance(way.block, int):
@@ -129,11 +150,22 @@ def through_form(x: Float32s, way: Way, importance: Float32s | None = None) -> F
         if way.is_for_study:
             fmt = replace(fmt, block_size=way.block)
             return dequantize(quantize(x, fmt, str(way.rule), amax, given))
-        q = Cpu().quantize(as_matrix(x), fmt, str(way.rule), amax, given)
-        return Cpu().values(q)
+        return Cpu().values(Cpu().quantize(as_matrix(x), fmt, str(way.rule), amax, given))
     if way.format == BF16:
         return x.astype(FLOAT_DTYPES["BF16"]).astype(np.float32)
-    return through_fp8(x, (1, x.shape[1]) if way.block == ROW else (x.shape[0], x.shape[1]))
+    return through_fp8(InMemory(as_matrix(x)), FP8, str(way.rule), way.block == TENSOR)
+
+
+def through_fp8(weights: Weights, fmt: Format, rule: str, is_whole: bool) -> Float32s:
+    """Round a matrix to FP8 or MXFP8, and return its values.
+
+    is_whole  one scale of FP8 for the matrix; else one for a row
+    """
+    rows, columns = weights.shape
+    block = (rows if is_whole and not fmt.block_size else 1, fmt.block_size or columns)
+    scales = find_scales(weights, block, fmt, rule)
+    parts = [part.values for part in round_to_fp8(weights, scales, block)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class RowSample(NamedTuple):

@@ -424,7 +424,7 @@ def sensed(source: Path, file: Path, seed: int, formats: tuple[str, ...]) -> dic
 )
 def test_few_choices_of_that_size_cost_the_outputs_less(source, tmp_path, bits, share):
     """Every choice of 8 parts in 4 formats: sizes and losses typed by hand. Of so few parts one
-    step is much (knapsack.py): at 6.3 bits the best choice has 0.72 of the error.
+    step is much (parts.py): at 6.3 bits the best choice has 0.72 of the error.
     """
     file = tmp_path / "c.safetensors"
     known = sensed(source, file, 7, ("nvfp4", "mxfp4", "fp8"))

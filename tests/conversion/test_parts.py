@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fp4convert.conversion.knapsack import Option, choose, hull
+from fp4convert.conversion.parts import Option, choose, hull
 
 
 def parts_at_random(seed: int, count: int = 6, options: int = 3) -> list[list[Option]]:
