@@ -47,32 +47,32 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     The command `reproduce`.
 
     Every shard passes through a file in the folder for temporary files, which is removed as soon
-    as its hash is known; what transcode carried on lies there whole until it is carried on again.
+    as its hash is known; the input of a transcode step lies there whole until the step ends.
     Returns  what `reproduce --json` prints; `reproduced` is False where the command exits with 6
-    Raises   Fp4Error, as `quantize` does; InputError for a record that does not tell enough, and
-             for a file that differs from the one that the artifact was made with
+    Raises   Fp4Error, as `quantize` does; InputError for a record without options or hashes, and
+             for a file that differs from the recorded one
     """
     started = time.monotonic()
-    access = replace(options.access(), config=None)
-    artifact = find_artifact(os.fspath(options.artifact), access)
-    record, folder, expected = artifact.record, artifact.folder, _expected(options, artifact.record)
+    artifact = find_artifact(os.fspath(options.artifact), replace(options.access(), config=None))
+    record, folder = artifact.record, artifact.folder
+    expected = _expected_hashes(options, record)
     differing: dict[str, str | None] = {}  # file -> the first tensor that differs
 
     def compare(path: Path, file: str, sha256: str) -> None:
         if file in (RECORD, *UNDIGESTED):
             return
-        differing.pop(file, None)  # it may have been made of what came damaged, and made again
+        differing.pop(file, None)  # a shard that arrived damaged is written again
         if expected.get(file) != sha256 or artifact.hash_of(file, sha256) != sha256:
             differing[file] = first_difference(path, folder / file) if folder else None
 
+    origin = {key: _text_in(record, "source", key) for key in ("repo", "revision", "file")}
     with temporary_folder() as scratch:
-        asked = _asked(options, record, scratch / "out")
+        asked = _asked(options, record, origin, scratch / "out")
         steps, settings = _steps(record[OPTIONS]), options.settings(options.device)
         settings.phases.begin("plan")
-        origin = _origin(record)
         is_recorded = asked.source in (origin["repo"], _recorded_source(origin))
         work = _prepare(asked, is_recorded, folder, settings.phases)
-        _compare_taken(options, record[OPTIONS], work)
+        _compare_taken(options, record[OPTIONS], work.plan.options or {})
         _refuse_own_weights(work, options, expected)
         last = _carry_out(work, steps, settings, compare)
         found = read_ended_files(last)
@@ -80,14 +80,14 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     others = found.keys() - expected.keys() - {RECORD, *UNDIGESTED}
     for file in (*(expected.keys() - found.keys()), *others, *artifact.added):
         differing.setdefault(file, None)
-    words, producer = _differing_words(record, made), record.get("producer")
+    words = _differing_keys(record, made)
     return {
         "artifact": os.fspath(options.artifact),
         "source": os.fspath(asked.source),
         "source_revision": work.source.checkpoint.revision,
         "recorded_source": origin["repo"],
         "recorded_revision": origin["revision"],
-        "made_by": producer.get("version") if isinstance(producer, Mapping) else None,
+        "made_by": _text_in(record, "producer", "version"),
         "files": len(expected),
         "differing": [
             {"file": file, "tensor": differing[file], "sha256": found.get(file)}
@@ -100,70 +100,56 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     }
 
 
-def _expected(options: ReproduceOptions, record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the hashes of a record that tells enough; else InputError."""
-    files = recorded_hashes(record)
-    if files and isinstance(record.get(OPTIONS), dict):
-        return files
+def _expected_hashes(options: ReproduceOptions, record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hashes of a record that has options, too; else InputError."""
+    hashes = recorded_hashes(record)
+    if hashes and isinstance(record.get(OPTIONS), dict):
+        return hashes
     detail = f"{options.artifact}: its {RECORD} does not say by which options it was made"
     better = "Give one that quantize of this version or a newer one wrote."
     raise InputError("not-reproducible", f"{detail}; expected files and {OPTIONS}", better)
 
 
-def _origin(record: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return repository, commit and file of the weights, where it has them."""
-    known: Any = record.get("source")
-    keys = ("repo", "revision", "file")
-    found = {key: known.get(key) if isinstance(known, dict) else None for key in keys}
-    return {key: value if isinstance(value, str) else None for key, value in found.items()}
+def _text_in(record: Mapping[str, Any], *keys: str) -> str | None:
+    """Return a text of a record; None where it has none there."""
+    value: Any = record
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) else None
 
 
 def _recorded_source(origin: Mapping[str, str | None]) -> str | None:
-    """Return the repository that a record names, or the file in it.
-
-    Never a path of this disk.
-    """
+    """Return the repository of a record, or the file in it; never a path."""
     repo, file = origin["repo"], origin["file"]
-    name = f"{repo}/{file}" if file else repo
-    return (
-        name if name and (GGUF_FILE if file else re.compile(REPOSITORY)).fullmatch(name) else None
-    )
+    if not repo:
+        return None
+    name, expected = (f"{repo}/{file}", GGUF_FILE) if file else (repo, re.compile(REPOSITORY))
+    return name if expected.fullmatch(name) else None
 
 
-def _adapter_commit(record: Mapping[str, Any]) -> str | None:
-    """Return the commit of the adapter's repository, where a record has it."""
-    known = record.get(ADAPTER)
-    commit = known.get("revision") if isinstance(known, dict) else None
-    return commit if isinstance(commit, str) else None
+def _differing_keys(record: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
+    """List the keys of two records whose values differ, wherever files lay."""
 
+    def placeless(entry: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in entry.items() if key not in ("repo", *WHERE)}
 
-def _differing_words(record: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
-    """List the keys of which two records say different things."""
+    def written(value: Any) -> str:  # as JSON, where 1, 1.0 and true differ
+        known = json.loads(json.dumps(value), object_hook=placeless)
+        return json.dumps(known, sort_keys=True)
+
     keys = {**record, **made}.keys() - {"files", "producer", "source"}
-    words = {key for key in keys if _as_written(record.get(key)) != _as_written(made.get(key))}
+    differing = {key for key in keys if written(record.get(key)) != written(made.get(key))}
     if len(record["files"]) != len(recorded_hashes(record)):  # an entry that is no hash
-        words.add("files")
-    return sorted(words)
+        differing.add("files")
+    return sorted(differing)
 
 
-def _as_written(value: Any) -> str:
-    """Write a value of a record as JSON.
-
-    To those who read it, 1, 1.0 and true are not the same.
-    """
-    return json.dumps(_placeless(value), sort_keys=True)
-
-
-def _placeless(value: Any) -> Any:
-    """Leave out where things lay: of what was in them there are hashes."""
-    if isinstance(value, list):
-        return list(map(_placeless, value))
-    if isinstance(value, dict):
-        return {key: _placeless(each) for key, each in value.items() if key not in ("repo", *WHERE)}
-    return value
-
-
-def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -> QuantizeOptions:
+def _asked(
+    options: ReproduceOptions,
+    record: Mapping[str, Any],
+    origin: Mapping[str, str | None],
+    output: Path,
+) -> QuantizeOptions:
     """Return the options that made an artifact, with the files given now."""
     words = read_options(record)
     for name in FILES:
@@ -171,10 +157,9 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
         _compare_file(name, given, words.get(name))
         if given is not None:
             words[name] = given
-        else:
-            commit = _adapter_commit(record) if name == "lora" else None
-            words |= {name: as_page(words[name], commit)} if name in words else {}
-    origin = _origin(record)
+        elif name in words:
+            commit = _text_in(record, ADAPTER, "revision") if name == "lora" else None
+            words[name] = as_page(words[name], commit)
     source = options.source or _recorded_source(origin)
     if not source or (not options.source and os.path.exists(source)):
         detail = f"{options.artifact} was made from a folder, whose place its record does not say"
@@ -187,9 +172,9 @@ def _asked(options: ReproduceOptions, record: Mapping[str, Any], output: Path) -
         better = "Name the weights that it was made from: --source SOURCE."
         raise InputError("usage", detail, better)
     how = {
-        each.name: getattr(options, each.name)
-        for each in (*declared_in(AccessOptions), *declared_in(DeviceOptions))
-        if each.name not in (*FILES, "revision", "subfolder", "force")
+        one.name: getattr(options, one.name)
+        for one in (*declared_in(AccessOptions), *declared_in(DeviceOptions))
+        if one.name not in (*FILES, "revision", "subfolder", "force")
     }
     revision = None if os.path.exists(source) else origin["revision"]
     return QuantizeOptions(source, output=output, revision=revision, **{**how, **words})
@@ -226,21 +211,19 @@ def _prepare(
     return prepare(replace(asked, subfolder=chosen[0]), phases)
 
 
-def _steps(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what transcode was told, each time; none for what quantize made.
+def _steps(recorded: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the options of every transcode step of a record.
 
-    Raises  InputError for what it does not write in a record, and for a template
+    Raises  InputError for words that transcode does not write, and for a template
     """
     steps = recorded.get(TRANSCODED, [])
     for step in steps if isinstance(steps, list) else [steps]:
-        if isinstance(step, dict) and step.get("template") is True:
-            detail = "it was carried into a GGUF file by transcode with a --template"
-            better = "Reproduce what it was made from; then transcode that with the same file."
-            raise InputError(
-                "not-reproducible", f"{detail}, of which the record has nothing", better
-            )
-        known = {"dialect", "format", "scale_layout", "keep_dtype"}
         words = step if isinstance(step, dict) else {}
+        if words.get("template") is True:
+            detail = "it was carried into a GGUF file by transcode with a --template, of which the"
+            better = "Reproduce what it was made from; then transcode that with the same file."
+            raise InputError("not-reproducible", f"{detail} record has nothing", better)
+        known = {"dialect", "format", "scale_layout", "keep_dtype"}
         is_known = {"dialect"} <= words.keys() <= known
         if not is_known or not all(isinstance(value, str) for value in words.values()):
             detail = f"{RECORD}: {TRANSCODED} has {str(step)[:80]!r}"
@@ -255,30 +238,32 @@ def _carry_out(
     settings: Settings,
     compare: Callable[[Path, str, str], None],
 ) -> Path:
-    """Quantize, and transcode as often as was done; only the last is compared.
+    """Quantize, then transcode step by step; return the last folder.
 
-    Files of the last go as they come; what is carried on stays until it is.
-    Returns  the folder of the last
+    compare  is given every file of the last step, before it is removed
     """
     last = replace(settings, elsewhere=Elsewhere("", compare), on_named=compare)
     work.carry_out(settings if steps else last)
     folder = work.options.folder
     for number, step in enumerate(steps, 1):
-        artifact = open_artifact(os.fspath(folder))
-        options = TranscodeOptions(folder, folder.with_name(f"{number}"), **step)
-        output = Path(options.output)
-        plan = prepare_transcode(artifact, options)
+        output = folder.with_name(f"{number}")
+        plan = prepare_transcode(
+            artifact := open_artifact(os.fspath(folder)), TranscodeOptions(folder, output, **step)
+        )
         transcode(artifact, plan, output, last if number == len(steps) else settings)
         shutil.rmtree(folder)
         folder = output
     return folder
 
 
+def _first(value: Any) -> Any:
+    """Return the first of several values; a single value as it is."""
+    return value[0] if isinstance(value, tuple | list) and value else value
+
+
 def _compare_file(name: str, given: Any, recorded: Any) -> None:
     """Raise InputError where a file is missing, or is not the recorded one."""
-    flag = f"--{name.replace('_', '-')}"
-    path = given[0] if isinstance(given, tuple | list) else given
-    entry = recorded[0] if isinstance(recorded, list) else recorded
+    flag, path, entry = f"--{name.replace('_', '-')}", _first(given), _first(recorded)
     if path is not None and entry is None:
         detail = f"{flag} is given, and the artifact was made without"
         raise InputError("reproduce-file", detail, "Leave it out.")
@@ -289,7 +274,7 @@ def _compare_file(name: str, given: Any, recorded: Any) -> None:
         of = f" (sha256 {sha256[:12]}...)" if sha256 else ""
         detail = f"the artifact was made with a {flag} of its own{of}, which the record has not"
         raise InputError("reproduce-file", detail, f"Give it: {shell_line(flag, 'PATH')}")
-    if path is None or not sha256:  # what is taken of a folder a plan tells
+    if path is None or not sha256:  # of a folder, _compare_taken compares the values
         return
     if os.path.isdir(path):
         raise InputError("reproduce-file", f"{flag} {path} is a folder; expected a file")
@@ -298,21 +283,21 @@ def _compare_file(name: str, given: Any, recorded: Any) -> None:
         raise InputError("reproduce-file", detail, "Give the file that it was made with.")
 
 
-def _compare_taken(options: ReproduceOptions, recorded: Mapping[str, Any], work: Work) -> None:
-    """Raise InputError for a folder or repository that gives something else."""
-    now = work.plan.options or {}
+def _compare_taken(
+    options: ReproduceOptions, recorded: Mapping[str, Any], planned: Mapping[str, Any]
+) -> None:
+    """Raise InputError for a folder or repository that gives other values.
+
+    planned  options as they will be recorded, with the hashes of these values
+    """
     for name in FILES:
-        entries = [recorded.get(name), now.get(name)]
-        then, found = (each[0] if isinstance(each, list) else each for each in entries)
+        then, now = _first(recorded.get(name)), _first(planned.get(name))
         if not isinstance(then, dict) or "taken" not in then:
             continue
-        if not isinstance(found, dict) or found.get("taken") != then["taken"]:
-            given = getattr(options, name)
-            path = given[0] if isinstance(given, tuple | list) and given else given
-            detail = (
-                f"--{name.replace('_', '-')} {path or then.get('repo')} is not the one that was"
-            )
-            detail += " used: what is taken of it has another sha256 than the record has"
+        if not isinstance(now, dict) or now.get("taken") != then["taken"]:
+            path = _first(getattr(options, name)) or then.get("repo")
+            detail = f"--{name.replace('_', '-')} {path} is not the one that was used: what is"
+            detail += " taken of it has another sha256 than the record has"
             raise InputError("reproduce-file", detail, "Give the one that it was made with.")
 
 
@@ -322,10 +307,12 @@ def _refuse_own_weights(work: Work, options: ReproduceOptions, expected: Mapping
     Its blocks would be carried over, which proves nothing. Shards without such blocks are equal in
     honest artifacts, too.
     """
-    carrying = (
-        task for task in work.plan.tasks if any(step.action == "transcode" for step in task.steps)
-    )
-    shards = {file for task in carrying for file in task.sources}
+    shards = {
+        file
+        for task in work.plan.tasks
+        if any(step.action == "transcode" for step in task.steps)
+        for file in task.sources
+    }
     ours = {sha256 for name, sha256 in expected.items() if holds_weights(name)}
     if shards and all(hash_in(work.source, shard) in ours for shard in shards):
         source = work.options.source

@@ -40,8 +40,7 @@ from fp4convert.conversion.options import (
     QuantizeOptions,
     chosen_adapter,
 )
-from fp4convert.conversion.recorded_files import refuse_harmed
-from fp4convert.conversion.recorded_options import options_recorded
+from fp4convert.conversion.recorded_options import options_recorded, refuse_harmed
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.carry_out import carry_out

@@ -1,6 +1,7 @@
-"""Write the options of quantize into a record, and read them again.
+"""Write options into a record, read them again, and check recorded hashes.
 
-quantize writes them, and reproduce makes the artifact again from what it reads.
+quantize writes its options, and reproduce makes the artifact again from them. A source that is an
+artifact has to be what its record says.
 """
 
 import hashlib
@@ -8,19 +9,24 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from fp4convert.checkpoint.artifact import read_json
 from fp4convert.checkpoint.record import OPTIONS, TRANSCODED
 from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError
+from fp4convert.execution.settings import Settings
 from fp4convert.numerics.formats import NVFP4
 from fp4convert.planning.steps import Plan
+from fp4convert.process import processors
 from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.recipes.recipe import Target
-from fp4convert.storage.checkpoint_files import RECORD
-from fp4convert.storage.disk import SHA256_DIGITS, hash_file
+from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNDIGESTED, recorded_hashes
+from fp4convert.storage.disk import SHA256_DIGITS, hash_file, hash_stream
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY, Place, page_of, read_reference
 from fp4convert.storage.source import Access, Source, subfolder_of
 
@@ -181,3 +187,45 @@ def _is_written(declared: Declared, entry: object) -> bool:
         return declared.option.is_recipe and entry.isidentifier()
     kinds = (str,) if declared.option.is_several else get_args(declared.type) or (declared.type,)
     return any(isinstance(entry, kind) for kind in kinds if isinstance(kind, type))
+
+
+def refuse_harmed(source: Source, output: Path, settings: Settings) -> None:
+    """Raise InputError where weights are not what our record says of them.
+
+    The record of what is made would vouch for them.  Files beside the weights have to be there, and
+    people may edit them.  A Hub's hashes prove what it sends; a worker that joins leaves it to
+    whoever began.
+    """
+    is_begun = settings.is_joining and (output / PLAN_FILE).exists()
+    if is_begun or source.is_streamed:
+        return
+    recorded = recorded_hashes(read_json(source, RECORD))
+    for file in sorted(recorded.keys() - UNDIGESTED):
+        if not source.has_file(file):
+            raise _unsound(source, f"file-missing: {file} is recorded, and not there")
+    shards = [shard for shard in source.checkpoint.shards if shard.file in recorded]
+    if not shards:
+        return
+    files = [shard.file for shard in shards]
+    settings.phases.begin("hash", sum(shard.nbytes for shard in shards))
+
+    def read(file: str) -> str:
+        with source.open_file(file) as stream:
+            return hash_stream(stream, partial(settings.phases.report, file))
+
+    with ThreadPoolExecutor(min(len(shards), processors())) as pool:
+        try:
+            for file, found in zip(files, pool.map(read, files), strict=True):
+                if found != recorded[file]:
+                    detail = f"hash-mismatch: {file} is not the file that was written"
+                    raise _unsound(source, detail)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _unsound(source: Source, detail: str) -> InputError:
+    found = f"{source.name}: the artifact is not sound: {detail}; expected what {RECORD} lists"
+    next_step = "Download it again, or make it again: fp4convert verify names every such file."
+    next_step += f" Where it was changed on purpose, take 'files' out of {RECORD}."
+    return InputError("unsound-artifact", found, next_step)

@@ -41,7 +41,7 @@ from fp4convert.conversion.artifact_job import (
     refuse_odd_scale,
 )
 from fp4convert.conversion.options import TranscodeOptions
-from fp4convert.conversion.recorded_files import refuse_harmed
+from fp4convert.conversion.recorded_options import refuse_harmed
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carried_blocks import Carrier, describe_carried
 from fp4convert.execution.carry_out import carry_out
