@@ -13,8 +13,12 @@ from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.module_names import join_names, reading_rank, split_leaf, split_numbers
 from fp4convert.checkpoint.record import method_settings
-from fp4convert.conversion.device_choice import choose_device, rounded_by
-from fp4convert.conversion.pace import measure_pace
+from fp4convert.conversion.device_choice import (
+    choose_device,
+    hashed_bytes_per_second,
+    rounded_by,
+    weights_per_second,
+)
 from fp4convert.conversion.quantization import describe_adapter
 from fp4convert.execution.exact_blocks import glance
 from fp4convert.execution.job import Job
@@ -200,16 +204,17 @@ def estimate_seconds(
     reading     the source, at two rates that a disk or a line may have
     """
     shapes = [step.shape for step in plan.steps if step.action == "quantize"]
-    widest = max(shapes, key=lambda shape: shape[-1], default=())
-    pace = measure_pace(backend, plan.target, widest, workers)
-    weights, rate = sum(map(math.prod, shapes)), pace.weights_per_second
-    arithmetic = weights / rate if rate else 0.0
+    arithmetic = 0.0
+    if shapes:
+        columns = max(shape[-1] for shape in shapes)
+        rate = weights_per_second(backend, plan.target, columns, workers)
+        arithmetic = sum(map(math.prod, shapes)) / rate
     at_once = max(1, min(processors(), len(plan.tasks)))
     arriving = source.checkpoint.nbytes if source.is_streamed else 0
-    hashing = (plan.output_bytes / at_once + arriving) / pace.hashed_bytes_per_second
+    hashing = (plan.output_bytes / at_once + arriving) / hashed_bytes_per_second()
     return {
         "device": backend.name,
-        "threads": pace.threads,
+        "threads": workers or backend.threads,
         "arithmetic": arithmetic,
         "hashing": hashing,
         "work": arithmetic + hashing,

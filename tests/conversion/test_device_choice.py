@@ -5,9 +5,13 @@ Rates are typed here; whether a GPU really has them no test can tell.
 
 from __future__ import annotations
 
+import math
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from checkpoints import run, write_llama
 from lazy_cuda import Machine
@@ -15,7 +19,14 @@ from lazy_cuda import Machine
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import Floats
 from fp4convert.conversion import device_choice
-from fp4convert.conversion.device_choice import Choice, choose_device
+from fp4convert.conversion.device_choice import (
+    MOST_SAMPLES,
+    SAMPLE_WEIGHTS,
+    Choice,
+    choose_device,
+    hashed_bytes_per_second,
+    weights_per_second,
+)
 from fp4convert.errors import DeviceError, InputError
 from fp4convert.numerics.backends import gpus, open_backend, self_check
 from fp4convert.recipes.recipe import Target
@@ -44,10 +55,8 @@ def cores(monkeypatch):
         monkeypatch.setattr(device_choice, "processors", lambda: count)
         monkeypatch.setattr(
             device_choice,
-            "measure_pace",
-            lambda backend, target, *_: SimpleNamespace(
-                weights_per_second=count * RATES[target.scale_rule]
-            ),
+            "weights_per_second",
+            lambda backend, target, *_: count * RATES[target.scale_rule],
         )
 
     monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
@@ -74,7 +83,7 @@ def test_other_devices_stay(without_cupy):
 
 
 def test_without_a_gpu_nothing_is_said_nor_measured(monkeypatch, without_cupy):
-    monkeypatch.setattr(device_choice, "measure_pace", None)
+    monkeypatch.setattr(device_choice, "weights_per_second", None)
     for found in ((None, 0, "there is no NVIDIA driver"), ((13, 0), 0, gpus.NO_GPU)):
         monkeypatch.setattr(gpus, "ask_driver", lambda found=found: found)
         assert choose_device("auto", *work_of(1e12)) == Choice("cpu")
@@ -85,7 +94,7 @@ def test_without_a_gpu_nothing_is_said_nor_measured(monkeypatch, without_cupy):
 
 
 def test_a_small_model_pays_for_neither_cupy_nor_a_measurement(cores, monkeypatch, without_cupy):
-    monkeypatch.setattr(device_choice, "measure_pace", None)
+    monkeypatch.setattr(device_choice, "weights_per_second", None)
     chosen = choose_device("auto", *work_of(22 << 20))
     assert chosen.device == "cpu"
     assert chosen.reason.endswith("weights are too few; --device cuda uses cuda:0")
@@ -113,7 +122,7 @@ def test_the_gpu_must_win(weights, rule, count, device, cores, sound):
 
 def test_no_timing_chooses_the_bytes_of_gptq(cores, monkeypatch, without_cupy):
     """docs/methods.md: a GPU gives it other bytes; nothing is measured."""
-    monkeypatch.setattr(device_choice, "measure_pace", None)
+    monkeypatch.setattr(device_choice, "weights_per_second", None)
     target, rounded = work_of(70e9)
     chosen = choose_device("auto", target._replace(method="gptq"), rounded)
     assert chosen == Choice(
@@ -215,3 +224,88 @@ def test_only_the_gpu_that_is_asked_for_is_opened(monkeypatch):
     monkeypatch.setattr(gpus, "_gpu", lambda *one: opened.append(one[1]) or before(*one))
     assert [gpu.number for gpu in self_check.usable_gpus("cuda:2")] == [2]
     assert opened == [2]
+
+
+class Counted:
+    """A backend that does nothing in a known time; it looks at every weight."""
+
+    name = "counted"
+    threads = 2
+
+    def __init__(self, weights_per_second: float) -> None:
+        self.rate = weights_per_second
+        self.asked: list[list[tuple[int, int]]] = []
+        self.rules: set[tuple[str, str]] = set()
+        self.lock = threading.Lock()
+
+    def quantize_group(self, measured, members, fmt, rule, given=None):
+        assert measured == members
+        shapes = [weights.shape for weights in members]
+        values = np.frombuffer(members[0].rows(0, 1).data, "<u2").astype(np.uint32) << 16
+        assert 0 < np.abs(values.view(np.float32)).max() < 1
+        with self.lock:
+            self.asked.append(shapes)
+            self.rules.add((fmt.name, rule))
+        time.sleep(sum(map(math.prod, shapes)) / self.rate)
+        yield 0, None
+
+
+class Looked:
+    """A clock that notes when the main thread looks at it."""
+
+    def __init__(self, looks: list[float]) -> None:
+        self.looks = looks
+
+    def perf_counter(self) -> float:
+        now = time.perf_counter()
+        if threading.current_thread() is threading.main_thread():
+            self.looks.append(now)
+        return now
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_the_rate_is_that_of_all_threads(threads, monkeypatch):
+    """Their weights, but to warm up, in the time between the main thread's looks at the clock."""
+    backend, looks = Counted(1e9), []
+    monkeypatch.setattr(device_choice, "time", Looked(looks))
+    rate = weights_per_second(backend, Target("nvfp4"), 4096, threads)
+    done = sum(math.prod(shape) for shapes in backend.asked for shape in shapes)
+    begun, ended = looks
+    assert rate == pytest.approx((done - (threads or 2) * SAMPLE_WEIGHTS) / (ended - begun))
+    assert {columns for shapes in backend.asked for _, columns in shapes} == {4096}
+    assert backend.rules == {("nvfp4", "mse")}
+
+
+def test_a_slow_device_does_one_sample_and_a_fast_one_many_in_a_call():
+    slow, fast = Counted(4e7), Counted(1e13)
+    weights_per_second(slow, Target("mxfp4", scale_rule="ceil"), 64, 1)
+    assert [len(shapes) for shapes in slow.asked] == [1, 1]  # once to warm up
+    assert slow.rules == {("mxfp4", "ceil")}
+    weights_per_second(fast, Target("mxfp4"), 1 << 23, 1)
+    assert max(map(len, fast.asked)) == MOST_SAMPLES
+    assert {shape for shapes in fast.asked for shape in shapes} == {(1, SAMPLE_WEIGHTS)}
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8", "mxfp8"])
+def test_the_processor_here_has_a_rate(format):
+    target = Target(format, "compressed-tensors")
+    assert weights_per_second(open_backend("cpu"), target, 4096, 0) > 1e6
+
+
+def test_a_machine_too_busy_to_measure_is_measured_all_the_same(monkeypatch):
+    """A process may stand still for longer than a measurement takes."""
+    clock = iter(range(0, 10**9, 10))
+    busy = SimpleNamespace(perf_counter=lambda: float(next(clock)))
+    monkeypatch.setattr(device_choice, "time", busy)
+    assert hashed_bytes_per_second() > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_a_rate_once_it_is_warm():
+    from fp4convert.numerics.backends.cuda import Cuda
+
+    found = gpus.survey()
+    if not found.gpus:
+        pytest.skip(f"no GPU: {found.problem}")
+    rates = [weights_per_second(Cuda(found.gpus[:1]), Target("nvfp4"), 4096, 0) for _ in range(3)]
+    assert max(rates) < 3 * min(rates)

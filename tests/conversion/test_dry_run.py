@@ -225,27 +225,27 @@ def test_rows_tell_whose_scale_is_shared(tmp_path):
     assert rows[f"{LAYER}.mlp.{{gate,up,down}}_proj"] is None
 
 
-class FixedPace:
-    """A machine that quantizes a billion weights and hashes two billion bytes in a second."""
+@pytest.fixture
+def rates(monkeypatch) -> list[tuple[int, int]]:
+    """A machine that quantizes a billion weights and hashes two billion bytes in a second.
 
-    threads = 3
-    weights_per_second = 1e9
-    hashed_bytes_per_second = 2e9
-
-
-def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
+    Returns  the columns and threads that were asked for
+    """
     asked = []
-    monkeypatch.setattr(
-        "fp4convert.conversion.dry_run.measure_pace",
-        lambda *words: asked.append(words[2:]) or FixedPace,
-    )
+    dry_run = "fp4convert.conversion.dry_run"
+    monkeypatch.setattr(f"{dry_run}.weights_per_second", lambda *w: asked.append(w[2:]) or 1e9)
+    monkeypatch.setattr(f"{dry_run}.hashed_bytes_per_second", lambda: 2e9)
+    return asked
+
+
+def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch, rates):
     monkeypatch.setattr("fp4convert.conversion.dry_run.processors", lambda: 4)  # of 9 shards
     source = write_holes(tmp_path / "m", "llama", LLAMA_70B.tensors(), shards=9)
     document = forecast(source, "nvfp4", "--workers", 3)
     seconds = document["seconds_estimated"]
     weights = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    assert asked == [((8192, 28672), 3)]
+    assert rates == [(28672, 3)]
     assert seconds == {
         "device": "cpu",
         "device_reason": None,
@@ -396,8 +396,7 @@ def test_warnings_of_a_dry_run_come_after_the_plan_and_are_those_of_the_document
     assert run("quantize", source, "--format", "nvfp4", "--dry-run", "-q").err == ""
 
 
-def test_what_comes_from_the_hub_is_hashed_too(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr("fp4convert.conversion.dry_run.measure_pace", lambda *words: FixedPace)
+def test_what_comes_from_the_hub_is_hashed_too(hub, tmp_path, rates):
     source = write_llama(tmp_path / "m")
     hub.add("org/m", source)
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
@@ -425,18 +424,6 @@ def test_a_dry_run_from_the_hub_transfers_headers_and_small_files(hub, tmp_path)
     assert 2 * headers <= hub.sent_nbytes() <= 2 * headers + 2 * small + listing < 500_000
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 16_000_000_000
     assert json.dumps(remote)  # nothing in it but what JSON holds
-
-
-def test_a_machine_too_busy_to_measure_is_measured_all_the_same(monkeypatch):
-    """A process may stand still for longer than a measurement takes."""
-    from fp4convert.conversion import pace as machine
-    from fp4convert.numerics.backends.cpu import Cpu
-    from fp4convert.recipes.recipe import Target
-
-    clock = iter(range(0, 10**9, 10))
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: float(next(clock)))
-    pace = machine.measure_pace(Cpu(), Target("nvfp4"), (), 1)
-    assert pace.hashed_bytes_per_second > 0
 
 
 @pytest.mark.parametrize(
