@@ -7,7 +7,7 @@ and of some modules otherwise.  report/catalogue.toml explains each finding's co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,11 +61,15 @@ class Judged(NamedTuple):
 
     refuted   what its scales alone would say, were it not for a source that fits
     detected  the layout that its block scales lie in; None where nothing decides
+    read      modules whose block scales were read
+    scales    the global scales that were read, by module
     """
 
     findings: tuple[Finding, ...]
     refuted: tuple[Finding, ...]
     detected: str | None
+    read: Sequence[str]
+    scales: Mapping[str, float]
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
@@ -93,7 +97,8 @@ def judge(
     findings = findings if source is None else [*_excuse(findings, source, recipe)]
     nbytes = scale_nbytes(artifact)
     phases.begin("scales", sum(nbytes[module] for module in read))
-    findings += check_scales(artifact, read, phases.report)
+    scale_findings, scales = check_scales(artifact, read, phases.report)
+    findings += scale_findings
     # The layout by statistics, and by the source where there is one.
     detected = detect_layout(_stored_scales(artifact, sampled), artifact.scale_layout)
     layout, differing = None, list[Finding]()
@@ -106,12 +111,12 @@ def judge(
         detail += "; engines would compute garbage"
         findings.append(Finding("error", "scale-layout", None, detail))
     if source is None:
-        return Judged(tuple(findings), (), detected)
+        return Judged(tuple(findings), (), detected, read, scales)
     # A source that fits refutes what was guessed by scales alone.
     fits = all(one.level != "error" or one.code == "weights-underflow" for one in differing)
     refuted = tuple(finding for finding in findings if fits and finding.code in GUESSED)
     held = (finding for finding in findings if not fits or finding.code not in GUESSED)
-    return Judged((*held, *differing), refuted, layout or detected)
+    return Judged((*held, *differing), refuted, layout or detected, read, scales)
 
 
 def _excuse(findings: Iterable[Finding], source: Source, recipe: Recipe) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
@@ -14,8 +14,16 @@ from fp4convert.checkpoint.dialects.base import Packed
 from fp4convert.checkpoint.error_report import read_recorded
 from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
+from fp4convert.errors import Finding
 from fp4convert.progress import Phases
-from fp4convert.quality.checks import check_headers, choose_modules, is_healthy, judge, scale_nbytes
+from fp4convert.quality.checks import (
+    Judged,
+    check_headers,
+    choose_modules,
+    is_healthy,
+    judge,
+    scale_nbytes,
+)
 from fp4convert.quality.engine_check import check_engine, judge_by_engines
 from fp4convert.quality.kept_values import check_vectors_finite
 from fp4convert.recipes.engine_versions import Version
@@ -42,15 +50,42 @@ def inspect(
     where nothing decides.  Of a mixed artifact, "forms" says more; what its forms do not agree on
     is None.  "source" is the name of the one given.
     """
-    chosen, phases = choose_modules(artifact, is_full), phases or Phases()
+    phases = phases or Phases()
+    chosen = choose_modules(artifact, is_full)
     judged = judge(artifact, source, chosen, chosen, phases)
-    findings = [*judged.findings, *(check_headers(artifact) if is_full else ())]
+    headers = check_headers(artifact) if is_full else ()
+    return describe_judged(artifact, judged, headers, source, engine)
+
+
+def describe_judged(
+    artifact: Artifact,
+    judged: Judged,
+    others: Iterable[Finding] = (),
+    source: Source | None = None,
+    engine: tuple[Engine, Version | None] | None = None,
+) -> dict[str, Any]:
+    """Make the document of `inspect --json` of an artifact that is judged.
+
+    others  findings that come after those of judge
+    """
+    findings = [*judged.findings, *others]
     findings += check_vectors_finite(artifact, source is not None)
     engines = [verdict.as_json() for verdict in judge_by_engines(artifact, findings)]
     findings += check_engine(artifact, findings, engine)
+    return {
+        **describe(artifact, judged),
+        "engines": engines,
+        "findings": [asdict(finding) for finding in findings],
+        "healthy": is_healthy(findings),
+        **({"source": source.name} if source else {}),
+    }
+
+
+def describe(artifact: Artifact, judged: Judged) -> dict[str, Any]:
+    """Make the part of the document of inspect that judges nothing."""
     # The share of block scales that was read; those of eight bits are read whole.
     nbytes, packed = scale_nbytes(artifact), artifact.packed
-    read, whole = sum(nbytes[module] for module in chosen), sum(nbytes.values())
+    read_nbytes, whole = sum(nbytes[module] for module in judged.read), sum(nbytes.values())
     forms = _describe_forms(artifact)
     common = {
         key: value if all(form.get(key) == value for form in forms) else None
@@ -74,12 +109,8 @@ def inspect(
         },
         "patterns": _join_modules(artifact),
         "bits_per_weight": bits or _bits_per_weight(artifact, packed.values()),
-        "share_read": round(read / whole if whole else float(bool(packed)), 4),
+        "share_read": round(read_nbytes / whole if whole else float(bool(packed)), 4),
         **({"fidelity": recorded.summary} if recorded else {}),
-        "engines": engines,
-        "findings": [asdict(finding) for finding in findings],
-        "healthy": is_healthy(findings),
-        **({"source": source.name} if source else {}),
     }
 
 

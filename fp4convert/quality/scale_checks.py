@@ -133,10 +133,11 @@ def are_equal(scales: Mapping[str, float]) -> bool:
 
 def check_scales(
     artifact: Artifact, modules: Sequence[str], report: Callable[[str, int], None]
-) -> list[Finding]:
-    """Check the block scales of those modules, and the scales of all else.
+) -> tuple[list[Finding], dict[str, float]]:
+    """Check the block scales of these modules, and all other scales.
 
-    report  gets a module and the bytes of its block scales, once they were read
+    report   gets a module and the bytes of its block scales, once they were read
+    Returns  the findings, and the global scales by module
     """
     findings = _check_block_scales(artifact, modules, report)
     traits = artifact.spelling.TRAITS
@@ -164,7 +165,7 @@ def check_scales(
             detail = f"{', '.join(scales)} have different input scales"
             detail += "; engines that fuse them use only one"
             findings.append(Finding(level, "group-inputs-differ", next(iter(scales)), detail))
-    return findings
+    return findings, stored
 
 
 def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Finding | None:

@@ -140,6 +140,7 @@ class Verified:
     checked  how many files were hashed, modules' scales read and tensors compared; the source, and
              what became of the signature
     verdict  a sentence, where the source is another model's
+    judged  the artifact by its records, names and scales, for a report
     """
 
     tensors: tuple[TensorError, ...]
@@ -151,6 +152,7 @@ class Verified:
     calibration: str | None = None
     checked: dict[str, Any] = field(default_factory=dict)
     verdict: str | None = None
+    judged: Judged = field(kw_only=True)
 
     def __repr__(self) -> str:
         """Say the verdict in a line, for the end of a notebook's cell."""
@@ -237,6 +239,7 @@ def verify(
         **(describe_inputs(outputs.calibration) if outputs else {}),
         checked={**_count_checked(artifact, source, found), "signature": signed.word},
         verdict=None if pairs is None else _name_other_source(pairs, judged, found),
+        judged=judged,
     )
 
 

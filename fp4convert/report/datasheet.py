@@ -29,10 +29,10 @@ from fp4convert.checkpoint.module_names import (
 )
 from fp4convert.numerics.codec import decode_e2m1
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.progress import count_text, size_text
-from fp4convert.quality.checks import choose_modules
-from fp4convert.quality.inspection import inspect
-from fp4convert.quality.scale_checks import are_equal, find_shared_scales, read_group_scales
+from fp4convert.progress import Phases, count_text, size_text
+from fp4convert.quality.checks import choose_modules, judge
+from fp4convert.quality.inspection import describe, describe_judged
+from fp4convert.quality.scale_checks import are_equal, find_shared_scales
 from fp4convert.quality.verification import TensorError, Verified
 from fp4convert.report.explanations import explanations
 from fp4convert.report.histograms import count_values
@@ -74,13 +74,17 @@ def make_datasheet(
     Returns    the keys that page/report.js reads
     Raises     what reading the artifact and the source raises
     """
-    described: Document = inspect(artifact, None, is_full=False)
     how, errors = _find_errors(artifact, verified)
     if verified:
+        judged = verified.judged
+        described = describe(artifact, judged)
         is_good, words = verified.passed, "passed" if verified.passed else "failed"
         findings = [asdict(finding) for finding in verified.findings]
         how_many, most = len(verified.tensors), most_lines(verified.verdict)
     else:
+        chosen = choose_modules(artifact, is_full=False)
+        judged = judge(artifact, None, chosen, chosen, Phases())
+        described = describe_judged(artifact, judged)
         is_good, words = described["healthy"], "healthy" if described["healthy"] else "not healthy"
         findings = described["findings"]
         how_many, most = 0, MOST_ALIKE
@@ -109,7 +113,7 @@ def make_datasheet(
         # of codes without their sign
         "magnitudes": [f"{value:g}" for value in decode_e2m1(np.arange(8, dtype=np.uint8))],
         "answers": _answers(evaluated) if evaluated else None,
-        "groups": _groups(artifact),
+        "groups": _groups(artifact, judged.scales),
         "findings": explained,
         "producer": f"fp4convert {__version__}",
     }
@@ -314,9 +318,11 @@ def _worst(
     ]
 
 
-def _groups(artifact: Artifact) -> Document:
-    """Count scale groups by kind, and those that store one scale."""
-    stored = read_group_scales(artifact, choose_modules(artifact, is_full=False))
+def _groups(artifact: Artifact, stored: Mapping[str, float]) -> Document:
+    """Count scale groups by kind, and those that store one scale.
+
+    stored  global scales by module
+    """
     kinds: dict[str, list[dict[str, float]]] = defaultdict(list)
     for scales in find_shared_scales(artifact, stored):
         # The members as one name, with a star for every number above them.

@@ -19,6 +19,7 @@ from fp4convert.numerics.matrices import InMemory
 from fp4convert.quality.verification import Gate, verify
 from fp4convert.report.datasheet import make_datasheet
 from fp4convert.report.histograms import BINS, MOST_PANELS, PANEL, _count, count_values
+from fp4convert.storage.local import LocalSource
 from fp4convert.storage.open import open_source
 
 ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
@@ -65,6 +66,19 @@ def test_the_numbers_are_those_that_verify_prints(source, artifact):
     worst = sorted(range(len(printed)), key=lambda at: printed[at]["sqnr_db"])[:6]
     assert [one["tensor"] for one in shown["worst"]] == worst
     assert [one["codes"] for one in shown["worst"]] == [printed[at]["histogram"] for at in worst]
+
+
+def test_a_page_after_verify_reads_no_tensor_again(artifact, monkeypatch):
+    opened = open_artifact(str(artifact))
+    verified = verify(opened, None, Gate())
+    for name in ("read", "read_range", "read_into"):
+        monkeypatch.setattr(LocalSource, name, None)  # which nobody can call
+    shown = make_datasheet(opened, None, verified)
+    assert shown["verdict"]["is_good"]
+    assert {row["modules"]: row["agree"] for row in shown["groups"]["rows"]} == {
+        f"{ATTENTION}.{{q,k,v}}_proj".replace(".0.", ".*."): 1,
+        f"{LAYER}.mlp.{{gate,up}}_proj".replace(".0.", ".*."): 1,
+    }
 
 
 def test_the_page_says_that_codes_were_counted_where_they_were(hub, artifact):
