@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Lazy, Skeleton
+from fp4convert.calibration.multimodal import placeholders_of
 from fp4convert.calibration.observers import Watch, watching
-from fp4convert.calibration.predictions import kl_of, predictions_of
 from fp4convert.calibration.samples import Batch, Samples, batches_of, inputs_of
 from fp4convert.calibration.statistics import KL, OUTPUT
 from fp4convert.calibration.workdir import reading_kept
@@ -304,3 +304,30 @@ def _round(x: Float32s, fmt: Format) -> Float32s:
     weights, block = InMemory(as_matrix(x)), (1, fmt.block_size or x.shape[1])
     scales = find_scales(weights, block, fmt, fmt.default_rule)
     return np.concatenate([part.values for part in round_to_fp8(weights, scales, block)])
+
+
+def predictions_of(
+    made: Any, batch: Batch, skeleton: Skeleton
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of a forward, and the tokens that they predict.
+
+    Returns  (samples, tokens, vocabulary) and (samples, tokens)
+    """
+    logits, ids = made.logits, torch.from_numpy(batch.ids)
+    if not skeleton.model.config.is_encoder_decoder:
+        logits, ids = logits[:, :-1], ids[:, 1:]  # each says what the next token is
+    if batch.inputs:  # where an image is put in, no token is predicted
+        placeholders = torch.tensor(placeholders_of(skeleton.model), dtype=ids.dtype)
+        is_text = ~torch.isin(ids[0], placeholders)
+        logits, ids = logits[:, is_text.to(logits.device)], ids[:, is_text]
+    return logits, ids
+
+
+def kl_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return the KL of each token of two log probabilities, in nats.
+
+    A token that the model rules out (-inf) adds nothing.
+
+    p, q  (tokens, vocabulary) float64: of the model, and of what is compared with it
+    """
+    return torch.where(p == -math.inf, 0.0, p.exp() * (p - q)).sum(-1)

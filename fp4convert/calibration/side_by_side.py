@@ -20,7 +20,7 @@ from fp4convert.calibration.activations import Rounding, rounding_of
 from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.observers import Watch, watching
-from fp4convert.calibration.predictions import kl_of, predictions_of
+from fp4convert.calibration.output_losses import kl_of, predictions_of
 from fp4convert.calibration.run import check_reads_text, copy_texts, find_device
 from fp4convert.calibration.samples import (
     Batch,

@@ -189,13 +189,13 @@ def _calibrate(options: CalibrateOptions) -> Shown:
 
 def _explain(options: ExplainOptions) -> Shown:
     from fp4convert.cli import draw_quality
-    from fp4convert.report import explanations
+    from fp4convert.report import text
 
     if options.code is None:
-        return Shown(explanations.explain_all(), draw_quality.draw_subjects)
-    if explanations.is_subject(options.code):
-        return Shown(explanations.explain_all(options.code), draw_quality.draw_codes)
-    return Shown(explanations.explain(options.code), draw_quality.draw_code)
+        return Shown(text.explain_all(), draw_quality.draw_subjects)
+    if text.is_subject(options.code):
+        return Shown(text.explain_all(options.code), draw_quality.draw_codes)
+    return Shown(text.explain(options.code), draw_quality.draw_code)
 
 
 def _doctor(options: DoctorOptions) -> Shown:

@@ -21,9 +21,15 @@ from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
-from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
+from fp4convert.quality.checks import (
+    Judged,
+    check_all_finite,
+    check_headers,
+    choose_modules,
+    is_healthy,
+    judge,
+)
 from fp4convert.quality.engine_check import check_engine
-from fp4convert.quality.kept_values import check_all_finite
 from fp4convert.quality.signature import check_signature, open_verifier
 from fp4convert.quality.source_compare import (
     Distance,

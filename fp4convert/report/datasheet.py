@@ -34,7 +34,6 @@ from fp4convert.quality.checks import choose_modules, judge
 from fp4convert.quality.inspection import describe, describe_judged
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales
 from fp4convert.quality.verification import TensorError, Verified
-from fp4convert.report.explanations import explanations
 from fp4convert.report.histograms import count_values
 from fp4convert.report.model_map import find_places, reading_order
 from fp4convert.report.text import (
@@ -45,6 +44,7 @@ from fp4convert.report.text import (
     badness,
     escape,
     evaluation_rows,
+    explanations,
     fold_findings,
     most_lines,
 )

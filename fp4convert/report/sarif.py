@@ -65,7 +65,7 @@ def make_sarif(artifact: Artifact | Source, findings: Findings) -> dict[str, obj
     import hashlib
 
     from fp4convert import __version__
-    from fp4convert.report.explanations import explanations
+    from fp4convert.report.text import explanations
 
     # A rule for each code.
     known = explanations("findings")

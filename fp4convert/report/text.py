@@ -1,4 +1,4 @@
-"""Make text safe to print; say in few words what an artifact is."""
+"""Make text safe to print; describe artifacts, findings and errors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 from fp4convert.checkpoint.module_names import join_names
+from fp4convert.errors import InputError, did_you_mean, read_catalogue
 from fp4convert.storage.safetensors import WEIGHT
 
 Document = dict[str, Any]  # what --json prints
@@ -20,6 +22,9 @@ LONGEST_WORD, LONGEST_LINE = 5000, 20_000  # characters; Linux has paths of 4096
 MOST_ALIKE = 4  # lines of findings of one code
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 _MEASURED = ("sqnr-low", "nmse-high", "output-error-high")  # verify lists the worst first
+LITTLE_WORDS = frozenset(["a", "and", "from", "holds", "in", "inside", "of", "one", "the", "what"])
+Rows = dict[str, dict[str, Any]]
+"""code -> the keys of its row in catalogue.toml"""
 
 
 class FoldedFinding(NamedTuple):
@@ -242,3 +247,59 @@ def evaluation_rows(found: Document) -> dict[str, str]:
     if found["kv_cache"]:
         rows["KV cache"] = found["kv_cache"]
     return rows
+
+
+@cache
+def explanations(kind: Literal["errors", "findings"]) -> Rows:
+    """Return the rows of all errors or findings, in the catalogue's order."""
+    rows: Rows = {}
+    for topic in read_catalogue()[kind]:
+        rows |= topic["codes"]
+    return rows
+
+
+def explain(code: str) -> dict[str, object]:
+    """Explain a code as a finding and as an error; some codes are both.
+
+    Returns  what `explain CODE --json` prints
+    Raises   InputError for a code that is neither
+    """
+    code = code.strip().lower()
+    errors, findings = explanations("errors"), explanations("findings")
+    if code not in errors and code not in findings:
+        near = did_you_mean(code, [*findings, *errors])
+        raise InputError(
+            "unknown-code",
+            f"{code!r} is not the code of a finding or an error, nor a subject{near}",
+            "See: fp4convert explain",
+        )
+    return {"code": code, "finding": findings.get(code), "error": errors.get(code)}
+
+
+def explain_all(subject: str = "") -> dict[str, list[dict[str, Any]]]:
+    """List every code as `explain --json` prints it.
+
+    subject  of these alone: a heading, a word of one, or words that codes begin with
+    """
+    return {
+        kind: [
+            {"code": code, **row, "subject": topic["heading"]}
+            for topic in read_catalogue()[kind]
+            for code, row in topic["codes"].items()
+            if _is_of(subject.strip().lower(), code, topic["heading"].lower())
+        ]
+        for kind in ("findings", "errors")
+    }
+
+
+def _is_of(subject: str, code: str, heading: str) -> bool:
+    """Tell whether a code is of a subject: by whole words, never by letters."""
+    words = [word.strip(",") for word in heading.split() if word not in LITTLE_WORDS]
+    of_heading = {heading, *words, *(word.removesuffix("s") for word in words)}
+    return not subject or subject in of_heading or code.startswith(f"{subject.rstrip('-')}-")
+
+
+def is_subject(word: str) -> bool:
+    """Tell whether codes are of that subject, and no code is the word."""
+    is_code = any(word.strip().lower() in explanations(kind) for kind in ("findings", "errors"))
+    return not is_code and bool(word.strip()) and any(explain_all(word).values())
