@@ -76,9 +76,10 @@ golden: $(VENV)/test.stamp bench-peers
 	$(BIN)/python tests/support/golden_plans.py
 
 # Fills the tables of docs/*.md that are made of the code itself, or taken from benchmarks/results;
-# and the index of recipes, fp4convert/recipes/families.toml; the gallery of families; the examples'
-# output in README.md and docs.
+# and the index of recipes, fp4convert/recipes/families.toml; the functions that Python calls,
+# fp4convert/commands/functions.py; the gallery of families; the examples' output in README.md and docs.
 docs: $(VENV)/test.stamp
+	$(BIN)/python docs/functions.py --write
 	$(BIN)/python docs/tables.py --write
 	$(BIN)/python docs/gallery.py --write
 	$(BIN)/python docs/sessions.py --write

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from fp4convert.planning.serving import load_code
-from fp4convert.recipes.engine_rows import Condition, Row
-from fp4convert.recipes.engines import Engine, Preset, known_engines
+from fp4convert.engines.files import Engine, Preset, known_engines
+from fp4convert.engines.rows import Condition, Row
+from fp4convert.planning.engine_facts import load_code
 
 # Words for what a row says an engine does, but for loading as it should, which has its own table.
 TRAPS = {"garbage": "computes garbage", "refuses": "does not load", "slow": "slow"}
@@ -143,6 +143,7 @@ def about(condition: Condition) -> str:
     words += [f"experts beside in {word}" for word in condition.beside_experts]
     words += [f"finding `{code}`" for code in condition.findings]
     words += [f"`{glob}` quantized" for glob in condition.modules]
+    words += [f"files `{glob}`" for glob in condition.files]
     words += [" or ".join(f"{cache.upper()} cache" for cache in condition.caches)]
     for name, yes, no in (
         ("has_experts", "experts", "no experts"),

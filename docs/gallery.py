@@ -38,8 +38,8 @@ from true_shapes import (  # noqa: E402
 
 import fp4convert  # noqa: E402
 from fp4convert.conversion.engine_choice import choose_options  # noqa: E402
-from fp4convert.conversion.options import QuantizeOptions  # noqa: E402
-from fp4convert.recipes.engines import Preset, known_engines  # noqa: E402
+from fp4convert.engines.files import Preset, known_engines  # noqa: E402
+from fp4convert.options.writing import QuantizeOptions  # noqa: E402
 from fp4convert.recipes.toml_files import FAMILIES as INDEX  # noqa: E402
 from fp4convert.recipes.toml_files import known_file  # noqa: E402
 

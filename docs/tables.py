@@ -30,10 +30,10 @@ from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import module_form
 from fp4convert.cli.draw_quality import draw_block
 from fp4convert.conversion.artifact_job import ENGINE_RECORDS
+from fp4convert.engines.files import known_engines
 from fp4convert.errors import read_catalogue
 from fp4convert.numerics.formats import FORMATS, FP4_FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
-from fp4convert.recipes.engines import known_engines
 from fp4convert.recipes.options import help_with_words, is_required
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.toml_files import FAMILIES, known_file, known_names

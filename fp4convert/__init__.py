@@ -10,24 +10,28 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fp4convert.version import __version__
+
 if TYPE_CHECKING:
     from fp4convert.calibration.result import Calibrated
-    from fp4convert.commands.analysis import analyze
-    from fp4convert.commands.attestation import attest
-    from fp4convert.commands.calibration import calibrate
-    from fp4convert.commands.convert import (
+    from fp4convert.commands.functions import (
+        analyze,
+        attest,
+        calibrate,
+        compare,
         dequantize,
+        evaluate,
+        inspect,
         merge,
         preview_prune,
         preview_quantize,
         prune,
         quantize,
+        reproduce,
         transcode,
+        verify,
     )
-    from fp4convert.commands.evaluation import evaluate
     from fp4convert.commands.products import multiply_tensor
-    from fp4convert.commands.quality import compare, inspect, verify
-    from fp4convert.commands.reproduction import reproduce
     from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
     from fp4convert.errors import (
         AccessError,
@@ -45,30 +49,26 @@ if TYPE_CHECKING:
     from fp4convert.quality.evaluation import Evaluated
     from fp4convert.quality.verification import Verified
 
-__version__ = "0.2.0"
-
 _HOMES = {  # module -> its public names
     "calibration.result": ("Calibrated",),
-    "commands.analysis": ("analyze",),
-    "commands.attestation": ("attest",),
-    "commands.calibration": ("calibrate",),
-    "commands.convert": (
+    "commands.functions": (
+        "analyze",
+        "attest",
+        "calibrate",
+        "compare",
         "dequantize",
+        "evaluate",
+        "inspect",
         "merge",
         "preview_prune",
         "preview_quantize",
         "prune",
         "quantize",
+        "reproduce",
         "transcode",
-    ),
-    "commands.evaluation": ("evaluate",),
-    "commands.products": ("multiply_tensor",),
-    "commands.quality": (
-        "compare",
-        "inspect",
         "verify",
     ),
-    "commands.reproduction": ("reproduce",),
+    "commands.products": ("multiply_tensor",),
     "commands.tensors": (
         "dequantize_tensor",
         "quantize_tensor",

@@ -123,9 +123,9 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     from fp4convert.cli.draw_plan import draw_plan
     from fp4convert.conversion.artifact_job import artifact_job
     from fp4convert.conversion.dry_run import describe_plan
-    from fp4convert.conversion.options import QuantizeOptions
-    from fp4convert.conversion.quantization import prepare_quantize
+    from fp4convert.conversion.quantize import prepare_quantize
     from fp4convert.execution.settings import Settings
+    from fp4convert.options.writing import QuantizeOptions
     from fp4convert.storage.open import open_source
 
     found = {}

@@ -16,8 +16,8 @@ import numpy as np
 from cpu.planning import write_checkpoint
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.conversion.artifact_job import artifact_job
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.quality.checks import choose_modules
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import as_text

@@ -27,6 +27,8 @@ from fp4convert.storage.source import Source
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
 LOSS_KINDS = KL, OUTPUT = "kl", "output"  # what outputs lose: predictions, or all they are
+FEW_TOKENS = 16  # with fewer gptq knows too little of a linear layer's inputs,
+FEW_SHARE = 1 / 32  # and with fewer than this share of the columns of a block of H
 COUNTS = (".tokens", ".expert_tokens")  # end names of integers
 DTYPES: dict[str, np.dtype[np.generic]] = {
     "F32": np.dtype("<f4"),
@@ -377,3 +379,14 @@ def parse_note(path: Path, notes: Mapping[str, str], key: str, absent: object) -
     except (ValueError, RecursionError):
         detail = f"{path}: its metadata holds no JSON under {key!r}"
         raise InputError("calibration-file", detail, "Calibrate again.") from None
+
+
+def has_few_tokens(calibration: Calibration, module: str) -> bool:
+    """Tell whether a module saw too few tokens for gptq.
+
+    Files of others, which do not count them, have enough.
+    """
+    if not calibration.has(module, "tokens"):
+        return False
+    width = calibration.find(module, "input_gram").shape[-1]
+    return calibration.tokens_of(module) < max(FEW_TOKENS, FEW_SHARE * width)

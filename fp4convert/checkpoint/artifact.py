@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +22,7 @@ from fp4convert.checkpoint.dialects.stacks import gather
 from fp4convert.checkpoint.dialects.tables import SCALAR_NBYTES, decode_scalar, encode_scalar
 from fp4convert.checkpoint.modules import form_finder, read_modules
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
+from fp4convert.checkpoint.unread import GGUF_SCALES, find_unread_in_gguf
 from fp4convert.checkpoint.whole_model import refuse_adapter
 from fp4convert.errors import Finding, InputError, Level, shell_line
 from fp4convert.numerics.low_rank import Correction
@@ -30,7 +31,7 @@ from fp4convert.storage.checkpoint_files import ENGINE_RECORD, PLAN_FILE, RECORD
 from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
-from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
 if TYPE_CHECKING:
@@ -201,12 +202,28 @@ class Artifact(NamedTuple):
         return encode_scalar(1.0) if ref is None else _Tensor(self.source, ref)
 
 
-def refuse_unsaid(names: Iterable[str]) -> None:
-    """Raise InputError where a tensor of those changes what weights mean."""
-    if unsaid := [name for name in names if name.endswith(UNSAID_ENDINGS)]:
+def refuse_unsaid(tensors: Mapping[str, TensorRef], known: Collection[str] = ()) -> None:
+    """Raise InputError where a tensor changes what weights mean.
+
+    known  names of the tensors that modules have taken
+    """
+    unsaid = [name for name in tensors if name not in known and name.endswith(UNSAID_ENDINGS)]
+    if unsaid:
         detail = f"{len(unsaid)} tensors change what the weights mean, the first {unsaid[0]!r}"
         detail = f"{detail}; fp4convert does not apply them"
         raise InputError("unsaid-tensors", detail, tensor=unsaid[0])
+    if unread := find_unread_in_gguf(tensors):
+        weight, ending, ref = unread[0]
+        own = weight.removesuffix(WEIGHT) + GGUF_SCALES[0]
+        detail = f"{ref.file}: {ref.name!r} is beside {weight!r}, and fp4convert does not apply it"
+        detail = f"{detail} ({len(unread)} such tensors); llama.cpp multiplies with {own!r} alone"
+        next_step = f"Start from the original weights; or rename it to {own}, if it multiplies"
+        next_step = f"{next_step} {weight}."
+        if ending in GGUF_SCALES:
+            next_step = (
+                "Start from the original weights; or leave --config out, and make a GGUF file."
+            )
+        raise InputError("unsaid-tensors", detail, next_step, ref.name)
 
 
 def describe_foreign(clues: Clues) -> tuple[str, str]:

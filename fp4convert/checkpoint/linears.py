@@ -19,17 +19,17 @@ from fp4convert.checkpoint.artifact import (
     refuse_unsaid,
 )
 from fp4convert.checkpoint.dialects.base import Clues
-from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.corrected import biases_stored
 from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
+from fp4convert.checkpoint.encodings.fp8 import CACHE_SCALES, Fp8, find_fp8, fp8_of
 from fp4convert.checkpoint.encodings.fp8 import DTYPES as FP8_DTYPES
-from fp4convert.checkpoint.encodings.fp8 import Fp8, find_fp8, fp8_of
 from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
 from fp4convert.checkpoint.encodings.int4 import PACKED_DTYPE, find_integers, integers_of
 from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.record import stacks_recorded
+from fp4convert.checkpoint.unread import find_unread, is_coded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.patterns import configs_in
@@ -39,16 +39,6 @@ from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
 HIDDEN_SIZES = ("hidden_size", "moe_hidden_size")  # of config.json; experts may read fewer columns
-CACHE_SCALES = (
-    ".k_scale",
-    ".v_scale",
-    ".k_global_scale",
-    ".v_global_scale",
-    ".q_scale",
-    ".prob_output_scale",
-    ".k_zero_point",
-    ".v_zero_point",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,22 +174,37 @@ def others_of(artifact: Artifact) -> dict[str, Linear]:
     return found
 
 
+def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
+    """Find the tensors of an artifact whose codes nothing here reads."""
+    clues = artifact.clues
+    known = {
+        ref.name
+        for packed in artifact.packed.values()
+        for ref in (*packed.refs, *packed.companions)
+    }
+    for linear in find_fp8(clues, artifact.packed, is_strict=False).values():
+        known |= {ref.name for ref in (*linear.refs, *linear.idle)}
+    return [ref for ref in find_unread(clues.tensors, known, clues.is_recorded) if is_coded(ref)]
+
+
 def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
     """Raise InputError for what is quantized and cannot be read."""
     foreign, next_step = describe_foreign(clues)
-    known, is_recorded = linears.consumed(), bool(clues.record or clues.hf_quant_config)
-    refuse_unsaid(name for name in clues.tensors if name not in known)
-    for ref in clues.tensors.values():
-        is_eight_bit = is_recorded and ref.dtype in FP8_DTYPES and ref.shape != ()
-        if ref.name not in known and (is_quantized_tensor(ref) or is_eight_bit):
-            # Of a scale, its weight says more.
-            weight = clues.tensors.get(ref.name.rpartition(".")[0] + WEIGHT, ref)
-            told = ref if weight.name in known or weight.dtype in FLOAT_TYPES else weight
-            what = f"{told.file}: {told.name!r} ({told.dtype} {list(told.shape)})"
-            detail = f"{what} is already quantized, in a way that fp4convert does not read"
-            detail = f"{foreign}; {detail}" if foreign else detail
-            raise InputError("already-quantized", detail, next_step, told.name)
-    if is_recorded and not linears.is_packed:
+    known = linears.consumed()
+    refuse_unsaid(clues.tensors, known)
+    unread = find_unread(clues.tensors, known, clues.is_recorded)
+    if clues.is_recorded:  # vectors of FP8, too, which may have scales
+        eight_bits = [ref for ref in clues.tensors.values() if ref.dtype in FP8_DTYPES]
+        unread += [ref for ref in eight_bits if ref.name not in known and ref.shape != ()]
+    for ref in unread[:1]:
+        # Of a scale, its weight says more.
+        weight = clues.tensors.get(ref.name.rpartition(".")[0] + WEIGHT, ref)
+        told = ref if weight.name in known or weight.dtype in FLOAT_TYPES else weight
+        what = f"{told.file}: {told.name!r} ({told.dtype} {list(told.shape)})"
+        detail = f"{what} is already quantized, in a way that fp4convert does not read"
+        detail = f"{foreign}; {detail}" if foreign else detail
+        raise InputError("already-quantized", detail, next_step, told.name)
+    if clues.is_recorded and not linears.is_packed:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"config.json: the checkpoint is already quantized, by {method!r}"
         detail = f"{foreign}; {detail}" if foreign else detail

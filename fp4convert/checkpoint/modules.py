@@ -21,6 +21,7 @@ from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
 T = TypeVar("T")
 # A form, and the tensors of a matrix of that form and of a given shape, named by their endings.
 Stored = tuple[Form, Callable[[tuple[int, ...]], tuple[TensorSpec, ...]]]
+STACK_DIMENSIONS = 3
 UNSAID = "not every four-bit module has one, or the record says nothing of them"
 
 
@@ -71,6 +72,8 @@ class _Reader:
             self.findings.append(Finding("error", "packed-missing", stem, detail))
             return
         shape = self._dialect.stored_shape(stem, packed, form)
+        if shape is None and self._is_unread_stack(stem, packed):
+            return  # no fault; inspect names what nothing here reads
         if shape is None:
             found = f"{packed.dtype} {list(packed.shape)}"
             detail = f"{found} holds no matrix of whole blocks of {form.format.block_size}"
@@ -82,6 +85,14 @@ class _Reader:
             if scales and scales.dtype in SCALE_DTYPES:
                 stored = self._stored(replace(form, stored_scales=scales.dtype))
         self._check(stem, shape, stored)
+
+    def _is_unread_stack(self, stem: str, packed: TensorRef) -> bool:
+        """Tell whether it is a stack that engines of the dialect read."""
+        if len(packed.shape) != STACK_DIMENSIONS or not packed.elements:
+            return False
+        names = (stem + ending for ending in self._dialect.TRAITS.unread_stacks)
+        scales = (self._tensors[name] for name in names if name in self._tensors)
+        return any(ref.shape[:-1] == packed.shape[:-1] for ref in scales)
 
     def _check(self, stem: str, shape: tuple[int, ...], stored: Stored) -> None:
         """Add the module where its tensors are there and of their shapes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.errors import InputError, shell_line
 from fp4convert.storage.checkpoint_files import NUMBERED, find_index, read_index
 from fp4convert.storage.json_text import parse_json_object
@@ -12,6 +13,7 @@ from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access, Source, read_whole, stopping
 
 ADAPTER = "adapter_config.json"  # of PEFT
+BASE = ".base_layer."  # of what a layer was before: no adapter's file has it
 # Low-rank factors as PEFT, Diffusers and ComfyUI name them.
 LOW_RANK = re.compile(r"[._](lora_(A|B|down|up|embedding_A|embedding_B)|lokr_w\d|hada_w\d)\b")
 
@@ -28,12 +30,13 @@ def open_model(reference: str, access: Access) -> Source:
 
 
 def refuse_no_model(source: Source, reference: str) -> None:
-    """Raise InputError for one shard of several, and for an adapter.
+    """Raise InputError for a shard, an adapter, and names of no model's class.
 
     reference  by which a person named the source
     """
     refuse_one_shard(source, reference)
     refuse_adapter(source)
+    refuse_misnamed(source, reference)
 
 
 def refuse_adapter(source: Source) -> None:
@@ -43,7 +46,7 @@ def refuse_adapter(source: Source) -> None:
     """
     names = [ref.name for ref in source.checkpoint.tensors]
     factors = sum(LOW_RANK.search(name) is not None for name in names)
-    if not factors or 2 * factors <= len(names):
+    if not factors or 2 * factors <= len(names) or any(BASE in name for name in names):
         return
     base = None
     if source.has_file(ADAPTER):

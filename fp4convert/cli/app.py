@@ -39,8 +39,8 @@ fp4convert verify ./Qwen3-8B-NVFP4 --source Qwen/Qwen3-8B
 def _print_version(wanted: bool) -> None:
     """Print the version, and which copy of the kernels runs here."""
     if wanted:
-        from fp4convert import __version__
         from fp4convert.numerics.cpu_library import instruction_set
+        from fp4convert.version import __version__
 
         try:
             kernels = instruction_set()

@@ -1,236 +1,103 @@
-"""Join the options, the work and the drawing of every command.
+"""List the commands: options, work and drawing, loaded when one runs."""
 
-What a command needs is imported when it runs.
-"""
-
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
-
-from fp4convert.cli.options import Command, Shown
-from fp4convert.commands.options import (
+from fp4convert.cli.options import Command
+from fp4convert.options.looking import (
     AnalyzeOptions,
     AttestOptions,
-    CalibrateOptions,
-    CompareOptions,
-    EvaluateOptions,
+    DoctorOptions,
+    ExplainOptions,
     InspectOptions,
-    MergeOptions,
+    RecipesOptions,
     ReproduceOptions,
     VerifyOptions,
 )
-from fp4convert.conversion.options import (
+from fp4convert.options.measuring import CalibrateOptions, CompareOptions, EvaluateOptions
+from fp4convert.options.rewriting import (
     DequantizeOptions,
+    MergeOptions,
     PruneOptions,
-    QuantizeOptions,
     TranscodeOptions,
 )
-from fp4convert.recipes.options import Option
-
-
-@dataclass(eq=False, repr=False)
-class ExplainOptions:
-    """Explain a finding or an error by its code.
-
-    What it means, where it comes from, what to do. Without CODE the subjects are listed; with a
-    subject its codes are, one in a line.
-
-    Example: fp4convert explain global-scale-reciprocal
-    """
-
-    code: Annotated[
-        str | None,
-        Option(
-            "Code of a finding or an error, such as scale-layout; or a subject, such as hub.",
-            is_argument=True,
-            is_code=True,
-        ),
-    ] = None
-
-
-@dataclass(eq=False, repr=False)
-class DoctorOptions:
-    """Show what this machine offers: GPUs, compiler, disk.
-
-    Example: fp4convert doctor
-    """
-
-
-@dataclass(eq=False, repr=False)
-class RecipesOptions:
-    """List the recipes: modes, and families of models.
-
-    Modes are yours to pick; a family says what is kept in its models.
-
-    Example: fp4convert recipes deepseek
-    """
-
-    name: Annotated[
-        str | None,
-        Option(
-            "Show one recipe, or a TOML file of your own.",
-            is_argument=True,
-            is_recipe=True,
-        ),
-    ] = None
-
-
-def _quantize(options: QuantizeOptions) -> Shown:
-    from fp4convert.cli import draw_results
-    from fp4convert.commands import convert
-
-    return Shown(convert.quantize.run(options).as_json(), draw_results.draw_result)
-
-
-def _preview_quantize(options: QuantizeOptions) -> Shown:
-    from fp4convert.cli import draw_plan
-    from fp4convert.commands import convert
-
-    plan = convert.preview_quantize.run(options)
-    return Shown(plan, draw_plan.draw_plan, error=plan.get("error"))
-
-
-def _dequantize(options: DequantizeOptions) -> Shown:
-    from fp4convert.cli import draw_results
-    from fp4convert.commands import convert
-
-    return Shown(convert.dequantize.run(options).as_json(), draw_results.draw_result)
-
-
-def _transcode(options: TranscodeOptions) -> Shown:
-    from fp4convert.cli import draw_results
-    from fp4convert.commands import convert
-
-    return Shown(convert.transcode.run(options).as_json(), draw_results.draw_result)
-
-
-def _prune(options: PruneOptions) -> Shown:
-    from fp4convert.cli import draw_results
-    from fp4convert.commands import convert
-
-    return Shown(convert.prune.run(options).as_json(), draw_results.draw_result)
-
-
-def _preview_prune(options: PruneOptions) -> Shown:
-    from fp4convert.cli import draw_plan
-    from fp4convert.commands import convert
-
-    plan = convert.preview_prune.run(options)
-    return Shown(plan, draw_plan.draw_plan, error=plan.get("error"))
-
-
-def _merge(options: MergeOptions) -> Shown:
-    from fp4convert.cli import draw_results
-    from fp4convert.commands import convert
-
-    return Shown(convert.merge.run(options), draw_results.draw_merged)
-
-
-def _inspect(options: InspectOptions) -> Shown:
-    from fp4convert.cli import draw_quality
-    from fp4convert.commands import quality
-
-    document = quality.inspect.run(options)
-    return Shown(document, draw_quality.draw_artifact, document["healthy"])
-
-
-def _verify(options: VerifyOptions) -> Shown:
-    from fp4convert.cli import draw_quality
-    from fp4convert.commands import quality
-
-    document = quality.verify.run(options).as_json()
-    return Shown(document, draw_quality.draw_verification, document["passed"])
-
-
-def _compare(options: CompareOptions) -> Shown:
-    from fp4convert.cli import draw_quality
-    from fp4convert.commands import quality
-
-    document = quality.compare.run(options)
-    return Shown(document, draw_quality.draw_comparison, document["passed"])
-
-
-def _reproduce(options: ReproduceOptions) -> Shown:
-    from fp4convert.cli import draw_results
-    from fp4convert.commands import reproduction
-
-    document = reproduction.reproduce.run(options)
-    return Shown(document, draw_results.draw_reproduced, document["reproduced"])
-
-
-def _attest(options: AttestOptions) -> Shown:
-    from fp4convert.cli import draw_results
-    from fp4convert.commands import attestation
-
-    return Shown(attestation.attest.run(options), draw_results.draw_attested)
-
-
-def _evaluate(options: EvaluateOptions) -> Shown:
-    from fp4convert.cli import draw_quality
-    from fp4convert.commands import evaluation
-
-    document = evaluation.evaluate.run(options).as_json()
-    return Shown(document, draw_quality.draw_evaluation, document["passed"])
-
-
-def _analyze(options: AnalyzeOptions) -> Shown:
-    from fp4convert.cli import draw_quality
-    from fp4convert.commands import analysis
-
-    return Shown(analysis.analyze.run(options), draw_quality.draw_study)
-
-
-def _calibrate(options: CalibrateOptions) -> Shown:
-    from fp4convert.cli import draw_quality
-    from fp4convert.commands import calibration
-
-    return Shown(calibration.calibrate.run(options).as_json(), draw_quality.draw_calibrated)
-
-
-def _explain(options: ExplainOptions) -> Shown:
-    from fp4convert.cli import draw_quality
-    from fp4convert.report import text
-
-    if options.code is None:
-        return Shown(text.explain_all(), draw_quality.draw_subjects)
-    if text.is_subject(options.code):
-        return Shown(text.explain_all(options.code), draw_quality.draw_codes)
-    return Shown(text.explain(options.code), draw_quality.draw_code)
-
-
-def _doctor(options: DoctorOptions) -> Shown:
-    from fp4convert.cli import doctor, draw_results
-
-    return Shown(doctor.examine(Path()), draw_results.draw_examination)
-
-
-def _recipes(options: RecipesOptions) -> Shown:
-    from fp4convert.cli import draw_results
-    from fp4convert.recipes import toml_files
-
-    if options.name is None:
-        return Shown(toml_files.describe_known(), draw_results.draw_recipes)
-    return Shown(toml_files.describe(options.name), draw_results.draw_recipe)
-
+from fp4convert.options.writing import QuantizeOptions
 
 # Of a command that only looks, a person is not asked how the Hub is read.
 LOOKING = frozenset({"memory", "transport"})
 CONVERT, CHECK, PREPARE, HELP = "Convert", "Check", "Prepare", "Help"
-COMMANDS: dict[str, Command[Any]] = {  # in the order and under the headings of --help
-    "quantize": Command(QuantizeOptions, _quantize, CONVERT, _preview_quantize),
-    "dequantize": Command(DequantizeOptions, _dequantize, CONVERT),
-    "transcode": Command(TranscodeOptions, _transcode, CONVERT),
-    "merge": Command(MergeOptions, _merge, CONVERT),
-    "inspect": Command(InspectOptions, _inspect, CHECK, hidden=LOOKING),
-    "verify": Command(VerifyOptions, _verify, CHECK, hidden=LOOKING),
-    "compare": Command(CompareOptions, _compare, CHECK, hidden=LOOKING),
-    "reproduce": Command(ReproduceOptions, _reproduce, CHECK, hidden=frozenset({"force"})),
-    "attest": Command(AttestOptions, _attest, CHECK),
-    "evaluate": Command(EvaluateOptions, _evaluate, CHECK),
-    "analyze": Command(AnalyzeOptions, _analyze, PREPARE),
-    "calibrate": Command(CalibrateOptions, _calibrate, PREPARE),
-    "prune": Command(PruneOptions, _prune, PREPARE, _preview_prune),
-    "recipes": Command(RecipesOptions, _recipes, HELP),
-    "explain": Command(ExplainOptions, _explain, HELP),
-    "doctor": Command(DoctorOptions, _doctor, HELP),
+COMMANDS: dict[str, Command] = {  # in the order and under the headings of --help
+    "quantize": Command(
+        QuantizeOptions,
+        CONVERT,
+        "commands.convert:quantize",
+        "draw_results:draw_result",
+        preview="commands.convert:preview_quantize",
+    ),
+    "dequantize": Command(
+        DequantizeOptions, CONVERT, "commands.convert:dequantize", "draw_results:draw_result"
+    ),
+    "transcode": Command(
+        TranscodeOptions, CONVERT, "commands.convert:transcode", "draw_results:draw_result"
+    ),
+    "merge": Command(MergeOptions, CONVERT, "commands.convert:merge", "draw_results:draw_merged"),
+    "inspect": Command(
+        InspectOptions,
+        CHECK,
+        "commands.quality:inspect",
+        "draw_quality:draw_artifact",
+        verdict="healthy",
+        hidden=LOOKING,
+    ),
+    "verify": Command(
+        VerifyOptions,
+        CHECK,
+        "commands.quality:verify",
+        "draw_quality:draw_verification",
+        verdict="passed",
+        hidden=LOOKING,
+    ),
+    "compare": Command(
+        CompareOptions,
+        CHECK,
+        "commands.quality:compare",
+        "draw_quality:draw_comparison",
+        verdict="passed",
+        hidden=LOOKING,
+    ),
+    "reproduce": Command(
+        ReproduceOptions,
+        CHECK,
+        "commands.reproduction:reproduce",
+        "draw_results:draw_reproduced",
+        verdict="reproduced",
+        hidden=frozenset({"force"}),
+    ),
+    "attest": Command(
+        AttestOptions, CHECK, "commands.attestation:attest", "draw_results:draw_attested"
+    ),
+    "evaluate": Command(
+        EvaluateOptions,
+        CHECK,
+        "commands.evaluation:evaluate",
+        "draw_quality:draw_evaluation",
+        verdict="passed",
+    ),
+    "analyze": Command(
+        AnalyzeOptions, PREPARE, "commands.analysis:analyze", "draw_quality:draw_study"
+    ),
+    "calibrate": Command(
+        CalibrateOptions, PREPARE, "commands.calibration:calibrate", "draw_quality:draw_calibrated"
+    ),
+    "prune": Command(
+        PruneOptions,
+        PREPARE,
+        "commands.convert:prune",
+        "draw_results:draw_result",
+        preview="commands.convert:preview_prune",
+    ),
+    "recipes": Command(
+        RecipesOptions, HELP, "commands.reference:recipes", "draw_results:draw_recipes"
+    ),
+    "explain": Command(
+        ExplainOptions, HELP, "commands.reference:explain", "draw_codes:draw_explained"
+    ),
+    "doctor": Command(DoctorOptions, HELP, "cli.doctor:doctor", "draw_results:draw_examination"),
 }

@@ -8,15 +8,21 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from fp4convert import __version__
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.gpus import Gpu, dotted
 from fp4convert.numerics.backends.self_check import survey_sound
+from fp4convert.options.looking import DoctorOptions
 from fp4convert.process import processors
+from fp4convert.version import __version__
 
 # kernels that convert to or from E2M1 in hardware
 CONVERTING = ("quantize_nvfp4", "quantize_mxfp4", "gemv_nvfp4", "gemv_mxfp4")
+
+
+def doctor(options: DoctorOptions) -> dict[str, object]:
+    """Examine this machine, and the disk of the current folder."""
+    return examine(Path())
 
 
 def examine(folder: Path) -> dict[str, object]:

@@ -8,10 +8,10 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import Any
 
-from fp4convert.cli.screen import Screen, draw_findings, draw_verdict
+from fp4convert.cli.screen import WIDEST, Screen, draw_findings, draw_verdict
+from fp4convert.engines.files import known_engines
 from fp4convert.numerics.formats import FP4_FORMATS, Format
 from fp4convert.progress import duration_text, size_text
-from fp4convert.recipes.engines import known_engines
 from fp4convert.report.text import (
     Document,
     artifact_rows,
@@ -44,7 +44,6 @@ SIDES = {
 }
 SHORT = ("artifact", "formats", "bits_per_weight", "sqnr_db_mean", "output_error", "best")
 FORMS = {"bits_per_weight": ".3f", "sqnr_db_mean": ".2f", "sqnr_db_min": ".2f"}
-WIDEST = 130  # of a sentence, also in a pipe
 WHOLE = ("format", "rule", "block", "bits/weight", "SQNR dB", "output error", "")
 KIND = ("kind", "matrices", "weights")
 
@@ -148,7 +147,10 @@ def draw_verification(screen: Screen, report: Document) -> None:
     if recorded := report["recorded"]:
         screen.line(f"recorded when it was quantized: {fidelity_text(recorded)}")
     draw_findings(screen, report["findings"], len(tensors), most_lines(report["verdict"]))
-    draw_verdict(screen, report["passed"], f"passed: {_checked_text(report['checked'])}", "failed")
+    from fp4convert.quality.verification import NO_FAULT
+
+    word = "passed" if report["checked"]["gated"] else NO_FAULT
+    draw_verdict(screen, report["passed"], f"{word}: {_checked_text(report['checked'])}", "failed")
 
 
 def _inputs_text(document: Document) -> str:
@@ -191,11 +193,12 @@ def draw_comparison(screen: Screen, found: Document) -> None:
             counts.append(f"by {letter} alone {alone}")
     screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
     _draw_best(screen, found)
-    _draw_predictions(screen, sides, found["passed"])
+    is_well = found["passed"] is not False
+    _draw_predictions(screen, sides, is_well)
     for letter, side in sides.items():
         told = ({**one, "detail": f"{letter}: {one['detail']}"} for one in side["findings"])
         draw_findings(screen, told)
-    if not found["passed"]:
+    if not is_well:
         why = "a module with a finding counts for no best"
         draw_verdict(screen, False, "", f"failed: {why if totals['judged'] else 'no verdict'}")
 
@@ -286,56 +289,6 @@ def _contrast_row(tensor: Document, lost: Sequence[str]) -> list[str]:
     return [*cells, "all" if len(best) == len(tensor["held"]) else ", ".join(best)]
 
 
-CODE_KINDS = {
-    "findings": "findings of inspect and verify",
-    "errors": "errors, with the exit code of the command",
-}
-
-
-def draw_subjects(screen: Screen, known: Document) -> None:
-    """Draw the subjects of codes, a few codes of each, and how to see all."""
-    headings = {one["subject"] for kind in CODE_KINDS for one in known[kind]}
-    width = max(map(len, headings))
-    for kind, title in CODE_KINDS.items():
-        screen.line(title, "bold")
-        for subject in dict.fromkeys(one["subject"] for one in known[kind]):
-            codes = [one["code"] for one in known[kind] if one["subject"] == subject]
-            begun = f"  {subject:{width}}  {len(codes):>2}: "
-            room = min(screen.width, WIDEST) - len(begun) - len(", ...")
-            told = wrap(", ".join(codes), room, break_on_hyphens=False)
-            more = ", ..." if len(told) > 1 else ""
-            screen.line(f"{begun}{told[0].removesuffix(',')}{more}")
-    screen.line("")
-    screen.line("All codes of a subject: fp4convert explain hub. One code: explain sqnr-low.")
-
-
-def draw_codes(screen: Screen, known: Document) -> None:
-    """Draw every code in a line, under its subject."""
-    listed = [*known["findings"], *known["errors"]]
-    width = max(len(one["code"]) for one in listed)
-    for kind, title in CODE_KINDS.items():
-        for subject in dict.fromkeys(one["subject"] for one in known[kind]):
-            screen.line(f"{subject}: {title}", "bold")
-            for one in known[kind]:
-                if one["subject"] == subject:
-                    exits = "".join(f"{code} " for code in one.get("exits", ()))
-                    screen.line(f"  {one['code']:{width}}  {exits}{one['meaning']}")
-
-
-def draw_code(screen: Screen, explained: Document) -> None:
-    """Draw what one code means, where it comes from, and what to do."""
-    code, finding, failure = explained["code"], explained["finding"], explained["error"]
-    if finding:
-        screen.line(f"{code}: a finding ({', '.join(finding['levels'])})", "bold")
-        for key, name in (("means", "meaning"), ("seen", "seen"), ("what to do", "remedy")):
-            screen.line(f"  {key:<12}{finding[name]}", hang=14)
-    if failure:
-        exits = ", ".join(map(str, failure["exits"]))
-        screen.line(f"{code}: an error (exit code {exits})", "bold")
-        for key, name in (("means", "meaning"), ("comes from", "origin"), ("what to do", "remedy")):
-            screen.line(f"  {key:<12}{failure[name]}", hang=14)
-
-
 def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
@@ -397,7 +350,12 @@ def draw_evaluation(screen: Screen, found: Document) -> None:
         screen.line(f"{key:<16}{value}", hang=16)
     _draw_costs(screen, {"": found})
     draw_findings(screen, found["findings"])
-    draw_verdict(screen, found["passed"], "passed", "failed")
+    if found["passed"] is None:
+        from fp4convert.quality.evaluation import NO_GATE
+
+        screen.line(NO_GATE, "bold")
+    else:
+        draw_verdict(screen, found["passed"], "passed", "failed")
 
 
 def _draw_costs(screen: Screen, known: Document) -> None:

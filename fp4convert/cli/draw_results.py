@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fp4convert import __version__
 from fp4convert.cli.screen import Screen
 from fp4convert.progress import count_text, duration_text, size_text
 from fp4convert.report.text import Document, adapter_text, fake_quantized_text, fidelity_text
+from fp4convert.version import __version__
 
 
 def draw_result(screen: Screen, result: Document) -> None:
@@ -161,7 +161,10 @@ def draw_merged(screen: Screen, merged: Document) -> None:
 
 
 def draw_recipes(screen: Screen, found: Document) -> None:
-    """Draw every recipe in a line, families with their models."""
+    """Draw every recipe in a line, families with their models; or one recipe."""
+    if "recipes" not in found:
+        draw_recipe(screen, found)
+        return
     width = max(len(recipe["name"]) for recipe in found["recipes"])
     for recipe in found["recipes"]:
         models = ", ".join((*recipe["model_types"], *recipe["class_names"]))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib import import_module
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from fp4convert.commands.checks import checked
 from fp4convert.process import bus_errors
 from fp4convert.recipes.options import (
     OUTPUT,
@@ -23,10 +25,8 @@ from fp4convert.recipes.options import (
 )
 
 if TYPE_CHECKING:  # what commands load when they run
-    from fp4convert.cli.screen import Screen
     from fp4convert.report.text import Document
 
-Options = TypeVar("Options")
 FINDINGS = 6  # the exit code where something is wrong with what was looked at
 JSON = Declared(
     "json",
@@ -54,35 +54,28 @@ DRY_RUN = Declared(
     "dry_run", bool, False, Option("Print the plan and write nothing.", panel=TARGET)
 )
 PLAIN_TYPES = (str, int, float, bool)
-
-
-class Shown(NamedTuple):
-    """The document of a command, and how it is drawn for a person.
-
-    error  that the command ends with all the same, as JSON has it
-    """
-
-    document: Document
-    draw: Callable[[Screen, Document], None]
-    is_well: bool = True
-    error: Document | None = None
+PLAN = "draw_plan:draw_plan"  # of a dry run
 
 
 @dataclass(frozen=True, slots=True)
-class Command(Generic[Options]):
+class Command:
     """A command of the command line.
 
     options  the class whose fields are its options, and whose docstring is its help
-    do       does the work
     panel    the heading that the list of commands has it under
+    work     its function, MODULE:NAME below fp4convert, loaded when the command runs
+    draw     the function of cli/ that shows its document to a person
     preview  what --dry-run does instead, where the command has that
+    verdict  the key of its document that is false where something is wrong
     hidden   options that Python alone has
     """
 
-    options: type[Options]
-    do: Callable[[Options], Shown]
+    options: type[Any]
     panel: str
-    preview: Callable[[Options], Shown] | None = None
+    work: str
+    draw: str
+    preview: str = ""
+    verdict: str = ""
     hidden: frozenset[str] = frozenset()
 
     def declared(self) -> list[Declared]:
@@ -109,28 +102,40 @@ class Command(Generic[Options]):
         before = bus_errors()
         screen = Screen(*(words.pop(each.name) for each in (JSON, QUIET, VERBOSE)))
         screen.begin()
-        do = self.preview if self.preview and words.pop(DRY_RUN.name) else self.do
-        names = {field.name for field in fields(self.options)}  # type: ignore[arg-type]
+        is_dry = bool(self.preview) and words.pop(DRY_RUN.name)
+        names = {field.name for field in fields(self.options)}
         heard = {"tell": screen.tell, "warn": screen.warn}
         words |= {name: hear for name, hear in heard.items() if name in names}
+        work = self.preview if is_dry else self.work
         if "phases" in names:
             with screen.phases() as phases:
-                words["phases"] = phases
-                shown = do(self.options(**words))
+                document = self._document(work, {**words, "phases": phases})
         else:
-            shown = do(self.options(**words))
+            document = self._document(work, words)
         if bus_errors() != before:
             from fp4convert.storage.disk import lost_pages
 
             raise lost_pages()
-        screen.show(shown.document, shown.draw)
-        screen.warn(shown.document.get("warnings", ()))
+        screen.show(document, _load(f"cli.{PLAN if is_dry else self.draw}"))
+        screen.warn(document.get("warnings", ()))
         screen.end()
-        if error := shown.error:
+        if is_dry and (error := document.get("error")):
             screen.print_error(error["code"], [error["message"]], error["next"])
             raise typer.Exit(error["exit"])
-        if not shown.is_well:
+        if self.verdict and document[self.verdict] is False:
             raise typer.Exit(FINDINGS)
+
+    def _document(self, work: str, words: dict[str, Any]) -> Document:
+        """Do the work; return what --json prints of it."""
+        result = _load(work)(checked(self.options(**words)))
+        return result if isinstance(result, dict) else result.as_json()
+
+
+def _load(place: str) -> Callable[..., Any]:
+    """Return the function that a row names: MODULE:NAME below fp4convert."""
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(import_module(f"fp4convert.{module}"), name)
+    return function
 
 
 def flags_of(declared: Declared) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from fp4convert.storage.json_text import pieces_of
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+WIDEST = 130  # of a sentence, also in a pipe
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
 BAR_WIDTH, SHORTEST_BAR = 40, 8
@@ -69,9 +70,9 @@ class Screen:
         if self.is_quiet:
             detail = "--quiet and --verbose are given; expected one of them"
             raise InputError("usage", detail, "Leave one of them out.")
-        from fp4convert import __version__
         from fp4convert.numerics.cpu_library import instruction_set
         from fp4convert.process import processors
+        from fp4convert.version import __version__
 
         python = ".".join(map(str, sys.version_info[:3]))
         kernels = f"CPU kernels {instruction_set()}"

@@ -5,8 +5,7 @@ Typer imports pydantic to check a value: as long again as all else before the wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -20,34 +19,55 @@ MOST_DIGITS = 15  # of a plain number; a float has so many exactly
 _ODD = object()  # stands for what typer has to look at
 
 
+class PlainArgument(TyperArgument):
+    """An argument that takes plain words as they are."""
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        taken = _take(self, value)
+        return (
+            super().process_value(ctx, value)
+            if taken is _ODD
+            else _after_callback(self, ctx, taken)
+        )
+
+
+class PlainOption(TyperOption):
+    """An option that takes plain words as they are.
+
+    One that takes one value refuses a second, other one: typer would keep the last.
+    """
+
+    def add_to_parser(self, parser: Any, ctx: Any) -> None:
+        if self.is_flag or self.count or self.multiple or self.nargs != 1:
+            super().add_to_parser(parser, ctx)
+        else:
+            parser.add_option(obj=self, opts=self.opts, dest=self.name, action="append")
+
+    def consume_value(self, ctx: Any, opts: Mapping[str, Any]) -> Any:
+        values = opts.get(self.name or "")
+        if isinstance(values, list) and not self.multiple:
+            if len(set(values)) > 1 and not ctx.resilient_parsing:
+                raise _given_again(self, values)
+            opts = {**opts, self.name or "": values[-1]}
+        return super().consume_value(ctx, opts)
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        taken = _take(self, value)
+        return (
+            super().process_value(ctx, value)
+            if taken is _ODD
+            else _after_callback(self, ctx, taken)
+        )
+
+
+PLAIN: dict[type, type] = {TyperArgument: PlainArgument, TyperOption: PlainOption}
+
+
 class PlainCommand(TyperCommand):
     """One command, whose plain words are taken here."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _take_plain_words(super().get_params(ctx))
-
-    def make_parser(self, ctx: Any) -> Any:
-        """Return typer's parser, which here refuses a second, other value.
-
-        It would keep the last one of an option that takes one.
-        """
-        parser: Any = super().make_parser(ctx)
-        declared = [*parser._long_opt.values(), *parser._short_opt.values()]
-        single = {option.dest: option for option in declared if option.action == "store"}
-        for option in single.values():
-            option.action = "append"
-        parse = parser.parse_args
-
-        def parse_args(args: list[str]) -> tuple[Any, list[str], list[Any]]:
-            values, words, order = parse(args)
-            for name in [name for name in single if name in values]:
-                if len(set(values[name])) > 1 and not ctx.resilient_parsing:
-                    raise _given_again(single[name].obj, values[name])
-                values[name] = values[name][-1]
-            return values, words, order
-
-        parser.parse_args = parse_args
-        return parser
+        return _as_plain(super().get_params(ctx))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from fp4convert.cli.help import draw_command
@@ -62,7 +82,7 @@ class PlainGroup(TyperGroup):
     """All commands, and the options before them."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _take_plain_words(super().get_params(ctx))
+        return _as_plain(super().get_params(ctx))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from fp4convert.cli.help import draw_group
@@ -78,7 +98,18 @@ class PlainGroup(TyperGroup):
         formatter.write(page + "\n")
 
 
-def _given_again(option: Any, values: list[str]) -> InputError:
+def _as_plain(parameters: list[Any]) -> list[Any]:
+    """Make typer's parameters those of the classes above.
+
+    They change class where they stand: typer has no way to name a class for what it makes, and
+    knows its parameters by which object they are.
+    """
+    for parameter in parameters:
+        parameter.__class__ = PLAIN.get(type(parameter), type(parameter))
+    return parameters
+
+
+def _given_again(option: PlainOption, values: list[str]) -> InputError:
     """Return the error of an option that takes one value and has several."""
     flag = max(option.opts, key=len)
     found = "" if option.name == TOKEN else f": {', '.join(map(repr, values))}"
@@ -87,27 +118,9 @@ def _given_again(option: Any, values: list[str]) -> InputError:
     return InputError("usage", detail, f"Give {flag} once.")
 
 
-def _take_plain_words(parameters: list[Any]) -> list[Any]:
-    """Make the parameters take plain words as they are.
-
-    They are changed where they stand: they belong to the command that typer has just made for us.
-    Copies would not do, for typer sorts parameters by which object they are, and keeps one.
-    """
-    for parameter in parameters:
-        is_changed = "process_value" in vars(parameter)
-        if type(parameter) in (TyperOption, TyperArgument) and not is_changed:
-            parameter.process_value = partial(_process, parameter, parameter.process_value)
-    return parameters
-
-
-def _process(
-    parameter: TyperOption | TyperArgument, check: Callable[..., Any], ctx: Any, value: Any
-) -> Any:
-    """Process a value; what is not plain as typer's own check does."""
-    taken = _take(parameter, value)
-    if taken is _ODD:
-        return check(ctx, value)
-    return taken if parameter.callback is None else parameter.callback(ctx, parameter, taken)
+def _after_callback(parameter: TyperOption | TyperArgument, ctx: Any, value: object) -> object:
+    """Return what an option's callback makes of its value."""
+    return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
 
 
 def _take(parameter: TyperOption | TyperArgument, value: Any) -> object:

@@ -8,13 +8,12 @@ from typing import Any
 
 from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.checkpoint.whole_model import open_model
-from fp4convert.commands.options import AnalyzeOptions, public
+from fp4convert.options.looking import AnalyzeOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality import analysis
 
 
-@public(AnalyzeOptions)
 @keeping_nothing()
 def analyze(options: AnalyzeOptions) -> dict[str, Any]:
     """Measure what every kind of module loses in each form, on a sample.

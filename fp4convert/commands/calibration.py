@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING
 
 from fp4convert.calibration.result import Calibrated
 from fp4convert.checkpoint.whole_model import open_model
-from fp4convert.commands.options import CalibrateOptions, TextOptions, as_path, public
-from fp4convert.conversion.options import chosen_adapter
-from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.errors import InputError, describe_missing
+from fp4convert.options.access import as_nbytes
+from fp4convert.options.arguments import as_path, chosen_adapter
+from fp4convert.options.measuring import CalibrateOptions, TextOptions
 from fp4convert.progress import Phases
 
 if TYPE_CHECKING:
     from fp4convert.calibration.samples import Feed
 
 
-@public(CalibrateOptions)
 def calibrate(options: CalibrateOptions) -> Calibrated:
     """Run text through the model and keep the inputs of linear layers.
 

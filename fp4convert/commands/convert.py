@@ -7,38 +7,36 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.checkpoint.artifact import open_artifact, open_quantized
+from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
-from fp4convert.commands import publish
-from fp4convert.commands.options import MergeOptions, as_warnings, public
+from fp4convert.commands.checks import as_warnings
 from fp4convert.conversion import pruning, repacking
-from fp4convert.conversion.engine_choice import added_words, choose_options
-from fp4convert.conversion.options import (
-    DequantizeOptions,
-    PruneOptions,
-    QuantizeOptions,
-    TranscodeOptions,
-    as_folder,
-)
-from fp4convert.conversion.ray_workers import import_ray
+from fp4convert.conversion.engine_choice import added_words, choice_text, choose_options
 from fp4convert.conversion.work import Work, prepare
-from fp4convert.conversion.work_options import WorkOptions
 from fp4convert.errors import OutputError, shell_line
-from fp4convert.execution import finish
-from fp4convert.execution.job import check_output, list_peaks
-from fp4convert.execution.settings import Result, Settings
-from fp4convert.execution.share import describe
 from fp4convert.numerics.formats import GLOBAL_RANGE
-from fp4convert.planning.engine_contents import engine_warnings
+from fp4convert.options.access import WorkOptions
+from fp4convert.options.arguments import as_folder
+from fp4convert.options.rewriting import (
+    DequantizeOptions,
+    MergeOptions,
+    PruneOptions,
+    TranscodeOptions,
+)
+from fp4convert.options.writing import QuantizeOptions
+from fp4convert.planning.engine_facts import engine_warnings, serve_line, serving_engine
 from fp4convert.planning.no_effect import refuse_idle
-from fp4convert.planning.serving import serve_lines, verdict_text
 from fp4convert.progress import Phases
-from fp4convert.recipes.patterns import exclude_option
-from fp4convert.storage.open import open_source
-from fp4convert.storage.source import Source
+
+if TYPE_CHECKING:  # each function loads what its own work needs
+    from fp4convert.conversion.pruning import Pruning
+    from fp4convert.conversion.work import Work
+    from fp4convert.execution.settings import Result, Settings
+    from fp4convert.storage.source import Source
 
 LOW_SQNR = 12.0  # dB: a sixteenth of its power is noise; rounding alone leaves 17 to 22
 STORED_NAME = re.compile(r"\.q?weight\w*$")  # of codes or weights, after their module's
@@ -46,7 +44,6 @@ STORED_NAME = re.compile(r"\.q?weight\w*$")  # of codes or weights, after their 
 NOT_HERE = re.compile(r"--(?:activations|exclude|format|kv-cache)\b")
 
 
-@public(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> Result:
     """Convert a checkpoint to NVFP4 or MXFP4: the command `quantize`.
 
@@ -59,6 +56,8 @@ def quantize(options: QuantizeOptions) -> Result:
     if options.push_to_hub is None and options.report is None:
         result = work.carry_out(settings)
     else:
+        from fp4convert.commands import publish
+
         result = publish.carry_out(work, settings)
     told = work.verdict.as_json() if work.verdict else None
     lost = _losses(result)
@@ -75,6 +74,8 @@ def _losses(result: Result) -> list[str]:
 
     The errors of gptq lie where outputs feel them least, and may be large.
     """
+    from fp4convert.recipes.patterns import exclude_option
+
     lost = []
     if result.saturated:
         lost.append(
@@ -94,7 +95,6 @@ def _losses(result: Result) -> list[str]:
     return lost
 
 
-@public(QuantizeOptions)
 def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
     """Plan what `quantize` would do, from headers alone.
 
@@ -105,11 +105,15 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
     """
     work, settings = _plan(options, is_dry=True)
     if options.push_to_hub is not None:
+        from fp4convert.commands import publish
+
         settings = publish.leaving(work, settings, publish.make_pusher(work, settings))
     if options.ray is None:  # a dry run asks no cluster
         work.check(settings)
     found = _preview(lambda: work.check_output(settings), lambda: work.describe(settings))
     if options.no_keep:
+        from fp4convert.execution.job import list_peaks
+
         peaks = list_peaks(work.jobs().values(), settings.shards_at_once)
         found["peak_disk_bytes"] = peaks[-1]
     return {**found, "engine": work.verdict.as_json()} if work.verdict else found
@@ -120,17 +124,22 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
 
     Those in the document of a dry run are not told twice.
     """
+
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
     given, options = options, choose_options(options)
     to_hub = options.private or options.no_keep or options.disk is not None
     if to_hub or options.report is not None:
+        from fp4convert.commands import publish
+
         publish.check_destinations(options, settings.share, is_dry)
     if options.ray is not None:
+        from fp4convert.conversion.ray_workers import import_ray
+
         import_ray()
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
     if work.verdict:
-        settings.tell(verdict_text(work.verdict, work.plan))
+        settings.tell(choice_text(work.verdict, work.plan))
         if added := added_words(work.verdict.engine, given, options):
             settings.tell(added)
     _warn(options, () if is_dry else work.warnings, settings)
@@ -139,7 +148,6 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     return work, replace(settings, next=tuple(work.next_steps(is_absolute=True)))
 
 
-@public(DequantizeOptions)
 def dequantize(options: DequantizeOptions) -> Result:
     """Turn an artifact back into a checkpoint of ordinary weights.
 
@@ -148,6 +156,7 @@ def dequantize(options: DequantizeOptions) -> Result:
     The values are exactly those that engines compute; FP8 and int4 of other makers are read, too.
     Raises  Fp4Error, as `quantize` does; NumericError beyond the range of fp16
     """
+
     settings = options.settings(options.device)
     output = as_folder(options.output, options.artifact)
     settings.phases.begin("plan")
@@ -159,7 +168,6 @@ def dequantize(options: DequantizeOptions) -> Result:
     return replace(result, warnings=list(plan.warnings))
 
 
-@public(TranscodeOptions)
 def transcode(options: TranscodeOptions) -> Result:
     """Spell an artifact in another dialect, never rounded again.
 
@@ -167,11 +175,14 @@ def transcode(options: TranscodeOptions) -> Result:
 
     Raises  Fp4Error, as `quantize` does; InputError for what the dialect cannot say
     """
+    from fp4convert.storage.open import open_source
+
     settings = options.settings("cpu")
     output = as_folder(options.output, options.template or options.artifact)
     settings.phases.begin("plan")
     artifact = open_artifact(os.fspath(options.artifact), options.access(output))
     refuse_one_shard(artifact.source, os.fspath(options.artifact))
+    refuse_misnamed(artifact.source, os.fspath(options.artifact))
     donor = open_source(os.fspath(options.template)) if options.template else None
     plan = repacking.prepare_transcode(artifact, options, donor)
     refuse_idle([plan.idle])
@@ -184,16 +195,17 @@ def transcode(options: TranscodeOptions) -> Result:
     _warn(options, warnings, settings)
     result = repacking.transcode(artifact, plan, output, settings, donor)
     steps = [shell_line("fp4convert", "verify", output)]
-    steps += serve_lines(plan, checkpoint, str(output))
-    return replace(result, warnings=warnings, next=steps)
+    if engine := serving_engine(plan, checkpoint):
+        steps.append(serve_line(engine, plan, checkpoint, str(output)))
+    return replace(result, warnings=warnings, next=[step for step in steps if step])
 
 
-@public(PruneOptions)
 def prune(options: PruneOptions) -> Result:
     """Leave out the experts that matter least (REAP): the command `prune`.
 
     Raises  Fp4Error, as `quantize` does
     """
+
     settings = options.settings("cpu")
     source, pruned = _plan_pruning(options, settings)
     _warn(options, pruned.plan.warnings, settings)
@@ -207,12 +219,13 @@ def prune(options: PruneOptions) -> Result:
     return replace(result, experts=pruned.experts, warnings=warnings, next=steps)
 
 
-@public(PruneOptions)
 def preview_prune(options: PruneOptions) -> dict[str, Any]:
     """Plan what `prune` would do: `prune --dry-run --json`.
 
     Writes nothing; raises as `prune` does, and tells of too little room as preview_quantize.
     """
+    from fp4convert.execution.job import check_output
+
     settings = options.settings("cpu")
     source, pruned = _plan_pruning(options, settings)
     _warn(options, (), settings)
@@ -239,8 +252,10 @@ def _preview(check: Callable[[], None], describe: Callable[[], dict[str, Any]]) 
     return {**describe(), **refusal}
 
 
-def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, pruning.Pruning]:
+def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, Pruning]:
     """Open the source and plan which experts stay."""
+    from fp4convert.conversion import pruning
+
     settings.phases.begin("plan")
     output = as_folder(options.output, options.source)
     source = open_model(os.fspath(options.source), options.access(output))
@@ -248,7 +263,6 @@ def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, pr
     return source, pruning.prepare_prune(source, calibration, options.keep, options.recipe)
 
 
-@public(MergeOptions)
 def merge(options: MergeOptions) -> dict[str, Any]:
     """Finish a conversion whose parts are done: the command `merge`.
 
@@ -257,6 +271,8 @@ def merge(options: MergeOptions) -> dict[str, Any]:
     Returns  what `merge --json` prints
     Raises   InputError where it holds no plan; OutputError where a shard is missing or damaged
     """
+    from fp4convert.execution import finish
+
     return finish.merge(Path(options.output), options.phases or Phases(), options.tell)
 
 
@@ -264,4 +280,6 @@ def _warn(options: WorkOptions, warnings: Iterable[str], settings: Settings) -> 
     """Warn of doubts, and tell which part this process does."""
     (options.warn or as_warnings)(list(warnings))
     if settings.share:
+        from fp4convert.execution.share import describe
+
         settings.tell(describe(settings.share))

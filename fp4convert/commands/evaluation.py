@@ -12,10 +12,10 @@ from fp4convert.checkpoint.artifact import open_artifact, read_json
 from fp4convert.checkpoint.record import ADAPTER, describe_adapter, place_recorded
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
-from fp4convert.commands.options import CompareOptions, EvaluateOptions, as_path, public
-from fp4convert.conversion.options import one_adapter
-from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.errors import named
+from fp4convert.options.access import as_nbytes
+from fp4convert.options.arguments import as_path, one_adapter
+from fp4convert.options.measuring import CompareOptions, EvaluateOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CARD, RECORD
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 FEW_TOKENS = 256  # a figure of fewer is chance
 
 
-@public(EvaluateOptions)
 @keeping_nothing()
 def evaluate(options: EvaluateOptions) -> Evaluated:
     """Measure how an artifact's predictions differ from its source's.

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import open_artifact
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.work import Work
-from fp4convert.conversion.work_options import as_nbytes
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.job import list_peaks
 from fp4convert.execution.output_check import free_beside
 from fp4convert.execution.settings import Elsewhere, Result, Settings
 from fp4convert.execution.share import Share
+from fp4convert.options.access import as_nbytes
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
 from fp4convert.storage.checkpoint_files import CARD, SIGNATURE

@@ -9,18 +9,13 @@ from typing import TYPE_CHECKING, Any
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.record import ADAPTER, place_recorded
 from fp4convert.checkpoint.whole_model import refuse_one_shard
-from fp4convert.commands.options import (
-    CompareOptions,
-    InspectOptions,
-    VerifyOptions,
-    as_path,
-    public,
-)
-from fp4convert.conversion.options import one_adapter
+from fp4convert.engines.files import parse_engine
 from fp4convert.errors import Fp4Error, InputError, shell_line
+from fp4convert.options.arguments import as_path, one_adapter
+from fp4convert.options.looking import InspectOptions, VerifyOptions
+from fp4convert.options.measuring import CompareOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
-from fp4convert.recipes.engines import engine_asked
 from fp4convert.recipes.options import Reference
 from fp4convert.storage.open import open_original
 from fp4convert.storage.source import Source, uncollected
@@ -29,7 +24,6 @@ if TYPE_CHECKING:
     from fp4convert.quality.verification import Verified
 
 
-@public(InspectOptions)
 @keeping_nothing()
 @uncollected()
 def inspect(options: InspectOptions) -> dict[str, Any]:
@@ -49,7 +43,7 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
 
         check_apart({SARIF: sarif}, options.folder_of(options.artifact))
         clear_sarif(sarif)
-    engine = None if options.engine is None else engine_asked(options.engine)
+    engine = None if options.engine is None else parse_engine(options.engine)
     phases = _begin(options)
     artifact = _open_first(options, options.artifact)
     original = _original(options, artifact)
@@ -59,7 +53,6 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
     return description
 
 
-@public(VerifyOptions)
 @keeping_nothing()
 def verify(options: VerifyOptions) -> Verified:
     """Hash every file again and read every scale; measure with a source.
@@ -84,7 +77,7 @@ def verify(options: VerifyOptions) -> Verified:
         clear_sarif(sarif)
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
-    engine = None if options.engine is None else engine_asked(options.engine)
+    engine = None if options.engine is None else parse_engine(options.engine)
     phases = _begin(options)
     artifact = _with_adapter(_open_first(options, options.artifact), options)
     original = _original(options, artifact)
@@ -99,7 +92,6 @@ def verify(options: VerifyOptions) -> Verified:
     return verified
 
 
-@public(CompareOptions)
 @keeping_nothing()
 def compare(options: CompareOptions) -> dict[str, Any]:
     """Put artifacts of one source side by side.

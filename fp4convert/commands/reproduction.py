@@ -14,15 +14,16 @@ from typing import Any
 
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.checkpoint.record import ADAPTER, OPTIONS, TRANSCODED
-from fp4convert.commands.options import ReproduceOptions, public
-from fp4convert.conversion.options import QuantizeOptions, TranscodeOptions
 from fp4convert.conversion.recorded_options import FILES, WHERE, as_page, read_options
 from fp4convert.conversion.repacking import prepare_transcode, transcode
 from fp4convert.conversion.work import Work, prepare
-from fp4convert.conversion.work_options import AccessOptions, DeviceOptions
 from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Elsewhere, Settings
+from fp4convert.options.access import AccessOptions, DeviceOptions
+from fp4convert.options.looking import ReproduceOptions
+from fp4convert.options.rewriting import TranscodeOptions
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.found_artifact import find_artifact, first_difference, hash_in
@@ -38,7 +39,6 @@ from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY
 
 
-@public(ReproduceOptions)
 @keeping_nothing()
 def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     """Make an artifact again from its record alone, and compare hashes.

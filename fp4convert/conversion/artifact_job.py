@@ -9,16 +9,15 @@ import math
 import re
 from collections.abc import Sequence
 
-from fp4convert import __version__
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.record import Contents, make_record
-from fp4convert.conversion.options import DTYPES, KEPT_DTYPES
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.job import Job
 from fp4convert.numerics.matrices import Blocks
-from fp4convert.planning.steps import Plan
+from fp4convert.options.arguments import DTYPES, KEPT_DTYPES
+from fp4convert.planning.plan import Plan
 from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.recipes.options import one_of
 from fp4convert.storage.checkpoint_files import (
@@ -32,6 +31,7 @@ from fp4convert.storage.checkpoint_files import (
 from fp4convert.storage.json_text import as_text, unquantized
 from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.source import Source, read_whole
+from fp4convert.version import __version__
 
 ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict ours
     {RECORD, ENGINE_RECORD, REPORT}

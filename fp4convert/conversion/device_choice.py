@@ -24,7 +24,7 @@ from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import IMPORTANCE, format_named
 from fp4convert.numerics.fp8_rounding import find_scales
 from fp4convert.numerics.matrices import InMemory, Matrix
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.process import processors
 from fp4convert.progress import duration_text
 from fp4convert.recipes.recipe import Target

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, NumericError, named, shell_line
 from fp4convert.execution.carry_out import carry_out
 from fp4convert.execution.folder import OutputFolder
@@ -33,10 +33,11 @@ from fp4convert.execution.plan_file import (
 )
 from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.execution.takeover import refuse_busy
-from fp4convert.execution.workers import CopyWorker
+from fp4convert.makers.maker import Tools
+from fp4convert.numerics.backends import open_backend
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.global_scales import scales_for_component
-from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engine_verdicts import Verdict
+from fp4convert.planning.plan import Plan
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE, REPORT
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.open import absolute, access_to
@@ -234,8 +235,8 @@ class PipelineConversion(NamedTuple):
         with self._begun(settings) as folder:
             adopted_nbytes = folder.manifest.nbytes - missing_nbytes(folder.root, folder.manifest)
             results = self._convert(settings)
-            worker = CopyWorker(self.source, "copy", "copied")  # of a plan without tensors
-            copied = carry_out(self._copying(), worker, self.options.folder, settings)
+            tools = Tools(self.source, open_backend("cpu"))
+            copied = carry_out(self._copying(), tools, self.options.folder, settings)
         return self._join_results(results, copied, adopted_nbytes)
 
     def _convert(self, settings: Settings) -> dict[str, Result]:
@@ -296,7 +297,7 @@ class PipelineConversion(NamedTuple):
         plan = replace(self.plan, tasks=())
         parts = {name: conversion.job.manifest() for name, conversion in self.conversions.items()}
         replaced = frozenset({*texts, REPORT})
-        return Job(self.source, plan, texts, None, PIPELINE, replaced, parts)
+        return Job(self.source, plan, texts, None, PIPELINE, replaced, "copy", parts)
 
     def _join_results(
         self, results: dict[str, Result], copied: Result, adopted_nbytes: int

@@ -19,17 +19,18 @@ from fp4convert.conversion.device_choice import (
     rounded_by,
     weights_per_second,
 )
-from fp4convert.conversion.quantization import describe_adapter
-from fp4convert.execution.exact_blocks import glance
+from fp4convert.conversion.quantize import describe_adapter
 from fp4convert.execution.job import Job
-from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import Settings
+from fp4convert.makers.methods.returning import glance
+from fp4convert.makers.table import caller_nbytes, callers
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.backends.base import Backend
 from fp4convert.numerics.fake_quantization import is_on_grid
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.method_needs import RTN, reopened
-from fp4convert.planning.steps import Plan, Step, bits_per_weight_of
+from fp4convert.planning.plan import Plan, bits_per_weight_of
+from fp4convert.planning.steps import Step
 from fp4convert.planning.tensor_parallel import OPTION, can_pad, find_bad_splits
 from fp4convert.process import processors
 from fp4convert.progress import size_text
@@ -82,9 +83,10 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
         sized.append(Sized(step, known.setdefault(read, read), known.setdefault(made, made)))
     shapes = {step.shape for step in plan.steps if step.shape}
     widest = max(shapes, key=lambda shape: shape[-1], default=())
-    rounding = Rounding(plan.target, backend, reopened(plan))
-    held_nbytes = rounding.held_nbytes(settings.workers, widest[-1] if widest else 0)
-    workers = settings.workers or rounding.threads
+    calibration = reopened(plan)
+    workers = settings.workers or callers(plan.target, backend, calibration)
+    held_nbytes = backend.held_nbytes(workers, widest[-1] if widest else 0)
+    held_nbytes += workers * caller_nbytes(plan.target, calibration)
     read_nbytes = source.held_nbytes(each_group(plan), workers)
     own = None if isinstance(source, PaddedSource) else source
     return {
@@ -115,19 +117,11 @@ def each_group(plan: Plan) -> Iterator[int]:
     Nothing is counted before they are asked for: a source on a disk never asks.
     """
     for task in plan.tasks:
-        groups: dict[str, tuple[int, int]] = {}
-        for step in task.steps:
-            if step.action != "quantize" or step.amaxes or not step.refs:
-                continue
-            start, name = step.refs[0].start, step.group or step.name
-            if name in groups:  # of the same bytes: all members measure the whole group
-                first, nbytes = groups[name]
-                groups[name] = min(start, first), nbytes
-                continue
-            nbytes = sum(linear.nbytes for linear in step.measured)
-            # Of slots each has a scale of its own.
-            groups[name] = start, nbytes // max(1, len(step.slots))
-        for _, nbytes in sorted(groups.values()):
+        groups = []
+        for maker, steps in task.works:
+            if nbytes := maker.held_nbytes:
+                groups.append((min([step.refs[0].start for step in steps]), nbytes))
+        for _, nbytes in sorted(groups):
             yield nbytes
 
 

@@ -15,18 +15,17 @@ from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import usual_activations
-from fp4convert.conversion.diffusers import component_options
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.engines.files import Engine, parse_engine
+from fp4convert.engines.rows import FOUR_BIT, Contents, Part
+from fp4convert.engines.verdicts import Verdict, judge
+from fp4convert.engines.versions import Version
 from fp4convert.errors import ChoiceError, InputError, named, shell_line
 from fp4convert.numerics.formats import format_named
-from fp4convert.planning.engine_contents import plan_contents
+from fp4convert.options.writing import QuantizeOptions
+from fp4convert.planning.engine_facts import plan_contents
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
-from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engine_rows import FOUR_BIT, Contents, Part
-from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
-from fp4convert.recipes.engine_versions import Version
-from fp4convert.recipes.engines import Engine, engine_asked
+from fp4convert.planning.plan import Plan
 from fp4convert.recipes.options import as_globs
 from fp4convert.recipes.uneven_formats import EXPERTS_IN_PART
 from fp4convert.storage.open import open_with_components
@@ -68,8 +67,12 @@ class Asked(NamedTuple):
 
     def plan(self, name: str, chosen: QuantizeOptions) -> Plan:
         """Plan a part with its own options."""
+        own = chosen
         with named(name):
-            own = component_options(chosen, self.source, name) if name else chosen
+            if name:
+                from fp4convert.conversion.diffusers import component_options
+
+                own = component_options(chosen, self.source, name)
             return prepare_quantize(self.parts[name], own)
 
 
@@ -81,7 +84,7 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
     """
     if options.engine is None:
         return options
-    engine, version = engine_asked(options.engine)
+    engine, version = parse_engine(options.engine)
     if options.dialect is not None:
         dialect_named(options.dialect)
     format_named(options.format or FOUR_BIT[0])
@@ -145,7 +148,7 @@ def _check_candidate(asked: Asked, chosen: QuantizeOptions) -> None:
     """Raise ChoiceError for what cannot be made so, or not be loaded."""
     dialect = str(chosen.dialect)
     if dialect not in asked.engine.dialects:
-        verdict = judge_contents(asked.engine, Contents(dialect, frozenset()))
+        verdict = judge(asked.engine, Contents(dialect, frozenset()))
         raise _refusal(verdict, asked.version)
     plans = {name: asked.plan(name, chosen) for name in asked.parts}
     # An engine has nothing to do with these.
@@ -252,7 +255,7 @@ def _find_change(asked: Asked, options: QuantizeOptions, keeps_experts: bool) ->
     for candidate in sorted(_candidates(asked, relaxed), key=lambda each: len(changes(each))):
         chosen = _with_candidate(options, candidate)
         likely = seen and _as_if(seen, candidate, keeps_experts)
-        if likely and not judge_contents(asked.engine, likely, asked.version).loads:
+        if likely and not judge(asked.engine, likely, asked.version).loads:
             continue  # without a plan, which takes its time
         try:
             if seen is None:
@@ -286,7 +289,7 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
     """
     if options.engine is None:
         return None
-    engine, version = engine_asked(options.engine)
+    engine, version = parse_engine(options.engine)
     try:
         _judge_plan(engine, version, plan, checkpoint)
     except ChoiceError as error:  # it loads what was planned without a size: choose_options
@@ -295,18 +298,16 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
         if error.next_step != NO_ADVICE:
             step = f"{error.next_step} Or leave {option} out."
         raise InputError(error.code, error.lines, step) from None
-    return judge_contents(engine, plan_contents(plan, checkpoint))
+    return judge(engine, plan_contents(plan, checkpoint))
 
 
 def _judge_plan(
     engine: Engine, version: Version | None, plan: Plan, checkpoint: Checkpoint
 ) -> None:
     """Raise ChoiceError where an engine is not known to load the result."""
-    verdict = judge_contents(engine, plan_contents(plan, checkpoint), version)
+    verdict = judge(engine, plan_contents(plan, checkpoint), version)
     if not verdict.loads:
-        made = f"{plan.target.format} in dialect {plan.target.dialect}"
-        made += f" with {plan.target.activations}-bit activations"
-        raise _refusal(verdict, version, made)
+        raise _refusal(verdict, version, _target_text(plan))
 
 
 def _refusal(verdict: Verdict, version: Version | None, made: str = "") -> ChoiceError:
@@ -317,3 +318,14 @@ def _refusal(verdict: Verdict, version: Version | None, made: str = "") -> Choic
         f"{detail}; it would be {made}" if made else detail,
         f"{instead[0].upper()}{instead[1:]}." if instead else NO_ADVICE,
     )
+
+
+def choice_text(verdict: Verdict, plan: Plan) -> str:
+    """Say what was chosen for an engine, and how its verdict is known."""
+    evidence = f" ({verdict.evidence})" if verdict.row else ""
+    return f"for {verdict.engine.at(verdict.versions)}: {_target_text(plan)}{evidence}"
+
+
+def _target_text(plan: Plan) -> str:
+    target = plan.target
+    return f"{target.format} in dialect {target.dialect} with {target.activations}-bit activations"

@@ -16,14 +16,10 @@ from fp4convert.calibration.statistics import check_linears
 from fp4convert.checkpoint.encodings.floats import advise_on_types
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.parts import Option, Parts, choose, is_plain, pattern_of
-from fp4convert.conversion.quantization import (
-    goal_record,
-    plan_with,
-    understand,
-)
+from fp4convert.conversion.quantize import plan_with
 from fp4convert.conversion.recorded_options import options_recorded
+from fp4convert.conversion.request import Request, goal_record, take_apart
 from fp4convert.conversion.weight_losses import (
     SAMPLE_NBYTES,
     Bench,
@@ -33,8 +29,8 @@ from fp4convert.conversion.weight_losses import (
 from fp4convert.errors import InputError
 from fp4convert.execution.job import refuse_inside
 from fp4convert.execution.plan_file import read_manifest
-from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.decisions import NAME_SOME
 from fp4convert.progress import Phases, size_text
 from fp4convert.recipes.rules import FormatRule, Patterns
@@ -144,14 +140,15 @@ def fit(
     if options.via:
         detail = "--via rounds twice, for comparison; with a target every module is rounded once"
         raise InputError("target-via", detail)
-    recipe, linears, scalars = understand(source, options)
-    parts, calibration = Parts.of(source, recipe, linears, scalars), scalars.calibration
+    request = take_apart(source, options)
+    recipe, calibration = request.recipe, request.scalars.calibration
+    parts = Parts.of(source, recipe, request.linears, request.scalars)
     if not parts.modules:
         detail = f"no module becomes {recipe.format.name}, so there is nothing to choose"
         next_step = advise_on_types(source.checkpoint.tensors, NAME_SOME)
         raise InputError("no-linears", detail, next_step)
     recorded = options_recorded(options, source, recipe.target)
-    fitting, known = _Fitting(goal, parts, recorded), parts.known_losses()
+    fitting, known = _Fitting(goal, parts, request, recorded), parts.known_losses()
     fitting.check()
     if not any(recipe.format.name in one.formats for one in parts.candidates):
         count = sum(map(len, parts.modules.values()))
@@ -184,7 +181,8 @@ def _measure(
         options.tell(f"measuring: {choice.reason}")
     bench = Bench(
         source,
-        Rounding(target, open_backend(choice.device), calibration),
+        target,
+        open_backend(choice.device),
         calibration,
         str(table.made) if table else "row",
         options.folder,
@@ -212,6 +210,7 @@ class _Fitting(NamedTuple):
 
     goal: Goal
     parts: Parts
+    request: Request
     recorded: Mapping[str, object]
 
     def check(self) -> None:
@@ -333,7 +332,7 @@ class _Fitting(NamedTuple):
         """Count the bytes of all files, exactly."""
         rules = self._rules(chosen)
         own, goal = self.parts, self.goal
-        plan = plan_with(own.source, own.recipe, own.linears, own.scalars, rules)
+        plan = plan_with(self.request, rules)
         told = goal_record(goal.bits, own.scalars.calibration)
         plan = replace(plan, goal=told, options=self.recorded)
         return artifact_job(own.source, plan).result_nbytes

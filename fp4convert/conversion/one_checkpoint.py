@@ -7,25 +7,30 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.mixed_precision import Fit
-from fp4convert.conversion.options import QuantizeOptions, one_adapter
-from fp4convert.conversion.quantization import quantize
-from fp4convert.conversion.ray_workers import check_cluster, quantize_together
+from fp4convert.conversion.quantize import quantize
+from fp4convert.conversion.ray_workers import quantize_together
+from fp4convert.engines.files import Engine
+from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job, begin, check_output
 from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.planning.serving import serve_line, serve_lines
-from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engine_verdicts import Verdict
+from fp4convert.options.arguments import one_adapter
+from fp4convert.options.writing import QuantizeOptions
+from fp4convert.planning.engine_facts import serve_line, serving_engine
+from fp4convert.planning.plan import Plan
 from fp4convert.storage.open import absolute
 from fp4convert.storage.source import Source
+
+if TYPE_CHECKING:
+    from fp4convert.conversion.mixed_precision import Fit
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Conversion:
 
     def check(self, settings: Settings) -> None:
         if self.options.ray is not None:
+            from fp4convert.conversion.ray_workers import check_cluster
+
             check_cluster(self.options.ray)
         elif settings.device != "auto":  # which is there always
             open_backend(settings.device)
@@ -87,6 +94,7 @@ class Conversion:
         if self.options.ray is None:
             return quantize(self.source, self.plan, self.options.folder, settings)
         formats = self.fitted.rules if self.fitted else ()
+
         return quantize_together(self.options, formats, (self.source, self.plan), settings)
 
     def next_steps(self, is_absolute: bool = False) -> list[str]:
@@ -108,12 +116,18 @@ class Conversion:
         checkpoint, folder = self.source.checkpoint, str(output)
         if self.options.no_keep:  # nothing here can be loaded
             return [shell_line(*words)]
-        if self.verdict is None:
-            return [shell_line(*words), *serve_lines(self.plan, checkpoint, folder)]
-        line = serve_line(
-            self.verdict.engine, self.plan, checkpoint, folder, self._config_words(is_absolute)
-        )
+        if self._server is None:
+            return [shell_line(*words)]
+        config_words = self._config_words(is_absolute)
+        line = serve_line(self._server, self.plan, checkpoint, folder, config_words)
         return [shell_line(*words), *([line] if line else [])]
+
+    @cached_property
+    def _server(self) -> Engine | None:
+        """Return the engine of --for, or the first that serves the result."""
+        if self.verdict:
+            return self.verdict.engine
+        return serving_engine(self.plan, self.source.checkpoint)
 
     def _config_words(self, is_absolute: bool) -> str:
         """Name the source's configuration in arguments of Python."""

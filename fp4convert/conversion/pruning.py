@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fp4convert import __version__
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.artifact_job import index_text
@@ -38,18 +37,13 @@ from fp4convert.errors import InputError
 from fp4convert.execution.carry_out import carry_out
 from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Result, Settings
-from fp4convert.execution.workers import CopyWorker
+from fp4convert.makers.maker import Tools
 from fp4convert.numerics.backends import open_backend
 from fp4convert.planning.completeness import refuse_forgotten
+from fp4convert.planning.kept_dtype import copy_as, keep_tensor
 from fp4convert.planning.notes import notes_on
-from fp4convert.planning.steps import (
-    Plan,
-    Step,
-    Task,
-    Writing,
-    module_of,
-    refuse_collisions,
-)
+from fp4convert.planning.plan import Plan, Writing, refuse_collisions
+from fp4convert.planning.steps import Draft, Task, module_of
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import PREDICTION, Target, model_recipe
@@ -57,6 +51,7 @@ from fp4convert.storage.checkpoint_files import RECORD, REPORT
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.safetensors import TensorSpec
 from fp4convert.storage.source import Checkpoint, Source, uncollected
+from fp4convert.version import __version__
 
 PRUNED = "pruned"
 PRUNING = "expert_pruning.json"  # our record of what stayed
@@ -154,8 +149,8 @@ def prune(source: Source, pruning: Pruning, output: Path, settings: Settings) ->
 
     Raises OutputError as open_output does; SourceError where the source changed or is gone.
     """
-    worker = CopyWorker(source, "prune", PRUNED)
-    return carry_out(pruning_job(source, pruning), worker, output, settings)
+    tools = Tools(source, open_backend("cpu"))
+    return carry_out(pruning_job(source, pruning), tools, output, settings)
 
 
 def pruning_job(source: Source, pruning: Pruning) -> Job:
@@ -166,7 +161,7 @@ def pruning_job(source: Source, pruning: Pruning) -> Job:
         "config.json": as_text(pruning.config),
     }
     replaced = frozenset({*texts, REPORT})
-    return Job(source, pruning.plan, texts, None, "config.json", replaced)
+    return Job(source, pruning.plan, texts, None, "config.json", replaced, "prune")
 
 
 def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> dict[str, object]:
@@ -235,7 +230,7 @@ def _choose_experts(
 
 
 def _make_tasks(
-    checkpoint: Checkpoint, changed: Mapping[str, Step | None], gone: Collection[str]
+    checkpoint: Checkpoint, changed: Mapping[str, Draft | None], gone: Collection[str]
 ) -> tuple[Task, ...]:
     """Place every tensor of the result in the shard that it was in."""
     writing = Writing(checkpoint, Target(PRUNED))
@@ -248,8 +243,7 @@ def _make_tasks(
             if ref.name in changed:
                 drafts.append(changed[ref.name])
             else:
-                spec = TensorSpec(ref.name, ref.dtype, ref.shape)
-                drafts.append(Step("copy", "not part of an expert", (ref,), (spec,)))
+                drafts.append(keep_tensor(ref, "copy", "not part of an expert", None))
         # A shard of which nothing is left is none.
         if staying := [draft for draft in drafts if draft]:
             tasks.append(writing.task(shard, staying))
@@ -259,15 +253,15 @@ def _make_tasks(
 
 def _list_left_out(
     checkpoint: Checkpoint,
-    changed: Mapping[str, Step | None],
+    changed: Mapping[str, Draft | None],
     gone: Collection[str],
     tasks: Sequence[Task],
 ) -> dict[str, str]:
     """Say of tensors that go why; InputError where one is forgotten."""
     left_out = dict.fromkeys(gone, "of a layer that predicts further tokens")
-    left_out |= {name: "of an expert that goes" for name, step in changed.items() if step is None}
+    left_out |= {name: "of an expert that goes" for name, draft in changed.items() if draft is None}
     # Of a table, the parts of the experts that stay.
-    parts = {name: step.refs for name, step in changed.items() if step}
+    parts = {name: draft.step.refs for name, draft in changed.items() if draft}
     wanted = (part for ref in checkpoint.tensors for part in parts.get(ref.name, (ref,)))
     refuse_forgotten(wanted, tasks, left_out, {})
     return left_out
@@ -275,7 +269,7 @@ def _list_left_out(
 
 def _drafts(
     mixture: Mixture, kept: Sequence[int], experts: int
-) -> Iterator[tuple[str, Step | None]]:
+) -> Iterator[tuple[str, Draft | None]]:
     """Decide what becomes of every tensor of a mixture; None: it goes."""
     place = {expert: number for number, expert in enumerate(kept)}
     for ref, expert, rest in mixture.singles:
@@ -284,7 +278,7 @@ def _drafts(
             continue
         spec = TensorSpec(mixture.renamed(place[expert], rest), ref.dtype, ref.shape)
         reason = "a kept expert, renumbered"
-        yield ref.name, Step("prune", reason, (ref,), (spec,), ref.shape)
+        yield ref.name, copy_as("prune", reason, (ref,), spec, ref.shape)
     tables = [
         *(
             (ref, (ref.shape[0] // experts * len(kept), *ref.shape[1:]), kept_rows)
@@ -295,7 +289,7 @@ def _drafts(
     for ref, shape, kept_parts in tables:
         spec = TensorSpec(ref.name, ref.dtype, shape)
         parts = kept_parts(ref, kept, experts)
-        yield ref.name, Step("prune", "the kept experts", parts, (spec,), shape)
+        yield ref.name, copy_as("prune", "the kept experts", parts, spec, shape)
 
 
 def _recount(

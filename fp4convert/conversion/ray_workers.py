@@ -17,15 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp4convert import errors
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import (
+from fp4convert.conversion.quantize import (
     begin_quantize,
-    padded_as_asked,
     prepare_quantize,
     quantize,
 )
-from fp4convert.conversion.work_options import ignore
+from fp4convert.conversion.request import padded_as_asked
 from fp4convert.errors import (
     DeviceError,
     Fp4Error,
@@ -36,8 +33,11 @@ from fp4convert.errors import (
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import TaskFiles
 from fp4convert.execution.settings import Result, Settings
+from fp4convert.options.access import ignore
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.activation_scales import whole_reference
-from fp4convert.planning.steps import Plan, Task
+from fp4convert.planning.plan import Plan
+from fp4convert.planning.steps import Task
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source
@@ -67,7 +67,7 @@ def work_on_node(
         return quantize(source, plan, options.folder, settings)
     except Fp4Error as error:
         return {
-            "kind": type(error).__name__,
+            "kind": type(error),
             "said": (error.code, error.lines, error.next_step, error.tensor),
         }
 
@@ -98,7 +98,7 @@ def quantize_together(
         last = max(results, key=lambda result: result.seconds)
         return replace(last, output=str(options.folder))
     if refused:
-        error: Fp4Error = getattr(errors, refused[0]["kind"])(*refused[0]["said"])
+        error: Fp4Error = refused[0]["kind"](*refused[0]["said"])
         raise error
     raise DeviceError(
         "workers-lost",

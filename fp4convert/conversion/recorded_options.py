@@ -17,11 +17,11 @@ from typing import Any, get_args
 
 from fp4convert.checkpoint.artifact import read_json
 from fp4convert.checkpoint.record import OPTIONS, TRANSCODED
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError
 from fp4convert.execution.settings import Settings
 from fp4convert.numerics.formats import NVFP4
-from fp4convert.planning.steps import Plan
+from fp4convert.options.writing import QuantizeOptions
+from fp4convert.planning.plan import Plan
 from fp4convert.process import processors
 from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.recipes.recipe import Target
@@ -47,10 +47,8 @@ def options_recorded(
     if plan is not None:
         told: dict[str, Callable[[], object]] = {
             "lora": lambda: plan.adapter and sorted(plan.adapter.sha256.items()),
-            "global_scale": lambda: [[one.name, one.amaxes] for one in plan.steps if one.amaxes],
-            "input_scale": lambda: [
-                [one.name, one.scalar] for one in plan.steps if one.scalar is not None
-            ],
+            "global_scale": lambda: plan.amaxes,
+            "input_scale": lambda: plan.scalars,
             "config": lambda: source.checkpoint.config,
         }
         for name, values in told.items():

@@ -40,14 +40,13 @@ from fp4convert.conversion.artifact_job import (
     own_card,
     refuse_odd_scale,
 )
-from fp4convert.conversion.options import TranscodeOptions
+from fp4convert.conversion.carried_blocks import describe_carried, taken_over
 from fp4convert.conversion.recorded_options import refuse_harmed
 from fp4convert.errors import ChoiceError, InputError
-from fp4convert.execution.carried_blocks import Carrier, describe_carried
 from fp4convert.execution.carry_out import carry_out
 from fp4convert.execution.job import Job
-from fp4convert.execution.repacker import Dequantizer, Transcoder
 from fp4convert.execution.settings import Result, Settings
+from fp4convert.makers.maker import Tools
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import (
     FLOAT_TYPES,
@@ -57,17 +56,18 @@ from fp4convert.numerics.formats import (
     format_named,
 )
 from fp4convert.numerics.matrices import row_panels
+from fp4convert.options.rewriting import TranscodeOptions
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
 from fp4convert.planning.kept_forms import held_form, unheld
 from fp4convert.planning.kv_cache_scales import carry_cache
+from fp4convert.planning.plan import Plan
 from fp4convert.planning.repack_plan import (
     Contents,
     plan_dequantize,
     plan_transcode,
     refuse_other_matrices,
 )
-from fp4convert.planning.steps import Plan, Step
 from fp4convert.planning.tensor_parallel import PADDING
 from fp4convert.quality.scale_checks import (
     are_equal,
@@ -131,10 +131,10 @@ def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> 
         last = "config.json"
         texts[last] = as_text(config)
     replaced = ENGINE_RECORDS | texts.keys() | own_card(source)
-    job = Job(source, plan, texts, None, last, replaced)
+    job = Job(source, plan, texts, None, last, replaced, "dequantize")
     # Values are twice to seven times as long as codes: a GPU would send back more than it gets.
     device = "cpu" if settings.device == "auto" else settings.device
-    return carry_out(job, Dequantizer(source, open_backend(device)), output, settings)
+    return carry_out(job, Tools(source, open_backend(device)), output, settings)
 
 
 def prepare_transcode(
@@ -151,7 +151,8 @@ def prepare_transcode(
     check_keep_dtype(options.keep_dtype, options.dialect)
     made = _cast_to(artifact, options.format)
     target = _target_of(artifact, options, made)
-    contents = _contents_of(artifact, target, made)._replace(keep_dtype=options.keep_dtype)
+    contents = _contents_of(artifact, target, made)
+    contents = contents._replace(keep_dtype=options.keep_dtype)
     spelling = _dialect_of(target)
     with refusing(artifact.source):
         for module, packed in artifact.modules.items():
@@ -294,7 +295,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
         form = module_form(target._replace(activations=bits), fmt.name)
         forms |= {module: form for module, own in becoming.items() if own is fmt}
     if traits.container == "gguf" and four:  # which has no place for them: they become floats
-        return Contents(artifact.modules, others, forms)
+        return Contents(artifact, others, forms)
     eight = {packed.form.format for packed in artifact.others.values()}
     eight |= {one.coding.format for one in unrecorded.values() if one.coding.format}
     for module, linear in others.items():
@@ -304,7 +305,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
         if own is None:
             raise unheld(linear, target, step, four | eight)
         forms[module] = own
-    return Contents(artifact.modules, others, forms)
+    return Contents(artifact, others, forms)
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
@@ -411,25 +412,20 @@ def transcode(
         key: _as_text_or_none(known.get(key))
         for key in ("repo", "revision", *(known.keys() & {"file"}))
     }
-    job = artifact_job(source, plan, origin)
+    job = replace(artifact_job(source, plan, origin), action="transcode")
     if job.record:
         told = {key: artifact.record[key] for key in (ADAPTER, PADDING) if key in artifact.record}
         steps = [step for step in plan.steps if step.action == "dequantize"]
         if decoded := sorted(output.name for step in steps for output in step.outputs):
             told[DECODED] = decoded
         job = replace(job, record={**job.record, **told})
-    forms = {name: step.form for step in plan.steps if step.form for name in _modules_in(step)}
-    carrier = Carrier(artifact, forms)
     is_draft = model_recipe(artifact.source.checkpoint.config).is_draft
     kind = dialect_of(plan).TRAITS.global_scale_kind
-    carried = describe_carried(carrier.each(), kind, is_draft, plan)
-    result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
+    place = {module: number for number, module in enumerate(artifact.modules)}
+    taken = sorted(taken_over(plan, has_inputs=True), key=lambda one: place[one.module])
+    carried = describe_carried(taken, kind, is_draft, plan)
+    result = carry_out(job, Tools(source, open_backend("cpu")), output, settings)
     return replace(result, carried=carried)
-
-
-def _modules_in(step: Step) -> set[str]:
-    """Name the modules whose rows a step writes."""
-    return {rows.module for slot in step.slots for rows in slot} or {step.module}
 
 
 def _as_text_or_none(value: object) -> str | None:

@@ -32,18 +32,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp4convert import __version__
 from fp4convert.calibration.input_power import Inputs
 from fp4convert.calibration.statistics import Calibration
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import Linear, find_not_finite
 from fp4convert.errors import InputError, NumericError
+from fp4convert.execution.crew import read_again_if_damaged
 from fp4convert.execution.leases import Leases, do_together
 from fp4convert.execution.plan_file import STATE, refuse_links
-from fp4convert.execution.repacker import find_not_finite
-from fp4convert.execution.rounding import Rounding
-from fp4convert.execution.settings import UnsoundShardError, summarize
-from fp4convert.execution.workers import read_again_if_damaged
-from fp4convert.numerics.backends.base import Given
+from fp4convert.execution.settings import summarize
+from fp4convert.makers.maker import Tools, UnsoundShardError
+from fp4convert.makers.methods.choice import method_for
+from fp4convert.makers.methods.method import Group
+from fp4convert.numerics.backends.base import Backend, Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s, as_floats
 from fp4convert.numerics.formats import Format, format_named
@@ -56,9 +56,11 @@ from fp4convert.quality.losses import (
     sample_matrix,
     through_fp8,
 )
+from fp4convert.recipes.recipe import Target
 from fp4convert.storage.disk import replace_file
 from fp4convert.storage.json_text import MISSHAPEN, read_text_file
 from fp4convert.storage.source import Source, read_each
+from fp4convert.version import __version__
 
 FOLDER = "measured"
 DIGITS = 9  # of a loss
@@ -104,7 +106,8 @@ class Bench:
     """
 
     source: Source
-    rounding: Rounding
+    target: Target
+    backend: Backend
     calibration: Calibration | None = None
     granularity: str = "row"
     output: Path | None = None
@@ -200,7 +203,7 @@ def removed_if_refused(output: Path) -> Iterator[None]:
 
 def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
     """Hash everything that the losses of a shard depend on."""
-    checkpoint, target = bench.source.checkpoint, bench.rounding.target
+    checkpoint, target = bench.source.checkpoint, bench.target
     read = {ref.file for one in own for linear in one.group for ref in linear.refs}
     stamps = [[name, checkpoint.stamps[name]] for name in sorted({file, *read})]
     layers = [
@@ -267,7 +270,7 @@ def _measure_shard(bench: Bench, own: Sequence[Candidate]) -> Losses:
             bench.phases.report(one.linear.name, one.nbytes)
         return losses, []
 
-    threads = bench.workers or bench.rounding.backend.threads
+    threads = bench.workers or bench.backend.threads
     measured = read_each(bench.source, measure_group, ordered, threads)
     bench.source.check_unchanged(own[0].linear.home.file)
     if unsound := [error for _, errors in measured for error in errors]:
@@ -291,7 +294,7 @@ def _losses_of(bench: Bench, group: Sequence[Candidate]) -> Losses:
         if fmt.is_fp4:
             rounded = _through_fp4(bench, read, modules, fmt, group[0].amax)
         else:
-            rule, is_whole = bench.rounding.target.rule_for(fmt), bench.granularity == TENSOR
+            rule, is_whole = bench.target.rule_for(fmt), bench.granularity == TENSOR
             rounded = (through_fp8(read[module], fmt, rule, is_whole) for module in modules)
         for module, values in zip(modules, rounded, strict=True):
             losses[module][name] = float(f"{weighed[module].loss(values).output:.{DIGITS}g}")
@@ -311,6 +314,9 @@ def _through_fp4(
     """
     members = [read[module] for module in modules]
     measured = list(read.values()) if amax is None else []
-    panels = bench.rounding.panels(measured, members, modules, fmt, Given(amax))
+    group = Group(measured, members, modules, fmt)
+    tools = Tools(bench.source, bench.backend, bench.calibration)
+    method = method_for(bench.target, fmt)
+    panels = method.panels(group, tools, method.under(group, tools, Given(amax)))
     for _, own in groupby(panels, key=itemgetter(0)):
         yield np.concatenate([Cpu().values(q) for _, q in own])

@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.checkpoint.whole_model import refuse_no_model
-from fp4convert.conversion.diffusers import PipelineConversion, component_options
 from fp4convert.conversion.engine_choice import check_plan
-from fp4convert.conversion.mixed_precision import fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import padded_as_asked, prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.conversion.request import padded_as_asked
 from fp4convert.conversion.weight_losses import removed_if_refused
+from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, named, shell_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Result, Settings
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.planning.tensor_parallel import OPTION
 from fp4convert.progress import Phases
-from fp4convert.recipes.engine_verdicts import Verdict
 from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Source, stopping
 
@@ -102,6 +102,8 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     """
     goal, output = None, options.folder
     if (options.target_size, options.target_bits) != (None, None):
+        from fp4convert.conversion.mixed_precision import fit, goal_of
+
         goal = goal_of(options.target_size, options.target_bits)
     access = options.access(output)
     source, components = open_with_components(os.fspath(options.source), access)
@@ -119,6 +121,8 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
                 refuse_empty(source.name, [plan])
                 verdict = check_plan(plan, source.checkpoint, options)
         return Conversion(options, source, plan, found, verdict)
+    from fp4convert.conversion.diffusers import PipelineConversion, component_options
+
     for option in filter(None, (options.lora and "--lora", options.pad_for_tp and OPTION)):
         source.stop()
         what = f"{options.source} is a pipeline of several checkpoints"
@@ -136,6 +140,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     conversions = {}
     for name, component in components.items():
         with named(name):
+            refuse_misnamed(component, component.name)
             own = component_options(options, source, name)
             plan = prepare_quantize(component, own)
             verdict = check_plan(plan, component.checkpoint, own)

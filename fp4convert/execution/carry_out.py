@@ -16,6 +16,8 @@ from pathlib import Path
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.checkpoint.record import MIXED
 from fp4convert.errors import CORRUPT, NumericError, OutputError, SourceError
+from fp4convert.execution.crew import Crew, read_again_if_damaged
+from fp4convert.execution.fill import TaskWriter
 from fp4convert.execution.finish import (
     ENDING,
     WHY_ENDING,
@@ -30,15 +32,21 @@ from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job, opened
 from fp4convert.execution.leases import do_together
 from fp4convert.execution.plan_file import TaskFiles, read_ended
-from fp4convert.execution.settings import Result, Settings, UnsoundShardError, summarize
-from fp4convert.execution.task_writer import TaskWriter
-from fp4convert.execution.workers import Crew, Worker, read_again_if_damaged
+from fp4convert.execution.settings import Result, Settings, summarize
+from fp4convert.makers.maker import Fact, Tools, UnsoundShardError
 from fp4convert.planning.steps import Action, Task
 from fp4convert.process import memory_nbytes
 from fp4convert.storage.source import stopping
 
 CACHED_SHARE = 0.5  # of the memory: a source that is read twice stays in the page cache
 TRIES = 3  # to write files that afterwards are what was written
+MADE: dict[Action, str] = {  # what tensors are called afterwards, by the action of the job
+    "quantize": "quantized",
+    "dequantize": "dequantized",
+    "transcode": "transcoded",
+    "prune": "pruned",
+    "copy": "copied",
+}
 RARE: dict[str, Action] = {  # what tensors became beside the usual
     "transcoded": "transcode",
     "dequantized": "dequantize",
@@ -49,7 +57,7 @@ RARE: dict[str, Action] = {  # what tensors became beside the usual
 }
 
 
-def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Result:
+def carry_out(job: Job, tools: Tools, output: Path, settings: Settings) -> Result:
     """Do all of a job that is not done yet and that nobody else does.
 
     Raises  InputError for an output that cannot be there; NumericError, after all sound shards are
@@ -58,7 +66,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     """
     started = time.monotonic()
     with stopping(job.source), opened(job, output, settings) as folder:
-        run = _Run(job, worker, folder, settings)
+        run = _Run(job, tools, folder, settings)
         ending = run.work()
         own_nbytes = sum(map(folder.nbytes_of, folder.hashes))
         own_shards = sum(shard.file in folder.hashes for shard in job.plan.shards)
@@ -70,7 +78,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         sizes = {task.key: _nbytes_of(task, sizes) for task in tasks}
     actions = Counter(step.action for task in tasks for step in task.steps)
     tensors = {
-        worker.made: actions[worker.action],
+        MADE[job.action]: actions[job.action],
         "copied": actions["copy"],
         "skipped": actions["skip"],
     }
@@ -82,7 +90,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         format=target.format if len(job.plan.formats) < 2 else MIXED,
         dialect=target.dialect,
         scale_rule=target.scale_rule,
-        device=worker.device,
+        device=tools.backend.name,
         source_bytes=sum(sizes.values()),
         output_bytes=ending.nbytes if ending else own_nbytes,
         seconds=round(time.monotonic() - started, 3),
@@ -90,7 +98,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         digest=ending.digest if ending else None,
         adopted_bytes=run.adopted_nbytes,
         bits_per_weight=job.plan.bits_per_weight,
-        method=target.method if worker.action == "quantize" else None,
+        method=target.method if job.action == "quantize" else None,
         fidelity=ending.fidelity if ending else None,
         saturated=(ending.saturated or None) if ending else None,
         share={"index": share.index, "of": share.count, "shards": own_shards} if share else None,
@@ -103,9 +111,9 @@ class _Run:
     Tasks that nobody else does, and perhaps the end.
     """
 
-    def __init__(self, job: Job, worker: Worker, folder: OutputFolder, settings: Settings) -> None:
+    def __init__(self, job: Job, tools: Tools, folder: OutputFolder, settings: Settings) -> None:
         self._source = job.source
-        self._worker = worker
+        self._action, self._tools = job.action, tools
         self._folder = folder
         self._settings = settings
         self._mark, _, _ = read_ended(folder.root)
@@ -144,7 +152,7 @@ class _Run:
         if self._settings.share is None and (edited := find_edited(folder)):
             more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
             self._settings.tell(f"changed since, and written again: {edited[0]}{more}")
-        self._settings.phases.begin(self._worker.action, sum(self._sizes.values()))
+        self._settings.phases.begin(self._action, sum(self._sizes.values()))
         while True:
             do_together(self._find_left, self._do_free, self._tell_whom)
             if self._unsound:
@@ -186,7 +194,7 @@ class _Run:
         self._last = own[-1].key if own else ""
         shards = self._take(own)
         copies = self._take([task for task in left if task.key not in self._tasks])
-        crew = Crew(self._worker, self._settings)
+        crew = Crew(self._tools, self._settings)
         fill = partial(self._fill, crew)
         crew.write(
             (self._tasks[task.key] for task in shards),
@@ -207,33 +215,34 @@ class _Run:
             for file in task.files:
                 self._source.check_unchanged(file)
 
-    def _fill(self, crew: Crew, task: Task, writer: TaskWriter) -> bool:
-        """Fill the shards of a task; False where a tensor is unsound."""
+    def _fill(self, crew: Crew, task: Task, writer: TaskWriter) -> tuple[Fact, ...] | None:
+        """Fill the shards of a task; None where a tensor is unsound."""
         return read_again_if_damaged(partial(self._fill_once, crew, task, writer))
 
-    def _fill_once(self, crew: Crew, task: Task, writer: TaskWriter) -> bool:
+    def _fill_once(self, crew: Crew, task: Task, writer: TaskWriter) -> tuple[Fact, ...] | None:
         writer.begin_again()
         # One file of many shards brings each in its turn; else a shard is brought by its own task.
-        parts = task.by_home if len(self._tasks) == 1 else {task.home: task.steps}
-        measure = getattr(self._worker, "measure", None) if self._is_measured_first(task) else None
+        parts = task.by_home if len(self._tasks) == 1 else {task.home: task.works}
+        has_two_passes = self._has_two_passes(task)
+        facts: list[Fact] = []
         unsound: list[NumericError] = []
         with self._source.proving(task.borrowed):
-            for file, steps in parts.items():
+            for file, works in parts.items():
                 with self._source.stream(file) if file else nullcontext():
                     try:
-                        crew.fill(steps, writer, measure)
-                    except UnsoundShardError as found:
-                        unsound += found.errors
-        # Noted when the stream has ended: before, what is NaN may have come damaged.
+                        facts += crew.fill(works, writer, has_two_passes)
+                    except UnsoundShardError as error:
+                        unsound += error.errors
+        # Noted when the stream has ended: before, a NaN may have come damaged.
         if unsound:
             self._unsound |= {str(error.tensor): error for error in unsound}
             self._given_up.add(task.key)
-            return False
+            return None
         for source in task.sources:
             self._source.check_unchanged(source)
-        return True
+        return tuple(facts)
 
-    def _is_measured_first(self, task: Task) -> bool:
+    def _has_two_passes(self, task: Task) -> bool:
         """Tell whether global scales are found before any weight is rounded.
 
         They stand first in a shard, whose hash then goes along with the rounding.  That of the last
@@ -333,7 +342,7 @@ class _Run:
         for task in tasks:
             self._adopted.pop(task.key, None)
         sizes = [self._sizes.get(task.key, 0) for task in tasks]
-        self._settings.phases.begin(self._worker.action, sum(sizes))
+        self._settings.phases.begin(self._action, sum(sizes))
 
 
 def _nbytes_of(task: Task, sizes: Mapping[str, int]) -> int:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fp4convert.errors import OutputError, SourceError
+from fp4convert.execution.fill import TaskWriter
 from fp4convert.execution.leases import Leases
 from fp4convert.execution.output_check import (
     refuse_all_links,
@@ -43,7 +44,7 @@ from fp4convert.execution.plan_file import (
     TaskFiles,
 )
 from fp4convert.execution.settings import Elsewhere, OnNamed
-from fp4convert.execution.task_writer import TaskWriter
+from fp4convert.makers.maker import Fact
 from fp4convert.planning.steps import Shard, Task
 from fp4convert.storage.checkpoint_files import CARD, GGUF
 from fp4convert.storage.disk import (
@@ -200,20 +201,20 @@ class OutputFolder:
     def write_task(
         self,
         task: Task,
-        fill: Callable[[Task, TaskWriter], bool],
+        fill: Callable[[Task, TaskWriter], tuple[Fact, ...] | None],
         check: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         """Fill the shards of a task, flush and close them, and name them.
 
         Before it has its name, each is opened by the package safetensors, too.
 
-        fill   appends every tensor; returns False for shards that are not whole: they are
-               discarded, and the task is given back
+        fill   appends every tensor, and returns the facts; None for shards that are not whole: they
+               are discarded, and the task is given back
         check  is called with the size of every block that is hashed; what it raises ends that
         """
         writer = TaskWriter(self.temps, task)
         try:
-            if not fill(task, writer):
+            if (facts := fill(task, writer)) is None:
                 writer.discard()
                 self.leases.drop(task.key)
                 return
@@ -224,13 +225,7 @@ class OutputFolder:
         except BaseException:
             writer.discard()
             raise
-        done = Done(
-            files,
-            dict(writer.global_scales),
-            dict(writer.accounts),
-            len(writer.taken_over),
-            len(writer.saturated),
-        )
+        done = Done.of(files, facts)
         self.settle(TaskFiles.of(task), done, lambda file: writer.shards[file].path, check)
 
     def settle(

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fp4convert import __version__
 from fp4convert.errors import InputError
 from fp4convert.execution import output_check
 from fp4convert.execution.finish import record_nbytes
@@ -19,9 +18,11 @@ from fp4convert.execution.output_check import needed_nbytes
 from fp4convert.execution.plan_file import LARGE_NBYTES, Manifest, TaskFiles, nbytes_written
 from fp4convert.execution.settings import Settings
 from fp4convert.execution.takeover import open_output
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
+from fp4convert.planning.steps import Action
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, SIGNATURE, holds_weights
 from fp4convert.storage.source import Source
+from fp4convert.version import __version__
 
 OPTIONS = "the options"
 STATE_NBYTES = 1 << 20  # of .fp4convert, and as much again for each file and step:
@@ -36,6 +37,7 @@ class Job:
     record    our own record but for the hashes, written last; None where the last of the texts is
               the last file
     replaced  files of the source that do not travel, because ours take their place
+    action    what most steps are called
     parts     what else the result is made of, by the folder in it: they end before this job does
     """
 
@@ -45,6 +47,7 @@ class Job:
     record: dict[str, object] | None
     last: str
     replaced: frozenset[str]
+    action: Action = "quantize"
     parts: dict[str, Manifest] = field(default_factory=dict)
 
     @property
@@ -128,11 +131,11 @@ class Job:
         options = [
             self.plan.target._asdict(),
             self.plan.quantized,
-            [step.scalar for step in self.plan.steps if step.scalar is not None],
+            [scalar for _, scalar in self.plan.scalars],
             self.texts,
             record,
             *(part.traits[OPTIONS] for part in self.parts.values()),
-            *(step.amaxes for step in self.plan.steps if step.amaxes),
+            *(amaxes for _, amaxes in self.plan.amaxes),
         ]
         return Manifest(
             identity={

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from fp4convert.errors import OutputError
+from fp4convert.makers.maker import Fact
 from fp4convert.numerics.error_sums import Account
 from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import (
@@ -75,6 +77,15 @@ class Done:
     saturated: int = 0
     seals: dict[str, str] = field(default_factory=dict)
     is_gone: bool = False
+
+    @staticmethod
+    def of(files: dict[str, str], facts: Iterable[Fact]) -> Done:
+        """Record what makers returned."""
+        found: dict[str, dict[str, Any]] = defaultdict(dict)
+        for fact in facts:
+            found[fact.kind][fact.about] = fact.value
+        counts = len(found["taken_over"]), len(found["saturated"])
+        return Done(files, found["global_scale"], found["account"], *counts)
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -50,14 +50,6 @@ class Elsewhere(NamedTuple):
         )
 
 
-class UnsoundShardError(Exception):
-    """A shard that cannot be finished, because of these tensors."""
-
-    def __init__(self, errors: list[NumericError]) -> None:
-        super().__init__()
-        self.errors = errors
-
-
 def summarize(errors: Sequence[NumericError]) -> NumericError:
     """Return one error for all, with the options that complete the run."""
     steps = dict.fromkeys(error.next_step.removeprefix(AGAIN) for error in errors)

@@ -67,17 +67,25 @@ def count_on_grid(x: Float32s, dtype: str, fmt: Format) -> tuple[int, int]:
     The step is a power of two where the format's are. Whether E4M3 has it is not asked here: that
     needs the global scale.
     """
-    blocks = x.reshape(-1, fmt.block_size)
-    ordered = np.sort(np.abs(blocks), axis=1)
-    first = ordered[:, :1] > 0
-    magnitudes = (np.diff(ordered, axis=1) > 0).sum(axis=1) + first[:, 0]
-    telling = magnitudes >= TELLING
-    low, high = find_steps(blocks[telling & (magnitudes <= len(MAGNITUDES))], dtype)
+    telling, blocks = find_telling(x, fmt)
+    low, high = find_steps(blocks, dtype)
     fits = ~np.isnan(low)
     if not fmt.has_global_scale:
         with np.errstate(invalid="ignore"):
             fits &= np.ldexp(1.0, np.frexp(np.where(fits, high, 1.0))[1] - 1) >= low
-    return int(telling.sum()), int(fits.sum())
+    return telling, int(fits.sum())
+
+
+def find_telling(x: Float32s, fmt: Format) -> tuple[int, Float32s]:
+    """Count blocks that tell; return those with no more magnitudes than E2M1.
+
+    No other block can be E2M1 values times a step.
+    """
+    blocks = x.reshape(-1, fmt.block_size)
+    ordered = np.sort(np.abs(blocks), axis=1)
+    magnitudes = (np.diff(ordered, axis=1) > 0).sum(axis=1) + (ordered[:, 0] > 0)
+    telling = magnitudes >= TELLING
+    return int(telling.sum()), blocks[telling & (magnitudes <= len(MAGNITUDES))]
 
 
 def is_on_grid(telling: int, on_grid: int) -> bool:

@@ -16,6 +16,7 @@ from fp4convert.errors import InputError, did_you_mean
 E2M1_MAX = 6.0  # largest E2M1 magnitude
 E4M3_MAX = 448.0  # largest finite E4M3 (e4m3fn) magnitude
 E4M3_MIN = 2.0**-9  # smallest positive E4M3 magnitude
+E4M3_NORMAL = 2.0**-6  # smallest one with all four bits
 E8M0_STORED_MAX = 252  # 6 * 2**(252 - 127) is still finite in float32
 MXFP8_STORED_MAX = 246  # 448 * 2**(246 - 127) is
 GLOBAL_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the amax that a global scale of 1 stands for
@@ -50,6 +51,9 @@ class Format:
     default_rule: str
     has_global_scale: bool
     element_dtype: str = FP4_CODES
+
+    def __repr__(self) -> str:
+        return self.name
 
     @property
     def is_fp4(self) -> bool:

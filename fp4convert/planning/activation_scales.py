@@ -1,9 +1,12 @@
 """Choose the static scale of each module's activations.
 
-Engines divide activations by such a scale before they round them: what is larger than its range is
-cut off, which costs most of a model's quality, while a scale that is larger than it must be costs
-next to nothing. A scale here is a multiplier,
-amax / 2688 for NVFP4 and amax / 448 for FP8; dialects spell it as their engines want it.
+Engines divide activations by such a scale before they round them. What is larger than its range is
+cut off, which costs most of a model's quality. A scale that is larger than it must be costs nothing
+as long as the block scales stay normal numbers of E4M3: a scale of 1 is right for blocks of NVFP4
+whose largest input is from 0.094 to 2688. Smaller blocks lose bits, and below 0.0059 they become 0:
+a model whose inputs are 2^-9 as large has a KL divergence of 3.77 nats with 1 and of 0.0097 with
+measured scales. So nothing writes 1 without a warning. A scale here is a multiplier, amax / 2688
+for NVFP4 and amax / 448 for FP8; dialects spell it as their engines want it.
 Everything is read when a plan is made: scalars of an artifact, or of a calibration file.
 """
 
@@ -13,9 +16,11 @@ import math
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple
+
+import numpy as np
 
 from fp4convert.calibration.calibration_file import is_calibration, open_calibration
 from fp4convert.calibration.statistics import Calibration, check_inputs, check_source
@@ -23,7 +28,15 @@ from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import E4M3_MAX, GLOBAL_RANGE, Format
+from fp4convert.numerics.formats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    E4M3_MIN,
+    E4M3_NORMAL,
+    GLOBAL_RANGE,
+    Format,
+)
+from fp4convert.progress import count_text
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import ScaleGroup
 from fp4convert.storage.source import Source, read_each, refusing
@@ -31,6 +44,10 @@ from fp4convert.storage.source import Source, read_each, refusing
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
 OPTION = "--input-scale"
 SLACK = 1e-6  # of a float32 beside the float64 that it was rounded from
+MEASURE = (
+    "measure them: fp4convert calibrate SOURCE -o FILE --self-generate 16 (or --text TEXT), then"
+    f" add --calibration FILE, and no {OPTION}"
+)
 
 
 class Fed(NamedTuple):
@@ -134,6 +151,14 @@ def measured_scales(calibration: Calibration) -> InputScales:
 def range_of(fmt: Format) -> float:
     """Return the largest input that a scale of 1 stands for."""
     return GLOBAL_RANGE if fmt.is_fp4 else E4M3_MAX
+
+
+def floor_of(fmt: Format) -> float:
+    """Return the least amax of a block that a scale of 1 rounds well.
+
+    Below it the block scale, of FP8 the input itself, is a subnormal E4M3 with fewer bits.
+    """
+    return E4M3_NORMAL * (E2M1_MAX if fmt.is_fp4 else 1.0)
 
 
 def choose_scales(
@@ -281,7 +306,48 @@ def _share_scales(
     return shared, [f"{detail}; engines use one for all of them, so each gets the largest"]
 
 
-def find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration) -> list[str]:
+def judge_scales(
+    fed: Sequence[Fed], shared: Mapping[str, float], scales: InputScales, seen: Calibration | None
+) -> list[str]:
+    """Warn of scales that nothing measured, and of those that do not suit.
+
+    scales  where the shared ones come from
+    seen    what saw the inputs of modules
+    """
+    warnings = list(_warn_unmeasured(fed, shared, seen)) if scales.is_constant else []
+    if seen:
+        warnings += [*_find_small(fed, shared, seen), *_find_large(fed, shared, seen)]
+    return warnings
+
+
+def describe_unit(is_fp4: bool) -> str:
+    """Say for which inputs a scale of 1 is right, and what becomes of others."""
+    inputs, step = ("blocks whose largest input is", E2M1_MAX) if is_fp4 else ("inputs", 1.0)
+    return (
+        f"right for {inputs} from {step * E4M3_NORMAL:.2g} to {step * E4M3_MAX:g}: smaller ones"
+        f" lose bits, below {step * E4M3_MIN / 2:.2g} they become 0, and larger ones are clipped"
+    )
+
+
+def _warn_unmeasured(
+    fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration | None
+) -> Iterator[str]:
+    """Warn of scales of 1, where none of these modules was seen."""
+    assumed: dict[bool, list[str]] = {True: [], False: []}
+    for one in fed:
+        if shared.get(one.module) == 1.0 and not (seen and seen.has(one.module)):
+            assumed[one.form.format.is_fp4].append(one.module)
+    for is_fp4, modules in assumed.items():
+        if modules:
+            yield (
+                f"the input scale of {count_text(len(modules), 'module')} in"
+                f" {'four' if is_fp4 else 'eight'} bits, the first {modules[0]}, is 1, which no"
+                f" calibration or file gives; {describe_unit(is_fp4)}. It can ruin the model, and"
+                f" neither inspect nor verify sees that: {MEASURE}"
+            )
+
+
+def _find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration) -> list[str]:
     """Warn of scales that do not reach the largest inputs seen."""
     cut = []
     for one in fed:
@@ -301,3 +367,50 @@ def find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibratio
             " costs the most quality"
         )
     ]
+
+
+def _find_large(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration) -> list[str]:
+    """Warn of scales under which typical inputs seen lose their bits.
+
+    Those that the calibration itself asks for are no matter of choice, and not looked at.
+    """
+    lost = []
+    for one in fed:
+        chosen, fmt = shared.get(one.module), one.form.format
+        if chosen is None or not seen.has(one.module):
+            continue
+        if chosen <= seen.amax(one.module) / range_of(fmt) * (1 + SLACK):
+            continue
+        floor, typical = chosen * floor_of(fmt), _typical_amax(seen, one)
+        if typical < floor:
+            lost.append((typical / floor, one.module, floor, typical))
+    if not lost:
+        return []
+    _, module, floor, typical = min(lost)
+    detail = (
+        f"input scales of {len(lost)} modules are larger than {seen.path} asks for: that of"
+        f" {module} rounds blocks well whose largest input is {floor:.3g} or more, where a typical"
+        f" one has {typical:.3g}"
+    )
+    return [
+        (
+            f"{detail}; smaller ones lose bits or become 0, which can ruin the model; leave"
+            f" {OPTION} out: the calibration gives each module its own"
+        )
+    ]
+
+
+def _typical_amax(seen: Calibration, fed: Fed) -> float:
+    """Estimate the largest input of a module's median block, over tokens.
+
+    Its root mean square lies between that of the block's largest column and the root of the sum of
+    all columns' mean squares: their geometric mean is taken. It is exact where one column is all,
+    and 6 % below for 16 alike with normal inputs. Without mean squares, the largest ever seen.
+    """
+    has_squares = seen.has(fed.module, "input_sq_mean")
+    squares = seen.moments(fed.module) if has_squares else seen.channel_amax(fed.module) ** 2
+    size = fed.form.format.block_size if fed.form.format.is_fp4 else 1
+    blocks = np.pad(squares.astype(np.float64), (0, -len(squares) % size)).reshape(-1, size)
+    largest = blocks.max(axis=1)
+    sums = blocks.sum(axis=1) if has_squares else largest
+    return float(np.median((largest * sums) ** 0.25))

@@ -35,7 +35,6 @@ def refuse_forgotten(
     unnamed = [ref for ref in tensors if ref.name not in named and not left_out.get(ref.name)]
     forgotten = {ref.name: ref for ref in _find_unread(unnamed, read)} if unnamed else {}
     modules = {linear.module for step in steps for linear in step.linears}
-    modules |= {rows.module for step in steps for slot in step.slots for rows in slot}
     if missing := homes.keys() - modules:
         written = {ref.name for step in steps for ref in step.outputs}
         lost = [name for name in homes if name in missing and homes[name].name not in written]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from fp4convert.calibration.methods.awq_smooth import Smoother
 from fp4convert.calibration.methods.folds import (
     FindFactors,
     Fold,
@@ -20,7 +21,9 @@ from fp4convert.calibration.methods.folds import (
     vectors_of,
 )
 from fp4convert.calibration.methods.scaled_weights import Folded
+from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.planning.decisions import Verdict, decide
@@ -41,6 +44,27 @@ class FoldedLayers(NamedTuple):
     linears: Linears
     folds: tuple[Fold, ...]
     notes: tuple[str, ...]
+
+
+def fold_layers(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    linears: Linears,
+    calibration: Calibration,
+    is_unscaled: bool,
+) -> FoldedLayers:
+    """Put linear layers under the folds of the method.
+
+    is_unscaled  no input scale was measured
+    Raises       InputError for --via, which rounds before anything else
+    """
+    target = recipe.target
+    if target.via:
+        rounds = f"--via {target.via} rounds weights before anything else"
+        detail = f"{rounds}, and --method {target.method} multiplies them first"
+        raise InputError("method-via", f"{detail}; expected one of them", "Leave --via out.")
+    smoother = Smoother(target, calibration, not is_unscaled)
+    return use_folds(checkpoint, recipe, linears, dialect_to_write(target), smoother.factors)
 
 
 def use_folds(

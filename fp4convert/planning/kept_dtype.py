@@ -14,8 +14,11 @@ from collections.abc import Iterable, Iterator
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import FLOATS, MATRIX_DIMENSIONS
+from fp4convert.makers.copied import Copied
+from fp4convert.makers.floats import Floats
 from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
-from fp4convert.planning.steps import Idle, Step, Task, module_of, spec_of
+from fp4convert.planning.plan import Idle
+from fp4convert.planning.steps import Action, Draft, Step, Task, module_of, spec_of
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
@@ -75,16 +78,39 @@ def kept_nbytes(linear: Linear, recipe: Recipe) -> int:
     return nbytes_of(spec.dtype, spec.shape) // members
 
 
-def narrow(step: Step, recipe: Recipe) -> Step:
-    """Write a matrix that stays in the type of --keep-dtype."""
-    ref, spec = step.refs[0], kept_spec(step.refs[0], recipe)
-    if spec.dtype == ref.dtype:
-        return step
+def narrowed(ref: TensorRef, recipe: Recipe) -> str:
+    """Name the types of a matrix before and after."""
+    return f"{FLOAT_TYPES[ref.dtype].word} becomes {recipe.target.keep_dtype}"
+
+
+def keep_tensor(ref: TensorRef, action: Action, reason: str, recipe: Recipe | None) -> Draft:
+    """Draft the step of a tensor that stays, or becomes --keep-dtype."""
+    spec = kept_spec(ref, recipe) if recipe else spec_of(ref)
+    if recipe is None or spec.dtype == ref.dtype:
+        return copy_as(action, reason, (ref,), spec)
     shape = ref.shape[0], ref.elements // ref.shape[0]
     whole = Linear(module_of(ref.name), shape, FLOATS[ref.dtype], (ref,))
-    became = f"{FLOAT_TYPES[ref.dtype].word} becomes {recipe.target.keep_dtype}"
-    linears = step.linears or (whole,)
-    return step._replace(reason=f"{step.reason}; {became}", specs=(spec,), linears=linears)
+    draft = draft_floats(action, f"{reason}; {narrowed(ref, recipe)}", whole, spec)
+    return draft._replace(step=draft.step._replace(shape=()))
+
+
+def copy_as(
+    action: Action,
+    reason: str,
+    refs: tuple[TensorRef, ...],
+    spec: TensorSpec,
+    shape: tuple[int, ...] = (),
+) -> Draft:
+    """Draft the step of stored bytes that are copied, under any name."""
+    step = Step(action, reason, module_of(spec.name), Copied(spec.name, refs), refs, shape)
+    return Draft(step, (spec,))
+
+
+def draft_floats(action: Action, reason: str, linear: Linear, spec: TensorSpec) -> Draft:
+    """Draft the step of a linear layer whose values become an ordinary tensor."""
+    maker, linears = Floats(spec, (linear,)), (linear,)
+    words = action, reason, module_of(spec.name)
+    return Draft(Step(*words, maker, linear.refs, linear.shape, linears=linears), (spec,))
 
 
 def idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:

@@ -26,7 +26,10 @@ from typing import TYPE_CHECKING
 from fp4convert.checkpoint.artifact import read_clues
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, recognise
 from fp4convert.errors import InputError, shell_line
+from fp4convert.makers.scalar import Scalar
 from fp4convert.numerics.formats import E4M3_MAX, NVFP4
+from fp4convert.planning.kept_dtype import copy_as
+from fp4convert.planning.steps import Draft, Step, module_of
 from fp4convert.recipes.patterns import TEXT_CONFIGS
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 from fp4convert.storage.source import Source, stored_float
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from fp4convert.checkpoint.dialects.tables import CacheScales
     from fp4convert.checkpoint.encodings.base import Linear
     from fp4convert.checkpoint.linears import Linears
-    from fp4convert.planning.steps import Step
     from fp4convert.recipes.recipe import Recipe
 
 KEYS_VALUES = (
@@ -67,11 +69,11 @@ HEADS = ("head_dim", "global_head_dim", "v_head_dim")  # of a config.json, how w
 class Cache:
     """The scales that a plan writes.
 
-    steps   what is written beside a tensor of the source, by that tensor's name
+    drafts  what is written beside a tensor of the source, by that tensor's name
     own     names of the source's own scales, which stay in another spelling
     """
 
-    steps: Mapping[str, list[Step]] = field(default_factory=dict)
+    drafts: Mapping[str, list[Draft]] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
@@ -84,8 +86,6 @@ def plan_cache(
     Raises InputError for models that have no cache with two scales a layer, for a calibration that
     says nothing of one, and for NVFP4 where heads are no whole blocks or scales are not known
     """
-    from fp4convert.planning.steps import Step
-
     kind, traits = str(recipe.target.kv_cache), dialect_named(str(recipe.target.dialect)).TRAITS
     stored = traits.cache_scales[kind]
     homes = _find_attentions(linears, recipe)
@@ -98,7 +98,7 @@ def plan_cache(
         raise InputError("calibration-missing", detail, next_step, first)
     is_own = bool(linears.idle) and _own_kind(source) == kind
     own_scales = {ref.name: ref for ref in linears.idle} if is_own else {}
-    steps: dict[str, list[Step]] = defaultdict(list)
+    drafts: dict[str, list[Draft]] = defaultdict(list)
     used: list[str] = []  # of the source's own
     assumed: list[str] = []
     measured: dict[str, float] = {}  # the larger scale of each attention
@@ -119,12 +119,12 @@ def plan_cache(
         for ending, value in zip(stored.endings, scales, strict=True):
             spec = TensorSpec(f"{attention}.{ending}", "F32", traits.scalars.shape)
             why = f"scale of an {kind.upper()} cache: {reason}"
-            steps[home.name].append(Step("write", why, (), (spec,), scalar=value))
+            drafts[home.name].append(_draft_scalar(why, spec, value))
     notes = _notes_on_nvfp4(stored)
     if kind != NVFP4.name:
         of_all = f"{len(assumed)} of {len(homes)}"
         notes = (*_notes_on_fp8(assumed, of_all, measured, calibration is not None),)
-    return Cache(steps, frozenset(used), notes)
+    return Cache(drafts, frozenset(used), notes)
 
 
 def _notes_on_fp8(
@@ -153,19 +153,17 @@ def _notes_on_nvfp4(stored: CacheScales) -> tuple[str, ...]:
     return (f"scales of an NVFP4 cache are amax / {stored.divisor:g}, {stored.known}",)
 
 
-def carry_cache(artifact: Artifact, spelling: Dialect) -> tuple[dict[str, Step], tuple[str, ...]]:
+def carry_cache(artifact: Artifact, spelling: Dialect) -> tuple[dict[str, Draft], tuple[str, ...]]:
     """Plan the scales of an artifact's cache in another dialect.
 
     Returns  what becomes of every one, by the name of its tensor; and notes
     Raises   InputError for one that is no positive number, where it has to be computed anew
     """
-    from fp4convert.planning.steps import Step
-
     kind = artifact.forms[0].kv_cache
     own, stored = (each.TRAITS.scales_of_cache(kind) for each in (artifact.spelling, spelling))
-    steps: dict[str, Step] = {}
+    drafts: dict[str, Draft] = {}
     if not own or not stored:
-        return steps, ()
+        return drafts, ()
     rounded = 0
     for name, (attention, place) in artifact.cache_scales.items():
         ref, ending = artifact.tensors[name], stored.endings[place]
@@ -173,7 +171,7 @@ def carry_cache(artifact: Artifact, spelling: Dialect) -> tuple[dict[str, Step],
         shape = spelling.TRAITS.scalars.shape if ref.elements == 1 else ref.shape
         if own.divisor == stored.divisor:
             spec = TensorSpec(f"{attention}.{ending}", ref.dtype, shape)
-            steps[name] = Step("copy", "not quantized", (ref,), (spec,))
+            drafts[name] = copy_as("copy", "not quantized", (ref,), spec)
             continue
         value = stored_float(artifact.source, ref)
         if value is None:
@@ -183,13 +181,19 @@ def carry_cache(artifact: Artifact, spelling: Dialect) -> tuple[dict[str, Step],
         rounded += made * stored.divisor != value * own.divisor
         reason = f"scale of an NVFP4 cache: amax / {stored.divisor:g}"
         spec = TensorSpec(f"{attention}.{ending}", "F32", shape)
-        steps[name] = Step("write", reason, (), (spec,), scalar=made)
-    if own.divisor == stored.divisor or not steps:
-        return steps, ()
-    became = f"{len(steps)} scales of the NVFP4 cache become amax / {stored.divisor:g}"
+        drafts[name] = _draft_scalar(reason, spec, made)
+    if own.divisor == stored.divisor or not drafts:
+        return drafts, ()
+    became = f"{len(drafts)} scales of the NVFP4 cache become amax / {stored.divisor:g}"
     became = f"{became} from amax / {own.divisor:g}"
     lost = f"{rounded} of them are rounded to float32, by 2^-24 of their value at most"
-    return steps, (f"{became}; {lost}", *_notes_on_nvfp4(stored))
+    return drafts, (f"{became}; {lost}", *_notes_on_nvfp4(stored))
+
+
+def _draft_scalar(reason: str, spec: TensorSpec, value: float) -> Draft:
+    """Draft the step of a scale that no tensor of the source holds."""
+    step = Step("write", reason, module_of(spec.name), Scalar(spec.name, value), ())
+    return Draft(step, (spec,), value)
 
 
 def _as_float32(value: float) -> float:

@@ -12,23 +12,22 @@ The rule `importance` takes statistics of the inputs by every method.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 
 from fp4convert.calibration.calibration_file import open_calibration
-from fp4convert.calibration.statistics import Calibration, check_linears
+from fp4convert.calibration.statistics import Calibration, check_linears, has_few_tokens
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, describe_missing, did_you_mean
+from fp4convert.makers.methods.method import GPTQ
 from fp4convert.numerics.formats import FORMATS, IMPORTANCE, METHODS
-from fp4convert.planning.steps import Plan, Step
+from fp4convert.planning.plan import Plan
+from fp4convert.planning.steps import Step
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 
-RTN, GPTQ = "rtn", "gptq"
+RTN = "rtn"
 FOLDING = ("awq", "smooth")  # methods that multiply columns
 UNAIDED = ("rtn",)  # methods that need no statistics
-FEW_TOKENS = 16  # with fewer gptq knows too little of a linear layer's inputs,
-FEW_SHARE = 1 / 32  # and with fewer than this share of the columns of a block of H
 FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
 
 
@@ -65,11 +64,13 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     return None if file is None else open_calibration(file)
 
 
-def with_statistics(plan: Plan, calibration: Calibration, is_fitted: bool = False) -> Plan:
-    """Put the file into the plan; warn of what it does not change.
+def check_statistics(
+    plan: Plan, calibration: Calibration, is_fitted: bool = False
+) -> tuple[str, ...]:
+    """Check that the file has all that method and rule take; return warnings.
 
     is_fitted  the file chose formats of modules, too
-    Raises InputError where the file lacks what method and rule take of a linear layer
+    Raises     InputError where the file lacks what method and rule take of a linear layer
     """
     # the linear layers whose inputs method and rule want to know
     method, is_weighed = plan.target.method, plan.target.scale_rule == IMPORTANCE
@@ -92,15 +93,8 @@ def with_statistics(plan: Plan, calibration: Calibration, is_fitted: bool = Fals
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
         for statistic in taken:
             statistic(module)
-    return replace(
-        plan,
-        calibration=str(calibration.path),
-        warnings=(
-            *plan.warnings,
-            *_untouched(plan, is_fitted),
-            *(_spared(plan, calibration, linears) if method == GPTQ else ()),
-        ),
-    )
+    spared = _spared(plan, calibration, linears) if method == GPTQ else ()
+    return (*_untouched(plan, is_fitted), *spared)
 
 
 def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
@@ -128,17 +122,6 @@ def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
             )
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
         calibration.gram(module)
-
-
-def has_few_tokens(calibration: Calibration, module: str) -> bool:
-    """Tell whether a module saw too few tokens for gptq.
-
-    Files of others, which do not count them, have enough.
-    """
-    if not calibration.has(module, "tokens"):
-        return False
-    width = calibration.find(module, "input_gram").shape[-1]
-    return calibration.tokens_of(module) < max(FEW_TOKENS, FEW_SHARE * width)
 
 
 def _spared(plan: Plan, calibration: Calibration, linears: Sequence[Linear]) -> Iterator[str]:
@@ -170,7 +153,7 @@ def rounded(plan: Plan) -> Iterator[Step]:
 def _untouched(plan: Plan, is_fitted: bool) -> Iterator[str]:
     """Say what method, rule and file do not change."""
     if not takes_statistics(plan.target):
-        if not is_fitted and all(step.scalar is None for step in plan.steps):
+        if not is_fitted and not plan.scalars:
             yield (
                 "--calibration has no effect: --method rtn uses statistics only with"
                 " --scale-rule importance"

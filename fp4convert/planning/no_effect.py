@@ -13,7 +13,8 @@ from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import ChoiceError, InputError, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.decisions import Verdict
-from fp4convert.planning.steps import Idle, Plan, Step, module_of
+from fp4convert.planning.plan import Idle, Plan
+from fp4convert.planning.steps import Step, module_of
 from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import compiled, matches

@@ -9,7 +9,6 @@ from fp4convert.checkpoint.encodings.floats import STACK_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.planning.activation_scales import UNIT_SCALE, InputScales
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.steps import Task
 from fp4convert.progress import count_text
@@ -73,21 +72,21 @@ def note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[s
 
 
 def note_left_behind(
-    linears: Linears, tasks: Iterable[Task], inputs: InputScales, taken: Collection[str]
+    linears: Linears, tasks: Iterable[Task], is_written: bool, is_unit: bool, taken: Collection[str]
 ) -> Iterator[str]:
     """Name scales that only the engine of a packed source has a use for.
 
     Where those of activations are given, these take their place.
 
-    inputs  what says those of activations
-    taken   scales of a cache of keys and values that are taken over
+    is_written  the plan writes scales of activations or of a cache
+    is_unit     those of activations are 1
+    taken       scales of a cache of keys and values that are taken over
     """
     stays = [
         step for task in tasks for step in task.steps if step.action == "copy" and step.is_made
     ]
     kept = {ref.name for step in stays for ref in step.outputs}
-    is_written = any(step.scalar is not None for task in tasks for step in task.steps)
-    is_given = is_written and inputs is not UNIT_SCALE
+    is_given = is_written and not is_unit
     idle = [
         ref.name
         for linear in linears.of.values()

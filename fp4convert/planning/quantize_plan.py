@@ -8,13 +8,12 @@ this one value.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.adapters.peft import ALONE
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
-from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.encodings.corrected import BIAS_DTYPE, InTiles, biases_in_tiles
@@ -27,7 +26,7 @@ from fp4convert.planning.activation_scales import (
     UNIT_SCALE,
     Fed,
     InputScales,
-    find_small,
+    judge_scales,
     scales_of,
 )
 from fp4convert.planning.adapter_notes import notes_on_adapter
@@ -40,7 +39,15 @@ from fp4convert.planning.decisions import (
     warnings_on_four_bits,
 )
 from fp4convert.planning.global_scales import GlobalScales, given_amaxes
-from fp4convert.planning.kept_dtype import expanded_spec, idle_keep_dtype, is_expanded, narrow
+from fp4convert.planning.kept_dtype import (
+    draft_floats,
+    expanded_spec,
+    idle_keep_dtype,
+    is_expanded,
+    keep_tensor,
+    kept_spec,
+    narrowed,
+)
 from fp4convert.planning.kv_cache_scales import Cache
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.notes import (
@@ -50,17 +57,11 @@ from fp4convert.planning.notes import (
     note_unchanged,
     notes_on,
 )
-from fp4convert.planning.steps import (
-    Plan,
-    Step,
-    Task,
-    Writing,
-    module_of,
-    refuse_collisions,
-    spec_of,
-)
+from fp4convert.planning.plan import Plan, Writing, refuse_collisions
+from fp4convert.planning.steps import Action, Draft, Task, module_of
+from fp4convert.planning.units import Given, Units
 from fp4convert.recipes.patterns import sift
-from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups, scale_groups
+from fp4convert.recipes.recipe import Recipe, ScaleGroup, scale_groups
 from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.gguf_types import BLOCK_TYPES
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
@@ -104,27 +105,19 @@ def plan_quantize(
     # scales of activations, and global scales of weights
     fed = find_fed(verdicts, recipe, dialect)
     inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
-    notes = [*notes, *(find_small(fed, inputs, scalars.calibration) if scalars.calibration else ())]
+    notes = [*notes, *judge_scales(fed, inputs, scalars.inputs, scalars.calibration)]
     given = scalars.weights
     amaxes, more = given_amaxes(verdicts, given, recipe.target) if given else ({}, [])
     # a step for every tensor, and its place
-    vectors = _vectors_of(linears, verdicts, dialect, checkpoint)
-    maker = _StepMaker(verdicts, dialect, inputs, amaxes, recipe)
-    home, consumed = linears.by_home(), linears.consumed()
-    writing, tasks = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target)), []
-    for shard in checkpoint.shards:
-        steps: list[Step] = []
-        for ref in shard.tensors:
-            if ref.name in vectors:
-                steps.append(_change(vectors[ref.name], ref))
-            elif ref.name in home:
-                steps += maker.steps_of(ref, home[ref.name])
-            elif ref.name not in consumed:
-                steps.append(narrow(_keep(ref, recipe), recipe))
-            steps += scalars.cache.steps.get(ref.name, ())
-        tasks.append(writing.task(shard, steps))
+    units = Units(verdicts, dialect, recipe.target, Given(inputs, amaxes))
+    linears = replace(linears, vectors=_vectors_of(linears, verdicts, dialect, checkpoint))
+    drafts = _drafts_by_shard(checkpoint, linears, units, recipe, scalars.cache)
+    writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
+    tasks = [writing.task(shard, own) for shard, own in zip(checkpoint.shards, drafts, strict=True)]
+    every = [draft for own in drafts for draft in own]
+    written = [(draft.name, draft.scalar) for draft in every if draft.scalar is not None]
     outputs = refuse_collisions(tasks)
-    _refuse_lookalikes(outputs, dialect, maker.stems)
+    _refuse_lookalikes(outputs, dialect, units.shapes)
     left_out = list_left_out(linears, outputs)
     homes = {module: linear.home for module, linear in linears.of.items()}
     refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
@@ -133,12 +126,14 @@ def plan_quantize(
     warnings = (
         *notes_on(checkpoint),
         *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
-        *note_stacks(checkpoint, consumed),
+        *note_stacks(checkpoint, linears.consumed()),
         *([INPUTS_TOO] if dialect.TRAITS.correction else uneven_groups(verdicts, recipe, tasks)),
         *warnings_on_four_bits(verdicts, recipe),
         *of_other_types(tasks),
         *chain(notes, more, scalars.cache.notes),
-        *note_left_behind(linears, tasks, scalars.inputs, scalars.cache.own),
+        *note_left_behind(
+            linears, tasks, bool(written), scalars.inputs is UNIT_SCALE, scalars.cache.own
+        ),
         *note_unchanged(verdicts, recipe, () if dialect.TRAITS.holds_embeddings else asked),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
@@ -146,7 +141,29 @@ def plan_quantize(
     ignored = _ignore(kept, asked, verdicts, recipe)
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = len(sift(recipe.exclude, verdicts))
-    return Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
+    plan = Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
+    given_to = [(draft.name, draft.amaxes) for draft in every if draft.amaxes]
+    return replace(plan, scalars=tuple(written), amaxes=tuple(given_to))
+
+
+def _drafts_by_shard(
+    checkpoint: Checkpoint, linears: Linears, units: Units, recipe: Recipe, cache: Cache
+) -> list[list[Draft]]:
+    """Draft a step for every tensor of each shard, in their order."""
+    home, consumed = linears.by_home(), linears.consumed()
+    found = []
+    for shard in checkpoint.shards:
+        drafts: list[Draft] = []
+        for ref in shard.tensors:
+            if ref.name in linears.vectors:
+                drafts.append(_change(linears.vectors[ref.name], ref, recipe))
+            elif ref.name in home:
+                drafts += _drafts_of(ref, home[ref.name], units, recipe)
+            elif ref.name not in consumed:
+                drafts.append(_keep(ref, recipe))
+            drafts += cache.drafts.get(ref.name, ())
+        found.append(drafts)
+    return found
 
 
 def list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]:
@@ -195,133 +212,31 @@ def _ignore(
     return Ignored(stays, recipe.patterns_to_declare(stays, [*asked, *made]))
 
 
-class _StepMaker:
-    """Makes steps of verdicts.
+def _drafts_of(
+    ref: TensorRef, linears: list[Linear], units: Units, recipe: Recipe
+) -> Iterator[Draft]:
+    """Draft the steps of a stored tensor, which holds those linear layers.
 
-    inputs  multiplier of every module that has an input scale
-    amaxes  of every module whose global scale is given
-    stems   shape of everything that is made, by what its tensors are named after
+    Where all of them stay as they are, it stays whole.
     """
-
-    def __init__(
-        self,
-        verdicts: Mapping[str, Verdict],
-        dialect: Dialect,
-        inputs: Mapping[str, float],
-        amaxes: Mapping[str, float],
-        recipe: Recipe,
-    ) -> None:
-        self._verdicts, self._dialect, self._recipe = verdicts, dialect, recipe
-        self._inputs, self._amaxes = inputs, amaxes
-        shapes = {
-            module: verdict.linear.shape for module, verdict in verdicts.items() if verdict.is_made
-        }
-        self.stems = dialect.stems(shapes)
-        # stems that hold other modules: whose rows, by the first module, and all modules in them
-        self._slots: dict[str, tuple[Slot, ...]] = {
-            stem: dialect.slots(stem, shape)
-            for stem, shape in self.stems.items()
-            if stem not in shapes
-        }
-        self._stem_at = {slots[0][0].module: stem for stem, slots in self._slots.items()}
-        self._held = {
-            rows.module for slots in self._slots.values() for slot in slots for rows in slot
-        }
-        groups = gather_groups({module: verdict.group for module, verdict in verdicts.items()})
-        self._members = {
-            group: tuple([verdicts[module].linear for module in modules])
-            for group, modules in groups.items()
-        }
-        self._labels: dict[ScaleGroup | None, str] = {
-            group: _label_of(group, members)
-            for group, members in self._members.items()
-            if len(members) > 1
-        }
-        self._read: dict[tuple[ScaleGroup | None, bool], tuple[TensorRef, ...]] = {}
-
-    def steps_of(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Step]:
-        """Make the steps of a stored tensor, which holds those linear layers.
-
-        Where all of them stay as they are, it stays whole.
-        """
-        verdicts = [self._verdicts[linear.module] for linear in linears]
-        if not any(
-            verdict.is_made or is_expanded(verdict.linear) or verdict.linear.coding.change
-            for verdict in verdicts
-        ):
-            stays = Step(verdicts[0].action, verdicts[0].reason, (ref,), (spec_of(ref),))
-            yield narrow(stays, self._recipe)
-            return
-        for verdict in verdicts:
-            linear = verdict.linear
-            if not verdict.is_made and not linear.coding.is_packed and linear.coding.change:
-                yield narrow(_change(linear, ref, verdict.reason), self._recipe)
-            elif not verdict.is_made:
-                spec = TensorSpec(linear.module + WEIGHT, ref.dtype, linear.shape)
-                if linear.coding.is_packed:
-                    spec = expanded_spec(spec.name, linear.shape, self._recipe)
-                yield Step(
-                    verdict.action,
-                    verdict.reason,
-                    linear.refs,
-                    (spec,),
-                    linear.shape,
-                    amax_of=_fold_refs(linear),
-                    linears=(linear,),
-                )
-            elif linear.module in self._stem_at:
-                stem = self._stem_at[linear.module]
-                slots = self._slots[stem]
-                members = dict.fromkeys(rows.module for slot in slots for rows in slot)
-                yield self._make(stem, [self._verdicts[module] for module in members], slots)
-            elif linear.module not in self._held:
-                yield self._make(linear.module, [verdict])
-
-    def _make(self, stem: str, verdicts: list[Verdict], slots: tuple[Slot, ...] = ()) -> Step:
-        """Make the step that writes a module of the dialect."""
-        first, shape = verdicts[0], self.stems[stem]
-        if first.form is None:
-            raise RuntimeError(f"{stem} stays")
-        linears = tuple([verdict.linear for verdict in verdicts])
-        # The members of its scale group, in whose tensors the common amax is found.
-        members = self._members[first.group] if first.group else linears
-        modules = [one.module for one in linears] if self._amaxes or self._inputs else []
-        amaxes = tuple([self._amaxes[module] for module in modules if module in self._amaxes])
-        # Where their scale is given, their weights are not read for it.
-        key = first.group, bool(amaxes)
-        if first.group is None or key not in self._read:
-            read = [
-                ref
-                for linear in members
-                for ref in (*(() if amaxes else linear.refs), *_fold_refs(linear))
-            ]
-            found = tuple(dict.fromkeys(read))
-            self._read[key] = members[0].refs if found == members[0].refs else found
-        refs = [linear.refs for linear in linears]
-        scalars = [self._inputs[module] for module in modules if module in self._inputs]
-        return Step(
-            first.action,
-            first.reason,
-            refs[0] if len(refs) == 1 else tuple(chain.from_iterable(refs)),
-            self._dialect.outputs(stem, shape, first.form),
-            shape,
-            slots,
-            group=self._labels.get(first.group),
-            amax_of=self._read[key],
-            module=stem,
-            form=first.form,
-            linears=linears,
-            measured=members,
-            scalar=max(scalars, default=None),
-            amaxes=amaxes,
-        )
-
-
-def _label_of(group: ScaleGroup, members: Iterable[Linear]) -> str:
-    """Name a group for people: its parent, and the members that are there."""
-    leaves = {linear.module.rpartition(".")[2] for linear in members}
-    there = tuple(leaf for leaf in group.members if leaf in leaves)
-    return str(ScaleGroup(group.parent, there))
+    own = [units.verdicts[linear.module] for linear in linears]
+    if not any(
+        verdict.is_made or is_expanded(verdict.linear) or verdict.linear.coding.change
+        for verdict in own
+    ):
+        yield keep_tensor(ref, own[0].action, own[0].reason, recipe)
+        return
+    for verdict in own:
+        linear, coding = verdict.linear, verdict.linear.coding
+        if verdict.is_made:
+            yield from units.draft(linear.module)
+        elif not coding.is_packed and coding.change:
+            yield _change(linear, ref, recipe, verdict.reason)
+        else:
+            spec = TensorSpec(linear.module + WEIGHT, ref.dtype, linear.shape)
+            if coding.is_packed:
+                spec = expanded_spec(spec.name, linear.shape, recipe)
+            yield draft_floats(verdict.action, verdict.reason, linear, spec)
 
 
 def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) -> list[Fed]:
@@ -369,10 +284,10 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
     return (*(rules_of(artifact, recipe) if artifact else ()), *rules)
 
 
-def _change(linear: Linear, ref: TensorRef, reason: str = "") -> Step:
-    """Make the step of a tensor whose values or order change.
+def _change(linear: Linear, ref: TensorRef, recipe: Recipe, reason: str = "") -> Draft:
+    """Draft the step of a tensor whose values or order change.
 
-    It keeps its dtype, unless it is put into tiles.
+    It keeps its dtype, unless it is put into tiles or --keep-dtype says another.
 
     Raises InputError for a part of a stack that stays, under an adapter
     """
@@ -385,34 +300,29 @@ def _change(linear: Linear, ref: TensorRef, reason: str = "") -> Step:
         step = f"Quantize the stack, or change the weights first: {ALONE[0].lower()}{ALONE[1:]}"
         expected = "expected it to be quantized, for the adapter changes it"
         raise InputError("adapter-stack", f"{detail}; {expected}", step, linear.module)
-    return Step(
-        "fold" if is_folded else "reorder" if is_reordered else "merge",
-        f"{reason}; {text}" if reason else text,
-        linear.refs,
-        (TensorSpec(ref.name, BIAS_DTYPE if is_reordered else ref.dtype, ref.shape),),
-        linear.shape if is_folded or len(ref.shape) == MATRIX_DIMENSIONS else (),
-        amax_of=_fold_refs(linear),
-        linears=(linear,),
-    )
+    action: Action = "fold" if is_folded else "reorder" if is_reordered else "merge"
+    reason, spec = f"{reason}; {text}" if reason else text, kept_spec(ref, recipe)
+    if spec.dtype != ref.dtype:
+        reason = f"{reason}; {narrowed(ref, recipe)}"
+    elif is_reordered:
+        spec = spec._replace(dtype=BIAS_DTYPE)
+    draft = draft_floats(action, reason, linear, spec)
+    is_matrix = is_folded or len(ref.shape) == MATRIX_DIMENSIONS
+    shape = linear.shape if is_matrix else ()
+    return draft._replace(step=draft.step._replace(shape=shape))
 
 
-def _fold_refs(linear: Linear) -> tuple[TensorRef, ...]:
-    """Return what the folds of a linear layer read."""
-    foldings = linear.coding.foldings
-    return tuple([ref for folding in foldings for ref in folding.beside]) if foldings else ()
-
-
-def _keep(ref: TensorRef, recipe: Recipe) -> Step:
-    """Make the step of a tensor that is no linear layer; say why."""
+def _keep(ref: TensorRef, recipe: Recipe) -> Draft:
+    """Draft the step of a tensor that is no linear layer; say why."""
+    action: Action = "copy"
     if not ref.name.endswith(WEIGHT):
         reason = "not a linear layer's weight"
     elif len(ref.shape) != MATRIX_DIMENSIONS:
         reason = f"{len(ref.shape)}-dimensional, not a matrix"
     elif not (reason := recipe.reason_to_keep(module_of(ref.name)) or ""):
         read = FLOAT_TYPES if ref.dtype in DTYPE_BITS else (*FLOAT_TYPES, *BLOCK_TYPES)
-        reason = f"{ref.dtype}, not one of {', '.join(read)}"
-        return Step("skip", reason, (ref,), (spec_of(ref),))
-    return Step("copy", reason, (ref,), (spec_of(ref),))
+        action, reason = "skip", f"{ref.dtype}, not one of {', '.join(read)}"
+    return keep_tensor(ref, action, reason, recipe)
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:

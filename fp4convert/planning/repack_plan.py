@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, whole
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.encodings.corrected import InTiles
+from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
+from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
 from fp4convert.checkpoint.encodings.mlx_affine import find_affine
 from fp4convert.checkpoint.expert_stacks import Stacked
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
+from fp4convert.checkpoint.unread import find_unread
 from fp4convert.errors import InputError
+from fp4convert.makers.carried import Carried
+from fp4convert.makers.floats import Floats
+from fp4convert.makers.maker import Maker
+from fp4convert.makers.spelling import Spelling
+from fp4convert.makers.table import maker_of
+from fp4convert.makers.unit import Stem, Unit
 from fp4convert.numerics.formats import dtype_named
+from fp4convert.planning.activation_scales import describe_unit
 from fp4convert.planning.completeness import refuse_forgotten
-from fp4convert.planning.kept_dtype import expanded_spec, idle_keep_dtype, narrow, word_of
+from fp4convert.planning.kept_dtype import (
+    draft_floats,
+    expanded_spec,
+    idle_keep_dtype,
+    keep_tensor,
+    word_of,
+)
 from fp4convert.planning.notes import notes_on
+from fp4convert.planning.plan import Plan, Writing, refuse_collisions
 from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refuse_other_container
-from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions, spec_of
+from fp4convert.planning.steps import Draft, Step, Task
+from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
@@ -50,26 +69,28 @@ def plan_dequantize(
              another tensor
     """
     target, stored = Target(dtype), dtype_named(dtype)
-    steps = [_stack_step(stack, stored) for stack in stacks]
+    drafts = [_draft_stack(stack, stored) for stack in stacks]
     stacked = {module for stack in stacks for module in stack.modules}
     for linear in packed:
         if linear.module not in stacked:
             is_bias = isinstance(linear.coding, InTiles)
             name = linear.name if is_bias else linear.module + WEIGHT
             spec = TensorSpec(name, stored, linear.refs[0].shape if is_bias else linear.shape)
-            step = Step("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape)
-            steps.append(step._replace(module=linear.module, linears=(linear,)))
+            maker = Floats(spec, (linear,), next_step=None, is_on_device=True)
+            word, read = linear.coding.word, linear.refs
+            step = Step("dequantize", word, linear.module, maker, read, linear.shape)
+            step = step._replace(linears=(linear,))
+            drafts.append(Draft(step, (spec,)))
     unneeded = {ref.name for linear in packed for ref in linear.idle} | set(idle)
     left_out = dict.fromkeys(sorted(unneeded), "ordinary weights need none")
-    consumed = unneeded | {ref.name for step in steps for ref in step.refs}
+    consumed = unneeded | {ref.name for draft in drafts for ref in draft.step.refs}
     consumed |= {linear.home.name for linear in packed}
-    placed = [(step.refs[0].file, step) for step in steps]
+    placed = [(draft.step.refs[0].file, draft) for draft in drafts]
     tasks = _module_tasks(Writing(checkpoint, target), placed, consumed)
     scales = [name for name in left_out if not name.endswith(".weight_shape")]
     warnings = [f"{len(scales)} scales are left out: ordinary weights need none"] if scales else []
-    if wide := [
-        step.specs[0].name for step in steps if step.slots and step.specs[0].dtype != stored
-    ]:
+    stacks_drafted = drafts[: len(stacks)]
+    if wide := [spec.name for _, (spec,), *_ in stacks_drafted if spec.dtype != stored]:
         warnings.append(
             f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices"
             " in them were kept in another dtype"
@@ -90,8 +111,8 @@ def plan_dequantize(
     return Plan(target, tasks, Ignored((), ()), notes, left_out=left_out)
 
 
-def _stack_step(stack: Stacked, stored: str) -> Step:
-    """Make the step of a stack, its modules in that dtype.
+def _draft_stack(stack: Stacked, stored: str) -> Draft:
+    """Draft the step of a stack, its modules in that dtype.
 
     The stack is F32 where others stayed in floats of another dtype.
     """
@@ -99,12 +120,12 @@ def _stack_step(stack: Stacked, stored: str) -> Step:
         stored if linear.coding.is_packed else linear.refs[0].dtype for linear in stack.linears
     }
     spec = TensorSpec(stack.name, dtypes.pop() if len(dtypes) == 1 else "F32", stack.stored_shape)
-    refs = tuple(dict.fromkeys(ref for linear in stack.linears for ref in linear.refs))
     reason = ", ".join(dict.fromkeys(linear.coding.word for linear in stack.linears))
-    step = Step("dequantize", reason, refs, (spec,), stack.shape, stack.slots)
-    return step._replace(
-        module=stack.name, linears=stack.linears, is_transposed=stack.is_transposed
-    )
+    order = stack.slots, stack.shape, stack.is_transposed
+    maker = Floats(spec, stack.linears, *order, next_step=None, is_on_device=True)
+    refs = tuple(dict.fromkeys(ref for linear in stack.linears for ref in linear.refs))
+    step = Step("dequantize", reason, stack.name, maker, refs, stack.shape, linears=stack.linears)
+    return Draft(step, (spec,))
 
 
 class Stored(NamedTuple):
@@ -123,16 +144,20 @@ class Stored(NamedTuple):
 class Contents(NamedTuple):
     """What an artifact holds, and what it becomes in another dialect.
 
-    modules     the sound four-bit modules, as `artifact` found them
+    artifact    whose sound four-bit modules `modules` are
     others      those of eight bits, and of int4
     forms       of the modules in the result; one that has none becomes floats
     keep_dtype  that was asked for; the target's may be what the artifact was made with
     """
 
-    modules: Mapping[str, Packed]
+    artifact: Artifact
     others: Mapping[str, Linear]
     forms: Mapping[str, Form]
     keep_dtype: str | None = None
+
+    @property
+    def modules(self) -> Mapping[str, Packed]:
+        return self.artifact.modules
 
 
 def plan_transcode(
@@ -140,7 +165,7 @@ def plan_transcode(
     contents: Contents,
     target: Target,
     placed: Mapping[str, Stored] | None = None,
-    caches: Mapping[str, Step] | None = None,
+    caches: Mapping[str, Draft] | None = None,
 ) -> Plan:
     """Plan the quantized modules of an artifact in another dialect.
 
@@ -159,19 +184,19 @@ def plan_transcode(
     if placed is None:
         placed = _places(contents, dialect)
     _refuse_unfit(placed, contents, dialect, recipe)
-    steps = _steps_of(placed, contents, dialect, recipe)
+    drafts = _drafts_of(placed, contents, dialect, recipe)
     # What is left out: what stands for modules and their scales, under other names now.
     has_inputs = any(form.has_input_scale for form in contents.forms.values())
     idle = idle_scales(contents.modules, caches, has_inputs)
-    unread, unit = _scales_beside([step for _, step in steps], caches)
-    steps += [(step.refs[0].file, step) for step in expanded]
+    unread, unit = _scales_beside([draft for _, draft in drafts], caches)
+    drafts += [(draft.step.refs[0].file, draft) for draft in expanded]
     consumed = {stored.home.name for stored in placed.values()} | {*idle, *unread}
-    consumed |= {ref.name for _, step in steps for ref in step.refs}
+    consumed |= {ref.name for _, draft in drafts for ref in draft.step.refs}
     consumed |= {ref.name for one in contents.others.values() for ref in one.idle} - caches.keys()
     writing = Writing(checkpoint, target, dialect, form_of(target))
-    tasks = _module_tasks(writing, steps, consumed, recipe, caches)
+    tasks = _module_tasks(writing, drafts, consumed, recipe, caches)
     left_out = _list_left_out(contents, placed, tasks) | dict.fromkeys(idle, UNSAID)
-    left_out |= {name: step.reason for name, step in caches.items() if not step.refs}
+    left_out |= {name: one.step.reason for name, one in caches.items() if not one.step.refs}
     coded = {module: packed.refs[0] for module, packed in contents.modules.items()}
     coded |= {module: linear.refs[0] for module, linear in contents.others.items()}
     refuse_forgotten(checkpoint.tensors, tasks, left_out, coded)
@@ -181,7 +206,7 @@ def plan_transcode(
     warnings = [
         *([f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []),
         *_notes_beside(unread, unit, str(target.dialect)),
-        *_notes_on_expanded([step for _, step in steps if step.form is None]),
+        *_notes_on_expanded([draft for _, draft in drafts if draft.step.form is None]),
     ]
     notes, ignored = (*notes_on(checkpoint), *warnings), Ignored(tuple(kept), patterns)
     idle_options = tuple(idle_keep_dtype(recipe, tasks))
@@ -213,57 +238,100 @@ def _places(contents: Contents, dialect: Dialect) -> dict[str, Stored]:
     return placed
 
 
-def _steps_of(
+def _drafts_of(
     placed: Mapping[str, Stored],
     contents: Contents,
     dialect: Dialect,
     recipe: Recipe,
-) -> list[tuple[str, Step]]:
-    """Make the step of every place, beside the file that it is in."""
-    modules, others, forms, _ = contents
-    groups = scale_groups(modules, recipe.groups)
-    shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
-    for module, packed in modules.items():
-        shared[groups.get(module, module)] += packed.refs
-    steps = []
+) -> list[tuple[str, Draft]]:
+    """Draft the step of every place, beside the file that it is in."""
+    others, forms = contents.others, contents.forms
+    linears = find_fp4(contents.artifact)
+    makers = _makers_of(placed, contents, linears, recipe)
+    drafts = []
     for stem, stored in placed.items():
         members = list(dict.fromkeys(rows.module for slot in stored.slots for rows in slot))
         form = forms.get(members[0])
         if members[0] in others:
-            linears = tuple([others[member] for member in members])
-            refs = tuple([ref for linear in linears for ref in linear.refs])
-            word = linears[0].coding.word
-            if form is None:
-                spec = TensorSpec(stem + WEIGHT, stored.home.dtype, stored.shape)
-                if recipe.target.keep_dtype:
-                    spec = expanded_spec(spec.name, stored.shape, recipe)
-                specs: tuple[TensorSpec, ...] = (spec,)
-                reason = f"{word} becomes {word_of(spec.dtype)}"
-                step = Step("dequantize", reason, refs, specs, stored.shape, stored.slots)
-            else:
-                specs = dialect.outputs(stem, stored.shape, form)
-                step = Step("transcode", f"{word}: the same codes and scales", refs, specs)
-                step = step._replace(shape=stored.shape, form=form)
-            step = step._replace(module=stem, linears=linears)
+            draft = _draft_other(stem, stored, [others[one] for one in members], form, recipe)
         else:
-            refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
-            group = (shared[groups.get(member, member)] for member in members)
-            specs = dialect.outputs(stem, stored.shape, forms[members[0]])
-            step = Step("transcode", "four-bit", refs, specs, stored.shape, stored.slots)
-            read = tuple(dict.fromkeys(ref for own in group for ref in own))
-            step = step._replace(module=stem, amax_of=read, form=form)
-        steps.append((stored.home.file, step))
-    return steps
+            own = tuple([linears[member] for member in members])
+            refs = tuple(dict.fromkeys(ref for one in own for ref in one.refs))
+            step = Step("transcode", "four-bit", stem, makers[stem], refs, stored.shape, form)
+            step = step._replace(linears=own)
+            draft = Draft(step, dialect.outputs(stem, stored.shape, forms[members[0]]))
+        drafts.append((stored.home.file, draft))
+    return drafts
 
 
-def _scales_beside(steps: Sequence[Step], caches: Collection[str]) -> tuple[list[str], list[str]]:
+def _draft_other(
+    stem: str, stored: Stored, linears: list[Linear], form: Form | None, recipe: Recipe
+) -> Draft:
+    """Draft the step of a module of eight bits or int4."""
+    word, own = linears[0].coding.word, tuple(linears)
+    refs = tuple([ref for linear in linears for ref in linear.refs])
+    if form is None:
+        spec = TensorSpec(stem + WEIGHT, stored.home.dtype, stored.shape)
+        if recipe.target.keep_dtype:
+            spec = expanded_spec(spec.name, stored.shape, recipe)
+        maker: Maker = Floats(spec, own, stored.slots, stored.shape, is_on_device=True)
+        reason = f"{word} becomes {word_of(spec.dtype)}"
+        step = Step("dequantize", reason, stem, maker, refs, stored.shape, linears=own)
+        return Draft(step, (spec,))
+    unit_stem = Stem(stem, stored.shape, stored.slots)
+    by_module = {linear.module: linear for linear in linears}
+    maker = maker_of(Unit((unit_stem,), by_module, own, "transcode", form, recipe.target))
+    reason = f"{word}: the same codes and scales"
+    step = Step("transcode", reason, stem, maker, refs, stored.shape, form, linears=own)
+    return Draft(step, dialect_to_write(recipe.target).outputs(stem, stored.shape, form))
+
+
+def _makers_of(
+    placed: Mapping[str, Stored],
+    contents: Contents,
+    linears: Mapping[str, Linear],
+    recipe: Recipe,
+) -> dict[str, Maker]:
+    """Make the makers of four-bit stems.
+
+    Members of a scale group in one shard have one maker where a cast gives them a global scale.
+    """
+    artifact, forms = contents.artifact, contents.forms
+    group_of = scale_groups(linears, recipe.groups)
+    cast: dict[ScaleGroup | str, list[Linear]] = defaultdict(list)
+    for module, linear in linears.items():
+        if forms[module].format is not linear.coding.format:
+            cast[group_of.get(module, module)].append(linear)
+    together: dict[object, list[Stem]] = defaultdict(list)
+    for name, stored in placed.items():
+        first = stored.slots[0][0].module
+        if first in linears:
+            # The first slot of each matrix of a stack, or of the one.
+            firsts = stored.slots[:: len(stored.slots) // math.prod(stored.shape[:-2])]
+            inputs = tuple([artifact.input_scale(slot[0].module) for slot in firsts])
+            group = group_of.get(first) if len(stored.shape) == MATRIX_DIMENSIONS else None
+            key = (group, stored.home.file) if group in cast else name
+            together[key].append(Stem(name, stored.shape, stored.slots, inputs))
+    makers: dict[str, Maker] = {}
+    for stems in together.values():
+        modules = dict.fromkeys([one for stem in stems for slot in stem.members for one in slot])
+        own = {group_of.get(module, module): None for module in modules}
+        groups = tuple([tuple(cast[group]) for group in own if group in cast])
+        members = tuple([linears[module] for module in modules])
+        spelling = Spelling(str(recipe.target.dialect), forms[next(iter(modules))])
+        maker = Carried(tuple(stems), members, groups, spelling)
+        makers |= dict.fromkeys([stem.name for stem in stems], maker)
+    return makers
+
+
+def _scales_beside(drafts: Sequence[Draft], caches: Collection[str]) -> tuple[list[str], list[str]]:
     """List scales of activations without a place, and modules without one.
 
     All of modules of eight bits.
     """
     unread, unit = [], []
-    for step in steps:
-        names = {spec.name for spec in step.specs}
+    for step, specs, *_ in drafts:
+        names = {spec.name for spec in specs}
         own = [ref for linear in step.linears for ref in linear.idle if ref.name not in caches]
         unread += [ref.name for ref in own if ref.name not in names and ref.elements == 1]
         wanted = any(name.endswith(".input_scale") for name in names)
@@ -278,8 +346,10 @@ def _notes_beside(unread: Sequence[str], unit: Sequence[str], dialect: str) -> I
         yield f"{len(unread)} scales of activations are left out, the first {unread[0]!r}: {why}"
     if unit:
         yield (
-            f"{len(unit)} FP8 modules have no scale of activations, the first {unit[0]!r}; dialect"
-            f" {dialect} wants one, and they get 1.0: engines clip inputs beyond 448"
+            f"{count_text(len(unit), 'FP8 module')} without a scale of activations, the first"
+            f" {unit[0]!r}; dialect {dialect} wants one: it is 1.0, {describe_unit(is_fp4=False)};"
+            " for measured ones quantize the original again with --calibration FILE (fp4convert"
+            " calibrate)"
         )
 
 
@@ -298,19 +368,19 @@ def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
     return (blocks | find_affine(Clues(checkpoint.config, {}, apart))).values()
 
 
-def _expand(linear: Linear, recipe: Recipe) -> Step:
+def _expand(linear: Linear, recipe: Recipe) -> Draft:
     """Make the step of a matrix that becomes floats."""
     spec = expanded_spec(linear.module + WEIGHT, linear.shape, recipe)
     reason = f"{linear.coding.word} becomes {word_of(spec.dtype)}"
-    return Step("dequantize", reason, linear.refs, (spec,), linear.shape, linears=(linear,))
+    return draft_floats("dequantize", reason, linear, spec)
 
 
-def _notes_on_expanded(steps: Sequence[Step]) -> Iterable[str]:
+def _notes_on_expanded(drafts: Sequence[Draft]) -> Iterable[str]:
     """Say which matrices become floats, once for each kind."""
     found: dict[tuple[str, str], list[Linear]] = defaultdict(list)
-    for step in steps:
-        dtype = word_of(step.specs[0].dtype)
-        for linear in step.linears:
+    for draft in drafts:
+        dtype = word_of(draft.specs[0].dtype)
+        for linear in draft.step.linears:
             found[linear.coding.word, dtype].append(linear)
     for (word, dtype), linears in found.items():
         what = f"{len(linears)} matrices become {dtype}, the first {linears[0].name!r}"
@@ -329,14 +399,11 @@ def refuse_other_matrices(checkpoint: Checkpoint, contents: Contents) -> None:
     }
     linears = (*contents.others.values(), *_expandable(checkpoint))
     known |= {ref.name for linear in linears for ref in (*linear.refs, *linear.idle)}
-    found = [
-        ref.name
-        for ref in checkpoint.tensors
-        if ref.name not in known
-        and (
-            is_quantized_tensor(ref) or (ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT))
-        )
-    ]
+    tensors = {ref.name: ref for ref in checkpoint.tensors}
+    found = [ref.name for ref in find_unread(tensors, known, contents.artifact.clues.is_recorded)]
+    known |= set(found)
+    fp8 = (ref.name for ref in checkpoint.tensors if ref.dtype.startswith("F8_"))
+    found += [name for name in fp8 if name.endswith(WEIGHT) and name not in known]
     if found:
         detail = (
             f"{len(found)} tensors are quantized in a way that cannot be carried, the first"
@@ -366,26 +433,25 @@ def _refuse_unfit(
 
 def _module_tasks(
     writing: Writing,
-    placed: Iterable[tuple[str, Step]],
+    placed: Iterable[tuple[str, Draft]],
     consumed: set[str],
     recipe: Recipe | None = None,
-    caches: Mapping[str, Step] | None = None,
+    caches: Mapping[str, Draft] | None = None,
 ) -> tuple[Task, ...]:
     """Lay out steps, each in its shard; copy tensors not consumed.
 
     recipe  whose dtype matrices that stay get; None: their own
     caches  what becomes of the scales of a cache, by their names
     """
-    at: dict[str, list[Step]] = defaultdict(list)
-    for file, step in placed:
-        at[file].append(step)
+    at: dict[str, list[Draft]] = defaultdict(list)
+    for file, draft in placed:
+        at[file].append(draft)
     tasks = []
     for shard in writing.checkpoint.shards:
         copies = []
         for ref in shard.tensors:
             if ref.name not in consumed:
-                kept = Step("copy", "not quantized", (ref,), (spec_of(ref),))
-                kept = narrow(kept, recipe) if recipe else kept
+                kept = keep_tensor(ref, "copy", "not quantized", recipe)
                 copies.append((caches or {}).get(ref.name, kept))
         # a shard of which nothing is left is none
         if copies or at[shard.file] or not shard.tensors:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.recipes.recipe import STACK_DIMENSIONS, is_expert_stack
 from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.checkpoint_files import RECORD

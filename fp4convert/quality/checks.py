@@ -17,12 +17,12 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, schemes_of, strings
 from fp4convert.checkpoint.dialects.forms import from_layers, parents_of
 from fp4convert.checkpoint.dialects.registry import METHODS
-from fp4convert.checkpoint.encodings.mlx_affine import find_affine
+from fp4convert.checkpoint.linears import find_unread_codes
+from fp4convert.checkpoint.misnamed import find_misnamed
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
+from fp4convert.checkpoint.unread import find_beside
 from fp4convert.errors import Finding
-from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.numerics.fp8_int import FP8_DTYPES
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
 from fp4convert.progress import Phases, count_text
 from fp4convert.quality.engine_check import check_fused
@@ -34,13 +34,14 @@ from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.checkpoint_files import INDEXES, SINGLES, WEIGHTS
-from fp4convert.storage.safetensors import WEIGHT, SafetensorsFrame, TensorRef
+from fp4convert.storage.safetensors import WEIGHT, SafetensorsFrame
 from fp4convert.storage.source import Source
 
 # Of block scales: read whole up to the first number, else about the second.
 ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20
 # Of a repository on the Hub: a download of seconds, whatever its size.
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96
+MATRIX = 2  # dimensions
 SPREAD = 8  # modules apart are those whose layout is judged one after the other
 DRAFT_HEAD = (
     "it drafts tokens for another model, and no engine serves it alone: name it as the speculative"
@@ -56,8 +57,6 @@ LINEARS = HEADS | {
 }
 # Findings that a source refutes where its values fit.
 GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")
-PART_NBYTES = 8 << 20  # of a tensor, held at once
-WITH_NAN = {**FLOAT_DTYPES, **FP8_DTYPES, "F64": np.dtype(np.float64)}
 
 
 class Judged(NamedTuple):
@@ -200,6 +199,7 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     """Check what is quantized and what is not, by the names of tensors."""
     traits = artifact.spelling.TRAITS
     yield from _check_beside(artifact)
+    yield from _check_unread(artifact)
     # Tensors that the index of the checkpoint leaves out.
     if omitted := artifact.source.checkpoint.unindexed:
         detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}"
@@ -226,6 +226,11 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
         modules = {*artifact.packed, *kept}
         if is_draft_head(modules):
             yield Finding("note", "draft-head", None, DRAFT_HEAD)
+        misnamed = find_misnamed(artifact.source.checkpoint)
+        if misnamed and misnamed.is_wrapped:
+            yield Finding("error", "wrapped-names", misnamed.tensor, misnamed.detail)
+        elif misnamed:
+            yield Finding("error", "foreign-names", misnamed.tensor, misnamed.detail)
         yield from find_missing(modules, artifact.source.checkpoint.config, recipe)
         shapes = {
             name.removesuffix(WEIGHT): ref.shape
@@ -239,6 +244,31 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     if idle := idle_scales(artifact.modules, artifact.cache_scales, has_inputs):
         detail = f"{len(idle)} scales of four-bit modules, the first {idle[0]}: {UNSAID}"
         yield Finding("note", "scales-idle", None, f"{detail}; transcode leaves them out")
+
+
+def _check_unread(artifact: Artifact) -> Iterator[Finding]:
+    """Name the codes that nothing here reads, and so nothing checks.
+
+    An error where a stack has scales, all under names that no engine of the dialect looks for.
+    Where another finding is an error, that one says more.
+    """
+    told = any(one.level == "error" or one.code == "stack-unread" for one in artifact.findings)
+    unread = [] if told else find_unread_codes(artifact)
+    if not unread:
+        return
+    traits = artifact.spelling.TRAITS
+    endings: dict[str, list[str]] = {ref.name: [] for ref in unread if len(ref.shape) > MATRIX}
+    for beside in find_beside(artifact.tensors, endings):
+        if beside.is_scale:
+            endings[beside.weight].append(beside.ending)
+    known = (*traits.suffixes, *traits.unread_stacks)
+    foreign = [name for name, found in endings.items() if found and not set(found) & set(known)]
+    first = artifact.tensors[foreign[0]] if foreign else unread[0]
+    detail = f"{len(unread)} tensors hold codes that fp4convert does not read, such as"
+    detail += f" {first.name!r} ({first.dtype} {list(first.shape)}); they were not checked"
+    if foreign:
+        detail += f", and engines of dialect {artifact.dialect} look for no scales of their names"
+    yield Finding("error" if foreign else "warning", "stack-unread", None, detail)
 
 
 def _check_beside(artifact: Artifact) -> Iterator[Finding]:
@@ -347,68 +377,3 @@ def _targets(clues: Clues) -> list[str]:
         return ["Linear"] if clues.record or clues.hf_quant_config else []
     found = (group.get("targets") for group in groups.values() if isinstance(group, dict))
     return [target for targets in found for target in strings(targets)]
-
-
-def check_all_finite(artifact: Artifact, phases: Phases, has_source: bool) -> Iterator[Finding]:
-    """Check that no kept tensor holds NaN or Inf.
-
-    has_source  a source is compared, and has what is not finite, too
-    """
-    kept = _find_kept(artifact)
-    phases.begin("kept", sum(ref.nbytes for ref in kept))
-    for ref in kept:
-        yield from _check_finite(artifact, ref, has_source, phases)
-
-
-def check_vectors_finite(artifact: Artifact, has_source: bool) -> Iterator[Finding]:
-    """Check it of norms and biases, which are small.
-
-    Not on the Hub, where each would be a request.
-    """
-    if not artifact.source.is_streamed:
-        for ref in _find_kept(artifact):
-            if len(ref.shape) == 1:
-                yield from _check_finite(artifact, ref, has_source)
-
-
-def _find_kept(artifact: Artifact) -> list[TensorRef]:
-    ours = own_names(artifact)
-    return [
-        ref for ref in artifact.tensors.values() if ref.name not in ours and ref.dtype in WITH_NAN
-    ]
-
-
-def _check_finite(
-    artifact: Artifact, ref: TensorRef, has_source: bool, phases: Phases | None = None
-) -> Iterator[Finding]:
-    bad, has_nan = 0, False
-    for part in split_bytes(ref):
-        stored = artifact.source.read_range(ref, *part)
-        values = np.frombuffer(stored, WITH_NAN[ref.dtype])
-        if own := int(np.count_nonzero(~np.isfinite(values))):
-            bad, has_nan = bad + own, has_nan or bool(np.isnan(values).any())
-        if phases:
-            phases.report(ref.name, len(stored))
-    if bad:
-        detail = f"it was kept with {bad} values that are NaN or Inf"
-        is_fatal = has_nan and len(ref.shape) == 1 and not has_source
-        if is_fatal:
-            detail += ": a norm, a bias or another vector with NaN makes NaN of what follows"
-        yield Finding("error" if is_fatal else "warning", "kept-not-finite", ref.name, detail)
-
-
-def own_names(artifact: Artifact) -> set[str]:
-    """Name the tensors that were not kept: codes, scales and companions."""
-    names = {
-        ref.name
-        for module in artifact.packed.values()
-        for ref in (*module.refs, *module.companions)
-    }
-    names |= {ref.name for linear in find_affine(artifact.clues).values() for ref in linear.refs}
-    return names | artifact.cache_scales.keys()
-
-
-def split_bytes(ref: TensorRef) -> Iterator[tuple[int, int]]:
-    """Split a tensor's bytes into ranges that are held at once."""
-    for start in range(0, ref.nbytes, PART_NBYTES):
-        yield start, min(start + PART_NBYTES, ref.nbytes)

@@ -1,7 +1,7 @@
-"""Judge an artifact, anyone's, by the engines that load it.
+"""Judge an artifact for engines: collect the facts that rows ask about.
 
-The rows of configs/engines say what an engine loads. Modules that engines load as one matrix have
-to have one format.
+engines/verdicts.py judges, for plans as well. Modules that engines load as one matrix have to have
+one format.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form, with_fused
 from fp4convert.checkpoint.encodings.floats import DOUBLE
 from fp4convert.checkpoint.modules import form_finder
+from fp4convert.engines.files import Engine
+from fp4convert.engines.rows import Contents, Part
+from fp4convert.engines.verdicts import Verdict, judge, judge_all
+from fp4convert.engines.versions import Version
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8, MXFP4
-from fp4convert.planning.engine_contents import with_model
+from fp4convert.planning.engine_facts import with_model
 from fp4convert.recipes.draft_layers import find_differing
-from fp4convert.recipes.engine_rows import Contents, Part
-from fp4convert.recipes.engine_verdicts import Verdict, judge_contents
-from fp4convert.recipes.engine_versions import Version
-from fp4convert.recipes.engines import Engine, known_engines
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.recipes.uneven_formats import (
     EXPERTS,
@@ -33,14 +33,17 @@ from fp4convert.recipes.uneven_formats import (
 from fp4convert.storage.safetensors import WEIGHT
 
 MLX_STACKS = ".switch_mlp."
+# Errors that do not concern engines: another source, and values that the format cannot hold.
+OF_SOURCE = ("source-differs", "weights-underflow")
 # What a matrix is that the record does not tell of, by the dtype of its weight.
 PACKED_WORDS = {"I8": MXFP4.name, "U8": "four-bit", "F8_E4M3": FP8.name}
 
 
 def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Contents:
-    """Say what of an artifact decides which engines load it."""
+    """Return the facts of an artifact that engine rows ask about."""
     modules = artifact.packed
-    made = {
+    errors = (one for one in findings if one.level == "error" and one.code not in OF_SOURCE)
+    parts = {
         # rows on experts of the dialect mlx are about those that stand one by one
         (
             packed.form.word,
@@ -51,33 +54,34 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
     }
     contents = Contents(
         artifact.dialect,
-        frozenset(Part(word, bits, is_expert) for word, bits, is_expert in made),
+        frozenset(Part(word, bits, is_expert) for word, bits, is_expert in parts),
         is_sharded=len(artifact.source.checkpoint.shards) > 1,
         cache=artifact.forms[0].kv_cache,
         findings=frozenset(finding.code for finding in findings),
         names_fused=names_fused(artifact),
         modules=frozenset(modules),
+        fault=next((f"{error.code}: {error.detail}" for error in errors), ""),
     )
     return with_model(contents, artifact.source.checkpoint)
 
 
 def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Verdict]:
-    """Tell which engines load an artifact, in the order of ENGINES."""
-    contents = artifact_contents(artifact, findings)
-    return [_judge(engine, None, contents, findings) for engine in known_engines()]
+    """Judge an artifact for every engine, in the order of ENGINES."""
+    return judge_all(artifact_contents(artifact, findings))
 
 
 def check_engine(
     artifact: Artifact, findings: Sequence[Finding], asked: tuple[Engine, Version | None] | None
 ) -> list[Finding]:
-    """Find that the engine asked for does not load an artifact.
+    """Report that an engine does not load an artifact.
 
-    An error where nobody knows, too: quantize --for makes nothing of that kind.
+    "Nobody knows" is an error, too: quantize --for makes no such artifact.
+    asked  the engine and version of --for; None without one
     """
     if asked is None:
         return []
     engine, version = asked
-    verdict = _judge(engine, version, artifact_contents(artifact, findings), findings)
+    verdict = judge(engine, artifact_contents(artifact, findings), version)
     if verdict.loads:
         return []
     instead = verdict.instead
@@ -87,22 +91,6 @@ def check_engine(
     if verdict.loads is None:
         return [Finding("error", "engine-unknown", None, detail)]
     return [Finding("error", "engine-refuses", None, detail)]
-
-
-def _judge(
-    engine: Engine, version: Version | None, contents: Contents, findings: Sequence[Finding]
-) -> Verdict:
-    """Judge contents; nothing loads as it should where findings are errors.
-
-    Another source than its own, and values that its format cannot hold, are none of the engine's.
-    """
-    verdict = judge_contents(engine, contents, version)
-    of_source = ("source-differs", "weights-underflow")
-    errors = [one for one in findings if one.level == "error" and one.code not in of_source]
-    if verdict.loads is False or not errors:
-        return verdict
-    first = f"{errors[0].code}: {errors[0].detail}"
-    return Verdict(engine, "", False, f"has an artifact with errors before it: {first}")
 
 
 def check_fused(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from fp4convert.calibration.side_by_side import Measured
 
 MOST_NATS = math.log(np.finfo(np.float64).max)  # of which exp is a number
+NO_GATE = "no verdict: no gate was set (--max-kl, --min-top1, --max-ppl-ratio)"
 
 
 class EvaluationGate(NamedTuple):
-    """What `passed` asks; None asks nothing.
+    """What `passed` asks; None asks nothing, and where all do nothing passed.
 
     max_kl         of the mean KL divergence, in nats
     min_top1       of the share of tokens with the same likeliest one
@@ -32,6 +33,10 @@ class EvaluationGate(NamedTuple):
     max_kl: float | None = None
     min_top1: float | None = None
     max_ppl_ratio: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return any(limit is not None for limit in self)
 
     def check(self) -> None:
         """Raise InputError for a limit that is none."""
@@ -57,6 +62,7 @@ class Evaluated:
     ppl      perplexity of source and artifact
     activations, kv_cache  of the artifact, as it was computed with: 16 or 4; "fp8", "nvfp4", None
     by_layer mean KL of one layer of the artifact alone, and with all layers before it
+    passed   None where no gate was set
     """
 
     tokens: int
@@ -66,7 +72,7 @@ class Evaluated:
     ppl: dict[str, float]
     by_layer: tuple[dict[str, Any], ...]
     findings: tuple[Finding, ...]
-    passed: bool
+    passed: bool | None
     activations: int = 16
     kv_cache: str | None = None
 
@@ -74,7 +80,7 @@ class Evaluated:
         """Say the verdict in a line, for the end of a notebook's cell."""
         words = f"KL {self.kl['mean']:.4g} nats, top-1 {100 * self.top1:.2f} %"
         words += f", perplexity {self.ppl['source']:.4g} -> {self.ppl['artifact']:.4g}"
-        verdict = "passed" if self.passed else "failed"
+        verdict = {None: "without a gate", True: "passed", False: "failed"}[self.passed]
         return f"<Evaluated {verdict}: {words}, {self.tokens} tokens>"
 
     def as_json(self) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def evaluate(measured: Measured, gate: EvaluationGate) -> Evaluated:
         ppl=ppl,
         by_layer=tuple(row._asdict() for row in measured.by_layer),
         findings=findings,
-        passed=is_healthy(findings),
+        passed=is_healthy(findings) if gate.is_set else None,
         activations=measured.activations,
         kv_cache=measured.kv_cache,
     )

@@ -14,20 +14,20 @@ from fp4convert.checkpoint.dialects.base import Packed
 from fp4convert.checkpoint.error_report import read_recorded
 from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
+from fp4convert.engines.files import Engine
+from fp4convert.engines.versions import Version
 from fp4convert.errors import Finding
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import (
     Judged,
     check_headers,
-    check_vectors_finite,
     choose_modules,
     is_healthy,
     judge,
     scale_nbytes,
 )
 from fp4convert.quality.engine_check import check_engine, judge_by_engines
-from fp4convert.recipes.engine_versions import Version
-from fp4convert.recipes.engines import Engine
+from fp4convert.quality.kept_values import check_vectors_finite
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source, stored_float
 

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
+from fp4convert.checkpoint.misnamed import DECODERS
 from fp4convert.errors import Finding
 from fp4convert.recipes.draft_layers import JOINT, is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
@@ -45,14 +46,6 @@ SHOWN = 5  # missing numbers in a message
 WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
 _Parts = dict[int, set[str]]  # of each layer of a stack, or of each expert
 _Lost = tuple[str, str]  # a module that is not there, and what is said of it
-DECODERS = frozenset(
-    {
-        *("llama", "mistral", "mixtral", "ministral3", "qwen2", "qwen3", "qwen2_moe"),
-        *("qwen3_moe", "gemma", "gemma2", "gemma3_text", "granite", "granitemoe", "olmo", "olmo2"),
-        *("olmo3", "olmoe", "phi", "stablelm", "starcoder2", "smollm3", "seed_oss", "cohere"),
-        *("cohere2", "helium", "arcee", "glm", "glm4", "ernie4_5", "exaone4", "apertus"),
-    }
-)
 WHOLE = frozenset(  # what every config.json of such a model names
     {
         *("hidden_size", "intermediate_size", "num_hidden_layers"),

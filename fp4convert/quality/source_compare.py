@@ -25,8 +25,8 @@ from fp4convert.numerics.formats import CODES, FLOAT_TYPES, dtype_named
 from fp4convert.numerics.matrices import Blocks, Weights, row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
-from fp4convert.quality.checks import own_names, split_bytes
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
+from fp4convert.quality.kept_values import own_names, split_bytes
 from fp4convert.quality.source_match import OddPlaces, is_underflow, underflow
 from fp4convert.storage.gguf_types import (
     Q8_0,

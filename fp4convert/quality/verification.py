@@ -15,6 +15,8 @@ import numpy as np
 from fp4convert.calibration.input_power import describe_inputs
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import Entry, Recorded, read_recorded, shares
+from fp4convert.engines.files import Engine
+from fp4convert.engines.versions import Version
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.error_sums import SOURCE, Sums, count_codes, summarise
 from fp4convert.numerics.formats import CODES
@@ -23,13 +25,13 @@ from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import (
     Judged,
-    check_all_finite,
     check_headers,
     choose_modules,
     is_healthy,
     judge,
 )
 from fp4convert.quality.engine_check import check_engine
+from fp4convert.quality.kept_values import check_all_finite
 from fp4convert.quality.signature import check_signature, open_verifier
 from fp4convert.quality.source_compare import (
     Distance,
@@ -38,8 +40,6 @@ from fp4convert.quality.source_compare import (
     mean_output_error,
     pair_with_source,
 )
-from fp4convert.recipes.engine_versions import Version
-from fp4convert.recipes.engines import Engine
 from fp4convert.storage.checkpoint_files import (
     RECORD,
     REPORT,
@@ -56,6 +56,7 @@ AGREEMENT = 1e-6  # of an error; sums of float32 squares are off by less
 STORED = 2.0**-22
 OUTPUT_GATE = "--max-output-error"
 MOST_NAMED = 3  # findings, in a line
+NO_FAULT = "no fault found, no gate was set"
 MISREAD = ("nibble-order", "scale-layout")  # findings of bytes that lie otherwise than declared
 
 
@@ -95,6 +96,10 @@ class Gate(NamedTuple):
     max_output_error: float | None = None
     engine: tuple[Engine, Version | None] | None = None
     public_key: Path | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return any(asked is not None for asked in self)
 
     @property
     def given(self) -> dict[str, float]:
@@ -143,8 +148,8 @@ class Verified:
     recorded  the summary of quantization_report.json; None where the artifact has none
     inputs, calibration  by which outputs were measured, as describe_inputs tells it; None where
                          they were not
-    checked  how many files were hashed, modules' scales read and tensors compared; the source, and
-             what became of the signature
+    checked  how many files were hashed, modules' scales read and tensors compared; the source,
+             what became of the signature, and whether a gate was set
     verdict  a sentence, where the source is another model's
     judged  the artifact by its records, names and scales, for a report
     """
@@ -169,7 +174,14 @@ class Verified:
         parts += [f"{one.level} {one.code}" for one in self.findings[:MOST_NAMED]]
         if (more := len(self.findings) - MOST_NAMED) > 0:
             parts.append(f"and {more} more")
-        return f"<Verified {'passed' if self.passed else 'failed'}: {', '.join(parts)}>"
+        return f"<Verified {self.words}: {', '.join(parts)}>"
+
+    @property
+    def words(self) -> str:
+        """Say the verdict for a person: nothing passes where no gate was set."""
+        if not self.passed:
+            return "failed"
+        return "passed" if self.checked.get("gated") else NO_FAULT
 
     def as_json(self) -> dict[str, Any]:
         tensors = [asdict(error) for error in self.tensors]
@@ -243,21 +255,22 @@ def verify(
         is_healthy(findings),
         recorded.summary if recorded else None,
         **(describe_inputs(outputs.calibration) if outputs else {}),
-        checked={**_count_checked(artifact, source, found), "signature": signed.word},
+        checked={**_count_checked(artifact, source, found, gate), "signature": signed.word},
         verdict=None if pairs is None else _name_other_source(pairs, judged, found),
         judged=judged,
     )
 
 
 def _count_checked(
-    artifact: Artifact, source: Source | None, found: Mapping[str, Distance]
+    artifact: Artifact, source: Source | None, found: Mapping[str, Distance], gate: Gate
 ) -> dict[str, Any]:
-    """Count what was looked at."""
+    """Count what was looked at, and say whether a gate was set."""
     return {
         "files": len(_recorded_hashes(artifact)),
         "modules": len(artifact.packed),
         "tensors": len(found),
         "source": source.name if source else None,
+        "gated": gate.is_set,
     }
 
 

@@ -1,4 +1,4 @@
-"""Find layers that draft tokens, and where their format is not the body's.
+"""Find layers that draft tokens; compare their formats with the body's.
 
 A model may end in layers that draft further tokens (multi-token prediction): engines run them
 beside the body, and answer a draft that is right with several tokens at once.  Weights that an
@@ -28,12 +28,12 @@ HEAD_WORDS = (JOINT, *HEAD_LAYERS)
 
 
 class DraftFormat(NamedTuple):
-    """Modules of draft layers whose format engines do not expect.
+    """Modules of draft layers in a format that engines do not expect.
 
     modules  all of them; JOINT alone of a draft head
     word     their format; "" for ordinary weights
     body     that of the modules of the body with the same names; "" where there is no body
-    is_told  a recipe says what engines want, and names its source
+    is_told  a recipe states the format that engines want, with a source
     """
 
     modules: tuple[str, ...]
@@ -42,25 +42,25 @@ class DraftFormat(NamedTuple):
     is_told: bool
 
     def __str__(self) -> str:
-        """Tell what was found."""
+        """Describe the modules and both formats."""
         if not self.body:
             return f"{self.modules[0]!r}, which joins the inputs of a draft head, is {self.word}"
         count = len(self.modules)
-        what = count_text(count, "module")
-        own, body = (word or "not quantized" for word in (self.word, self.body))
+        modules = count_text(count, "module")
+        word, body = (word or "not quantized" for word in (self.word, self.body))
         return (
-            f"{what} of layers that draft tokens, the first {self.modules[0]!r},"
-            f" {'is' if count == 1 else 'are'} {own}, and the body's are {body}"
+            f"{modules} of layers that draft tokens, the first {self.modules[0]!r},"
+            f" {'is' if count == 1 else 'are'} {word}, and the body's are {body}"
         )
 
     @property
     def is_note(self) -> bool:
-        """Tell whether only engines trip that expect ordinary weights."""
+        """Return whether it harms only engines that expect ordinary weights."""
         return self.is_told and bool(self.word)
 
     @property
     def consequence(self) -> str:
-        """Tell what engines do with such layers."""
+        """Describe what engines do with such layers."""
         if not self.body:
             return "SGLang and older vLLM build it as an ordinary linear layer, and do not load it"
         if self.is_note:
@@ -74,7 +74,7 @@ class DraftFormat(NamedTuple):
 
 
 def is_draft_head(names: Iterable[str]) -> bool:
-    """Tell whether a whole checkpoint drafts tokens for another model.
+    """Return whether a whole checkpoint drafts tokens for another model.
 
     names  of its tensors, or of modules; config.json is often that of a plain Llama
     """
@@ -85,7 +85,7 @@ def is_draft_head(names: Iterable[str]) -> bool:
 def find_drafts(modules: Collection[str], recipe: Recipe) -> frozenset[str]:
     """Find modules of draft layers that have a counterpart in the body.
 
-    What a draft layer alone has, such as the projection of its inputs, no engine quantizes.
+    No engine quantizes the others, such as the projection of the inputs.
     """
     drafts = sift(recipe.patterns_of(PREDICTION), modules)
     if not drafts:
@@ -95,10 +95,10 @@ def find_drafts(modules: Collection[str], recipe: Recipe) -> frozenset[str]:
 
 
 def find_differing(words: Mapping[str, str], recipe: Recipe) -> list[DraftFormat]:
-    """Find draft layers whose format engines do not expect.
+    """Find draft layers in a format that engines do not expect.
 
-    Another packed format than the body's, which engines read as the body's; ordinary weights where
-    engines take the body's for granted; the body's where they take ordinary weights for granted.
+    That is a packed format other than the body's, which engines read as the body's; ordinary
+    weights where engines expect the body's format; and the reverse.
     words    module -> the word of its format, "" for ordinary weights
     """
     if words.get(JOINT) and is_draft_head(words):
@@ -107,18 +107,18 @@ def find_differing(words: Mapping[str, str], recipe: Recipe) -> list[DraftFormat
     if not drafts:
         return []
     usual = _usual_words((module, word) for module, word in words.items() if module not in drafts)
-    found: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
+    differing: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
     for module in words:
         if module not in drafts or not (body := usual[_place_of(module)]):
             continue
         word = words[module]
         if word and word != body:
-            found[word, body, False].append(module)
+            differing[word, body, False].append(module)
         elif recipe.draft == (KEEP if word else SAME):
-            found[word, body, True].append(module)
+            differing[word, body, True].append(module)
     return [
         DraftFormat(tuple(sorted(modules)), word, body, is_told)
-        for (word, body, is_told), modules in found.items()
+        for (word, body, is_told), modules in differing.items()
     ]
 
 
@@ -131,6 +131,6 @@ def _usual_words(words: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def _place_of(module: str) -> str:
-    """Return what stands behind a layer's number, without numbers."""
+    """Return the name behind the layer's number, without numbers."""
     first = _NUMBER.search(module)
     return _NUMBER.sub(".#", module[first.end() :]) if first else module

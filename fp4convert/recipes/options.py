@@ -16,16 +16,6 @@ TARGET, QUALITY, MODULES, DEVICE = "Target", "Quality", "Which modules", "Device
 HUB, MACHINES, OUTPUT = "Hub", "Many machines", "Output"
 PANELS = (TARGET, QUALITY, MODULES, DEVICE, HUB, MACHINES, OUTPUT)  # as --help shows them
 STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
-ENGINES = (  # as --for has them, in the order in which they are listed
-    "vllm",
-    "sglang",
-    "tensorrt-llm",
-    "transformers",
-    "llama.cpp",
-    "mlx",
-    "comfyui",
-    "diffusers",
-)
 SAME, KEEP = DRAFTS = ("same", "keep")  # layers that draft tokens become what the body does; stay
 
 Reference = str | os.PathLike[str]

@@ -1,8 +1,7 @@
 """Match names with globs, re: expressions and layer numbers.
 
 `{a:b}` in a pattern of a recipe file stands for the numbers a..b-1: `expand` reads a and b in
-config.json.  Many patterns are asked about many names as one question (`sift`, `matches_any`),
-mostly by strings.
+config.json.  `sift` and `matches_any` match many patterns at once, mostly by strings.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from fp4convert.recipes.expressions import Expression
 
 LONG_NAME, LONG_END = 1000, 200  # characters
 SHAPES = 1 << 12  # of names that are remembered
-MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
-# Where models of several kinds of input keep the layers' numbers.
+MOST_LAYERS = 4096  # in one range; no model has more
+# Nested configs of multimodal models with the number of layers.
 TEXT_CONFIGS = ("text_config", "language_config", "llm_config")
 _DIGIT = re.compile("[0-9]")
 _ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -28,7 +27,7 @@ _PLAIN = re.compile(
     re:
     (?P<above>\(\?:\.\*\\\.\)\?)?               # (?:.*\.)?: of any module, or of none
     (?P<head>\.\*)?                             # .*
-    (?P<text>(?:[\w/-]|\\[!-)+-/:-@\[-`{-~])+)  # what stands for itself; escaped signs but "*"
+    (?P<text>(?:[\w/-]|\\[!-)+-/:-@\[-`{-~])+)  # literal text; escaped signs but "*"
     (?P<tail>\.\*)?                             # .*
     (?P<end>\$)?                                # without it, names may go on
     """,
@@ -39,30 +38,29 @@ _TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Tell whether a glob fits a name, or a "re:" expression its beginning."""
+    """Return whether a glob fits a name, or a "re:" expression its beginning."""
     return bool(compiled(pattern).match(module))
 
 
 def exclude_option(*modules: str) -> str:
-    """Write the options, for a shell, that exclude these modules.
+    """Write --exclude options for modules, as words of a shell.
 
-    Of a name longer than any model has, also those with its beginning and its end: Linux takes no
-    word of 128 KiB.
+    A name longer than any model has becomes a glob of its ends: Linux takes no word of 128 KiB.
     """
-    patterns = [_glob_of(module) for module in modules]
-    exact = [f"[r]{each[1:]}" if each.startswith("re:") else each for each in patterns]
-    return " ".join(shell_line("--exclude", pattern) for pattern in exact)
+    globs = [_glob_of(module) for module in modules]
+    return " ".join(shell_line("--exclude", pattern) for pattern in globs)
 
 
 def _glob_of(module: str) -> str:
-    """Return the glob that fits a name, and of a very long one its ends."""
-    if len(module) <= LONG_NAME:
-        return glob.escape(module)
-    return f"{glob.escape(module[:LONG_END])}*{glob.escape(module[-LONG_END:])}"
+    """Return a glob that fits a name; of a very long one it holds the ends."""
+    pattern = glob.escape(module)
+    if len(module) > LONG_NAME:
+        pattern = f"{glob.escape(module[:LONG_END])}*{glob.escape(module[-LONG_END:])}"
+    return f"[r]{pattern[1:]}" if pattern.startswith("re:") else pattern
 
 
 def matches_any(patterns: tuple[str, ...], module: str) -> bool:
-    """Tell whether one of the patterns matches."""
+    """Return whether one of the patterns matches."""
     return bool(patterns) and _asker_of_all(patterns)(module, _shape_of(module))
 
 
@@ -71,7 +69,7 @@ def sift(patterns: tuple[str, ...], modules: Collection[str]) -> list[str]:
     if not patterns:
         return []
     ask = _asker_of_all(patterns)
-    shapes = _shape_of("\n".join(modules)).split("\n")  # at once takes less than one by one
+    shapes = _shape_of("\n".join(modules)).split("\n")  # faster than one by one
     if len(shapes) != len(modules):
         return [module for module in modules if ask(module, _shape_of(module))]
     return [module for module, shape in zip(modules, shapes, strict=True) if ask(module, shape)]
@@ -79,24 +77,21 @@ def sift(patterns: tuple[str, ...], modules: Collection[str]) -> list[str]:
 
 @cache
 def _asker_of_all(patterns: tuple[str, ...]) -> Callable[[str, str], bool]:
-    """Return a function that asks many patterns about a name as one question.
+    """Return a function of a name and its shape: whether a pattern fits.
 
-    Most are text with stars around it, which strings find far sooner than expressions do.  A
-    pattern without digits fits all names that differ in digits alone, or none of them: so the
-    modules of many layers are few shapes, which are asked once.  A shape has a zero for every
-    digit.  Of patterns with digits it says where they may fit.
-
-    Returns  takes a name and its shape
+    Most patterns are text with stars around it, which strings find faster than expressions.  A
+    shape has a zero for every digit: a pattern without digits fits all names of a shape or none,
+    so the modules of many layers are few shapes.
     """
     texts: set[str] = set()  # with stars at their ends
     numbered_texts: set[str] = set()
     others: list[str] = []
     numbered_others: list[str] = []
-    shapes: set[str] = set()  # of names that what is numbered may fit
+    shapes: set[str] = set()  # of names that a pattern with digits may fit
     for pattern in patterns:
-        if found := _texts_of(pattern):
-            numbered = [text for text in found if _DIGIT.search(text)]
-            texts.update(text for text in found if text not in numbered)
+        if plain := _texts_of(pattern):
+            numbered = [text for text in plain if _DIGIT.search(text)]
+            texts.update(text for text in plain if text not in numbered)
             numbered_texts.update(numbered)
             shapes.update(map(_shape_of, numbered))
         elif pattern.startswith("re:"):
@@ -112,7 +107,7 @@ def _asker_of_all(patterns: tuple[str, ...]) -> Callable[[str, str], bool]:
     fits_numbers = _asker(numbered_texts, numbered_others)
 
     def ask(module: str, shape: str) -> bool:
-        if "\n" in shape:  # which no dot of an expression fits
+        if "\n" in shape:  # no dot of an expression fits it
             return any(matches(pattern, module) for pattern in patterns)
         return fits(shape) or (may_fit(shape) and fits_numbers(module))
 
@@ -120,9 +115,9 @@ def _asker_of_all(patterns: tuple[str, ...]) -> Callable[[str, str], bool]:
 
 
 def _asker(texts: Collection[str], patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether a name fits a text or a pattern.
+    """Return a function that matches a name with texts and patterns.
 
-    texts  with stars at their ends: they are sorted by where these stand
+    texts  may have stars at their ends
     """
     expressions = [compiled(pattern) for pattern in patterns]
     names = frozenset(text for text in texts if "*" not in text)
@@ -144,32 +139,33 @@ def _asker(texts: Collection[str], patterns: Iterable[str]) -> Callable[[str], b
 
 
 def _shape_of(name: str) -> str:
-    """Put a zero for every digit; bytes take a tenth of the time of text."""
+    """Return a name with 0 for every digit; bytes are ten times as fast."""
     return name.encode("utf-8", "surrogatepass").translate(_ZEROS).decode("utf-8", "surrogatepass")
 
 
 def _texts_of(pattern: str) -> tuple[str, ...]:
-    """Write a pattern as texts with stars around them.
+    """Return texts with stars that fit the same names of one line; or ().
 
-    One of them fits a name of one line where the pattern does; none for other patterns.
+    () is for patterns that have no such texts.
     """
     if not pattern.startswith("re:"):
         return () if set(pattern.strip("*")) & set("*?[") else (pattern,)
-    if not (found := _PLAIN.fullmatch(pattern)):
+    if not (plain := _PLAIN.fullmatch(pattern)):
         return ()
-    text = re.sub(r"\\(.)", r"\1", found["text"])
-    head = "*" if found["head"] else ""
-    tail = "" if found["end"] and not found["tail"] else "*"
+    text = re.sub(r"\\(.)", r"\1", plain["text"])
+    head = "*" if plain["head"] else ""
+    tail = "" if plain["end"] and not plain["tail"] else "*"
     core = f"{head}{text}{tail}"
-    return (core, f"*.{core}") if found["above"] and not found["head"] else (core,)
+    return (core, f"*.{core}") if plain["above"] and not plain["head"] else (core,)
 
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str] | Expression:
-    """Compile a pattern; raise InputError where it is none."""
+    """Compile a pattern; raise InputError for a wrong one."""
     if not pattern.startswith("re:"):
         return re.compile(fnmatch.translate(pattern))
-    return Expression(pattern.removeprefix("re:"))
+    text = pattern.removeprefix("re:")
+    return re.compile(text) if _PLAIN.fullmatch(pattern) else Expression(text)
 
 
 def expand_all(patterns: Iterable[str], config: Mapping[str, object]) -> tuple[str, ...]:
@@ -189,16 +185,14 @@ def expand_all(patterns: Iterable[str], config: Mapping[str, object]) -> tuple[s
 def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
     """Return a pattern for each layer number that its `{a:b}` stands for.
 
-    config   of the model: keys are sought at the top, then in the config of its text model, then in
-             any other nested one
+    config   of the model; integer_of finds the keys of a and b
     Returns  none where config.json lacks a key of a or b
-    Raises   InputError where a or b is no sum of integers and keys, or where the range is beyond
-             belief
+    Raises   InputError where a or b is no sum of integers and keys, or where the range is absurd
     """
-    found = _RANGE.search(pattern)
-    if not found:
+    span = _RANGE.search(pattern)
+    if not span:
         return (pattern,)
-    first, end = (_bound(text, pattern, config) for text in found.groups())
+    first, end = (_bound(text, pattern, config) for text in span.groups())
     if first is None or end is None:
         return ()
     if not 0 <= first <= MOST_LAYERS or end > MOST_LAYERS:
@@ -207,7 +201,7 @@ def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
             f"expected numbers from 0 to {MOST_LAYERS - 1}"
         )
         raise InputError("layer-range", detail)
-    head, tail = pattern[: found.start()], pattern[found.end() :]
+    head, tail = pattern[: span.start()], pattern[span.end() :]
     names: list[str] = []
     for number in range(first, end):
         names += expand(f"{head}{number}{tail}", config)
@@ -221,7 +215,7 @@ def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
-    """Add up what a or b of a range says; None where a key is lacking."""
+    """Return the sum of a or b of a range; None where a key is missing."""
     terms = _TERM.findall(text)
     is_whole = "".join("".join(term) for term in terms) == text
     if not terms or not is_whole or any(not sign for sign, _, _ in terms[1:]):
@@ -240,28 +234,23 @@ def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
 
 
 def integer_of(config: Mapping[str, object], key: str) -> int | None:
-    """Find the integer under a key of config.json.
+    """Return the integer under a key of config.json, or None.
 
-    At the top, then in the config of its text model, then in any other.
-
-    Returns  None where there is none, and for no key
+    The top level comes first, then the config of the text model, then any other.
     """
     if not key:
         return None
-    found = (one[key] for one in configs_in(config) if key in one)
+    values = (nested[key] for nested in configs_in(config) if key in nested)
     return next(
-        (value for value in found if isinstance(value, int) and not isinstance(value, bool)), None
+        (value for value in values if isinstance(value, int) and not isinstance(value, bool)), None
     )
 
 
 def configs_in(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """Yield a config.json and every config nested in it.
-
-    That of a text model comes before its siblings.
-    """
+    """Yield a config.json and every config in it, a text model's first."""
     waiting = [config]
     while waiting:
-        yield (one := waiting.pop())
-        nested = {name: value for name, value in one.items() if isinstance(value, Mapping)}
+        yield (current := waiting.pop())
+        nested = {name: value for name, value in current.items() if isinstance(value, Mapping)}
         names = sorted(nested, key=lambda name: name not in TEXT_CONFIGS)
         waiting += [nested[name] for name in reversed(names)]

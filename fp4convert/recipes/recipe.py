@@ -46,13 +46,13 @@ from fp4convert.recipes.toml_files import (
 )
 from fp4convert.storage.safetensors import WEIGHT
 
-FUSED = {  # last parts of names that hold a gate and an up projection, whoever made the model
+FUSED = {  # last parts of names: a gate and an up projection in one tensor
     "gate_up_proj": ("gate_proj", "up_proj"),
     "w13": ("w1", "w3"),
     "w13_weight": ("w1", "w3"),
 }
 EXPERT_WORDS = ("expert", ".moe.", "_moe.")
-# What stands beside a stack, one for each expert.
+# Endings of names of tensors beside a stack, with a value for each expert.
 BESIDE_STACKS = ("_scale", "_scales", "_scale_inv", "_bias", ".bias")
 STACK_DIMENSIONS = 3
 PREDICTION = "prediction"  # the kind of rules on layers that draft tokens
@@ -61,34 +61,32 @@ PREDICTION = "prediction"  # the kind of rules on layers that draft tokens
 class ScaleGroup(NamedTuple):
     """Sibling modules that engines multiply as one matrix.
 
-    They share one amax; members are their names below one parent.
+    They share one amax; members are the names below one parent.
     """
 
     parent: str
     members: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return its name in steps and records; dry_run.py reads it."""
+        """Return the name in steps and records; dry_run.py reads it."""
         return f"{self.parent}.{'/'.join(self.members)}"
 
 
 class Target(NamedTuple):
-    """What is made: a four-bit format, a float type, or nothing new.
+    """The target of a conversion: format, dialect, rule and method.
 
-    By a dialect and a rule it is four-bit; by neither it is dequantized, or pruned.
+    Without dialect and rule the result is dequantized or pruned.
 
-    format          its name, or the word of the float type, or "pruned", as documents call it
-    scale_layout    the dialect's own where it is None
-    has_unit_scale  the global scale is 1, whatever the weights are: engines read no other
+    format          name of a format or a float type, or "pruned"
+    scale_layout    None: that of the dialect
+    has_unit_scale  the global scale is 1 for all weights: engines read no other
     via             "fp8" where weights are rounded to FP8 first
-    method          by which weights are rounded, one of METHODS; None where none are,
-                    or nobody knows
-    calibration     sha256 of the file of statistics that they were rounded with
-    keep_dtype      a word for the type of float32 matrices that stay, but for routers; None leaves
-                    them as they are
-    adapter         hash of the adapter's files and scale that were merged before
-    damping         of gptq: what share of H's mean diagonal is added to it
-    passes          of gptq: how often codes and block scales are gone over afterwards
+    method          one of METHODS; None where no weight is rounded, or nobody knows
+    calibration     sha256 of the statistics for rounding
+    keep_dtype      type of float32 matrices that stay, but for routers; None leaves them alone
+    adapter         hash of the files and the scale of a merged adapter
+    damping         of gptq: the share of H's mean diagonal that is added to it
+    passes          of gptq: passes over codes and block scales afterwards
     """
 
     format: str
@@ -107,33 +105,33 @@ class Target(NamedTuple):
     passes: int | None = None
 
     def rule_for(self, fmt: Format) -> str:
-        """Choose the scale rule of modules of a format.
+        """Return the scale rule of modules of a format.
 
-        The target's own where it is the target's format, or has that rule too.
+        The rule of the target applies to its own format, and to formats that have it too.
         """
         is_known = self.scale_rule == IMPORTANCE and IMPORTANCE in fmt.scale_rules
-        is_own = fmt.name == self.format or is_known
-        return self.scale_rule if self.scale_rule and is_own else fmt.default_rule
+        applies = fmt.name == self.format or is_known
+        return self.scale_rule if self.scale_rule and applies else fmt.default_rule
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is made, what stays, what shares a scale, what is a stack.
+    """The target, and rules for modules that stay, share scales or are stacks.
 
-    kept_patterns  those of all rules of keep
-    only_patterns  those of all rules of only
-    formats        the first that fits a module counts
-    stacks         the first that fits a tensor counts
-    may_lack       members of groups that some layers of the model do not have
-    folds          where scales of columns may be divided out; several rules may name one place
-    options        what a person chose beside these
-    keeps_packed   modules that are packed already and stay are not turned into bf16
-    asked          patterns of a person's own file, by their table; one of each set has to match
-    experts        the first counts
-    draft          what engines want of layers that draft tokens, a word of DRAFTS; "" where no file
-                   says
-    asked_draft    what a person wants of them
-    drafts         modules of such layers that are treated as those of the body
+    kept_patterns  patterns of all rules of keep
+    only_patterns  patterns of all rules of only
+    formats        the first rule that fits a module counts
+    stacks         the first rule that fits a tensor counts
+    may_lack       members of groups that some layers of the model lack
+    folds          modules that scales of columns may be moved to; rules may share a module
+    options        choices on the command line
+    keeps_packed   packed modules that stay are not turned into bf16
+    asked          patterns of a user's file, by table; one of each set has to match a module
+    experts        the first rule counts
+    draft          a word of DRAFTS: the choice of engines for layers that draft tokens; "" where
+                   no file has one
+    asked_draft    the choice on the command line
+    drafts         modules of such layers that are treated as the body's
     """
 
     format: Format
@@ -185,10 +183,9 @@ class Recipe:
         return None
 
     def pick_doubtful(self, modules: Collection[str]) -> set[str]:
-        """Pick the modules that there may be a reason to keep.
+        """Pick modules that `reason_to_keep` may keep: too many, never too few.
 
-        Perhaps too many, never too few: the others are asked about no more.  Every pattern that
-        `reason_to_keep` may find a reason in belongs here.
+        Every pattern of `reason_to_keep` belongs here: the other modules are not examined again.
         """
         if self.only_patterns:
             return set(modules)
@@ -198,57 +195,53 @@ class Recipe:
         return set(sift((*self.exclude, *kept, *self.kept_patterns), modules))
 
     def format_of(self, module: str) -> str:
-        """Name the format that a module becomes where it does not stay."""
+        """Return the format of a module that does not stay."""
         override = self.override(module)
         return self.target.format if override in (None, KEEP, ANY_FORMAT) else str(override)
 
     @property
     def module_formats(self) -> set[str]:
-        """Name all formats that modules become."""
+        """Return all formats that modules may become."""
         return {
             self.target.format,
             *(rule.format for rule in self.formats if rule.format not in (KEEP, ANY_FORMAT)),
         }
 
     def pick_asked_for(self, modules: Collection[str]) -> set[str]:
-        """Pick the modules that a person or a [[format]] names.
+        """Pick the modules that --include or a [[format]] names, and draft layers.
 
-        They may then become four-bit though a rule of keep fits them. Those of layers that draft
-        tokens are among them.
+        They may become four-bit although a rule of keep fits them.
         """
         named = (pattern for rule in self.formats for pattern in rule.patterns)
         return {*sift((*self.include, *named), modules), *self.drafts.intersection(modules)}
 
     def is_draft(self, module: str) -> bool:
-        """Tell whether it is of a layer that drafts tokens."""
+        """Return whether a module belongs to a layer that drafts tokens."""
         return matches_any(self.patterns_of(PREDICTION), module)
 
     @property
     def takes_drafts(self) -> bool:
-        """Tell whether such layers become what the layers of the body do."""
+        """Return whether draft layers are treated as layers of the body."""
         return (self.asked_draft or self.draft) == SAME
 
     def kind_of(self, module: str) -> str:
-        """Return what rules of keep take a module for; "" where none speaks."""
+        """Return the kind of a module by its rule of keep; "" without one."""
         rule = self._rule_for(module)
         return rule.kind if rule else ""
 
     def patterns_of(self, kind: str) -> tuple[str, ...]:
-        """List the patterns of all rules of keep of a kind."""
+        """Return the patterns of all rules of keep of a kind."""
         return tuple(
             pattern for rule in self.keep if rule.kind == kind for pattern in rule.patterns
         )
 
     def stack_rule(self, tensor: str, shape: tuple[int, ...] = ()) -> StackRule | None:
-        """Find how a tensor stacks the matrices of experts.
+        """Return how a tensor stacks the matrices of experts; None if unknown.
 
-        A person's stack_order and stack_rows settle the tensors that no recipe names, and go before
-        what one says.
+        --stack-order and --stack-rows win over a recipe, and settle tensors that no recipe names.
 
-        shape    (experts, ...) of the tensor; decides, with config.json, where checkpoints of both
-                 orders are in use
-        Returns  None where nobody says so
-        Raises   InputError where the shape does not decide, and no stack_order is chosen
+        shape   (experts, ...); with config.json it decides for models with both orders
+        Raises  InputError where the shape does not decide, and no stack_order is chosen
         """
         order, rows = self.options.stack_order, self.options.stack_rows
         rule = next((rule for rule in self.stacks if matches_any(rule.tensors, tensor)), None)
@@ -262,7 +255,7 @@ class Recipe:
             is_interleaved = rows == "interleaved" and leaf in FUSED
             return StackRule((tensor,), members, order == "in_out", is_interleaved)
 
-        # A person's order, or that in which the tensor has as many inputs as config.json says.
+        # --stack-order, or the order in which the shape has the inputs of config.json.
         if order is not None:
             rule = rule._replace(is_transposed=order == "in_out")
         elif rule.inputs is not None and shape:
@@ -287,8 +280,8 @@ class Recipe:
         return None
 
     def _rule_for(self, module: str, is_overridden: bool = False) -> KeepRule | None:
-        """Find the first rule of keep that fits a module."""
-        if not matches_any(self.kept_patterns, module):  # of most modules this is all that is asked
+        """Return the first rule of keep that fits a module."""
+        if not matches_any(self.kept_patterns, module):  # enough for most modules
             return None
         fitting = (rule for rule in self.keep if rule.fits(module))
         is_draft = module in self.drafts
@@ -303,12 +296,12 @@ class Recipe:
         )
 
     def patterns_to_declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[str, ...]:
-        """List patterns of modules that stay, for the engines' records.
+        """Return short patterns of modules that stay, for the engines' records.
 
-        Short ones, true under the engines' own prefixes: those that fit something kept, or may be
-        tied and absent; none that fits a quantized module.
+        They hold under the engines' prefixes.  Each fits a kept module, or one that may be tied
+        and absent; none fits a quantized module.
 
-        quantized  those of them that a pattern may fit
+        quantized  quantized modules that a pattern may fit
         """
         named = [rule.patterns for rule in self.formats if rule.format == KEEP]
         asked = [(patterns, False) for patterns in (self.exclude, *named)]
@@ -331,13 +324,12 @@ def build_recipe(
 ) -> Recipe:
     """Build the recipe for the model of a config.json.
 
-    target  a scale_rule of None is the format's own
-    config  its model_types and class names pick family files, its numbers of layers fill ranges in
-            patterns
-    Raises  InputError for what no format, dialect or recipe has
+    target  a scale_rule of None is the format's default
+    config  model types and class names pick family files, numbers of layers fill ranges
+    Raises  InputError for unknown words and wrong files
     """
     fmt = format_named(target.format)
-    # What a person chose is refused before any file is read.
+    # Options are refused before a file is read.
     for pattern in (*as_globs(options.include), *as_globs(options.exclude)):
         compiled(pattern)
     for option, given, words in (
@@ -354,7 +346,7 @@ def build_recipe(
 
     written = _find_files(config, options.recipe)
     files = [_fill_ranges(file, config) for file in written]
-    # The most special file says first how modules are stored, grouped and made.
+    # The most special file comes first.
     later_first = files[::-1]
     keep = tuple(rule for file in later_first for rule in file.keep)
     only = tuple(rule for file in files for rule in file.only)
@@ -372,36 +364,35 @@ def build_recipe(
         folds=tuple(rule for file in later_first for rule in file.folds),
         options=options,
         experts=tuple(rule for file in later_first for rule in file.experts),
-        asked=_asked_in(zip(files[::-1], written[::-1], strict=True)),
+        asked=_required_patterns(zip(files[::-1], written[::-1], strict=True)),
         draft=next((file.draft for file in later_first if file.draft), ""),
     )
 
 
-def _asked_in(
+def _required_patterns(
     files: Iterable[tuple[RecipeFile, RecipeFile]],
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
     """Return the patterns of users' files that have to match some module.
 
-    files  with the layer numbers of a model in their patterns, and as they are written, which
-           stands where a rule's ranges hold no number
+    files  with ranges filled, and as they are written; the latter counts for an empty range
     """
-    asked: dict[str, tuple[tuple[str, ...], ...]] = {}
+    required: dict[str, tuple[tuple[str, ...], ...]] = {}
     for file, written in files:
         if file.is_users:
             kept = zip(file.keep, written.keep, strict=True)
             keep = tuple(
                 rule.patterns or plain.patterns for rule, plain in kept if not rule.may_be_absent
             )
-            made = zip(file.formats, written.formats, strict=True)
-            formats = tuple(tuple(rule.patterns or plain.patterns) for rule, plain in made)
-            asked |= {f"{file.name}: [[keep]]": keep, f"{file.name}: [[format]]": formats}
-    return asked
+            pairs = zip(file.formats, written.formats, strict=True)
+            formats = tuple(tuple(rule.patterns or plain.patterns) for rule, plain in pairs)
+            required |= {f"{file.name}: [[keep]]": keep, f"{file.name}: [[format]]": formats}
+    return required
 
 
 def model_recipe(config: Mapping[str, object], options: RecipeOptions = NOTHING_CHOSEN) -> Recipe:
-    """Build what recipes know of a model of which nothing is quantized.
+    """Build the recipe of a model that is only examined.
 
-    Experts, stacks, groups, kinds of modules; its format and its target mean nothing.
+    It knows experts, stacks, groups and kinds of modules; format and target mean nothing.
 
     Raises  InputError as build_recipe does
     """
@@ -409,53 +400,53 @@ def model_recipe(config: Mapping[str, object], options: RecipeOptions = NOTHING_
 
 
 def is_expert_stack(tensor: str, shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor holds the matrices of several experts.
+    """Return whether a tensor stacks the matrices of several experts.
 
-    Names tell, not shapes, which those of convolutions have too.
+    The name decides: convolutions have the same shapes.
     """
     is_stack = len(shape) == STACK_DIMENSIONS and not tensor.endswith(BESIDE_STACKS)
     return is_stack and any(word in tensor for word in EXPERT_WORDS)
 
 
 def group_members(config: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
-    """Name the modules that share a scale, for the model of a config.json."""
+    """Return the scale groups of the model of a config.json."""
     return tuple(group for file in _find_files(config, None)[::-1] for group in file.groups)
 
 
 def scale_groups(
     modules: Iterable[str], groups: tuple[tuple[str, ...], ...]
 ) -> dict[str, ScaleGroup]:
-    """Find the scale group of each module; one that stands alone is left out."""
+    """Return the scale group of each module that has one."""
     members_of = {leaf: members for members in reversed(groups) for leaf in members}
-    found = {}
+    group_of = {}
     for module in modules:
         parent, _, leaf = module.rpartition(".")
         if members := members_of.get(leaf):
-            found[module] = ScaleGroup(parent, members)
-    return found
+            group_of[module] = ScaleGroup(parent, members)
+    return group_of
 
 
 def gather_groups(group_of: Mapping[str, ScaleGroup | None]) -> dict[ScaleGroup, list[str]]:
-    """List the modules of each scale group."""
-    found: dict[ScaleGroup, list[str]] = defaultdict(list)
+    """Return the modules of each scale group."""
+    modules_of: dict[ScaleGroup, list[str]] = defaultdict(list)
     for module, group in group_of.items():
         if group:
-            found[group].append(module)
-    return found
+            modules_of[group].append(module)
+    return modules_of
 
 
 def _find_files(config: Mapping[str, object], recipe: str | None) -> list[RecipeFile]:
-    """Find default.toml, then the model's families, then what was chosen."""
-    values = (one.get(key) for one in configs_in(config) for key in ("model_type", "_class_name"))
+    """Return default.toml, the model's families, then the chosen files."""
+    values = (part.get(key) for part in configs_in(config) for key in ("model_type", "_class_name"))
     families = families_of(value for value in values if isinstance(value, str))
     chosen = chosen_files(recipe) if recipe is not None else []
     return list({file.name: file for file in (known_file(DEFAULT), *families, *chosen)}.values())
 
 
 def _fill_ranges(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
-    """Put the layer numbers of a model into a file's patterns.
+    """Fill the ranges in a file's patterns with a model's layer numbers.
 
-    Raises  InputError that names the file, for a range or an expression that is none
+    Raises  InputError that names the file, for a wrong range or expression
     """
     try:
         return file._replace(

@@ -1,7 +1,4 @@
-"""The rows of recipe files as values.
-
-toml_files.py reads them.
-"""
+"""Rows of recipe files as values; toml_files.py reads them."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ NAMED = "{parent}.{expert}.{member}"
 class KeepRule(NamedTuple):
     """Modules that stay as they are, and why.
 
-    kind             what they are, where it matters: embedding, router, tower, prediction; or ""
-    may_be_absent    engines must know of them even where the checkpoint holds none: a tied head
-    is_for_accuracy  engines could read them in fewer bits, and a [[format]] that names them goes
-                     before this rule
-    unless           patterns of modules that it does not mean
+    kind             embedding, router, tower, prediction, or ""
+    may_be_absent    records name them even where the checkpoint has none: a tied head
+    is_for_accuracy  engines could read them in fewer bits; a [[format]] that names them wins
+    unless           patterns of modules that are excepted
     """
 
     patterns: tuple[str, ...]
@@ -30,30 +26,30 @@ class KeepRule(NamedTuple):
     unless: tuple[str, ...] = ()
 
     def fits(self, module: str) -> bool:
-        """Tell whether it means that module."""
+        """Return whether the rule is about a module."""
         return matches_any(self.patterns, module) and not matches_any(self.unless, module)
 
 
 class OnlyRule(NamedTuple):
-    """Modules outside of which everything stays, for that reason."""
+    """The only modules that are quantized, and why."""
 
     patterns: tuple[str, ...]
     reason: str
 
 
 class StackRule(NamedTuple):
-    """Tensors that hold one matrix, or several, for each expert.
+    """Tensors that stack the matrices of experts.
 
     members         the modules of each expert, in the order of their rows
     is_transposed   each expert's matrix is stored as (in, out)
     is_interleaved  rows of the members take turns; else one member stands below the other
-    named           of a module: {parent} is the tensor's name without its last part, {expert} a
-                    number from 0
-    inputs_key      of config.json, where checkpoints of both orders are in use: it says how many
-                    inputs each matrix has
+    named           template of a module's name: {parent} is the tensor's name without its last
+                    part, {expert} a number from 0
+    inputs_key      key of config.json with the number of inputs of a matrix, for models with
+                    checkpoints in both orders
     inputs          that number
-    experts_key     of config.json, for a tensor (experts * rows, columns) with experts below each
-                    other: it says how many there are
+    experts_key     key of config.json with the number of experts, for a tensor
+                    (experts * rows, columns)
     experts         that number
     """
 
@@ -68,7 +64,7 @@ class StackRule(NamedTuple):
     experts: int | None = None
 
     def module(self, tensor: str, expert: int, member: str) -> str:
-        """Name the module of one expert out of a tensor."""
+        """Return the module name of one expert in a tensor."""
         parent = tensor.removesuffix(".weight").rpartition(".")[0]
         named = self.named.replace("{expert}", str(expert)).replace("{member}", member)
         return named.replace("{parent}", parent)
@@ -77,7 +73,7 @@ class StackRule(NamedTuple):
 class Patterns(tuple[str, ...]):
     """A tuple that is hashed once.
 
-    Every module is asked about thousands of patterns, which are looked up by their hash.
+    Every module is matched with thousands of patterns, which a cache finds by their hash.
     """
 
     _hash: int | None = None
@@ -89,9 +85,9 @@ class Patterns(tuple[str, ...]):
 
 
 class FormatRule(NamedTuple):
-    """Modules that become another format than the one asked for.
+    """Modules that become another format than that of --format.
 
-    "keep" and "target" are words for none and that one.
+    format  a name, "keep" for none, or "target" for that of --format
     """
 
     patterns: Patterns
@@ -99,18 +95,18 @@ class FormatRule(NamedTuple):
 
 
 class FoldRule(NamedTuple):
-    """Linear layers whose columns may be multiplied.
+    """Linear layers whose columns may be multiplied, and their producer.
 
-    What makes their input is divided by the same numbers.  `{layer}` and `{expert}` in names stand
-    for a path that ends in a number, and for a number; those that `into` has are the same in the
-    others, and all numbers are meant where it has none.
+    The producer is divided by the same numbers.  `{layer}` in a name is a path that ends in a
+    number, `{expert}` a number; both are equal in `into` and the others, or range over all numbers
+    where `into` lacks them.
 
     into      the module that is divided
-    kind      of it, a word of FOLD_KINDS: how its output depends on it
-    linears   every module that reads its output; what is lacking there is none of them
-    may_lack  of these, those that some layers or models do not have
-    aside     other matrices of a layer, which read something else: with a matrix that no rule
-              names, a layer is not what it seems
+    kind      a word of FOLD_KINDS: how the output depends on its weights
+    linears   every module that reads its output
+    may_lack  those of `linears` that some layers or models lack
+    aside     other matrices of a layer, with another input: a matrix that no rule names makes the
+              layer unknown
     """
 
     into: str
@@ -121,14 +117,14 @@ class FoldRule(NamedTuple):
 
 
 class ExpertsRule(NamedTuple):
-    """What in a model depends on the number of its routed experts.
+    """Tensors and keys of config.json that depend on the number of experts.
 
-    Pruning has to change it, beside the experts' own matrices.
+    Pruning changes them beside the experts' matrices.
 
-    counts   keys of config.json that say how many experts a layer has
-    chosen   keys that say how many of them a token is sent to
-    rows     tensors whose first axis is the experts: the router, biases of stacks
-    columns  tensors whose last axis is the experts
+    counts   keys with the number of experts of a layer
+    chosen   keys with the number of experts for a token
+    rows     tensors with experts on the first axis: the router, biases of stacks
+    columns  tensors with experts on the last axis
     """
 
     counts: tuple[str, ...]
@@ -138,13 +134,12 @@ class ExpertsRule(NamedTuple):
 
 
 class FoldUse(NamedTuple):
-    """Places of one kind where scales of columns were divided out.
+    """Modules whose output was divided by the scales of columns, by one rule.
 
-    An artifact's record tells of them.
+    Records list them.
 
-    rule     that speaks of them
-    repeats  and width: of heads, as a Fold has them
-    modules  that are divided
+    repeats  and width: of heads, as in a Fold
+    modules  the modules that were divided
     """
 
     rule: FoldRule

@@ -1,9 +1,8 @@
 """Find, read and check recipe files: configs/*.toml and users' own.
 
-A family file names the models that it is for, by `model_types` and `class_names` of config.json,
-and applies to them by itself.  A file that names none is a mode, which a person picks; so is a
-user's own file.  families.toml says which file names a model, so that a plan opens no other; `make
-docs` writes it.
+A family file applies to the models that its `model_types` and `class_names` name.  A file without
+them is a mode, which --recipe picks; so is a user's own file.  families.toml is the index of
+models, so that a plan opens no other file; `make docs` writes it.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 FAMILIES = Path(__file__).with_name("families.toml")
-DEFAULT = "default"  # the file that every model has
+DEFAULT = "default"  # the file for every model
 # x * w (+ b); x * (1 + w); rows of W; rows of W, repeated for heads
 FOLD_KINDS = ("norm", "norm_plus_one", "linear", "heads")
-# Words of [[format]] beside the formats' names: KEEP, it stays; it becomes what is asked for.
+# Words of [[format]] beside names of formats: KEEP, and that of --format.
 ANY_FORMAT = "target"
-MOST_BASES = 20  # of a file, one upon another
+MOST_BASES = 20  # in a chain
 _MEMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class RecipeFile(NamedTuple):
-    """One file, checked.
+    """A recipe file that was checked.
 
-    name      of a file of configs/, without its ending; of a user's, its path
-    draft     what becomes of layers that draft tokens, SAME or KEEP; "" where it says nothing
-    is_users  a person's own file
+    name      name of a file of configs/ without its ending, or the path of a user's file
+    draft     the choice for layers that draft tokens: SAME, KEEP, or "" for none
+    is_users  it is a user's file
     """
 
     name: str
@@ -70,49 +69,43 @@ class RecipeFile(NamedTuple):
 
     @property
     def is_mode(self) -> bool:
-        """Tell whether no model has it by itself."""
+        """Return whether no model picks the file."""
         return not self.model_types and not self.class_names
 
 
 def known_names() -> list[str]:
-    """List the names that --recipe takes: all of configs/ but default.toml."""
+    """Return the names for --recipe: all of configs/ but default.toml."""
     return [name for name in _known() if name != DEFAULT]
 
 
 @cache
 def known_file(name: str) -> RecipeFile:
-    """Read a file of configs/ by its name."""
+    """Read a file of configs/."""
     return parse(_known()[name].read_text(encoding="utf-8"), name)
 
 
 def families_of(kinds: Iterable[str]) -> list[RecipeFile]:
-    """Find the family files of model types and class names.
-
-    Returns  each after all that it builds on
-    """
+    """Return family files of model types and classes, after their bases."""
     index = _families()
-    found: list[RecipeFile] = []
+    files: list[RecipeFile] = []
     for name in sorted({index[kind] for kind in kinds if kind in index}):
-        _collect(name, Path(), (), found)
-    return found
+        _collect(name, Path(), (), files)
+    return files
 
 
 def chosen_files(recipe: str) -> list[RecipeFile]:
-    """Find the file that --recipe names, after all that it builds on.
+    """Return the file that --recipe names, after its bases.
 
     recipe  a name of known_names, or the path of a TOML file
-    Raises  InputError for one that is not there, that is wrong, or that builds on itself
+    Raises  InputError for a file that is missing, wrong, or its own base
     """
-    found: list[RecipeFile] = []
-    _collect(recipe, Path(), (), found)
-    return found
+    files: list[RecipeFile] = []
+    _collect(recipe, Path(), (), files)
+    return files
 
 
 def describe_known() -> dict[str, object]:
-    """Describe every file of configs/, modes before families.
-
-    Returns  what `fp4convert recipes --json` prints
-    """
+    """Return the document of `recipes --json`: modes before families."""
     files = sorted(
         map(known_file, _known()), key=lambda file: (file.name != DEFAULT, not file.is_mode)
     )
@@ -120,10 +113,9 @@ def describe_known() -> dict[str, object]:
 
 
 def describe(recipe: str) -> dict[str, object]:
-    """Describe one file, and before it all that it builds on.
+    """Return the document of `recipes NAME --json`: a file with its bases.
 
-    Returns  what `fp4convert recipes NAME --json` prints
-    Raises   InputError as chosen_files does
+    Raises  InputError as chosen_files does
     """
     files = chosen_files(recipe)
     later_first = files[::-1]
@@ -172,21 +164,23 @@ def _describe_head(file: RecipeFile) -> dict[str, object]:
 
 
 def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
-    """Read the text of a recipe file, and check it.
+    """Parse and check the text of a recipe file.
 
-    Raises  InputError that names file, key and what was expected
+    Raises  InputError that names file, key and expected value
     """
     try:
         table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: a number of 5000 digits too
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
         raise InputError("recipe-file", f"{name}: not valid TOML: {error}") from None
-    if is_users and (taken := [key for key in ("model_types", "class_names") if key in table]):
+    if is_users and (reserved := [key for key in ("model_types", "class_names") if key in table]):
         detail = (
-            f"{name}: {taken[0]} is for fp4convert's own files; "
+            f"{name}: {reserved[0]} is for fp4convert's own files; "
             "a file given with --recipe applies to every model"
         )
         raise InputError(
-            "recipe-file", detail, f"Remove {taken[0]}; to build on a family, write: base = NAME."
+            "recipe-file",
+            detail,
+            f"Remove {reserved[0]}; to build on a family, write: base = NAME.",
         )
     known = _check_table(table, _FILE, name)
     rows = {
@@ -196,7 +190,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
         ]
         for key, kinds in _ROWS.items()
     }
-    # The keys of the other rows stand in the order of their rules' fields.
+    # Keys of other rows are in the order of the fields.
     return RecipeFile(
         name,
         about=known["about"],
@@ -222,7 +216,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
 
 
 def _make_stack(row: Mapping[str, Any], where: str) -> StackRule:
-    """Make the rule of a row; raise InputError for odd names of members."""
+    """Return the rule of a row; raise InputError for odd names of members."""
     names = row["members"]
     if len(set(names)) < len(names) or not all(_MEMBER.fullmatch(member) for member in names):
         detail = (
@@ -242,9 +236,9 @@ def _make_stack(row: Mapping[str, Any], where: str) -> StackRule:
 
 
 _Check = tuple[str, Callable[[Any], bool]]
-"""What a key holds, in words and as a question"""
+"""The value of a key: words for messages, and its check"""
 _Keys = dict[str, tuple[str, Callable[[Any], bool], object]]
-"""Keys of a table; their third value is the default, None where a key must be there"""
+"""Keys of a table, with a default; None where the key is required"""
 
 
 def _is_texts(value: object) -> bool:
@@ -256,7 +250,7 @@ def _is_texts(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    """Tell whether it is a template for the names of experts' modules."""
+    """Return whether a value is a template for names of experts."""
     if not isinstance(value, str) or "{expert}" not in value:
         return False
     rest = value.replace("{parent}", "").replace("{expert}", "").replace("{member}", "")
@@ -264,7 +258,7 @@ def _is_name(value: object) -> bool:
 
 
 def _is_place(value: object) -> bool:
-    """Tell whether it is a place in a layer, with {layer} and {expert} alone."""
+    """Return whether a value is a name with {layer} and {expert} alone."""
     if not isinstance(value, str) or not value.startswith("{layer}."):
         return False
     return not set(value.replace("{layer}", "").replace("{expert}", "")) & set("{}*?[]")
@@ -341,7 +335,7 @@ _FILE: _Keys = {
 def _check_table(table: object, keys: _Keys, where: str) -> dict[str, Any]:
     """Return the value of every key, or its default; lists become tuples.
 
-    Raises  InputError for another key, a wrong value, or one that is lacking
+    Raises  InputError for an unknown key, a wrong value, or a missing one
     """
     if not isinstance(table, dict):
         raise InputError(
@@ -352,7 +346,7 @@ def _check_table(table: object, keys: _Keys, where: str) -> dict[str, Any]:
             "recipe-file",
             f"{where}: no key {unknown[0]!r} is known; expected one of {', '.join(keys)}",
         )
-    found = {}
+    values = {}
     for key, (expected, is_sound, default) in keys.items():
         value = table.get(key, default)
         if key in table and not is_sound(value):
@@ -360,15 +354,15 @@ def _check_table(table: object, keys: _Keys, where: str) -> dict[str, Any]:
             raise InputError("recipe-file", detail)
         if value is None:
             raise InputError("recipe-file", f"{where}: {key} is missing; expected {expected}")
-        found[key] = tuple(value) if isinstance(value, list) else value
-    return found
+        values[key] = tuple(value) if isinstance(value, list) else value
+    return values
 
 
-def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[RecipeFile]) -> None:
+def _collect(name: str, folder: Path, above: tuple[str, ...], files: list[RecipeFile]) -> None:
     """Append a file after its bases, each file once.
 
-    folder  what a path is relative to
-    above   the files that build on it
+    folder  relative paths begin here
+    above   names of the files that build on it
     """
     if name in _known():
         file = known_file(name)
@@ -377,7 +371,7 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
         try:
             is_there = path.suffix == ".toml" or os.path.isfile(path)
             text = read_text_file(path) if is_there else None
-        except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
             raise InputError(
                 "recipe-file",
                 f"{path}: cannot be read: {error}",
@@ -396,22 +390,22 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
         detail = f"{circle}: a recipe builds on itself; expected no circle"
         raise InputError("recipe-cycle", detail)
     for base in file.bases:
-        _collect(base, folder, (*above, file.name), found)
-    if file not in found:
-        found.append(file)
+        _collect(base, folder, (*above, file.name), files)
+    if file not in files:
+        files.append(file)
 
 
 @cache
 def _known() -> Mapping[str, Traversable]:
-    """List the files of configs/ by name, in the order of their names."""
+    """Return the files of configs/ by name, sorted."""
     from importlib.resources import files
 
     folder = files("fp4convert").joinpath("configs")
-    found = {item.name: item for item in folder.iterdir() if item.name.endswith(".toml")}
-    return {name.removesuffix(".toml"): found[name] for name in sorted(found)}
+    items = {item.name: item for item in folder.iterdir() if item.name.endswith(".toml")}
+    return {name.removesuffix(".toml"): items[name] for name in sorted(items)}
 
 
 @cache
 def _families() -> Mapping[str, str]:
-    """Read which file of configs/ names a model type or class."""
+    """Read the index: model type or class -> file of configs/."""
     return tomllib.loads(FAMILIES.read_text(encoding="utf-8"))

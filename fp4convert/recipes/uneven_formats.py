@@ -1,7 +1,7 @@
-"""Find modules that engines load as one and that differ in format.
+"""Find modules of different formats that engines load as one.
 
 Engines stack the experts of a layer and read all of them as the first; they multiply the members of
-a scale group as one matrix.  What is left in bf16 beside the others is a format, too.
+a scale group as one matrix.  bf16 counts as a format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MATRIX_DIMENSIONS = 2
 
 
 class Uneven(NamedTuple):
-    """Modules of one kernel that have several formats.
+    """Modules of several formats that engines load as one.
 
     code     of the finding
     parent   the module above them
@@ -33,21 +33,21 @@ class Uneven(NamedTuple):
     modules: dict[str, list[str]]
 
     def __str__(self) -> str:
-        """Tell which is what, an example of each format."""
+        """Name an example of every format."""
         return ", ".join(
             f"{modules[0]} is {word or 'not quantized'}" for word, modules in self.modules.items()
         )
 
 
 def find_uneven(words: Mapping[str, str], members: tuple[tuple[str, ...], ...]) -> list[Uneven]:
-    """Find the layers of experts and the scale groups of several formats.
+    """Find layers of experts, and scale groups, of several formats.
 
     words    module -> the word of its format, "" where it stays; all that are matrices
     members  of scale groups, as group_members returns them
     """
     if not words:
         return []
-    # Most modules have the usual format: only what holds another one is looked at.
+    # Most modules have the usual format: only units with another one are examined.
     usual, _ = Counter(words.values()).most_common(1)[0]
     odd = [module for module, word in words.items() if word != usual]
     layers = {layer for module in odd if (layer := _experts_of(module))}
@@ -71,16 +71,13 @@ def find_uneven(words: Mapping[str, str], members: tuple[tuple[str, ...], ...]) 
 
 
 def _experts_of(module: str) -> str:
-    """Return the module of all experts that this is of; "" for none."""
+    """Return the module above an expert; "" for other modules."""
     above, inside, _ = module.partition(EXPERTS)
     return above + EXPERTS[:-1] if inside else ""
 
 
 def ordinary_matrices(refs: Iterable[TensorRef]) -> dict[str, str]:
-    """Return modules of matrices and stacks that have ordinary weights.
-
-    As `words` of find_uneven has them.
-    """
+    """Return the `words` of find_uneven for ordinary matrices and stacks."""
     return {
         ref.name.removesuffix(WEIGHT): ""
         for ref in refs

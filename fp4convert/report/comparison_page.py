@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4convert import __version__
 from fp4convert.checkpoint.module_names import Numbers
 from fp4convert.errors import InputError
 from fp4convert.progress import size_text
@@ -21,6 +20,7 @@ from fp4convert.report.html import COMPARISON, PAGE, check_page, make_page
 from fp4convert.report.model_map import find_places, reading_order
 from fp4convert.report.text import Document, escape, fold_findings
 from fp4convert.report.user_files import Paper, check_apart, check_place, write_papers
+from fp4convert.version import __version__
 
 PRODUCER = "fp4convert compare"
 FIRST_COLUMNS = ("layer", "weights", "best")  # of the CSV
@@ -115,8 +115,8 @@ def make_sheet(found: Document) -> Document:
         for key, value in {
             "title": f"{len(sides)} artifacts of {found['source']}",
             "verdict": {
-                "is_good": found["passed"],
-                "words": f"{'of one source' if found['passed'] else 'failed'}{levels}",
+                "is_good": not _has_failed(found),
+                "words": f"{'failed' if _has_failed(found) else 'of one source'}{levels}",
             },
             "about": f"{found['totals']['compared']:,} linear layers; inputs: {found['inputs']}",
             "artifacts": [
@@ -173,12 +173,18 @@ def _columns(found: Document, key: str) -> list[list[Any]]:
 def _is_fair(found: Document) -> bool:
     """Tell whether each artifact is of the source and whole."""
     held = [one for row in found["tensors"] for one in row["held"].values()]
-    return found["passed"] and all(one and one["output_error"] is not None for one in held)
+    has_all = all(one and one["output_error"] is not None for one in held)
+    return has_all and not _has_failed(found)
+
+
+def _has_failed(found: Document) -> bool:
+    """Tell whether a finding is an error; without one nothing passed, either."""
+    return found["passed"] is False
 
 
 def _fairness(found: Document) -> str:
     """Return why no means are ranked; "" where they are."""
-    if not found["passed"]:
+    if _has_failed(found):
         return "No means are ranked: an artifact has failed, as the findings say."
     if not _is_fair(found):
         return "No means are ranked: not every artifact has a figure for each of these layers."

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from fp4convert import __version__
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import read_recorded, shares
 from fp4convert.checkpoint.module_names import (
@@ -31,6 +30,7 @@ from fp4convert.numerics.codec import decode_e2m1
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.progress import Phases, count_text, size_text
 from fp4convert.quality.checks import choose_modules, judge
+from fp4convert.quality.evaluation import NO_GATE
 from fp4convert.quality.inspection import describe, describe_judged
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales
 from fp4convert.quality.verification import TensorError, Verified
@@ -50,6 +50,7 @@ from fp4convert.report.text import (
 )
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source
+from fp4convert.version import __version__
 
 WORST = 6  # tensors with histograms
 MOST_STACKS = 8  # of layers that are drawn apart; the tensors of more stand together
@@ -78,7 +79,7 @@ def make_datasheet(
     if verified:
         judged = verified.judged
         described = describe(artifact, judged)
-        is_good, words = verified.passed, "passed" if verified.passed else "failed"
+        is_good, words = verified.passed, verified.words
         findings = [asdict(finding) for finding in verified.findings]
         how_many, most = len(verified.tensors), most_lines(verified.verdict)
     else:
@@ -90,7 +91,7 @@ def make_datasheet(
         how_many, most = 0, MOST_ALIKE
         if evaluated:
             is_good = is_good and evaluated["passed"]
-            words = "passed" if is_good else "failed"
+            words = {None: NO_GATE, True: "passed", False: "failed"}[is_good]
             findings = [*findings, *evaluated["findings"]]
     words += count_levels(findings)
     explained = explain_findings(fold_findings(findings, how_many, most))

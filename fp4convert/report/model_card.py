@@ -13,22 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp4convert import __version__
 from fp4convert.checkpoint.dialects.forms import granularity_word
 from fp4convert.checkpoint.dialects.target_forms import form_of
+from fp4convert.engines.files import Engine
+from fp4convert.engines.verdicts import Verdict, find_traps, judge_all, trap_text
 from fp4convert.errors import OutputError, shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
-from fp4convert.planning.engine_contents import plan_contents
-from fp4convert.planning.serving import load_code
-from fp4convert.planning.steps import Plan
-from fp4convert.recipes.engine_verdicts import Verdict, failures_of, trap_text, verdicts_on
-from fp4convert.recipes.engines import Engine
+from fp4convert.planning.engine_facts import load_code, plan_contents
+from fp4convert.planning.plan import Plan
 from fp4convert.report.text import adapter_text, evaluation_rows, fake_quantized_text, spell
 from fp4convert.report.user_files import Paper, check_place, write_paper
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.source import Source
+from fp4convert.version import __version__
 
 # Words of the source's front matter.
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
@@ -182,7 +181,7 @@ def _front_matter(plan: Plan, source: Source, known: Mapping[str, Any]) -> str:
     ours: dict[str, Any] = {}
     if checkpoint.repo:
         ours |= {"base_model": checkpoint.repo, "base_model_relation": "quantized"}
-    loads = {each.engine.key for each in verdicts_on(plan_contents(plan, checkpoint)) if each.loads}
+    loads = {each.engine.key for each in judge_all(plan_contents(plan, checkpoint)) if each.loads}
     if "transformers" in loads and checkpoint.config.get("architectures"):
         ours["library_name"] = "transformers"
     elif "mlx" in loads:
@@ -286,11 +285,11 @@ def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
     if source.checkpoint.components:
         return  # whose parts are artifacts, each of its own
     contents = plan_contents(plan, source.checkpoint)
-    for verdict in verdicts_on(contents):
+    for verdict in judge_all(contents):
         is_model = bool(config.get("architectures")) or not verdict.engine.code
         if verdict.loads and is_model:
             yield from _with_engine(verdict, plan, config, repo)
-    if traps := [trap_text(*trap) for trap in failures_of(contents)]:
+    if traps := [trap_text(*trap) for trap in find_traps(contents)]:
         yield "## Known not to load it"
         yield "\n".join(f"- {trap}." for trap in traps)
 

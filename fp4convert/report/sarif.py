@@ -64,8 +64,8 @@ def make_sarif(artifact: Artifact | Source, findings: Findings) -> dict[str, obj
     """Return the SARIF document of the findings on an artifact."""
     import hashlib
 
-    from fp4convert import __version__
     from fp4convert.report.text import explanations
+    from fp4convert.version import __version__
 
     # A rule for each code.
     known = explanations("findings")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,60 @@ def test_a_cache_of_integers_is_told_and_not_computed_with(tmp_path: Path) -> No
     assert evaluate(artifact, source)["kv_cache"] is None
     told = evaluated(artifact, source).err
     assert "a KV cache in int8 is not computed with" in told
+
+
+def with_small_inputs(source: Path, factor: float) -> Path:
+    """The same function, where every linear layer is given inputs times a power of two."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    smaller = ("input_layernorm", "post_attention_layernorm")
+    larger = ("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj")
+    for name in tensors:
+        leaf = name.split(".")[-2]
+        if leaf in smaller:
+            tensors[name] = tensors[name] * factor
+        elif leaf in larger:
+            tensors[name] = tensors[name] / factor
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+def test_unmeasured_scales_that_destroy_a_model_are_warned_of(tmp_path: Path) -> None:
+    """As small inputs as become 0 under a scale of 1; calibrated ones cost what they always do."""
+    source = with_small_inputs(make_model(tmp_path / "m", "Llama"), 2.0**-9)
+    text, file = tmp_path / "text.txt", tmp_path / "c.safetensors"
+    text.write_text(TEXT)
+    feed = ("--text", text, "--sequence-length", LENGTH)
+    assert run("calibrate", source, "-o", file, *feed).code == 0
+    ways = {"unmeasured": (), "measured": ("--calibration", file)}
+    ways["number"] = ("--calibration", file, "--input-scale", 1)
+    warnings, kl = {}, {}
+    for way, options in ways.items():
+        words = ("--format", "nvfp4", "--activations", 4, *options, "-o", tmp_path / way)
+        made = run("quantize", source, *words, "--json")
+        warnings[way] = [one for one in made.json["warnings"] if "input scale" in one]
+        kl[way] = evaluate(tmp_path / way, source)["kl"]["mean"]
+    assert kl["unmeasured"] == kl["number"] > 8 * kl["measured"]
+    assert warnings["measured"] == []
+    (unmeasured,), (number,) = warnings["unmeasured"], warnings["number"]
+    assert "the input scale of 21 modules in four bits, the first model.layers.0." in unmeasured
+    assert "input scales of 21 modules are larger than" in number
+    assert "that of model.layers." in number
+
+
+def test_nothing_passes_without_a_gate(tmp_path: Path) -> None:
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    page = tmp_path / "page.html"
+    bare = evaluated(artifact, source, "--report", page)
+    assert (bare.code, "passed" in bare.out) == (0, False)
+    assert bare.out.rstrip().endswith("no gate was set (--max-kl, --min-top1, --max-ppl-ratio)")
+    assert evaluate(artifact, source)["passed"] is None
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
+    assert data
+    verdict = json.loads(data[1])["verdict"]
+    assert (verdict["is_good"], verdict["words"][:27]) == (None, "no verdict: no gate was set")
+    gated = evaluated(artifact, source, "--max-kl", 100)
+    assert (gated.code, gated.out.rstrip().endswith("\npassed")) == (0, True)
+    assert evaluated(artifact, source, "--max-kl", 0).code == 6

@@ -36,10 +36,16 @@ def test_an_adapter_is_refused_by_its_base_models_name(names, tmp_path):
 
 
 def test_a_model_with_low_rank_factors_beside_its_weights_is_none(tmp_path):
-    layer = "model.layers.0.mlp.up_proj"
-    tensors = {f"{layer}.base_layer.weight": weight(), f"{layer}.lora_A.speech.weight": weight()}
-    source = write_single(tmp_path / "m", tensors)
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+    """Phi-4-multimodal has two adapters inside; most of its tensors are their factors."""
+    layer, words = "model.layers.0.mlp.up_proj", ("A.speech", "B.speech", "A.vision", "B.vision")
+    tensors = {f"{layer}.base_layer.weight": weight()}
+    tensors |= {f"{layer}.lora_{word}.weight": weight(rows=16) for word in words}
+    config = {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}
+    source = write_single(tmp_path / "m", tensors, config)
+    out = tmp_path / "out"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    patterns = run("inspect", out, "--json").json["patterns"]
+    assert [each["pattern"] for each in patterns] == [f"{layer}.base_layer"], "factors stay"
 
 
 def test_a_numbered_shard_is_refused_and_inspect_takes_it(tmp_path):

@@ -411,7 +411,7 @@ def test_what_only_looks_does_not_load_what_typer_checks_values_with(words, sour
     loaded = modules_after(command, place, *options)
     assert loaded.isdisjoint((*HEAVY, *UNNEEDED))
     assert ("safetensors" in loaded) is (command == "verify")  # which has it open every shard
-    of_plans = {"planning.steps", "checkpoint.adapters.peft", "checkpoint.encodings.fp8"}
+    of_plans = {"planning.plan", "checkpoint.adapters.peft", "checkpoint.encodings.fp8"}
     assert command != "inspect" or of_plans.isdisjoint(name[11:] for name in loaded)
 
 

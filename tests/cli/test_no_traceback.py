@@ -193,7 +193,7 @@ def test_a_disk_that_fails_where_nobody_looked_for_it(here, monkeypatch):
         (fail_at, "q/config.json: its disk fails: Input/output error"),
         (fail_below, "a disk fails: Stale file handle"),
     ):
-        monkeypatch.setattr(quality.inspect, "run", fail)
+        monkeypatch.setattr(quality, "inspect", fail)
         done = ended("inspect", "q")
         assert (done.code, f"error[cannot-read]: {words}" in done.err) == (5, True)
 

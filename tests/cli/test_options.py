@@ -4,27 +4,33 @@ import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from paths import ROOT
 
 from fp4convert.cli.commands import COMMANDS
+from fp4convert.cli.options import PLAN
 from fp4convert.recipes.options import Declared, declared_in, is_required
 
 PACKAGE = ROOT / "fp4convert"
 DECLARED = [each for command in COMMANDS.values() for each in declared_in(command.options)]
 TRIVIAL = (None, False, 0, "", ())  # what an option is where it says nothing
-CARRIERS = ("cli", "commands", "conversion")  # where options travel as what they are
+CARRIERS = ("cli", "commands", "conversion", "options")  # where options travel as what they are
+MADE = "commands.functions"  # of the declarations, by docs/functions.py
 
 
 @cache
 def nodes() -> dict[str, list[ast.AST]]:
-    """Every node of every module, by the module's name."""
-    return {
-        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): list(
-            ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        )
+    """Every node of every module that a person writes, by the module's name."""
+    files = {
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file
         for file in sorted(PACKAGE.rglob("*.py"))
+    }
+    del files[MADE]
+    return {
+        name: list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        for name, file in files.items()
     }
 
 
@@ -59,6 +65,22 @@ def defaults_in(module: list[ast.AST]) -> Iterator[tuple[str, Any]]:
             for parameter, default in pairs:
                 if isinstance(default, ast.Constant):
                     yield parameter.arg, default.value
+
+
+def test_every_row_names_functions_that_take_its_options():
+    for name, command in COMMANDS.items():
+        for work in filter(None, (command.work, command.preview)):
+            assert named(f"fp4convert.{work}").__annotations__["options"] == (
+                command.options.__name__
+            ), name
+        assert callable(named(f"fp4convert.cli.{command.draw}")), name
+    assert callable(named(f"fp4convert.cli.{PLAN}"))
+
+
+def named(place: str) -> Any:
+    """The function MODULE:NAME."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def test_help_stands_once():

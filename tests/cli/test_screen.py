@@ -347,11 +347,15 @@ def test_a_drawn_verification_shows_the_worst_tensors_first(tmp_path):
     assert lines[6].startswith("7 tensors: SQNR mean ")
     assert lines[7].startswith("recorded when it was quantized: SQNR 21.")
     assert lines[8:] == [
-        "passed: 4 files hashed, scales of 7 modules read, 7 tensors compared with source"
+        "no fault found, no gate was set: 4 files hashed, scales of 7 modules read, 7 tensors"
+        " compared with source"
     ]
     assert run("verify", out).out.splitlines()[-1] == (
-        "passed: 4 files hashed, scales of 7 modules read; values were not compared: add --source"
+        "no fault found, no gate was set: 4 files hashed, scales of 7 modules read; values were not"
+        " compared: add --source"
     )
+    gated = run("verify", out, "--source", source, "--min-sqnr", 10).out.splitlines()[-1]
+    assert gated.startswith("passed: 4 files hashed")
 
 
 def test_a_tensor_that_cannot_be_measured_stands_among_the_worst(tmp_path):

@@ -25,18 +25,10 @@ import fp4convert
 from fp4convert.calibration.result import Calibrated
 from fp4convert.cli.app import make_app
 from fp4convert.cli.commands import COMMANDS
-from fp4convert.commands import (
-    analysis,
-    attestation,
-    calibration,
-    convert,
-    evaluation,
-    quality,
-    reproduction,
-)
+from fp4convert.commands import functions
 from fp4convert.conversion import repacking
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.work_options import AccessOptions
+from fp4convert.options.access import AccessOptions
 
 OPTIONS = {  # command -> its options
     name: command.options for name, command in COMMANDS.items() if name in fp4convert.__all__
@@ -72,7 +64,8 @@ def test_words_and_defaults_are_those_of_the_command_line(command):
 @pytest.mark.parametrize("command", OPTIONS)
 def test_docstrings_tell_every_option(command):
     """In the words that the command line has for it, and with its legal words."""
-    lines = getattr(fp4convert, command).__doc__.splitlines()
+    words = reflection.getdoc(getattr(fp4convert, command))
+    lines = re.sub(r"\n {4}(?=\S)", " ", words).splitlines()  # an option's own lines are one
     for option in typer.main.get_command(make_app()).commands[command].params:
         if option.name not in SCREEN:
             told = f"{option.name}: {option.help}"
@@ -85,9 +78,7 @@ def test_docstrings_tell_every_option(command):
 def test_every_command_that_computes_has_its_function():
     tells = {"doctor", "recipes", "explain"}  # these show what is known
     assert set(COMMANDS) - tells == set(OPTIONS)
-    homes = (analysis, attestation, calibration, convert, evaluation, quality, reproduction)
-    for name in OPTIONS:
-        assert any(getattr(home, name, None) is getattr(fp4convert, name) for home in homes)
+    assert all(getattr(functions, name) is getattr(fp4convert, name) for name in OPTIONS)
 
 
 def test_the_artifact_of_a_bare_call_is_that_of_the_bare_command(source, tmp_path):
@@ -149,18 +140,18 @@ def plain(value: object) -> object:
             "quantize SOURCE --format nvfp4",
             {"format": "nvfp4"},
         ),
-        ("commands.convert.repacking.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
+        ("conversion.repacking.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
         (
-            "commands.convert.repacking.transcode",
+            "conversion.repacking.transcode",
             "transcode ARTIFACT -o OUT --dialect quark",
             {"output": "OUT", "dialect": "quark"},
         ),
         (
-            "commands.convert.pruning.prune",
+            "conversion.pruning.prune",
             "prune SOURCE -o OUT --calibration STATS --keep 4",
             PRUNED,
         ),
-        ("commands.convert.finish.merge", "merge ARTIFACT", {}),
+        ("execution.finish.merge", "merge ARTIFACT", {}),
         ("quality.inspection.inspect", "inspect ARTIFACT", {}),
         ("quality.verification.verify", "verify ARTIFACT", {}),
         (
@@ -170,14 +161,14 @@ def plain(value: object) -> object:
         ),
         ("quality.analysis.analyze", "analyze SOURCE", {}),
         ("calibration.run.calibrate", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
-        ("commands.convert.open_quantized", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
+        ("checkpoint.artifact.open_quantized", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
         (
-            "commands.convert.open_artifact",
+            "checkpoint.artifact.open_artifact",
             "transcode ARTIFACT -o OUT --dialect quark",
             {"output": "OUT", "dialect": "quark"},
         ),
         (
-            "commands.convert.open_model",
+            "checkpoint.whole_model.open_model",
             "prune SOURCE -o OUT --calibration STATS --keep 4",
             PRUNED,
         ),
@@ -483,22 +474,21 @@ def type_checked(tmp_path_factory):
         "workers='2')\n"
     )
     (folder / "way.py").write_text(
-        "from fp4convert.cli.commands import _quantize\n"
+        "import fp4convert\n"
         "from fp4convert.commands import convert\n"
-        "from fp4convert.conversion.options import QuantizeOptions\n"
+        "from fp4convert.options.writing import QuantizeOptions\n"
         "from fp4convert.numerics.backends.base import Backend\n"
         "from fp4convert.numerics.formats import Format\n"
         "from fp4convert.recipes.recipe import Target\n"
         "def follow(asked: QuantizeOptions, target: Target, fmt: Format, backend: Backend) -> "
         "None:\n"
-        "    reveal_type(_quantize)\n"
-        "    reveal_type(convert.quantize.run)\n"
+        "    reveal_type(convert.quantize)\n"
         "    reveal_type(asked.scale_rule)\n"
         "    reveal_type(target._replace(scale_rule=asked.scale_rule).scale_rule)\n"
         "    reveal_type(target.scale_rule)\n"
         "    reveal_type(target.rule_for(fmt))\n"
         "    reveal_type(backend.quantize_group)\n"
-        "    convert.quantize('m', format='nvfp4', scale_rule=3)\n"
+        "    fp4convert.quantize('m', format='nvfp4', scale_rule=3)\n"
     )
     check = [sys.executable, "-m", "mypy", *folder.glob("*.py")]
     return subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False).stdout
@@ -511,16 +501,15 @@ def test_callers_are_type_checked(type_checked):
 
 
 def test_a_type_checker_follows_an_option_to_the_kernel(type_checked):
-    """From the command line's handler to the backend: `scale_rule` is never Any on its way."""
+    """From what a command calls to the backend: `scale_rule` is never Any on its way."""
     revealed = re.findall(r'Revealed type is "(.*)"', type_checked)
-    assert [kind.replace("builtins.", "") for kind in revealed[2:6]] == [
+    assert [kind.replace("builtins.", "") for kind in revealed[1:5]] == [
         *["str | None"] * 3,
         "str",
     ]
     assert "QuantizeOptions" in revealed[0]
-    assert "QuantizeOptions" in revealed[1]
     taken = [kind.partition("->")[0] for kind in revealed]  # what comes back is a document
-    assert len(taken) == 7
+    assert len(taken) == 6
     shape = "numpy.ndarray[tuple[Any, ...]"  # of what Given holds, which NumPy leaves open
     assert not any(re.search(r"\bAny\b", kind.replace(shape, "")) for kind in taken)
     assert 'Argument "scale_rule"' in type_checked
@@ -556,7 +545,10 @@ def test_what_is_at_the_end_of_a_cell_is_one_line(source, tmp_path):
         r"( error sqnr-low,){3} and 4 more>",
         repr(verified),
     )
-    assert repr(fp4convert.verify(tmp_path / "q")) == "<Verified passed: 0 tensors measured>"
+    assert (
+        repr(fp4convert.verify(tmp_path / "q"))
+        == "<Verified no fault found, no gate was set: 0 tensors measured>"
+    )
 
 
 def test_words_without_names_and_numbers_as_text_are_told_by_name(source, tmp_path):
@@ -567,6 +559,18 @@ def test_words_without_names_and_numbers_as_text_are_told_by_name(source, tmp_pa
     with pytest.raises(TypeError, match=r"min_sqnr='20'; expected float"):
         fp4convert.verify(source, min_sqnr="20")
     assert fp4convert.preview_quantize(source, format="nvfp4", input_scale="0.5", activations=4)
+
+
+def test_functions_load_what_their_own_work_needs():
+    """Naming the functions of convert loads nothing that converts, plans or reads."""
+    listed = "print(*(name for name in sys.modules if name.startswith('fp4convert.')))"
+    code = f"import sys\nimport fp4convert.commands.convert\n{listed}"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    packages = {name.split(".")[1] for name in loaded.stdout.split()}
+    work = {"conversion", "planning", "execution", "storage", "calibration", "quality", "report"}
+    assert packages & work == set()
 
 
 def test_dir_lists_the_public_names_alone():

@@ -17,10 +17,10 @@ from made_up_inputs import calibrate
 from peft_models import make_llama, write_adapter
 from safetensors.torch import load_file
 
-from fp4convert import __version__
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.recorded_options import as_recorded
 from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.options.writing import QuantizeOptions
+from fp4convert.version import __version__
 
 RECORD = "quantization_config.json"
 OPTIONS = {  # two or three at a time, so that each stands beside others

@@ -18,7 +18,7 @@ from made_up_inputs import calibrate
 from peft_models import make_llama, write_adapter
 from safetensors.torch import load_file, save_file
 
-from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.options.writing import QuantizeOptions
 
 RECORD = "quantization_config.json"
 LAYER = "model.layers.0.mlp.experts"

@@ -31,9 +31,9 @@ from diffusion import (
 from paths import SUPPORT
 
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.work import prepare
 from fp4convert.execution.settings import Settings
+from fp4convert.options.writing import QuantizeOptions
 
 BAD = "blocks.7.ffn.net.2.weight"
 

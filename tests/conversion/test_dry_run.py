@@ -11,10 +11,10 @@ from true_shapes import LLAMA_70B, QWEN3_8B, QWEN3_CODER_480B, deepseek_v3, writ
 
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import Sized, describe_plan, find_doubts
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.engines.files import known_engines
 from fp4convert.execution.settings import Settings
-from fp4convert.recipes.engines import known_engines
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.checkpoint_files import REPORT
 from fp4convert.storage.open import open_source
 

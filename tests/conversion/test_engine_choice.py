@@ -13,8 +13,8 @@ from gguf_donors import model, write_donor
 
 from fp4convert import InputError, preview_quantize
 from fp4convert.conversion.engine_choice import choose_options
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.recipes.engines import known_engines
+from fp4convert.engines.files import known_engines
+from fp4convert.options.writing import QuantizeOptions
 
 
 def write_moe(folder, model_type="qwen3_moe"):

@@ -7,7 +7,7 @@ from family import Family, build
 from judged_families import JUDGED
 from judged_families import source as judged_source
 
-from fp4convert.recipes.options import ENGINES
+from fp4convert.engines.files import ENGINES
 
 pytestmark = pytest.mark.engine
 REFUSALS = {  # of an engine that has no place for the family, and of its dialect

@@ -21,10 +21,10 @@ from fp4convert.cli.draw_plan import draw_plan
 from fp4convert.commands.convert import preview_quantize
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.execution.settings import Settings
-from fp4convert.planning.steps import Plan
+from fp4convert.options.writing import QuantizeOptions
+from fp4convert.planning.plan import Plan
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.open import open_source
 
@@ -107,9 +107,9 @@ def test_a_dry_run_takes_few_calls_for_each_tensor_and_makes_its_index_once(tmp_
     options = QuantizeOptions(
         str(folder), format="nvfp4", device="cpu", output=str(tmp_path / "out")
     )
-    preview_quantize.run(options)  # what is loaded or compiled once
+    preview_quantize(options)  # what is loaded or compiled once
     made.clear()
-    count = calls_of(lambda: preview_quantize.run(options))
+    count = calls_of(lambda: preview_quantize(options))
     assert made == [1]
     tensors = 2 * (3 * EXPERTS + 14) + 3
     assert count / tensors < MOST_CALLS

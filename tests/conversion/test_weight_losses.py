@@ -25,8 +25,8 @@ from checkpoints import (
 from targets import MEASURED, digits, losses, quantize, shards
 
 from fp4convert.conversion.mixed_precision import Goal, fit
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.ray_workers import work_on_node
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 

@@ -25,7 +25,7 @@ from hostile import NAMES, name_of
 from paths import ROOT
 
 import fp4convert
-from fp4convert.recipes.engines import known_engines
+from fp4convert.engines.files import known_engines
 
 SPACE = ROOT / "deploy" / "space"
 SOURCE = (SPACE / "app.py").read_text(encoding="utf-8")

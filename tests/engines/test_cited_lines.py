@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from fp4convert.recipes.engines import Row, known_engines, read_version
+from fp4convert.engines.files import known_engines
+from fp4convert.engines.rows import Row
+from fp4convert.engines.versions import read_version
 
 JUDGES = ROOT / ".venv-engines"
 PACKAGES = {"vllm": "vllm", "sglang": "sglang"}  # of engines whose code was read, in make engines

@@ -15,8 +15,8 @@ from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.linears import linears_of
 from fp4convert.numerics.formats import FP4_FORMATS
+from fp4convert.planning.plan import Plan
 from fp4convert.planning.quantize_plan import plan_quantize
-from fp4convert.planning.steps import Plan
 from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.storage.safetensors import Header, SafetensorsFrame, TensorRef
 from fp4convert.storage.source import Checkpoint

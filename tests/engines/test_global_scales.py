@@ -25,9 +25,9 @@ from checkpoints import (
 from folded_llama import INPUTS, LAYER, READERS, calibrated, stored_weights, write_source
 from gptq_reference import gptq_by_the_paper
 
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.ray_workers import options_for_nodes, work_on_node
 from fp4convert.execution.settings import Result
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.open import open_source
 
 torch = pytest.importorskip("torch")

@@ -19,8 +19,8 @@ from paths import ROOT
 from tiny_models import fp4convert, make_llama
 
 from fp4convert.conversion.engine_choice import choose_options
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError
+from fp4convert.options.writing import QuantizeOptions
 
 JUDGES = ROOT / "tests" / "engines" / "judges"
 ARTIFACTS = ROOT / "build" / "engines"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import run
 from llamacpp_models import (
     EXPERT,
     MAKERS,
@@ -25,6 +26,7 @@ from llamacpp_models import (
     values_of_tensor,
     weights_of,
     write_gguf,
+    write_renamed,
 )
 from tiny_models import differing, fp4convert, fp4convert_json, is_quantized, read_tensors
 from torch_formulas import decoded, e4m3, e8m0, mxfp4_weight, unpacked
@@ -375,6 +377,29 @@ def test_engine_runs_an_architecture_whose_graph_passes_over_global_scales(
         )
         > 0.02
     )
+
+
+@pytest.mark.parametrize("ending", [".scale", ".weight.scale", ".weight_scale", ".qscale"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3moe"])
+def test_engine_refuses_scales_of_the_names_that_inspect_refuses(
+    make: Make, kind: str, ending: str, tmp_path: Path
+) -> None:
+    """And loads the file that was only written again."""
+    made = make(kind, "nvfp4").quantized
+    renamed = write_renamed(made, tmp_path / "renamed.gguf", ".scale", ending)
+    outcome = run("inspect", renamed, "--json")
+    document = outcome.json
+    loads = {each["engine"]: each["loads"] for each in document["engines"]}
+    if ending == ".scale":
+        assert outcome.code == 0
+        assert loads["llama.cpp"]
+        assert run_llamacpp(renamed) == run_llamacpp(made)
+        return
+    assert outcome.code == 6
+    assert loads["llama.cpp"] is False
+    assert "tensor-unread" in [each["code"] for each in document["findings"]]
+    with pytest.raises(RuntimeError):
+        run_llamacpp(renamed)
 
 
 @every_format

@@ -17,8 +17,8 @@ from checkpoints import (
 
 from fp4convert.errors import CORRUPT, OutputError, SourceError
 from fp4convert.execution import settings
+from fp4convert.execution.fill import Making
 from fp4convert.execution.folder import OutputFolder
-from fp4convert.execution.quantizer import Quantizer
 from fp4convert.process import Stopped
 from fp4convert.storage.shard_writer import ShardWriter
 
@@ -63,16 +63,19 @@ def test_twice_as_many_shards_are_at_work_as_there_are_cores(cores, tmp_path, mo
 def test_threads_without_work_fill_the_next_shard(threads, tmp_path, monkeypatch):
     """Shards of one tensor each wait here until so many are filled at once; never are more."""
     together, inside, most = threading.Barrier(threads, timeout=WAIT_SECONDS), [], []
-    call = Quantizer.__call__
+    advance = Making.advance
 
-    def call_together(worker, steps, *arguments):
-        inside.append(steps)
+    def advance_together(making, stop, is_first_pass=False):
+        if is_first_pass:
+            advance(making, stop, is_first_pass)
+            return
+        inside.append(making)
         most.append(len(inside))
         together.wait()
-        call(worker, steps, *arguments)
-        inside.remove(steps)
+        advance(making, stop)
+        inside.remove(making)
 
-    monkeypatch.setattr(Quantizer, "__call__", call_together)
+    monkeypatch.setattr(Making, "advance", advance_together)
     source = several_shards(tmp_path / "m", 6)
     assert quantize(source, tmp_path / "out", "--workers", threads).code == 0
     assert max(most) == threads
@@ -145,18 +148,21 @@ def test_no_measurement_goes_on_when_a_shard_is_begun_again(tmp_path, monkeypatc
     """What comes damaged is read again: no thread may add to the shard from before."""
     source = several_shards(tmp_path / "m", 2, each=4)
     expected = quantize(source, tmp_path / "expected").json["digest"]
-    measure, begun = Quantizer.measure, []
+    advance, begun = Making.advance, []
 
-    def fail_first(worker, steps, writer):
-        begun.append(steps)
+    def fail_first(making, stop, is_first_pass=False):
+        if not is_first_pass:
+            advance(making, stop)
+            return
+        begun.append(making)
         if len(begun) == 1:
             wait_until(lambda: len(begun) >= 2)
             raise SourceError(CORRUPT, "a group came damaged")
         if len(begun) == 2:
             threading.Event().wait(0.2)  # until the shard would have been begun again
-        measure(worker, steps, writer)
+        advance(making, stop, is_first_pass)
 
-    monkeypatch.setattr(Quantizer, "measure", fail_first)
+    monkeypatch.setattr(Making, "advance", fail_first)
     found = quantize(source, tmp_path / "out", "--workers", 2)
     assert (found.code, found.json.get("digest")) == (0, expected)
     assert 6 <= len(begun) <= 8
@@ -168,8 +174,8 @@ def test_an_interrupt_ends_the_wait_for_shards_that_are_begun_when_another_faile
     """One shard fails, the other works until it is told to stop."""
     begun, told = threading.Event(), []
 
-    def fail_or_work(worker, steps, writer, stop):
-        if steps[0].outputs[0].file == "model-0.safetensors":
+    def fail_or_work(making, stop, is_first_pass=False):
+        if making.work.steps[0].outputs[0].file == "model-0.safetensors":
             begun.set()
             told.append(stop.wait(WAIT_SECONDS))
             return
@@ -180,7 +186,7 @@ def test_an_interrupt_ends_the_wait_for_shards_that_are_begun_when_another_faile
     def interrupt(number, frame):
         raise Stopped(signal.SIGINT)
 
-    monkeypatch.setattr(Quantizer, "__call__", fail_or_work)
+    monkeypatch.setattr(Making, "advance", fail_or_work)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with suppress(Stopped):

@@ -12,13 +12,13 @@ from checkpoints import FIRST, llama_shards, run, write_llama, write_single
 from diffusion import write_wan
 
 from fp4convert.conversion.artifact_job import artifact_job
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.errors import OutputError
 from fp4convert.execution import output_check
 from fp4convert.execution.job import check_output
 from fp4convert.execution.plan_file import DONE, STATE, Done
 from fp4convert.execution.settings import Settings
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.open import open_source
 
 NVFP4 = ("--format", "nvfp4")

@@ -408,7 +408,7 @@ def test_gptq_goes_over_its_codes_on_the_gpu(machine, tmp_path, monkeypatch):
     """Where the one lane is held by the caller that waits for a descent; torch stays on the CPU
     here, so that the bytes are the CPU's.
     """
-    monkeypatch.setattr("fp4convert.execution.rounding.torch_device", lambda name: "cpu")
+    monkeypatch.setattr("fp4convert.makers.methods.gptq.torch_device", lambda name: "cpu")
     monkeypatch.setattr(cuda, "LEAST_LANES", 1)
     monkeypatch.setattr(cuda, "processors", lambda: 1)
     source = write_llama(tmp_path / "source")

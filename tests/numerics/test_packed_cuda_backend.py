@@ -14,7 +14,7 @@ from adversarial import generator
 from checkpoints import LAYER, LLAMA, Tensor, bf16, run, weight, write_single
 
 from fp4convert.checkpoint.encodings import floats
-from fp4convert.execution import rounding
+from fp4convert.makers.methods import returning
 
 Tensors = dict[str, Tensor]
 SHAPES = {
@@ -193,7 +193,7 @@ def test_rows_that_take_turns_are_copied_from_where_they_lie(machine, monkeypatc
     expected = run(*words, "--device", "cpu", "-o", tmp_path / "cpu").json["digest"]
     monkeypatch.setattr(floats._Rows, "rows", None)
     # whose glance at a row or two tells weights of fake quantization
-    monkeypatch.setattr(rounding, "are_exact", lambda members, fmt: False)
+    monkeypatch.setattr(returning, "are_exact", lambda members, fmt: False)
     found = run(*words, "--device", "cuda", "-o", tmp_path / "cuda")
     assert (found.code, found.json["digest"]) == (0, expected), found.err
     assert found.json["tensors"]["quantized"] == 6

@@ -15,8 +15,8 @@ from spellings import module_of, records, tensors_of
 
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import find_linears
-from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.decisions import (
     Verdict,
     decide,

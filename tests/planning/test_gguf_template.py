@@ -16,9 +16,9 @@ from checkpoints import LAYER, Outcome, read_folder, run, values_of, write_llama
 from gguf.quants import dequantize
 from gguf_donors import Arrays, llamas, model, permuted, write_donor
 
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize, quantize
+from fp4convert.conversion.quantize import prepare_quantize, quantize
 from fp4convert.execution.settings import Settings
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.open import open_source
 
 MODULES = 7

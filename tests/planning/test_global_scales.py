@@ -26,10 +26,10 @@ from diffusion import write_wan
 from lazy_cuda import Machine
 from safetensors.torch import load_file, save_file
 
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.execution import quantizer, rounding
+from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.makers.methods import returning
 from fp4convert.numerics.backends import cuda_stream, gpus, self_check
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.global_scales import Stored, amax_of
 from fp4convert.storage.local import LocalSource
 from fp4convert.storage.open import open_source
@@ -134,8 +134,7 @@ def test_no_shard_is_read_for_the_amax_of_members_elsewhere(
     """Every weight is read once: v_proj, of the second shard, not for q_proj and k_proj of the
     first.  The glance that tells weights of fake quantization, of a row or two, is left out.
     """
-    for module in (rounding, quantizer):
-        monkeypatch.setattr(module, "are_exact", lambda members, fmt: False)
+    monkeypatch.setattr(returning, "are_exact", lambda members, fmt: False)
     digest(source, tmp_path / "first")
     read: dict[str, int] = {}
     reader = LocalSource.read_into

@@ -118,8 +118,8 @@ def test_the_file_of_another_revision_is_refused(source, calibration, tmp_path):
 
 def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, monkeypatch):
     """By its whole path, whatever folder its worker begins in."""
-    from fp4convert.conversion.options import QuantizeOptions
     from fp4convert.conversion.ray_workers import options_for_nodes
+    from fp4convert.options.writing import QuantizeOptions
     from fp4convert.storage.open import open_source
 
     monkeypatch.chdir(tmp_path)
@@ -131,11 +131,11 @@ def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, m
 
 def test_a_file_that_changes_meanwhile_is_noticed(source, calibration, tmp_path):
     """Between the plan and the work."""
-    from fp4convert.conversion.options import QuantizeOptions
-    from fp4convert.conversion.quantization import prepare_quantize
-    from fp4convert.conversion.quantization import quantize as carry_out
+    from fp4convert.conversion.quantize import prepare_quantize
+    from fp4convert.conversion.quantize import quantize as carry_out
     from fp4convert.errors import InputError
     from fp4convert.execution.settings import Settings
+    from fp4convert.options.writing import QuantizeOptions
     from fp4convert.storage.open import open_source
 
     opened = open_source(str(source))

@@ -156,7 +156,7 @@ def test_fused_layers_share_a_scale_inside_and_across_shards(members, tmp_path):
         for name in expected:
             step = step_of(plan, name)
             assert step.group == f"model.layers.{layer}.x.{'/'.join(members)}"
-            assert {ref.name for ref in step.amax_of} == expected
+            assert {ref.name for ref in step.maker.measures} == expected
     assert not [warning for warning in plan.warnings if "scale group" in warning]
 
 
@@ -169,8 +169,11 @@ def test_the_groups_of_experts_stay_inside_each_expert(tmp_path):
     plan = plan_of(write(tmp_path / "m", {name: weight(at) for at, name in enumerate(names)}))
     for expert in (0, 1):
         w1, w2, w3 = (f"{LAYER}.mlp.experts.{expert}.{leaf}.weight" for leaf in ("w1", "w2", "w3"))
-        assert {ref.name for ref in step_of(plan, w1).amax_of} == {w1, w3}
-        assert (step_of(plan, w2).group, [ref.name for ref in step_of(plan, w2).amax_of]) == (
+        assert {ref.name for ref in step_of(plan, w1).maker.measures} == {w1, w3}
+        assert (
+            step_of(plan, w2).group,
+            [ref.name for ref in step_of(plan, w2).maker.measures],
+        ) == (
             None,
             [w2],
         )
@@ -235,7 +238,7 @@ def test_a_scale_group_has_only_members_that_the_model_has(
 def test_excluding_one_member_leaves_the_others_together(tmp_path):
     plan = plan_of(write_llama(tmp_path / "m"), exclude=["*.q_proj"])
     k, v = f"{ATTENTION}.k_proj.weight", f"{ATTENTION}.v_proj.weight"
-    assert {ref.name for ref in step_of(plan, k).amax_of} == {k, v}
+    assert {ref.name for ref in step_of(plan, k).maker.measures} == {k, v}
     assert step_of(plan, f"{ATTENTION}.q_proj.weight").reason == "excluded by '*.q_proj'"
     assert any("q_proj is kept" in warning for warning in plan.warnings)
 

@@ -52,7 +52,7 @@ def mxfp4(source, tmp_path_factory) -> Path:
 
 def compare(artifacts: Sequence[Path], source: Path, *options: object) -> dict:
     outcome = run("compare", *artifacts, "--source", source, *options, "--json")
-    assert outcome.code == (0 if outcome.json["passed"] else 6), outcome
+    assert outcome.code == (6 if outcome.json["passed"] is False else 0), outcome
     return outcome.json
 
 
@@ -228,7 +228,7 @@ def test_a_source_of_the_same_shapes_and_other_weights_gives_no_verdict(
         tmp_path / "other", tensors, json.loads((source / "config.json").read_text())
     )
     document = compare((nvfp4, mxfp4), other)
-    assert not document["passed"]
+    assert document["passed"] is False
     for side in "ab":
         codes = {
             each["tensor"]
@@ -363,7 +363,7 @@ def test_a_doubted_one_leaves_the_others_their_verdict(source, nvfp4, mxfp4, tmp
     config = json.loads((source / "config.json").read_text())
     foreign = make(write_single(tmp_path / "other", other, config), tmp_path / "f", "nvfp4")
     document = compare((foreign, nvfp4, mxfp4), source)
-    assert not document["passed"]
+    assert document["passed"] is False
     assert best_on(document) == {"a": 0, "b": 7, "c": 0}
     told = run("compare", foreign, nvfp4, mxfp4, "--source", source)
     assert told.code == 6

@@ -26,7 +26,7 @@ def measured(tokens: int = 2000):
 def test_figures_are_means_and_percentiles():
     given = measured()
     found = evaluate(given, EvaluationGate())
-    assert (found.tokens, found.windows, found.passed) == (2000, 4, True)
+    assert (found.tokens, found.windows, found.passed) == (2000, 4, None)
     assert found.kl == pytest.approx(
         {"mean": sum(given.kl) / 2000, "p999": np.percentile(given.kl, 99.9), "max": max(given.kl)}
     )
@@ -39,7 +39,8 @@ def test_figures_are_means_and_percentiles():
     )
     row = {"layer": "model.layers.0", "alone": 0.5, "cumulated": 0.25}
     assert found.as_json()["by_layer"] == [row]
-    assert repr(found).startswith("<Evaluated passed: KL ")
+    assert repr(found).startswith("<Evaluated without a gate: KL ")
+    assert repr(evaluate(given, EvaluationGate(max_kl=1))).startswith("<Evaluated passed: KL ")
 
 
 def test_a_perplexity_that_no_float_holds_is_the_largest_float():
@@ -67,7 +68,7 @@ def test_a_limit_is_missed_on_its_own_side_alone(name, code, sign):
     for shift, codes in ((0.001 * sign, []), (-0.001 * sign, [code])):
         found = evaluate(given, EvaluationGate(**{name: value + shift}))
         assert [finding.code for finding in found.findings] == codes
-        assert found.passed == (not codes)
+        assert found.passed is (not codes)
 
 
 @pytest.mark.parametrize(

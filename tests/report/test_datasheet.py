@@ -193,6 +193,11 @@ def test_scale_groups_are_counted_by_kind_and_a_differing_one_is_shown(source, a
     assert [dict(members)[f"{ATTENTION}.v_proj"] for members in groups["differing"]] == ["123"]
 
 
+def test_nothing_passes_without_a_gate(source, artifact):
+    verdict = sheet_of(artifact, source, is_verified=True)["verdict"]
+    assert verdict == {"is_good": True, "words": "no fault found, no gate was set"}
+
+
 def test_findings_come_with_what_to_do(source, artifact):
     rewrite(artifact, SHARD, f"{DOWN}.weight_global_scale", np.float32([np.inf]).tobytes())
     shown = sheet_of(artifact, source, is_verified=True)

@@ -11,9 +11,9 @@ from checkpoints import LLAMA, run, weight, write_checkpoint, write_llama, write
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize, quantize
+from fp4convert.conversion.quantize import prepare_quantize, quantize
 from fp4convert.execution.settings import Settings
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.report.model_card import EVALUATION, EVALUATION_END, CardRequest, code, make_card
 from fp4convert.storage.open import open_source
 

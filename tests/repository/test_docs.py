@@ -9,6 +9,7 @@ from paths import ROOT
 
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
+import functions  # noqa: E402
 from tables import MADE, PAGES, PARTS, families, figure, filled, measured, offsets  # noqa: E402
 
 from fp4convert.numerics.scale_layouts import LAYOUTS  # noqa: E402
@@ -22,6 +23,11 @@ def test_tables_are_up_to_date(page: Path) -> None:
     assert filled(text) == text
     # There Markdown takes the rest of the paragraph for HTML.
     assert not re.search(r"^ *<!-- figure", text, re.MULTILINE)
+
+
+def test_functions_of_python_are_those_that_options_declare() -> None:
+    """After a change of an option, or of a command's docstring: make docs."""
+    assert functions.text() == functions.FILE.read_text(encoding="utf-8")
 
 
 def test_the_index_of_recipes_names_what_they_name() -> None:

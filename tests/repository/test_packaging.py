@@ -18,8 +18,8 @@ from checkpoints import run, write_llama
 from packaging.requirements import Requirement
 from paths import ROOT
 
-from fp4convert import __version__
 from fp4convert.numerics.backends import cubins, entry_points
+from fp4convert.version import __version__
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CUDA = (*cubins.HEADERS, *entry_points.SOURCES)  # compiled on the user's machine
@@ -122,7 +122,7 @@ def check_bare(venv: Path, folder: Path) -> None:
     run_bare(venv, "transcode", made, "-o", folder / "other", "--dialect", "modelopt")
     assert json.loads(run_bare(venv, "analyze", source, "--json"))
     compare = ("compare", made, folder / "other", "--source", source, "--json")
-    assert json.loads(run_bare(venv, *compare))["passed"]
+    assert json.loads(run_bare(venv, *compare))["passed"] is None
     assert run_bare(venv, "--version").startswith(f"fp4convert {__version__} (CPU kernels: ")
 
 
@@ -207,8 +207,8 @@ def test_the_version_is_written_once():
     )
     assert not [
         file
-        for file in (ROOT / "fp4convert").rglob("*/*.py")
-        if __version__ in file.read_text(encoding="utf-8")
+        for file in (ROOT / "fp4convert").rglob("*.py")
+        if __version__ in file.read_text(encoding="utf-8") and file.name != "version.py"
     ]
 
 

@@ -230,17 +230,18 @@ main()
 
 def test_a_source_written_during_a_run_ends_it(source, tmp_path, monkeypatch):
     """Equal size, other bytes: no record may promise what was read half before and half after."""
-    from fp4convert.execution.workers import Crew
+    from fp4convert.execution.crew import Crew
 
     fill = Crew.fill
 
-    def fill_then_write(crew, steps, *rest):
-        fill(crew, steps, *rest)
-        shard = source / steps[0].refs[0].file
+    def fill_then_write(crew, works, *rest):
+        facts = fill(crew, works, *rest)
+        shard = source / works[0].steps[0].refs[0].file
         data = shard.read_bytes()
         with shard.open("r+b") as file:  # others still read it
             file.seek(-1, os.SEEK_END)
             file.write(bytes([data[-1] ^ 1]))
+        return facts
 
     monkeypatch.setattr(Crew, "fill", fill_then_write)
     outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json")

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 
-from fp4convert.recipes.engine_rows import Contents, Part
+from fp4convert.engines.rows import Contents, Part
 
 
 def contents(dialect, *parts, model="llama", **facts):

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fp4convert.cli.screen
-import fp4convert.conversion.quantization
+import fp4convert.conversion.quantize
 import fp4convert.numerics.backends.cpu  # noqa: F401 - imported once here, not in every child
 from fp4convert.__main__ import main
 

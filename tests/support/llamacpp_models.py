@@ -162,6 +162,29 @@ def _add_metadata(writer: Any, kind: str, config: dict[str, Any]) -> None:
     writer.add_add_bos_token(False)
 
 
+def write_renamed(path: Path, output: Path, ending: str, instead: str) -> Path:
+    """The same GGUF file, but for names that end so; by llama.cpp's own Python package."""
+    import gguf
+    import numpy as np
+
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(output, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            items = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=items)
+    for tensor in reader.tensors:
+        name = tensor.name
+        if name.endswith(ending):
+            name = name.removesuffix(ending) + instead
+        writer.add_tensor(name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return output
+
+
 def read_gguf(path: Path) -> dict[str, Any]:
     import gguf
 

@@ -54,6 +54,11 @@ class Clues(NamedTuple):
                     return declared
         return {}
 
+    @property
+    def is_recorded(self) -> bool:
+        """Tell whether a record of an engine says that it is quantized."""
+        return bool(self.record or self.hf_quant_config)
+
 
 class Packed(NamedTuple):
     """A quantized module as it is stored.
@@ -123,6 +128,8 @@ class Traits:
     fp8                how it stores FP8 matrices beside four-bit ones
     q8_0               matrices that stay can be Q8_0
     floats             patterns of modules whose matrices its engines read as floats alone
+    unread_stacks      what follows a stack's name in that of its scales, of stacks that its engines
+                       read and nothing here does
     correction         how it stores low-rank corrections, which every module of it has; its engines
                        then quantize activations to four bits, and look each module's name up
     """
@@ -147,6 +154,7 @@ class Traits:
     fp8: Fp8Table | None = None
     q8_0: bool = False
     floats: tuple[str, ...] = ()
+    unread_stacks: tuple[str, ...] = ()
     correction: CorrectionTable | None = None
 
     @property

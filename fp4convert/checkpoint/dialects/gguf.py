@@ -9,8 +9,9 @@ Experts are stacks, M being "blk.N.ffn_gate_exps" and its kin: [experts, rows, c
 scales F32 [experts]. As modules they are M.0, M.1, ...
 A block's first half is in bits 0-3 of its bytes, its second half in bits 4-7. llama.cpp reads -0 as
 0, an E4M3 scale without its sign and a NaN scale as 0 or as infinity: scales with a sign or NaN are
-refused. Columns must divide by 64 for NVFP4. Names and the order of rows are llama.cpp's own, so
-only a GGUF file, or a donor's frame, becomes one.
+refused. A file with a tensor that it has no use for, such as M.weight.scale, is refused, too.
+Columns must divide by 64 for NVFP4. Names and the order of rows are llama.cpp's own, so only a GGUF
+file, or a donor's frame, becomes one.
 Source: llama.cpp, ggml-common.h and ggml-quants.c (block_mxfp4, block_nvfp4).  Readers: llama.cpp.
 """
 
@@ -40,6 +41,7 @@ from fp4convert.checkpoint.dialects.tables import (
     decode_scalar,
     whole_blocks,
 )
+from fp4convert.checkpoint.unread import find_unread_in_gguf
 from fp4convert.errors import ChoiceError, Finding
 from fp4convert.numerics.formats import MXFP4, NVFP4, format_named
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
@@ -211,6 +213,11 @@ def _form(tensors: Mapping[str, TensorRef]) -> Form | None:
 def judge(clues: Clues) -> Iterator[Finding]:
     refs = [ref for ref in clues.tensors.values() if ref.dtype in _TYPES]
     yield from doubt_stacks([ref for ref in refs if _is_unread(ref)])
+    if unread := find_unread_in_gguf(clues.tensors):
+        name = unread[0].ref.name
+        detail = f"{len(unread)} tensors beside quantized weights have names that nobody reads,"
+        detail = f"{detail} the first {name!r}; llama.cpp refuses such a file"
+        yield Finding("error", "tensor-unread", name, detail)
     if len({ref.dtype for ref in refs}) > 1:
         detail = "the file holds MXFP4 and NVFP4; only its NVFP4 weights are checked"
         yield Finding("warning", "formats-mixed", None, detail)

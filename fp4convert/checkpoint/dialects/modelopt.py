@@ -101,6 +101,8 @@ TRAITS = Traits(
         NVFP4.name: CacheScales(_CACHE_ENDINGS, E4M3_MAX, _OTHERS),
     },
     mixes=(NVFP4, FP8, MXFP8),
+    # vLLM 0.33, models/step3p5.py and models/llama4.py: X.weight as it is, X with rows across
+    unread_stacks=(".weight_scale", "_weight_scale"),
     fp8=Fp8Table("tensor", _scale_shape, ".input_scale", activations=_FP8_ACTIVATIONS),
 )
 SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}

@@ -69,9 +69,9 @@ _TELLING_ENDINGS_OF_FLOATS = tuple(
 def dialect_named(name: str) -> Dialect:
     """Return the dialect of that name; InputError names the known ones."""
     if name not in DIALECTS:
-        from fp4convert.recipes.engines import engine_called
+        from fp4convert.engines.files import find_engine
 
-        if engine := engine_called(name):
+        if engine := find_engine(name):
             read = [dialect for dialect in DIALECTS if dialect in engine.dialects]
             detail = f"{name!r} is an engine; expected a dialect, of which {engine.name} reads"
             preset = next(preset for preset in engine.presets if not preset.models)

@@ -21,9 +21,11 @@ import numpy as np
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.errors import NumericError
-from fp4convert.numerics.codec import Float32s
+from fp4convert.numerics.codec import Float32s, find_not_finite_values
+from fp4convert.numerics.error_sums import SOURCE
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.numerics.matrices import Blocks, Weights
+from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef, total_nbytes
 from fp4convert.storage.source import Source
@@ -86,6 +88,11 @@ class CodingDefaults(Protocol):
     def change(self) -> str:
         """Say what changes its values on their way, "" for nothing."""
         return ""
+
+    @property
+    def against(self) -> str:
+        """Name the values that losses are counted against."""
+        return SOURCE
 
     @property
     def is_gguf_type(self) -> bool:
@@ -227,3 +234,12 @@ def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextMana
     """
     whole = dict.fromkeys(ref for linear in linears if linear.share == 1 for ref in linear.refs)
     return source.room_for(sum(linear.nbytes for linear in linears), list(whole))
+
+
+def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
+    """Count NaN and Inf in a matrix; None where all are finite."""
+    found = find_not_finite_values(linear.coding.weights(linear, source))
+    if not found:
+        return None
+    detail = f"{linear.home.file}: {linear.name} has {found}; weights must be finite"
+    return NumericError("not-finite", detail, exclude_option(linear.module), linear.name)

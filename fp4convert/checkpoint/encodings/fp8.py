@@ -12,18 +12,18 @@
 
 How large a block is, the record says: weight_block_size, or block_structure or group_size of a
 group of compressed-tensors. Codes without any scale are numbers as they stand, where no record says
-otherwise. Source: transformers 5.23, integrations/finegrained_fp8; compressed-tensors 0.20,
-compressors; ModelOpt 0.47, torch/export.
+otherwise and no float of another name lies beside them. Source: transformers 5.23,
+integrations/finegrained_fp8; compressed-tensors 0.20, compressors; ModelOpt 0.47, torch/export.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.artifact import UNSAID_ENDINGS, Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
@@ -33,6 +33,7 @@ from fp4convert.checkpoint.encodings.base import (
     check_scales_finite,
     input_scale_of,
 )
+from fp4convert.checkpoint.unread import find_beside
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
@@ -65,6 +66,17 @@ IDLE = (
     ".v_scale",
     ".output_scale",
 )
+CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".k_global_scale",
+    ".v_global_scale",
+    ".q_scale",
+    ".prob_output_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+)
+BIAS = "bias"  # ends e_score_correction_bias, too
 BITS = 8
 DECODED_BY_GPU = "F8_E4M3"
 VIA_BLOCK = (128, 128)
@@ -242,19 +254,66 @@ def fp8_of(packed: Packed, artifact: Artifact) -> Fp8:
     return Fp8(form.word, block, form.scale_layout, form.format, artifact)
 
 
-def find_fp8(clues: Clues, known: Collection[str] = ()) -> dict[str, Linear]:
+def find_fp8(
+    clues: Clues, known: Collection[str] = (), is_strict: bool = True
+) -> dict[str, Linear]:
     """Find every matrix of FP8 codes.
 
-    known   modules that records tell of, which are left out
-    Raises InputError where its scales are missing, or are none of its shape.
+    known      modules that records tell of, which are left out
+    is_strict  raise InputError where its scales are missing, have a name that is not read, or are
+               none of its shape; else leave such a matrix out
     """
     blocks, found = tuple(_declared_blocks(clues.record)), {}
-    for ref in clues.tensors.values():
-        if ref.dtype in DTYPES and ref.name.endswith(WEIGHT) and len(ref.shape) == 2:
-            module = ref.name.removesuffix(WEIGHT)
-            if module not in known:
-                found[module] = _linear(module, ref, clues, blocks)
+    matrices = {
+        module: ref
+        for ref in clues.tensors.values()
+        if ref.dtype in DTYPES and ref.name.endswith(WEIGHT) and len(ref.shape) == 2
+        if (module := ref.name.removesuffix(WEIGHT)) not in known
+    }
+    unread = _unread_floats(clues, matrices)
+    for module, ref in matrices.items():
+        try:
+            if module in unread:
+                _refuse_unread(ref, module, unread[module])
+            found[module] = _linear(module, ref, clues, blocks)
+        except InputError:
+            if is_strict:
+                raise
     return found
+
+
+def _unread_floats(clues: Clues, matrices: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
+    """Find a float that nothing reads beside each matrix without scales."""
+    bare = [
+        ref.name
+        for module, ref in matrices.items()
+        if not any(module + ending in clues.tensors for ending in SCALES)
+    ]
+    # Scales that multiply no weight, and what is refused for another reason.
+    harmless = {*IDLE, *UNSAID_ENDINGS}
+    found: dict[str, TensorRef] = {}
+    for one in find_beside(clues.tensors, bare):
+        is_float = one.ref.dtype.startswith(("F", "BF"))
+        is_harmless = one.ending in harmless or one.ref.name.endswith((BIAS, *CACHE_SCALES))
+        if (is_float or one.is_scale) and not is_harmless:
+            module = one.weight.removesuffix(WEIGHT)
+            if module not in found or (one.is_scale and "weight" in one.ending):
+                found[module] = one.ref
+    return found
+
+
+def _refuse_unread(ref: TensorRef, module: str, beside: TensorRef) -> None:
+    """Raise InputError: the matrix may be codes under a scale of that name."""
+    detail = (
+        f"{ref.file}: {ref.name} is FP8 and has no scale of a name that fp4convert reads, and"
+        f" {beside.name} ({beside.dtype} {list(beside.shape)}) beside it is not read; expected"
+        f" {module}{SCALES[1]} or {module}{SCALES[0]}"
+    )
+    next_step = (
+        "Start from the original weights in bf16; or, if it multiplies the weight, rename it to"
+        f" {module}{SCALES[1]}, and so in every module (of activations: {module}{IDLE[0]})."
+    )
+    raise InputError("scales-unread", detail, next_step, ref.name)
 
 
 def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]) -> Linear:
@@ -265,7 +324,7 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
     idle = tuple(
         clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors
     )
-    if not scales and (clues.record or clues.hf_quant_config):
+    if not scales and clues.is_recorded:
         detail = (
             f"{ref.file}: {ref.name} is FP8, and has no scales; expected {module}{SCALES[0]} or"
             f" {module}{SCALES[1]}"

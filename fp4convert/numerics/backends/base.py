@@ -87,6 +87,13 @@ class Backend(Protocol):
                   InputError for a rule of another format, and for importance that does not fit
         """
 
+    def group_amax(self, measured: Sequence[Weights]) -> float | None:
+        """Find the largest magnitude of a scale group before it is rounded.
+
+        Returns  None where quantize_group finds it, for rows stay with the device meanwhile
+        Raises   NumericError where there is Inf or NaN
+        """
+
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         """Read the values in order, as bytes of `dtype` (safetensors' name).
 

@@ -44,6 +44,9 @@ class Cuda:
     def held_nbytes(self, threads: int, widest: int) -> int:
         return min(threads, self.threads) * held_nbytes(widest)
 
+    def group_amax(self, measured: Sequence[Weights]) -> None:
+        return None
+
     def quantize_group(
         self,
         measured: Sequence[Weights],

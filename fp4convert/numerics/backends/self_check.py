@@ -19,7 +19,6 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert import __version__
 from fp4convert.errors import DeviceError, InputError, shell_line
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.base import Fp8Passes, expected_device
@@ -49,6 +48,7 @@ from fp4convert.numerics.formats import (
 )
 from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
 from fp4convert.numerics.matrices import InMemory, Matrix, Quantized, StoredRows
+from fp4convert.version import __version__
 
 # That commands launch: none multiplies.
 CHECKED = tuple(name for name in SOURCES if name != ENTRIES["gemv"].file)

@@ -11,7 +11,7 @@ const state = { words: [], below: Infinity, merge: "mean", column: "sqnr_db", is
 
 function fillHead() {
   $("title").textContent = sheet.title;
-  $("verdict").append(make("span", { className: `pill ${sheet.verdict.is_good ? "good" : "error"}`, textContent: sheet.verdict.words }));
+  $("verdict").append(make("span", { className: `pill ${{ true: "good", false: "error" }[sheet.verdict.is_good] ?? "note"}`, textContent: sheet.verdict.words }));
   $("about").textContent = sheet.about;
   $("tiles").append(...sheet.tiles.map(([value, word]) => make("div", {}, make("b", { textContent: value }), make("span", { textContent: word }))));
   $("facts").append(...sheet.facts.map(([word, text]) => make("div", {}, make("dt", { textContent: word }), make("dd", { textContent: text }))));

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fp4convert import __version__
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.hub.api import (
@@ -38,6 +37,7 @@ from fp4convert.storage.hub.uploaded_file import (
     operation_of,
 )
 from fp4convert.storage.source import BRANCH
+from fp4convert.version import __version__
 
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
 ASKED_AT_ONCE = 256  # objects, as huggingface_hub asks

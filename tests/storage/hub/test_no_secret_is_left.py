@@ -15,7 +15,7 @@ from fakehub import TOKEN
 from hub_cases import NVFP4, ask, expect
 from pushing import check_secrets
 
-from fp4convert.conversion.work_options import AccessOptions
+from fp4convert.options.access import AccessOptions
 from fp4convert.storage.hub.api import Patience
 from fp4convert.storage.source import Access
 
@@ -180,7 +180,7 @@ main()
 BUG = IMPATIENT.replace(
     "main()",
     """
-from fp4convert.execution.workers import Crew
+from fp4convert.execution.crew import Crew
 def fail(*a): raise KeyError('a bug')
 Crew.fill = fail
 main()

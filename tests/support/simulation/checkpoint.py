@@ -16,11 +16,11 @@ from checkpoints import bf16, read_folder, run, write_checkpoint
 
 from fp4convert.commands import publish
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.options import QuantizeOptions
-from fp4convert.conversion.quantization import prepare_quantize, quantize
+from fp4convert.conversion.quantize import prepare_quantize, quantize
 from fp4convert.execution.settings import Settings
 from fp4convert.execution.share import Share
-from fp4convert.planning.steps import Plan
+from fp4convert.options.writing import QuantizeOptions
+from fp4convert.planning.plan import Plan
 from fp4convert.storage.local import LocalSource
 from simulation.disk import Disk
 from simulation.hub import REPO, TOKEN

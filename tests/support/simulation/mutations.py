@@ -101,7 +101,7 @@ MUTATIONS: dict[str, Mutation] = {
         "a task is recorded before its files have their names",
     ),
     "shards-in-place": Mutation(
-        "execution/task_writer.py",
+        "execution/fill.py",
         "                    folder / shard.file, shard.header, shard.outputs, shard.nbytes",
         "                    folder.parents[2] / shard.file,"
         " shard.header, shard.outputs, shard.nbytes",

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from simulation.checkpoint import make_wanted, plan_to, write_source
 from simulation.seam import installed, seed_random
 from simulation.world import Verdict, World

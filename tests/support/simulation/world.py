@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from fp4convert.execution.finish import merge
-from fp4convert.planning.steps import Plan
+from fp4convert.planning.plan import Plan
 from fp4convert.progress import Phases
 from simulation.checkpoint import Wanted, converts, part, pushes, put_source
 from simulation.disk import Disk, Node

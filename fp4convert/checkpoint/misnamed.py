@@ -1,0 +1,226 @@
+"""Find names of tensors that the class in config.json does not have.
+
+Training wraps modules: torch.compile, DDP, FSDP and PEFT put a word of theirs into the names of
+what they hold.  Engines look for the names of the class: they refuse such a checkpoint, or fill it
+with random numbers and say so in a log.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fp4convert.errors import InputError, shell_line
+from fp4convert.recipes.draft_layers import is_draft_head
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.source import Checkpoint, Source
+
+# Plain decoders of transformers: class and file name their layers model.layers.N, or layers.N
+# where the class has no head (tests/checkpoint/test_misnamed.py asks transformers).
+DECODERS = frozenset(
+    {
+        *("llama", "mistral", "mixtral", "ministral3", "qwen2", "qwen3", "qwen2_moe"),
+        *("qwen3_moe", "gemma", "gemma2", "gemma3_text", "granite", "granitemoe", "olmo", "olmo2"),
+        *("olmo3", "olmoe", "phi", "stablelm", "starcoder2", "smollm3", "seed_oss", "cohere"),
+        *("cohere2", "helium", "arcee", "glm", "glm4", "ernie4_5", "exaone4", "apertus"),
+    }
+)
+# Those that name them transformer.h.N, or h.N.
+GPT_DECODERS = frozenset(
+    {"gpt2", "gptj", "gpt_neo", "gpt_bigcode", "bloom", "falcon", "codegen"},
+)
+STACKS = ("model.layers.", "layers.")
+GPT_STACKS = ("transformer.h.", "h.")
+CLASS = re.compile(
+    r"(\w+?)(ForCausalLM|LMHeadModel|ForSequenceClassification|ForTokenClassification|Model)"
+)
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+
+# Words of wrappers, wherever they stand in a name, and whose they are.
+WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_fpw_module": "fairscale's FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "Lightning Fabric",
+}
+# Words that some classes have, too: LeViT has a `module` inside, and code of a model's own may.
+PEFT_MODEL, PARALLEL = "base_model.model", "module"
+SHARED = {PEFT_MODEL: "PEFT", PARALLEL: "DDP"}
+# What PEFT puts into layers that it trains; as the last part of a name it is a class's parameter.
+FACTORS = "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"
+ADAPTED = ("base_layer", "modules_to_save", "original_module", *FACTORS)
+_ADAPTER_NAME = re.compile(r"\.lora_[AB]\.(\w+)\.weight")
+PEFT_DEFAULT = "default"  # how PEFT calls an adapter that nobody named
+HOLD_ADAPTERS = frozenset({"phi4mm"})  # model types whose own class has low-rank factors inside
+
+MERGE = (
+    "Merge the adapter where it was trained, model = model.merge_and_unload();"
+    " model.save_pretrained('merged'), and give that folder; or give its base model and the adapter"
+    " as PEFT saved it: fp4convert quantize BASE --format nvfp4 --lora ADAPTER"
+)
+SAVE_AGAIN = (
+    "Save the model again with save_pretrained of that class, or give it the config.json that"
+    " belongs to it."
+)
+QUANTIZE_AGAIN = (
+    "Give `fp4convert quantize` the model that this was made of: it says how to mend the names."
+)
+# Copies a folder but for its weights, which are written under shorter names.
+STRIP = (
+    "import glob, re, shutil; from safetensors.torch import load_file, save_file; a, b = {pair};"
+    ' shutil.copytree(a, b, ignore=shutil.ignore_patterns("*.safetensors*"));'
+    ' [save_file({{re.sub(r"(?<![^.])(?:{words})\\.", "", k): v for k, v in load_file(f).items()}},'
+    ' b + f[len(a):], {{"format": "pt"}}) for f in glob.glob(glob.escape(a) + "/*.safetensors")]'
+)
+
+
+class Misnamed(NamedTuple):
+    """A name that the class of a model does not have.
+
+    tensor      the first of that kind
+    detail      what it is, and what engines do
+    is_wrapped  by training; else no layer is where the class has them
+    words       to be stripped from names; () where that does not help
+    """
+
+    tensor: str
+    detail: str
+    is_wrapped: bool = True
+    words: tuple[str, ...] = ()
+
+
+def find_misnamed(checkpoint: Checkpoint) -> Misnamed | None:
+    """Find the first name that no class has.
+
+    None where all may be right
+    """
+    if any(shard.frame.container != "safetensors" for shard in checkpoint.shards):
+        return None  # GGUF has names of its own
+    names, config = [ref.name for ref in checkpoint.tensors], checkpoint.config
+    return (
+        _find_adapted(names, config) or _find_wrapped(names, config) or _find_other(names, config)
+    )
+
+
+def refuse_misnamed(source: Source, reference: str) -> None:
+    """Raise InputError for names that the class of a model does not have.
+
+    reference  by which a person named the source
+    """
+    if not (first := find_misnamed(source.checkpoint)):
+        return
+    next_step = MERGE
+    if source.has_file(RECORD) or "quantization_config" in source.checkpoint.config:
+        next_step = QUANTIZE_AGAIN  # records have these names, too
+    elif not first.is_wrapped:
+        next_step = SAVE_AGAIN
+    elif first.words:
+        line = _strip_line(source, reference, first.words)
+        next_step = f"Strip it, and give the folder that this writes: {line}"
+    code = "wrapped-names" if first.is_wrapped else "foreign-names"
+    detail = f"{source.name}: {first.tensor}: {first.detail}"
+    raise InputError(code, detail, next_step, first.tensor)
+
+
+def _find_adapted(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
+    """Find a layer of PEFT whose base and factors are apart."""
+    adapted = _find_words(names, ADAPTED)
+    if not adapted or _holds_adapters(adapted, config):
+        return None
+    name, words = next(iter(adapted.items()))
+    detail = f"{words[0]!r} is a word of PEFT, as in {len(adapted)} of {len(names)} names, and its"
+    detail += " adapter is not merged; expected the names of the model's class: engines leave out"
+    return Misnamed(name, f"{detail} all others")
+
+
+def _holds_adapters(adapted: Iterable[str], config: Mapping[str, object]) -> bool:
+    """Tell whether the class of a model may have adapters inside.
+
+    As Phi-4-multimodal's has. Its code names them; PEFT calls that of a fine-tuning "default".
+    """
+    adapters = {match[1] for name in adapted if (match := _ADAPTER_NAME.search(name))}
+    is_own = "auto_map" in config or config.get("model_type") in HOLD_ADAPTERS
+    return is_own and bool(adapters) and PEFT_DEFAULT not in adapters
+
+
+def _find_wrapped(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
+    """Find a word of torch.compile, FSDP, DDP or PEFT in names."""
+    makers = WRAPPERS if "auto_map" in config else {**WRAPPERS, **SHARED}
+    wrapped = _find_words(names, makers)
+    if not _decoder_stacks(config):  # whose own modules may be called so
+        wrapped = {
+            name: words
+            for name, words in wrapped.items()
+            if words != [PARALLEL] or name.startswith(f"{PARALLEL}.")
+        }
+    if not wrapped:
+        return None
+    name, words = next(iter(wrapped.items()))
+    detail = f"{words[0]!r} is a word of {makers[words[0]]}, as in {len(wrapped)} of"
+    detail += f" {len(names)} names; expected the names of the model's class: engines leave out"
+    every = sorted({word for words in wrapped.values() for word in words})
+    return Misnamed(name, f"{detail} all others", words=tuple(every))
+
+
+def _find_words(names: list[str], words: Collection[str]) -> dict[str, list[str]]:
+    """Find the names that have one of those words before others, and which."""
+    text = "\n".join(names)  # most models have none of them
+    there = [re.escape(word) for word in words if f"{word}." in text]
+    if not there:
+        return {}
+    pattern = re.compile(rf"(?<![^.])(?:{'|'.join(there)})(?=\.)")
+    return {name: hits for name in names if (hits := pattern.findall(name))}
+
+
+def _find_other(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
+    """Find that a model has no layer where its class has them all."""
+    stacks = _decoder_stacks(config)
+    if not stacks or not names or is_draft_head(names):
+        return None
+    if any(name.startswith(stacks) for name in names):
+        return None
+    detail = f"the class in config.json, {_class_of(config)}, has layers {stacks[0]}N, and no name"
+    detail += f" of {len(names)} begins so: engines leave out what their class does not have"
+    return Misnamed(names[0], detail, is_wrapped=False)
+
+
+def _decoder_stacks(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Return how names of layers begin in a plain decoder's class.
+
+    () for every other class, for code of a model's own, and where config.json counts no layers.
+    """
+    model, match = str(config.get("model_type")), CLASS.fullmatch(_class_of(config))
+    counts = [config[key] for key in LAYER_COUNTS if key in config]
+    is_counted = bool(counts) and type(counts[0]) is int and counts[0] > 0
+    if "auto_map" in config or not is_counted or not match:
+        return ()
+    # Qwen2MoeForCausalLM of qwen2_moe; Gemma3ForCausalLM and Gemma3TextModel of gemma3_text.
+    stem, wanted = (
+        word.lower().replace("_", "").removesuffix("text") for word in (match[1], model)
+    )
+    if stem != wanted:
+        return ()
+    return STACKS if model in DECODERS else GPT_STACKS if model in GPT_DECODERS else ()
+
+
+def _class_of(config: Mapping[str, object]) -> str:
+    """Return the only class in config.json; "" for none or several."""
+    classes = config.get("architectures")
+    return str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
+
+
+def _strip_line(source: Source, reference: str, words: Iterable[str]) -> str:
+    """Write the line that copies a folder with shorter names of tensors."""
+    repo, folder, download = source.checkpoint.repo, reference.rstrip("/"), ""
+    if repo:
+        folder = repo.rpartition("/")[2]
+        download = f"{shell_line('hf', 'download', repo, '--local-dir', folder)} && "
+    elif Path(reference).is_file():
+        folder = str(Path(reference).parent)
+    pair = json.dumps([folder, f"{folder}-plain"])
+    program = STRIP.format(pair=pair, words="|".join(map(re.escape, words)))
+    return download + shell_line("python", "-c", program)

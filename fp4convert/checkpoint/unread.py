@@ -1,0 +1,113 @@
+"""Find codes, and scales beside weights, that no reader takes.
+
+What no reader takes is carried along as it stands. That is right for masks and tables, and garbage
+where it holds the codes of a matrix, or multiplies one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
+from fp4convert.storage.checkpoint_files import GGUF
+from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef
+
+CODES = {dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8} - {"BOOL"}
+SCALE_WORDS = ("scale", "amax")
+# Causal masks: "attn.bias" of GPT-2, "attn.masked_bias" of GPT-J, bytes of old checkpoints.
+MASK = re.compile(r"(?:^|[._])bias$|mask[^.]*$")
+GGUF_SCALES = (".scale", ".input_scale")  # which llama.cpp reads beside weights of any type
+
+
+class Beside(NamedTuple):
+    """A tensor that is named after a weight.
+
+    weight  name of that weight
+    ending  what the tensor's name has after the module of the weight
+    """
+
+    weight: str
+    ending: str
+    ref: TensorRef
+
+    @property
+    def is_scale(self) -> bool:
+        """Tell whether its name says that it multiplies the weight."""
+        return _is_scale(self.ending)
+
+
+def _is_scale(ending: str) -> bool:
+    return any(word in ending for word in SCALE_WORDS)
+
+
+def find_beside(tensors: Mapping[str, TensorRef], weights: Collection[str]) -> Iterator[Beside]:
+    """Find the tensors that are named after some weights.
+
+    Of M.weight these are M.any, M.weight.any and M_any, where "any" of the last is a scale; of a
+    stack X they are X.any and X_any alike.
+    """
+    stems = {name.removesuffix(WEIGHT): name for name in weights}
+    for name, ref in tensors.items() if stems else ():
+        start = name.rfind(".", 0, max(name.rfind("."), 0))
+        for at in range(len(name) - 1, max(start, 1) - 1, -1):
+            if name[at] not in "._" or (weight := stems.get(name[:at])) in (None, name):
+                continue
+            beside = Beside(weight, name[at:], ref)
+            parts = beside.ending.count(".")
+            if name[at] == "_":
+                is_own = parts == 0 and beside.is_scale
+            else:
+                is_own = parts == 1 or beside.ending.startswith(f"{WEIGHT}.")
+            if is_own:
+                yield beside
+                break
+
+
+def find_unread(
+    tensors: Mapping[str, TensorRef], known: Collection[str], is_recorded: bool
+) -> list[TensorRef]:
+    """Find what is quantized and that no module has taken.
+
+    That is what only quantized checkpoints have, and codes of 8 bits or fewer in two or more
+    dimensions: all of them under a record, else those beside which a scale lies.
+
+    known        names of the tensors that modules have taken
+    is_recorded  a record of an engine says that the checkpoint is quantized
+    Returns      the codes before their scales
+    """
+    left = {name: ref for name, ref in tensors.items() if name not in known}
+    coded = {name for name, ref in left.items() if is_coded(ref)}
+    if not is_recorded:
+        coded = {one.weight for one in find_beside(tensors, coded) if one.is_scale}
+    found = [ref for name, ref in left.items() if name in coded or is_quantized_tensor(ref)]
+    return sorted(found, key=lambda ref: _is_scale(ref.name.rpartition(".")[2]))
+
+
+def is_coded(ref: TensorRef) -> bool:
+    """Tell whether a tensor may hold the codes of a matrix, or of a stack."""
+    return ref.dtype in CODES and len(ref.shape) > 1 and not MASK.search(ref.name)
+
+
+def find_unread_in_gguf(tensors: Mapping[str, TensorRef]) -> list[Beside]:
+    """Find what lies beside quantized weights of GGUF under unknown names.
+
+    llama.cpp refuses a file with a tensor that it has no use for.
+    """
+    quantized = [
+        name
+        for name, ref in tensors.items()
+        if ref.dtype not in DTYPE_BITS and name.endswith(WEIGHT)
+    ]
+    return [
+        one
+        for one in find_beside(tensors, quantized)
+        if (one.is_scale or one.ending.startswith(WEIGHT)) and not _is_applied(one, tensors)
+    ]
+
+
+def _is_applied(beside: Beside, tensors: Mapping[str, TensorRef]) -> bool:
+    """Tell whether a scale is read with its weight, or by llama.cpp."""
+    is_nvfp4 = tensors[beside.weight].dtype == "NVFP4"
+    return beside.ending in GGUF_SCALES and (is_nvfp4 or beside.ref.file.endswith(GGUF))

@@ -1,0 +1,27 @@
+"""explain and recipes: what codes mean, and which recipes there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp4convert.options.looking import ExplainOptions, RecipesOptions
+
+
+def explain(options: ExplainOptions) -> dict[str, Any]:
+    """Return what a code means; the codes of a subject, or all."""
+    from fp4convert.report import text
+
+    if options.code is None:
+        return text.explain_all()
+    if text.is_subject(options.code):
+        return text.explain_all(options.code)
+    return text.explain(options.code)
+
+
+def recipes(options: RecipesOptions) -> dict[str, Any]:
+    """Return what one recipe says, or all that there are."""
+    from fp4convert.recipes import toml_files
+
+    if options.name is None:
+        return toml_files.describe_known()
+    return toml_files.describe(options.name)

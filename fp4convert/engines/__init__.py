@@ -1,0 +1,4 @@
+"""What inference engines load, by version: rows, verdicts, versions.
+
+Imports errors.
+"""

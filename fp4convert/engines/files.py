@@ -1,0 +1,237 @@
+"""Read the files of engines: configs/engines/*.toml.
+
+A file holds presets for --for, commands that serve, and rows of facts by version.  Nothing else in
+the program, and no page, knows what an engine loads.  planning/engine_facts.py collects the facts
+of a plan that rows ask about, quality/engine_check.py those of an artifact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fp4convert.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:  # the command line starts with the names of engines alone
+    from fp4convert.engines.rows import Contents, Row
+    from fp4convert.engines.versions import Version, Versions
+
+ENGINES = (  # words of --for, in the order of lists
+    "vllm",
+    "sglang",
+    "tensorrt-llm",
+    "transformers",
+    "llama.cpp",
+    "mlx",
+    "comfyui",
+    "diffusers",
+)
+NICKNAMES = {
+    "trtllm": "tensorrt-llm",
+    "tensorrt": "tensorrt-llm",
+    "llama": "llama.cpp",
+    "ollama": "llama.cpp",
+    "lm-studio": "llama.cpp",
+    "mlx-lm": "mlx",
+    "hf": "transformers",
+    "huggingface": "transformers",
+    "llm-compressor": "vllm",
+}
+
+
+class Preset(NamedTuple):
+    """Options that make an artifact for an engine.
+
+    only          the models, in words for people; "" for all models
+    models        globs on their model_type
+    source        an example of a source
+    options       further options, such as a recipe
+    keeps_others  the engine reads only experts in this format: all other modules stay
+    """
+
+    dialect: str
+    format: str
+    activations: int = 16
+    only: str = ""
+    models: tuple[str, ...] = ()
+    source: str = "./Model"
+    options: str = ""
+    keeps_others: bool = False
+    note: str = ""
+
+    @property
+    def words(self) -> str:
+        """Return the options that --for chooses, without defaults."""
+        words = f"--format {self.format}"
+        if self.dialect != "compressed-tensors":
+            words += f" --dialect {self.dialect}"
+        return f"{words} --activations {self.activations}" if self.activations != 16 else words
+
+
+class ModelList(NamedTuple):
+    """Models that an engine has a class for: configs/engines/models.
+
+    source   the package, its version and the file with the list
+    by       the kind of names: "class" or "model_type"
+    endings  endings of class names that the engine treats as equal
+    """
+
+    source: str
+    by: str
+    names: frozenset[str]
+    endings: tuple[str, ...] = ()
+
+    def lacks(self, contents: Contents) -> str:
+        """Return the names without a class; "" where one has a class."""
+        names = contents.classes if self.by == "class" else tuple(filter(None, (contents.model,)))
+        return "" if any(map(self._has, names)) else ", ".join(names)
+
+    def _has(self, name: str) -> bool:
+        stems = [name.removesuffix(ending) for ending in self.endings if name.endswith(ending)]
+        others = {stem + ending for stem in stems for ending in self.endings}
+        return not self.names.isdisjoint({name, *others})
+
+
+class Engine(NamedTuple):
+    """An engine: names, presets, commands that serve, facts about artifacts.
+
+    key       the word of --for
+    version   the newest version that was examined; None for engines without versions
+    tried     a few words on the evidence
+    dialects  dialects with artifacts that it loads
+    presets   best first
+    serve     the command that serves a folder {output}, or a file {file} under a {name}; or ""
+    code      lines of Python that load {output} into {auto}; or ""
+    class_code  by dialect: lines of Python with a class {name}, {output} or the one {file} in it,
+              and {source} for its configuration
+    cache     options of `serve` for a KV cache, by its format
+    fallback  a clause on models without a class; "" where it refuses them
+    packages  packages that the code needs, by dialect
+    """
+
+    key: str
+    name: str
+    version: Version | None
+    tried: str
+    rows: tuple[Row, ...]
+    dialects: frozenset[str]
+    presets: tuple[Preset, ...]
+    serve: str = ""
+    code: str = ""
+    class_code: Mapping[str, str] = {}
+    cache: Mapping[str, str] = {}
+    fallback: str = ""
+    packages: Mapping[str, str] = {}
+
+    @property
+    def models(self) -> ModelList | None:
+        """Return the models with a class; None where nobody has a list."""
+        return _read_models(self.key)
+
+    def serving(self, cache: str | None) -> str:
+        """Return the command that serves, with its options for a KV cache."""
+        return " ".join(filter(None, (self.serve, self.cache.get(cache or ""))))
+
+    def rows_on(self, contents: Contents) -> list[Row]:
+        """List the rows that fit an artifact.
+
+        A row without dialects is about every dialect that the engine reads.
+        """
+        dialect = contents.dialect
+        return [
+            row
+            for row in self.rows
+            if dialect in (row.condition.dialects or self.dialects) and row.condition.fits(contents)
+        ]
+
+    def called(self, versions: Versions | None = None) -> str:
+        """Return the name with the end of a range, or the newest version."""
+        if versions is not None and versions.before is not None:
+            return f"{self.name} before {versions.before}"
+        return self.at(self.version)
+
+    def at(self, versions: object) -> str:
+        """Return the name with a version or a range, if any."""
+        return f"{self.name} {versions}" if versions else self.name
+
+
+def known_engines() -> tuple[Engine, ...]:
+    """Read every engine, in the order of ENGINES."""
+    return tuple(map(read_engine, ENGINES))
+
+
+@cache
+def read_engine(key: str) -> Engine:
+    """Read the file of an engine; TypeError or ValueError for unknown keys."""
+    from fp4convert.engines.rows import read_row
+    from fp4convert.engines.versions import read_version
+
+    table = _read_toml(f"{key}.toml")
+    rows = tuple(read_row(_as_tuples(row)) for row in table.pop("row", ()))
+    loaded = (row.condition.dialects for row in rows if row.effect == "loads")
+    return Engine(
+        key=key,
+        version=read_version(table.pop("version")) if "version" in table else None,
+        rows=rows,
+        dialects=frozenset(dialect for dialects in loaded for dialect in dialects),
+        presets=tuple(Preset(**_as_tuples(preset)) for preset in table.pop("preset", ())),
+        **table,
+    )
+
+
+@cache
+def _read_models(key: str) -> ModelList | None:
+    table = _as_tuples(_read_toml(f"models/{key}.toml"))
+    return ModelList(names=frozenset(table.pop("names").split()), **table) if table else None
+
+
+def _read_toml(name: str) -> dict[str, Any]:
+    """Read a file below configs/engines; {} where there is none."""
+    import tomllib
+    from importlib.resources import files
+
+    file = files("fp4convert").joinpath("configs", "engines", *name.split("/"))
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _as_tuples(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+
+
+def find_engine(word: str) -> Engine | None:
+    """Find an engine by its name or a nickname, in any spelling."""
+
+    def plain(word: str) -> str:
+        return "".join(filter(str.isalnum, word.lower()))
+
+    keys = {plain(key): key for key in ENGINES}
+    keys |= {plain(nickname): key for nickname, key in NICKNAMES.items()}
+    key = keys.get(plain(word))
+    return read_engine(key) if key else None
+
+
+def parse_engine(word: object) -> tuple[Engine, Version | None]:
+    """Parse ENGINE, ENGINE:VERSION or ENGINE==VERSION.
+
+    Returns  the engine and the version, without one the newest that was looked at
+    Raises   InputError for others
+    """
+    from fp4convert.engines.versions import read_version
+
+    if not isinstance(word, str):
+        detail = f"engine {word!r} is no text; expected one of {', '.join(ENGINES)}"
+        raise InputError("unknown-engine", detail, 'For example: engine="vllm".')
+    name, colon, number = word.replace("==", ":", 1).partition(":")
+    engine = find_engine(name)
+    if engine is None:
+        detail = f"engine {name!r} is not known; expected one of {', '.join(ENGINES)}"
+        raise InputError("unknown-engine", detail + did_you_mean(name, ENGINES))
+    if not colon:
+        return engine, engine.version
+    try:
+        return engine, read_version(number)
+    except ValueError:
+        detail = f"{number!r} is no version of {engine.name}; expected one as 0.33.0"
+        example = str(engine.version) if engine.version else "1.0"
+        raise InputError("unknown-engine", detail, f"For example: {name}:{example}.") from None

@@ -1,0 +1,75 @@
+"""Fill the shards of one task with the parts of its makers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from fp4convert.makers.maker import PAUSE, Fact, Tools
+from fp4convert.planning.steps import Task, Work
+from fp4convert.storage.shard_writer import ShardWriter
+
+
+class TaskWriter:
+    """The shards of one task, by the name of the file."""
+
+    def __init__(self, folder: Path, task: Task) -> None:
+        self.shards: dict[str, ShardWriter] = {}
+        try:
+            for shard in task.shards:
+                self.shards[shard.file] = ShardWriter(
+                    folder / shard.file, shard.header, shard.outputs, shard.nbytes
+                )
+        except BaseException:
+            self.discard()
+            raise
+
+    def begin_again(self) -> None:
+        """Write everything anew, from the first byte of every output."""
+        for shard in self.shards.values():
+            shard.begin_again()
+
+    def hash_on(self, check: Callable[[int], None]) -> None:
+        """Hash the written beginning of each shard; `check` as in write_task."""
+        for shard in self.shards.values():
+            shard.hash_on(check)
+
+    def discard(self) -> None:
+        """Close all shards, and leave nothing behind."""
+        for shard in self.shards.values():
+            shard.discard()
+
+
+class Making:
+    """A maker at work, and the outputs that its parts are appended to.
+
+    facts  its return value; nothing before its end
+    """
+
+    def __init__(self, work: Work, tools: Tools, writer: TaskWriter) -> None:
+        self.work = work
+        self.facts: tuple[Fact, ...] = ()
+        self._parts = work.maker.parts(tools)
+        self._outputs = {ref.name: ref for step in work.steps for ref in step.outputs}
+        self._writer = writer
+        self.is_done = False
+
+    def advance(self, stop: threading.Event, is_first_pass: bool = False) -> None:
+        """Append parts until the maker ends, or pauses in the first pass."""
+        while not (stop.is_set() or self.is_done):
+            try:
+                name, data = next(self._parts)
+            except StopIteration as end:
+                self.facts, self.is_done = end.value or (), True
+                return
+            if name == PAUSE[0]:
+                if is_first_pass:
+                    return
+                continue
+            ref = self._outputs[name]
+            self._writer.shards[ref.file].append(ref, data)
+
+    def close(self) -> None:
+        """End the maker where it stands; it holds nothing afterwards."""
+        self._parts.close()

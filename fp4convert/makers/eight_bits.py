@@ -1,0 +1,102 @@
+"""Round a matrix to FP8 or MXFP8, or keep its codes or integers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import NamedTuple
+
+from fp4convert.checkpoint.dialects.tables import Part, encode_int4
+from fp4convert.checkpoint.encodings.base import Linear, input_scale_of, room_for
+from fp4convert.checkpoint.encodings.fp8 import as_stored, block_of, decode_scales
+from fp4convert.makers.maker import Fact, Parts, Tools
+from fp4convert.makers.methods.protected import low_ranks_of, measure
+from fp4convert.makers.spelling import NO_BYTES, Losses, Spelling, naming, reach_over
+from fp4convert.makers.unit import Stem, Unit, fold_refs
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import as_floats
+from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.fp8_rounding import find_scales
+from fp4convert.storage.safetensors import TensorRef
+
+Panel = tuple[memoryview, memoryview]
+"""Codes of whole rows, and scales as they are stored; either may be empty."""
+
+
+class Eight(NamedTuple):
+    """One matrix.
+
+    rule  chooses the scales; None: codes and scales stay
+    """
+
+    stem: Stem
+    linear: Linear
+    spelling: Spelling
+    rule: str | None
+
+    @property
+    def reads(self) -> tuple[TensorRef, ...]:
+        return (*self.linear.refs, *fold_refs((self.linear,)))
+
+    @property
+    def measures(self) -> tuple[TensorRef, ...]:
+        return ()
+
+    @property
+    def held_nbytes(self) -> int:
+        return self.linear.nbytes if self.rule else 0
+
+    @property
+    def pauses(self) -> bool:
+        return False
+
+    def parts(self, tools: Tools) -> Parts:
+        linear, form = self.linear, self.spelling.form
+        if self.rule is None:
+            yield from self._encode(linear.coding.kept(linear, tools.source, form), tools)
+            return (Fact("taken_over", self.stem.name),)
+        losses = Losses(self.stem.name, [linear], form)
+        rounded = closing(self._rounded(tools, losses))
+        with naming([linear], tools), room_for(tools.source, [linear]), rounded as panels:
+            yield from self._encode(panels, tools)
+        return losses.facts()
+
+    def _encode(self, panels: Iterator[Panel], tools: Tools) -> Iterator[Part]:
+        """Name the bytes; a scale of activations that nobody gives is 1."""
+        stem, form, table = self.stem, self.spelling.form, self.spelling.spoken.TRAITS.fp8
+        if not form.format.is_fp8 or table is None:
+            return encode_int4(stem.name, stem.shape, panels)
+        known, own = next(iter(stem.input_scales), None), input_scale_of(self.linear)
+        if known is not None:
+            known *= reach_over([self.linear], tools.source)
+        elif own:
+            (known,) = decode_scales(tools.source.read(own), own.dtype)
+        input_scale = 1.0 if known is None else float(known)
+        return table.encode(stem.name, stem.shape, form, panels, input_scale)
+
+    def _rounded(self, tools: Tools, losses: Losses) -> Generator[Panel]:
+        """Yield codes panel by panel, then all scales.
+
+        Formula  as fp8_rounding.py has it
+        """
+        linear, form = self.linear, self.spelling.form
+        weights = linear.coding.weights(linear, tools.source)
+        block, changes = block_of(form, weights.shape), low_ranks_of(weights)
+        with tools.backend.fp8_passes(weights) as passes:
+            scales = find_scales(weights, block, form.format, str(self.rule), passes)
+            for first, shape, codes, lost in passes.fp8_panels(weights, block, scales):
+                adapter = lost.adapter
+                if changes:
+                    x = as_floats(weights.rows(first, first + shape[0]))
+                    values = Cpu().decode_fp8(codes, shape, Grid(scales, block, first))
+                    adapter = measure(changes, first, x, values)
+                losses.add(lost._replace(adapter=adapter), shape[0] * shape[1])
+                yield codes, NO_BYTES
+        yield NO_BYTES, as_stored(scales, form)
+
+
+def make(unit: Unit) -> Eight:
+    """Take eight-bit modules, and packed ones that are kept as they are."""
+    (stem,), (linear,) = unit.stems, unit.linears.values()
+    rule = unit.target.rule_for(unit.form.format) if unit.action == "quantize" else None
+    return Eight(stem, linear, Spelling(str(unit.target.dialect), unit.form), rule)

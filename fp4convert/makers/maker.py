@@ -1,0 +1,93 @@
+"""Define the protocol of makers.
+
+A maker is a frozen value that a plan holds: of one scale group in a shard, one stack or one tensor.
+It lists the tensors that it reads; `parts` makes the bytes, and returns facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from fp4convert.checkpoint.dialects.tables import Part
+from fp4convert.errors import NumericError
+from fp4convert.numerics.backends.base import Backend
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source
+
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
+
+PAUSE: Part = ("", memoryview(b""))
+"""Stands behind the scalars that a maker yields before it reads its rows a second time."""
+
+
+class Fact(NamedTuple):
+    """One thing that a maker learnt, for the record of its task.
+
+    kind   account: the losses of a module; global_scale: of a scale group with members in other
+           shards, which find the same; taken_over: the module came with codes; saturated: it has
+           weights beyond what a given global scale can say
+    about  name of the module or the scale group
+    """
+
+    kind: Literal["account", "global_scale", "taken_over", "saturated"]
+    about: str
+    value: object = None
+
+
+Parts = Generator[Part, None, tuple[Fact, ...]]
+
+
+class Tools(NamedTuple):
+    """Everything that makers work with; opened once, and part of no key.
+
+    calibration  the open file that methods name by its sha256; None where none takes statistics
+    threads      callers that serve it best; 0: as the backend says
+    """
+
+    source: Source
+    backend: Backend
+    calibration: Calibration | None = None
+    threads: int = 0
+
+
+class Maker(Protocol):
+    """Makes the bytes of one scale group in a shard, one stack or one tensor.
+
+    The repr of a maker is its part of the key of its task: equal reprs promise equal bytes. A field
+    that has no repr (an open artifact, the factors of an adapter) needs a hash beside it.
+    """
+
+    @property
+    def reads(self) -> tuple[TensorRef, ...]:
+        """List the tensors whose bytes go into the result, of any shard."""
+
+    @property
+    def measures(self) -> tuple[TensorRef, ...]:
+        """List the tensors that are read for scales alone, of any shard."""
+
+    @property
+    def held_nbytes(self) -> int:
+        """Count the bytes of the source that are read more than once together."""
+
+    @property
+    def pauses(self) -> bool:
+        """Tell whether parts yields PAUSE, behind scalars."""
+
+    def parts(self, tools: Tools) -> Parts:
+        """Yield bytes to append to the output of a name; return the facts.
+
+        Each output comes from its first byte to its last; a part is valid until the next is asked
+        for.
+
+        Raises  UnsoundShardError that names tensors; NumericError; DeviceError
+        """
+
+
+class UnsoundShardError(Exception):
+    """A shard that cannot be finished, because of these tensors."""
+
+    def __init__(self, errors: list[NumericError]) -> None:
+        super().__init__()
+        self.errors = errors

@@ -1,0 +1,355 @@
+"""Declare how commands read and work; refuse what would be without use.
+
+Nothing here changes a byte of a result but which revision and folder is read.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fp4convert.errors import InputError, did_you_mean, shell_line
+from fp4convert.progress import Phases
+from fp4convert.recipes.options import (
+    DEVICE,
+    HUB,
+    MACHINES,
+    OUTPUT,
+    TARGET,
+    Declared,
+    Option,
+    Reference,
+    declared_in,
+    take_words,
+)
+
+if TYPE_CHECKING:  # what commands load when they run
+    from fp4convert.execution.settings import Settings
+    from fp4convert.storage.source import Access
+
+TRANSPORTS = ("http", "xet")
+DEVICES = "[auto|cpu|cuda|cuda:N]"  # as --help shows them
+LONGEST_NAME = 255  # bytes of a file's name on any disk
+MOST_MEMORY = 1e6  # GB; inf, too, means no limit
+
+
+def ignore(line: str) -> None:
+    """Do nothing with a line for people."""
+
+
+def as_nbytes(gigabytes: float, what: str = "memory") -> int:
+    """Return bytes for GB; inf is as many as there are.
+
+    Raises  InputError below 0 and for NaN
+    """
+    if not gigabytes >= 0:
+        raise InputError(
+            "usage", f"{gigabytes:g} GB of {what}; expected 0 or more", "Give a number of GB."
+        )
+    return int(min(gigabytes, MOST_MEMORY) * 10**9)
+
+
+def take_references(options: "AccessOptions") -> None:
+    """Read ~ and addresses of the Hub in what the options name.
+
+    Raises  InputError for an address with a revision or a folder that others contradict, for an
+            empty name, and for one that is too long
+    """
+    # A subfolder first: addresses are compared with it as it is spelled then.
+    for each in sorted(declared_in(type(options)), key=lambda each: each.name != "subfolder"):
+        given = getattr(options, each.name)
+        if each.type == Iterable[Reference]:
+            several = (given,) if isinstance(given, str | os.PathLike) else given
+            setattr(options, each.name, tuple(_take_one(options, each, one) for one in several))
+        elif given is not None and (
+            each.type in (Reference, Reference | None) or each.name == "subfolder"
+        ):
+            setattr(options, each.name, _take_one(options, each, given))
+
+
+def _take_subfolder(given: str) -> str | None:
+    """Spell a subfolder one way; None for the source itself."""
+    from fp4convert.storage.source import Access, subfolder_of
+
+    return subfolder_of(Access(subfolder=given)) or None
+
+
+def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Reference | None:
+    """Return what one reference of an option leads to; set what else it names."""
+    text, flag = os.fspath(given), f"--{each.name.replace('_', '-')}"
+    if not text and not each.option.is_argument:
+        raise InputError("usage", f"{flag} is empty", "Give a name, or leave it out.")
+    longest = max(len(os.fsencode(part)) for part in text.split("/"))
+    if longest > LONGEST_NAME and each.name != "output":  # which whoever makes it tells
+        detail = f"{text[:60]}... has a name of more than {LONGEST_NAME} bytes"
+        if each.option.is_argument:
+            raise InputError("no-source", f"{detail}, more than disks allow")
+        raise InputError("usage", f"{detail}, more than disks allow", f"Check {flag}.")
+    if each.name == "subfolder":
+        return _take_subfolder(text)
+    if not isinstance(given, str):
+        return given
+    if not given.startswith(("~", "http")) and not given.endswith("/"):
+        return given  # what it is already: nearly always
+    from fp4convert.storage.open import read_reference
+
+    place = read_reference(given)
+    for name in ("revision", "subfolder"):
+        found, known = getattr(place, name), getattr(options, name)
+        if found and name == "subfolder":
+            found = _take_subfolder(found)
+        if found and not each.option.is_argument:
+            detail = f"{given} names the {name} {found}, which --{each.name} does not take"
+            raise InputError("usage", detail, f"Name the repository: {shell_line(place.reference)}")
+        if found and each.option.is_several:
+            detail = f"{given} names the {name} {found}, and --{name} is that of all artifacts"
+            step = (
+                f"Name the repository, {shell_line(place.reference)}, or a folder with its files."
+            )
+            raise InputError("usage", f"{detail}; expected ORG/NAME", step)
+        if found and known not in (None, found):
+            detail = f"{given} names the {name} {found}, and {known} is given"
+            raise InputError("usage", f"{detail}; expected one of them", f"Leave --{name} out.")
+        if found:
+            setattr(options, name, found)
+    return place.reference
+
+
+Force = Annotated[
+    bool,
+    Option("Replace what an earlier run of fp4convert left in the output folder.", panel=OUTPUT),
+]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class AccessOptions:
+    """How sources and artifacts are found and read.
+
+    tell  gets lines for people: what is waited for, which part this is, which page was written
+    """
+
+    revision: Annotated[
+        str | None, Option("Branch, tag or commit. Default: main.", panel=HUB, value="<name>")
+    ] = None
+    subfolder: Annotated[
+        str | None,
+        Option("Subfolder that holds the checkpoint.", panel=HUB, value="<path>"),
+    ] = None
+    token: Annotated[
+        str | None,
+        Option("Access token. Better: hf auth login. [env: HF_TOKEN]", panel=HUB, value="<token>"),
+    ] = None
+    memory: Annotated[
+        float,
+        Option(
+            "GB of memory at most, unless one scale group needs more.",
+            least=0,
+            panel=HUB,
+            value="<gb>",
+        ),
+    ] = 1.0
+    config: Annotated[
+        Reference | None,
+        Option(
+            "Folder with the config.json of a GGUF file's model: the file is read as safetensors.",
+            parse=Path,
+            panel=TARGET,
+            value="<dir>",
+        ),
+    ] = None
+    transport: Annotated[
+        str, Option("How files are fetched; xet needs hf_xet.", TRANSPORTS, panel=HUB)
+    ] = TRANSPORTS[0]
+    tell: Callable[[str], None] = ignore
+
+    def __post_init__(self) -> None:
+        take_words(self)
+        take_references(self)
+
+    @property
+    def known_token(self) -> str | None:
+        """Return the token; None for an empty one."""
+        return (self.token or "").strip() or None
+
+    def access(self, output: Path | None = None) -> "Access":
+        """Return how the Hub is asked.
+
+        output  where an unfinished plan may lie, which says of which commit it is
+        Raises  InputError for a transport or an amount of memory that cannot be
+        """
+        from fp4convert.storage.source import Access
+
+        if self.transport not in TRANSPORTS:
+            expected = f"expected {' or '.join(TRANSPORTS)}"
+            detail = f"transport {self.transport!r} is not known; {expected}"
+            raise InputError("transport", detail + did_you_mean(self.transport, TRANSPORTS))
+        return Access(
+            revision=self.revision,
+            subfolder=self.subfolder,
+            token=self.known_token,
+            memory_nbytes=as_nbytes(self.memory),
+            tell=self.tell,
+            transport=self.transport,
+            output=output,
+            config=None if self.config is None else Path(self.config),
+        )
+
+    def folder_of(self, artifact: Reference) -> Path | None:
+        """Return the folder of an artifact on this disk.
+
+        None for a single file, whose neighbours are not its own, and for the Hub.
+        """
+        from fp4convert.storage.source import subfolder_of
+
+        is_folder = os.path.isdir(artifact)
+        return Path(artifact, subfolder_of(self.access())) if is_folder else None
+
+    def original_access(self) -> "Access":
+        """Return how the source of an artifact is found.
+
+        At its own revision; --config is for whichever is a GGUF file.
+        """
+        return replace(self.access(), revision=None)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class WorkOptions(AccessOptions):
+    """How a command that writes works; nothing here changes a byte.
+
+    phases  learns how far the work is
+    warn    gets what a person should know before the work; None for Python's warnings
+    """
+
+    workers: Annotated[
+        int, Option("Number of threads; 0 chooses by the device.", least=0, panel=DEVICE)
+    ] = 0
+    force: Force = False
+    phases: Phases | None = None
+    warn: Callable[[Iterable[str]], None] | None = None
+
+    def settings(self, device: str) -> "Settings":
+        """Return how to work; InputError for fewer workers than none."""
+        from fp4convert.execution.settings import Settings
+
+        if self.workers < 0:
+            raise InputError(
+                "usage",
+                f"workers is {self.workers}; expected 0 or more",
+                "Leave it out: as many as suit the device.",
+            )
+        return Settings(
+            device=device,
+            workers=self.workers,
+            is_forced=self.force,
+            phases=self.phases or Phases(),
+            tell=self.tell,
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class DeviceOptions(WorkOptions):
+    """Where a command computes."""
+
+    device: Annotated[
+        str,
+        Option(
+            "auto takes the CPU, and GPUs that pass a check where the plan says they win.",
+            panel=DEVICE,
+            value=DEVICES,
+        ),
+    ] = "auto"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PartOptions(WorkOptions):
+    """Which part of the work this process does, of one that several share."""
+
+    join: Annotated[
+        bool,
+        Option(
+            "Share the work with other processes that write to the same folder.", panel=MACHINES
+        ),
+    ] = False
+    shard_index: Annotated[
+        int | None,
+        Option(
+            "Convert this part only, from 0; when all are done: fp4convert merge.", panel=MACHINES
+        ),
+    ] = None
+    num_shards: Annotated[
+        int | None,
+        Option(
+            "Number of parts. Default of both: from Slurm, torchrun or SkyPilot.", panel=MACHINES
+        ),
+    ] = None
+
+    def settings(self, device: str, is_elsewhere: bool = False) -> "Settings":
+        """Return how to work, with the part that this process does.
+
+        is_elsewhere  other processes take the tasks as they come
+        Raises        InputError for a part that cannot be; a launcher's variables count, too
+        """
+        from fp4convert.execution.share import choose_share
+
+        if self.join and self.force:
+            detail = "--force replaces what is there, and a worker that joins never does"
+            step = "Leave --force out; or begin alone with --force, and let the others join."
+            raise InputError("idle-option", detail, step)
+        settings, is_shared = super().settings(device), self.join or is_elsewhere
+        share = choose_share(is_shared, self.shard_index, self.num_shards, os.environ)
+        return replace(settings, is_joining=self.join, share=share)
+
+
+def refuse_idle_options(options: AccessOptions) -> None:
+    """Raise InputError for an option that only the Hub would use.
+
+    What is on this disk is no repository; a name that is nowhere is told of later.
+    """
+    _refuse_idle_config(options)
+    declared = {each.name: each for each in declared_in(type(options))}
+    read = [name for name, each in declared.items() if each.option.is_argument]
+    if not _are_here(options, read):
+        return
+    # The source of an artifact is read at its own revision; a token may write, too.
+    idle = ["revision"]
+    if _are_here(options, ["source"]):
+        idle += ["memory", "transport"]
+        idle += [] if getattr(options, "push_to_hub", None) else ["token"]
+    for name in idle:
+        if getattr(options, name) not in ("", declared[name].default):
+            given = _given(options, read)
+            verb = "is" if len(given) == 1 else "are"
+            detail = f"--{name} is for the Hub, and {' and '.join(given)} {verb} here"
+            step = f"Leave --{name} out; a repository is named as ORG/NAME."
+            raise InputError("idle-option", f"{detail}, on this disk", step)
+
+
+def _refuse_idle_config(options: AccessOptions) -> None:
+    """Raise InputError for --config where nothing on this disk is a GGUF file."""
+    named = [each.name for each in declared_in(type(options)) if each.option.is_argument]
+    if hasattr(options, "recipe") and hasattr(options, "artifact"):  # reproduce reads a source
+        named = ["source"]
+    elif hasattr(options, "source") and "source" not in named:  # of an artifact
+        named.append("source")
+    if options.config is None or not _are_here(options, named):
+        return
+    from fp4convert.storage.checkpoint_files import GGUF
+
+    given = _given(options, named)
+    folders = (os.listdir(place) if os.path.isdir(place) else [place] for place in given)
+    if not any(name.endswith(GGUF) for names in folders for name in names):
+        detail = f"--config is for GGUF files, and {' and '.join(given)} is none"
+        raise InputError("idle-option", detail, "Leave --config out.")
+
+
+def _are_here(options: AccessOptions, names: list[str]) -> bool:
+    """Tell whether all that is named is on this disk."""
+    return all(map(os.path.exists, _given(options, names)))
+
+
+def _given(options: AccessOptions, names: list[str]) -> list[str]:
+    """Return what the options of those names name, each of several."""
+    found = (getattr(options, name, None) for name in names)
+    several = (one if isinstance(one, tuple) else (one,) for one in found)
+    return [os.fspath(one) for each in several for one in each if one is not None]

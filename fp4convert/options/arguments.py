@@ -1,0 +1,164 @@
+"""Declare arguments and options that several commands have."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fp4convert.checkpoint.dialects.registry import DIALECTS
+from fp4convert.engines.files import ENGINES
+from fp4convert.errors import InputError, shell_line
+from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.recipes.options import OUTPUT, QUALITY, TARGET, Option, Reference
+
+if TYPE_CHECKING:  # what commands load when they run
+    from fp4convert.checkpoint.adapters.peft import Adapter
+    from fp4convert.storage.source import Access
+
+DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
+KEPT_DTYPES = (*DTYPES[:-1], "q8_0")
+WORDS_OF_DTYPES = {kind.config_name: kind.word for kind in FLOAT_TYPES.values()}
+FILE_ENDINGS = (".gguf", ".safetensors")
+
+
+SourceArgument = Annotated[
+    Reference,
+    Option("A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.", is_argument=True),
+]
+ArtifactArgument = Annotated[
+    Reference,
+    Option("A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.", is_argument=True),
+]
+NewFolder = Annotated[
+    Reference,
+    Option("New folder.", parse=Path, flags=("--output", "-o"), panel=TARGET),
+]
+Dialect = Annotated[
+    str,
+    Option(
+        "Tensor names and config records that your engine reads.",
+        DIALECTS,
+        panel=TARGET,
+        value="<name>",
+    ),
+]
+KeptDtype = Annotated[
+    str | None,
+    Option(
+        "Write kept fp32 matrices, and packed ones that become floats, as this; vectors and routers"
+        " stay as they are. q8_0 is for --dialect gguf, and kept matrices of 16 bits become it,"
+        " too.",
+        KEPT_DTYPES,
+        panel=TARGET,
+        synonyms={name: word for name, word in WORDS_OF_DTYPES.items() if word in DTYPES[:-1]},
+    ),
+]
+EngineName = Annotated[
+    str | None,
+    Option(
+        f"Engine that is to load it, or ENGINE:VERSION. One of: {', '.join(ENGINES)}.",
+        ENGINES,
+        flags=("--for",),
+        panel=TARGET,
+        value="<engine>",
+    ),
+]
+Page = Annotated[
+    Reference | None,
+    Option(
+        "Write an HTML page that shows the quantization error of every layer.",
+        parse=Path,
+        panel=OUTPUT,
+    ),
+]
+Statistics = Annotated[
+    Reference | None,
+    Option(
+        "Statistics of this source, a file made by fp4convert calibrate.", parse=str, panel=QUALITY
+    ),
+]
+Adapters = Annotated[
+    Reference | Iterable[Reference] | None,
+    Option(
+        "Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.",
+        parse=str,
+        is_several=True,
+        panel=QUALITY,
+        value="<path>",
+    ),
+]
+
+AdapterScale = Annotated[
+    float | None,
+    Option("With --lora: multiplies the adapter's own scale. Default: 1.", panel=QUALITY),
+]
+Sarif = Annotated[
+    Reference | None,
+    Option("Write the findings as SARIF 2.1.0, for code scanning.", parse=Path, panel=OUTPUT),
+]
+Merged = Annotated[
+    Reference | Iterable[Reference] | None,
+    Option(
+        "The LoRA adapter that --source was merged with, as quantize --lora had it.",
+        parse=str,
+        is_several=True,
+        panel=QUALITY,
+        value="<path>",
+    ),
+]
+ByLayer = Annotated[
+    bool,
+    Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY),
+]
+
+
+def as_folder(output: Reference, source: Reference) -> Path:
+    """Return the folder that is written; InputError for the name of a file.
+
+    source  whose single file would lie in it
+    """
+    path = Path(output)
+    if path.suffix not in FILE_ENDINGS or path.is_dir():
+        return path
+    name = Path(source).name
+    file = name if name.endswith(path.suffix) else f"NAME{path.suffix}"
+    detail = f"-o {path} names a file, and a folder is written, with {file} in it"
+    raise InputError(
+        "output-name",
+        f"{detail}; expected a folder's name",
+        f"Leave the ending out: {shell_line('-o', path.with_suffix(''))}",
+    )
+
+
+def one_adapter(given: Reference | Iterable[Reference] | None) -> tuple[str, ...]:
+    """Return the adapter that is given, if any.
+
+    Raises  InputError for several, whose order and weights nobody tells
+    """
+    several = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
+    if len(several) > 1:
+        detail = f"--lora is given {len(several)} times; expected one adapter"
+        step = "Join them into one with PEFT first: add_weighted_adapter."
+        raise InputError("adapter-several", detail, step)
+    return tuple(os.fspath(each) for each in several)
+
+
+def chosen_adapter(
+    lora: Reference | Iterable[Reference] | None, scale: float | None, access: "Access"
+) -> "Adapter | None":
+    """Read the adapter that is given, if any.
+
+    Raises  InputError for a scale without one, and what open_adapter raises
+    """
+    from fp4convert.checkpoint.adapters.peft import open_adapter
+
+    given = one_adapter(lora)
+    if not given and scale is not None:
+        detail = "--lora-scale is given, and no adapter; expected --lora ADAPTER"
+        raise InputError("usage", detail, "Name the adapter, or leave --lora-scale out.")
+    return open_adapter(given[0], 1.0 if scale is None else scale, access) if given else None
+
+
+def as_path(file: Reference | None) -> Path | None:
+    """Return the path of a file that may not be named."""
+    return None if file is None else Path(file)

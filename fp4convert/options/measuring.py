@@ -1,0 +1,224 @@
+"""Declare the options of calibrate, compare and evaluate.
+
+In these commands models read a text.  The docstring of a class is the help of its command.
+"""
+
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from fp4convert.numerics.formats import GRAMS
+from fp4convert.options.access import DEVICES, AccessOptions, DeviceOptions, Force
+from fp4convert.options.arguments import (
+    Adapters,
+    AdapterScale,
+    ArtifactArgument,
+    ByLayer,
+    Merged,
+    Page,
+    Sarif,
+    SourceArgument,
+)
+from fp4convert.progress import Phases
+from fp4convert.recipes.options import DEVICE, OUTPUT, QUALITY, TARGET, Option, Reference
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TextOptions(AccessOptions):
+    """Which text a model is given, and where it runs.
+
+    USUAL_LENGTH  most tokens of a sample where a person does not say
+    """
+
+    USUAL_LENGTH: ClassVar[int] = 2048
+    text: Annotated[
+        Reference | Iterable[Reference] | None,
+        Option(
+            "A file of plain text; may be given several times.",
+            parse=Path,
+            is_several=True,
+            panel=TARGET,
+        ),
+    ] = None
+    dataset: Annotated[
+        Reference | None,
+        Option(
+            "jsonl or parquet: conversations ('messages'), which the model's chat template writes,"
+            " with images or sound its processor, or 'text'.",
+            parse=Path,
+            flags=("--dataset", "--chat"),
+            panel=TARGET,
+        ),
+    ] = None
+    self_generate: Annotated[
+        int | None,
+        Option("No data: let the model write this many sequences.", panel=TARGET),
+    ] = None
+    samples: Annotated[
+        int, Option("Largest number of samples, spread evenly over the data.", panel=QUALITY)
+    ] = 128
+    sequence_length: Annotated[
+        int | None,
+        Option(
+            "Tokens of a sample. Default: up to 2048, or 512 with --self-generate.",
+            panel=QUALITY,
+        ),
+    ] = None
+    device: Annotated[
+        str, Option("auto takes a GPU, else the CPU.", panel=DEVICE, value=DEVICES)
+    ] = DeviceOptions.device
+    hold: Annotated[
+        float,
+        Option(
+            "With --self-generate: GB of weights held in memory.",
+            least=0,
+            panel=DEVICE,
+            value="<gb>",
+        ),
+    ] = 8.0
+
+
+@dataclass(eq=False, repr=False)
+class CalibrateOptions(TextOptions):
+    """Record the inputs of linear layers, for better rounding.
+
+    Text runs through the model, a layer at a time; statistics of what every linear layer is given
+    are kept.
+
+    Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram
+    block:128
+    """
+
+    source: SourceArgument
+    output: Annotated[
+        Reference,
+        Option("New safetensors file.", parse=Path, flags=("--output", "-o"), panel=TARGET),
+    ]
+    _: KW_ONLY
+    gram: Annotated[
+        str,
+        Option(
+            "Input statistics: diag for importance and awq, block:N or full for gptq.",
+            panel=QUALITY,
+            value=f"[{'|'.join(GRAMS)}]",
+        ),
+    ] = "diag"
+    sensitivity: Annotated[
+        bool,
+        Option(
+            "Also measure what outputs lose by each part in each format, for --target-bits.",
+            panel=QUALITY,
+        ),
+    ] = False
+    lora: Adapters = ()
+    lora_scale: AdapterScale = None
+    force: Force = False
+    phases: Phases | None = None
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class WindowOptions(TextOptions):
+    """Which text two models read, window by window."""
+
+    USUAL_LENGTH: ClassVar[int] = 512
+    sequence_length: Annotated[
+        int | None,
+        Option(
+            "Tokens of a window; each is read by itself. Default: up to 512.",
+            panel=QUALITY,
+        ),
+    ] = None
+
+
+@dataclass(eq=False, repr=False)
+class CompareOptions(WindowOptions):
+    """Show which of several artifacts is best, and by how much.
+
+    All are measured against one source, tensor by tensor, and with a text by their predictions.
+    Exit code 6 when one of them is not of that source.
+
+    Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M --report page.html
+    """
+
+    artifacts: Annotated[
+        Iterable[Reference],
+        Option(
+            "Two or more artifacts of one model, in any formats and dialects.",
+            parse=str,
+            is_argument=True,
+            is_several=True,
+        ),
+    ]
+    _: KW_ONLY
+    source: Annotated[
+        Reference,
+        Option("The original checkpoint, to measure all against.", parse=str, panel=TARGET),
+    ]
+    lora: Merged = ()
+    calibration: Annotated[
+        Reference | None,
+        Option(
+            "Measure output errors for the inputs that a calibration file recorded.",
+            parse=Path,
+            panel=QUALITY,
+        ),
+    ] = None
+    by_layer: ByLayer = False
+    report: Annotated[
+        Reference | None,
+        Option(
+            "Write an HTML page of all artifacts, and its figures beside it as .csv and .json.",
+            parse=Path,
+            panel=OUTPUT,
+        ),
+    ] = None
+    phases: Phases | None = None
+
+
+@dataclass(eq=False, repr=False)
+class EvaluateOptions(WindowOptions):
+    """Compare an artifact's predictions with its source's.
+
+    Both read the same text, a layer at a time: KL divergence, how often the likeliest token is the
+    same, perplexity of both. Exit code 6 when a limit is missed.
+
+    Example: fp4convert evaluate ./Llama-3.1-8B-NVFP4 --source ./Llama-3.1-8B --text book.txt
+    """
+
+    artifact: ArtifactArgument
+    _: KW_ONLY
+    source: Annotated[
+        Reference,
+        Option("The original checkpoint, to compare with.", parse=str, panel=TARGET),
+    ]
+    lora: Merged = ()
+    by_layer: ByLayer = False
+    max_kl: Annotated[
+        float | None,
+        Option("Fail when the mean KL divergence is above this many nats.", panel=QUALITY),
+    ] = None
+    min_top1: Annotated[
+        float | None,
+        Option(
+            "Fail when the likeliest token is the same less often; 0.95 is 95 %.", panel=QUALITY
+        ),
+    ] = None
+    max_ppl_ratio: Annotated[
+        float | None,
+        Option(
+            "Fail when perplexity over the source's is above this; 1.02 is 2 % more.",
+            panel=QUALITY,
+        ),
+    ] = None
+    card: Annotated[
+        Reference | None,
+        Option(
+            "Write the figures into a model card; what else it says stays.",
+            parse=Path,
+            panel=OUTPUT,
+        ),
+    ] = None
+    report: Page = None
+    sarif: Sarif = None
+    phases: Phases | None = None

@@ -1,0 +1,313 @@
+"""Declare the options of quantize: the docstring here is its help."""
+
+import os
+from dataclasses import KW_ONLY, dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR, DIALECTS
+from fp4convert.errors import InputError, shell_line
+from fp4convert.numerics.formats import (
+    DAMPING,
+    FORMATS,
+    FP8,
+    METHODS,
+    NVFP4,
+    PASSES,
+)
+from fp4convert.options.access import DeviceOptions, PartOptions
+from fp4convert.options.arguments import (
+    Adapters,
+    AdapterScale,
+    EngineName,
+    KeptDtype,
+    Page,
+    SourceArgument,
+    Statistics,
+    as_folder,
+    one_adapter,
+)
+from fp4convert.recipes.options import (
+    DRAFTS,
+    HUB,
+    MACHINES,
+    MODULES,
+    QUALITY,
+    TARGET,
+    Option,
+    RecipeOptions,
+    Reference,
+    declared_in,
+)
+
+ACTIVATION_BITS = ("16", "8", "4")
+VIAS = ("fp8",)
+CACHES = (FP8.name, NVFP4.name)  # what a cache of keys and values may hold
+
+
+def _usual_activations(fmt: str, dialect: str) -> int:
+    """Return the bits of activations where nobody says; 16 for unknown words."""
+    if dialect in ALWAYS_FOUR:
+        return 4
+    if not (fmt in FORMATS and FORMATS[fmt].is_fp8 and dialect in DIALECTS):
+        return 16
+    from fp4convert.checkpoint.dialects.target_forms import usual_activations
+
+    return usual_activations(FORMATS[fmt], dialect)
+
+
+def _rules() -> str:
+    """Return the rules of every format, the default first."""
+    lines = []
+    for fmt in FORMATS.values():
+        others = [rule for rule in fmt.scale_rules if rule != fmt.default_rule]
+        lines.append(f"{fmt.name}: {', '.join([f'{fmt.default_rule} (default)', *others])}")
+    return "; ".join(lines)
+
+
+@dataclass(eq=False, repr=False)
+class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
+    """Convert a checkpoint to NVFP4, MXFP4, FP8 or MXFP8.
+
+    Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
+    """
+
+    source: SourceArgument
+    _: KW_ONLY
+    format: Annotated[
+        str | None,
+        Option("Format of the quantized weights. --for chooses it.", tuple(FORMATS), panel=TARGET),
+    ] = None
+    engine: EngineName = None
+    output: Annotated[
+        Reference | None,
+        Option(
+            "New folder. Default: ./NAME-FORMAT.",
+            parse=Path,
+            flags=("--output", "-o"),
+            panel=TARGET,
+        ),
+    ] = None
+    dialect: Annotated[
+        str | None,
+        Option(
+            f"Tensor names and config records that your engine reads. Default: {DIALECTS[0]}.",
+            DIALECTS,
+            panel=TARGET,
+            value="<name>",
+        ),
+    ] = None
+    activations: Annotated[
+        int | None,
+        Option(
+            "4 lets engines quantize activations too, for the FP4 tensor cores; 8 is for fp8"
+            " and mxfp8. Default: 16, and for these 8 where the dialect can say it; in"
+            f" dialect {ALWAYS_FOUR[0]} 4.",
+            ACTIVATION_BITS,
+            panel=TARGET,
+        ),
+    ] = None
+    kv_cache: Annotated[
+        str | None,
+        Option(
+            "Write scales and records for an FP8 or NVFP4 KV cache; NVFP4 needs --calibration.",
+            CACHES,
+            panel=TARGET,
+            synonyms={"fp8_e4m3": CACHES[0], "e4m3": CACHES[0]},
+        ),
+    ] = None
+    target_size: Annotated[
+        float | None,
+        Option(
+            "Largest size of the result: modules get formats by measured loss.",
+            panel=TARGET,
+            value="<gb>",
+        ),
+    ] = None
+    target_bits: Annotated[
+        float | None,
+        Option(
+            "The same as bits per weight, averaged over the quantized modules.",
+            panel=TARGET,
+            value="<bits>",
+        ),
+    ] = None
+    keep_packed: Annotated[
+        bool,
+        Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET),
+    ] = False
+    keep_dtype: KeptDtype = None
+    draft: Annotated[
+        str | None,
+        Option(
+            "Layers that draft tokens (MTP): the format of the body, or kept. Default: as engines"
+            " want it of the model.",
+            DRAFTS,
+            panel=MODULES,
+        ),
+    ] = None
+    pad_for_tp: Annotated[
+        int | None,
+        Option(
+            "Add zeros so that so many ranks of tensor parallelism get whole blocks.",
+            least=2,
+            panel=MODULES,
+            value="<ranks>",
+        ),
+    ] = None
+    method: Annotated[
+        str | None,
+        Option(
+            "rtn (default) needs no data; all others need --calibration, gptq one with --gram."
+            " With --lora gptq is the default, and needs none.",
+            METHODS,
+            panel=QUALITY,
+            synonyms={"smoothquant": METHODS[3]},
+        ),
+    ] = None
+    damping: Annotated[
+        float | None,
+        Option(
+            "With --method gptq: share of H's mean diagonal that is added to it."
+            f" Default: {DAMPING}.",
+            panel=QUALITY,
+            value="<share>",
+        ),
+    ] = None
+    passes: Annotated[
+        int | None,
+        Option(
+            "With --method gptq: how often codes and block scales are gone over afterwards."
+            f" Default: {PASSES}.",
+            panel=QUALITY,
+            value="<count>",
+        ),
+    ] = None
+    calibration: Statistics = None
+    lora: Adapters = ()
+    lora_scale: AdapterScale = None
+    scale_rule: Annotated[
+        str | None,
+        Option(
+            f"{_rules()}. With --calibration and gptq the default is importance.",
+            tuple(dict.fromkeys(rule for fmt in FORMATS.values() for rule in fmt.scale_rules)),
+            panel=QUALITY,
+            value="<rule>",
+        ),
+    ] = None
+    input_scale: Annotated[
+        str | float | None,
+        Option(
+            "Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact"
+            " or calibration file that has them. Default: those of --calibration, else 1.0.",
+            parse=str,
+            panel=QUALITY,
+            value="<number|path>",
+        ),
+    ] = None
+    global_scale: Annotated[
+        Reference | None,
+        Option(
+            "Take nvfp4's global scales from an artifact or a file; measure none.",
+            parse=str,
+            panel=QUALITY,
+        ),
+    ] = None
+    via: Annotated[
+        str | None,
+        Option(
+            "Round weights to FP8 first; less accurate, for comparison only.",
+            VIAS,
+            panel=QUALITY,
+        ),
+    ] = None
+    ray: Annotated[
+        str | None,
+        Option(
+            "Start one worker on every node of this Ray cluster.",
+            panel=MACHINES,
+            value="[auto|HOST:PORT]",
+        ),
+    ] = None
+    push_to_hub: Annotated[
+        str | None,
+        Option("Upload the result to this repository.", panel=HUB, value="ORG/NAME"),
+    ] = None
+    private: Annotated[
+        bool, Option("With --push-to-hub: make the repository private.", panel=HUB)
+    ] = False
+    no_keep: Annotated[
+        bool,
+        Option(
+            "With --push-to-hub: a shard leaves this disk as soon as it is uploaded.", panel=HUB
+        ),
+    ] = False
+    disk: Annotated[
+        float | None,
+        Option(
+            "With --no-keep: GB that the output folder has at most. Default: what is free.",
+            least=0,
+            panel=HUB,
+            value="<gb>",
+        ),
+    ] = None
+    report: Page = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lora = one_adapter(self.lora)
+        if self.method is None:
+            is_protected = self.lora and self.dialect not in ALWAYS_FOUR
+            self.method = METHODS[1] if is_protected else METHODS[0]
+        if self.engine is None:  # else it decides what is left out: engine_choice.py
+            if self.format is None:
+                detail = f"Missing option --format [{'|'.join(FORMATS)}]"
+                raise InputError("usage", detail, "Give it, or your engine: --for vllm.")
+            self.dialect = DIALECTS[0] if self.dialect is None else self.dialect
+            if self.activations is None:
+                self.activations = _usual_activations(self.format, self.dialect)
+
+    @property
+    def folder(self) -> Path:
+        """Return where the artifact goes: the output, else ./NAME-FORMAT.
+
+        Beside the source where this is the current folder, or one above it.
+        Raises  InputError as as_folder does, and where it would lie in the Hub's cache
+        """
+        from fp4convert.storage.source import find_cached, name_of
+
+        source = os.fspath(self.source)
+        if self.output:
+            return as_folder(self.output, source)
+        name, place = f"{name_of(source)}-{str(self.format).upper()}", Path(source)
+        if place.is_dir() and Path.cwd().is_relative_to(place.resolve()):
+            name = os.path.relpath(place.resolve().parent / name)
+        if cached := find_cached(Path(name)):
+            detail = f"{name} would lie in the Hub's cache, in {cached}; expected a place outside"
+            step = f"Name one: {shell_line('-o', Path.home() / Path(name).name)}"
+            raise InputError("output-in-source", detail, step)
+        return Path(name)
+
+    @property
+    def place(self) -> Path | str:
+        """Return where its result is afterwards: the folder, or the repository."""
+        return str(self.push_to_hub) if self.no_keep else self.folder
+
+    def that_make_bytes(self) -> dict[str, object]:
+        """Return the options by name that the bytes depend on.
+
+        That is every one but how the work is done and where the result goes.
+        """
+        how = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
+        where = {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
+        where |= {"no_keep", "disk"}
+        names = [each.name for each in declared_in(QuantizeOptions)]
+        values = {
+            name: getattr(self, name)
+            for name in names
+            if name == "subfolder" or name not in how | where
+        }
+        return {
+            name: os.fspath(value) if isinstance(value, os.PathLike) else value
+            for name, value in values.items()
+        }
