@@ -97,7 +97,7 @@ def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Cho
     times += f", and a GPU's copies {duration_text(gpu_seconds)}"
     if gpu_seconds > MARGIN * cpu_seconds:
         return Choice("cpu", f"device cpu: {times}; {otherwise}")
-    from fp4convert.numerics.backends.self_check import unused, usable_gpus
+    from fp4convert.numerics.backends.gpu_choice import unused, usable_gpus
 
     aside = "; ".join(unused("auto"))
     if gpus := usable_gpus("auto"):
