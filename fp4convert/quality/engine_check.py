@@ -35,7 +35,7 @@ from fp4convert.storage.safetensors import WEIGHT
 MLX_STACKS = ".switch_mlp."
 # Errors that do not concern engines: another source, and values that the format cannot hold.
 OF_SOURCE = ("source-differs", "weights-underflow")
-# What a matrix is that the record does not tell of, by the dtype of its weight.
+# The format of a matrix that the record leaves out, by the dtype of its weight.
 PACKED_WORDS = {"I8": MXFP4.name, "U8": "four-bit", "F8_E4M3": FP8.name}
 
 
@@ -133,10 +133,10 @@ def _finding(found: list[Uneven]) -> Finding:
 
 
 def names_fused(artifact: Artifact) -> bool:
-    """Tell whether records name fused matrices as they name the parts.
+    """Tell whether records treat fused matrices like their parts.
 
-    Engines that know no parts look for qkv_proj and gate_up_proj, to be quantized or kept.  Of a
-    record whose patterns cannot be read nothing is said: that is a finding of its own.
+    Engines without the parts look up qkv_proj and gate_up_proj.  True for patterns that cannot be
+    read, which is another finding.
     """
     is_broken = any(finding.code == "ignore-pattern" for finding in artifact.findings)
     if is_broken or not artifact.spelling.TRAITS.ignores_by_name:

@@ -37,11 +37,11 @@ from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
 
 class FoundArtifact(NamedTuple):
-    """An artifact as it is found.
+    """The record and the files of an artifact.
 
-    names   of all its files; none where it is a record alone
-    folder  where they are on this disk
-    source  the repository that they are in
+    names   of all its files; none for a record alone
+    folder  of the files on this disk
+    source  repository of the files
     """
 
     record: dict[str, Any]
@@ -57,7 +57,7 @@ class FoundArtifact(NamedTuple):
 
     @property
     def added(self) -> list[str]:
-        """Name those that decide which weights an engine loads, or how."""
+        """Name unrecorded files that change the weights an engine loads."""
         return [
             name
             for name in self.unrecorded
@@ -67,9 +67,9 @@ class FoundArtifact(NamedTuple):
         ]
 
     def hash_of(self, file: str, alone: str) -> str | None:
-        """Return the sha256 of one of its files; None where there is none.
+        """Return the sha256 of one of its files; None if it is missing.
 
-        alone  what a record alone is taken to have
+        alone  the answer for a record without files
         """
         if self.folder:
             return _hash_of(self.folder / file)
@@ -79,10 +79,10 @@ class FoundArtifact(NamedTuple):
 
 
 def find_artifact(reference: str, access: Access) -> FoundArtifact:
-    """Read our record of an artifact, and say where its files are.
+    """Read our record of an artifact, and list its files.
 
     reference  a folder, a record, or a repository
-    Raises     InputError where there is no record; what open_source raises
+    Raises     InputError without a record; errors of open_source
     """
     place = Path(reference)
     below = subfolder_of(access)
@@ -125,10 +125,7 @@ def find_artifact(reference: str, access: Access) -> FoundArtifact:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Name every file in a folder and in those in it, but for hidden ones.
-
-    A link to a folder is named, and not followed.
-    """
+    """Name every file below a folder but hidden ones; links are not followed."""
     found: list[str] = []
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -154,7 +151,7 @@ def hash_in(source: Source, file: str) -> str:
 
 
 def _hash_of(path: Path) -> str | None:
-    """Hash a file of the artifact; None where there is none."""
+    """Hash a file of the artifact; None if it is missing."""
     try:
         return hash_file(path)
     except OSError:
@@ -162,9 +159,9 @@ def _hash_of(path: Path) -> str | None:
 
 
 def first_difference(made: Path, there: Path) -> str | None:
-    """Name the first tensor whose bytes two files do not share.
+    """Name the first tensor in which two files of safetensors differ.
 
-    None where it is no tensor, or a file cannot be read.
+    None for another kind of difference, or a file that cannot be read.
     """
     if not there.is_file() or there.suffix != WEIGHTS:
         return None

@@ -63,10 +63,10 @@ Sizes = tuple[tuple[str, int] | None, tuple[str, int] | None]
 def find_missing(
     modules: Collection[str], config: Mapping[str, object], recipe: Recipe
 ) -> Iterator[Finding]:
-    """Find what a model must have and an artifact has not.
+    """Find the modules of a model that an artifact lacks.
 
-    modules  every module that has a tensor, quantized or kept
-    config   config.json; empty where there is none
+    modules  every module with a tensor, quantized or kept
+    config   config.json; may be empty
     """
     stacks = defaultdict[str, _Parts](lambda: defaultdict(set))
     mixtures = defaultdict[str, _Parts](lambda: defaultdict(set))
@@ -124,7 +124,7 @@ def _missing_layers(
 def _missing_parts(
     stacks: Mapping[str, _Parts], config: Mapping[str, object], modules: Collection[str]
 ) -> Iterator[_Lost]:
-    """Find what a layer lacks that others have."""
+    """Find modules that a layer lacks and other layers have."""
     if any(UNEVEN_LAYERS in one for one in configs_in(config)) or is_draft_head(modules):
         return
     is_plain = is_plain_decoder(config) and "auto_map" not in config  # which is code of its own
@@ -139,11 +139,11 @@ def _missing_parts(
 def _missing_in_decoder(
     stack: str, layers: _Parts, config: Mapping[str, object]
 ) -> Iterator[_Lost]:
-    """Find what layers of a plain decoder lack.
+    """Find modules that layers of a plain decoder lack.
 
-    All have the same norms and the same attention, and those with one kind of mlp all of its parts
-    (transformers' own models; tests/quality/test_missing_parts.py asks them). What only few layers
-    have is theirs: a buffer, an adapter. Layers beyond the count draft tokens.
+    All layers have the same norms and attention, and all parts of their kind of mlp (in models of
+    transformers; tests/quality/test_missing_parts.py asks them). Modules of few layers are extras,
+    such as a buffer or an adapter. Layers beyond the count draft tokens.
     """
     count = config[LAYER_COUNTS[0]]
     layers = {at: own for at, own in layers.items() if type(count) is int and at < count}
@@ -176,10 +176,10 @@ def _missing_norm(
 
 
 def _missing_in_one(stack: str, layers: _Parts) -> Iterator[_Lost]:
-    """Find the only layer that lacks a module, where it lacks no other.
+    """Find the only layer that lacks a module, if it lacks no other.
 
-    The first and the last layer of a model may lack what others have: ModernBERT begins with one
-    that has no norm, and the last of Stable Diffusion 3 ends one of two streams.
+    The first and the last layer of a model may lack modules: the first of ModernBERT has no norm,
+    and the last of Stable Diffusion 3 ends one of two streams.
     """
     common, count = Counter(map(frozenset, layers.values())).most_common(1)[0]
     ends = (min(layers), max(layers))
@@ -229,14 +229,14 @@ def _missing_head(modules: Collection[str], config: Mapping[str, object]) -> Ite
 
 
 def _class_of(config: Mapping[str, object]) -> str:
-    """Return the name of the model's class; "" where config.json has none."""
+    """Return the name of the model's class; "" if config.json has none."""
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
     return name if isinstance(name, str) else ""
 
 
 def _split_at_number(module: str) -> tuple[str, int, str]:
-    """Split a name before and after its first number; -1 where it has none."""
+    """Split a name before and after its first number; -1 without a number."""
     parts = module.split(".")
     for place, part in enumerate(parts):
         if _is_number(part):
@@ -259,7 +259,7 @@ def _count(numbers: list[int], what: str) -> str:
 
 
 class _Numbers(NamedTuple):
-    """What sizes follow from, in the words of messages; None where unsaid."""
+    """The numbers of config.json that give sizes; None if it has no such key."""
 
     hidden: tuple[str, int] | None
     vocabulary: tuple[str, int] | None
@@ -278,9 +278,9 @@ def is_plain_decoder(config: Mapping[str, object]) -> bool:
 def find_odd_sizes(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]
 ) -> Iterator[Finding]:
-    """Find matrices and layers that config.json contradicts, one of each kind.
+    """Find matrices and layers that config.json contradicts, one for a kind.
 
-    shapes  of every matrix, by the module that holds it: (rows, columns)
+    shapes  module -> (rows, columns) of its matrix
     """
     if not is_plain_decoder(config):
         return
@@ -314,8 +314,9 @@ def _read_twice(
 ) -> tuple[str, int] | None:
     """Return the width that the first attention of an EAGLE-3 head reads.
 
-    None in any other model. It reads an embedding beside what `fc` makes of the model's states;
-    EAGLE-1 reads what `fc` makes of both (vLLM's models/llama_eagle3.py and llama_eagle.py).
+    None in any other model. Its input is an embedding beside the output of `fc` on the model's
+    states; that of EAGLE-1 is the output of `fc` on both (vLLM's models/llama_eagle3.py and
+    llama_eagle.py).
     """
     if hidden is None or JOINT not in shapes or not is_draft_head(shapes):
         return None

@@ -1,8 +1,8 @@
 """Find the reading of an artifact's bytes that fits its source.
 
 Every candidate reads codes and block scales in another way.  The cosine with the source, which no
-constant factor changes, says which is right; the factor that is left over says whether the scales
-are.
+constant factor changes, shows the right reading; the remaining factor shows whether the scales are
+right.
 
 Sums over a whole tensor do not show a few wrong rows or blocks: eight rows of zeros among 4,096
 cost 0.01 dB. These are found by their own sums.
@@ -66,12 +66,11 @@ class _Reading(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """How well the values of a reading fit the source.
+    """The fit of the values of a reading to the source.
 
-    residual  what is left of the weights' power with the factor that fits best
-    is_off    the factor is not 1, or much is left, and not because of rounding: nearer codes would
-              fit much better
-    is_lost   what is left was too small for its scales; of the declared reading alone
+    residual  share of the weights' power that remains under the best factor
+    is_off    the factor is not 1, or much remains that nearer codes would not leave
+    is_lost   the rest was too small for its scales; of the declared reading alone
     """
 
     residual: float
@@ -85,9 +84,9 @@ def match_source(
 ) -> tuple[str | None, list[Finding]]:
     """Check some modules against the source, in every known reading.
 
-    phases  learns how many modules are done
-    Returns the layout in which the block scales lie, None where no reading fits; and what is wrong
-    Raises  InputError where the source holds none of these modules
+    phases  receives the progress in modules
+    Returns the layout of the block scales, None if no reading fits; and the findings
+    Raises  InputError for a source without these modules
     """
     originals = fold_originals(artifact, source).of
     known = {
@@ -248,12 +247,12 @@ def _check_reading(
 
 
 def is_underflow(panels: Iterable[tuple[Doubles, Quantized]]) -> bool:
-    """Tell whether all that was lost is too small for its scales.
+    """Tell whether all lost values were too small for their scales.
 
-    Each block that is lost has the nearest codes under its scale, is within the range of the least
-    block scale, and would lose as much under that.
+    Every lost block has the nearest codes under its scale, is within the range of the least block
+    scale, and would lose as much under that.
 
-    panels  values of the source, and what they became
+    panels  values of the source, and their codes
     """
     has_lost = False
     for values, q in panels:
@@ -279,7 +278,7 @@ def is_underflow(panels: Iterable[tuple[Doubles, Quantized]]) -> bool:
 
 
 def underflow(name: str) -> Finding:
-    """Return the finding on weights that is_underflow tells of."""
+    """Return the finding on weights below the range of scales."""
     detail = "weights of the source were lost to underflow: they are below half of the smallest"
     detail += " step that its scales allow; keep it (--exclude), or choose another format"
     return Finding("error", "weights-underflow", name, detail)
@@ -289,10 +288,10 @@ class OddPlaces:
     """Rows and blocks that are not the source's, gathered panel by panel.
 
     columns    of the tensor
-    width      elements that share a scale; `columns` where it has no blocks
-    is_placed  GPTQ made it
+    width      elements that share a scale; `columns` without blocks
+    is_placed  rounded by GPTQ
 
-    signal, noise  power of all values of the source so far, and of what the artifact's differ by
+    signal, noise  power of the source's values so far, and of the differences
     """
 
     def __init__(self, columns: int, width: int, is_placed: bool = False) -> None:
@@ -305,9 +304,9 @@ class OddPlaces:
         self._blocks: list[tuple[int, int, float]] = []
 
     def add(self, first_row: int, x: Doubles, difference: Doubles) -> None:
-        """Look at whole rows.
+        """Add the differences of whole rows.
 
-        x, difference  (rows * columns,) the source's values, and those minus the artifact's
+        x, difference  (rows * columns,) the source's values, and these minus the artifact's
         """
         if not x.size:
             return
@@ -339,7 +338,7 @@ class OddPlaces:
         ]
 
     def describe(self) -> str:
-        """Say which rows and blocks differ; "" where none does."""
+        """Describe the rows and blocks that differ; "" for none."""
         faint = self._largest * FAINT**2
         rows = [row for row, power in self._rows if power > faint]
         blocks = [(row, column) for row, column, power in self._blocks if power > faint]

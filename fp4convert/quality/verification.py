@@ -62,15 +62,15 @@ MISREAD = ("nibble-order", "scale-layout")  # findings of bytes that lie otherwi
 
 @dataclass(frozen=True, slots=True)
 class TensorError:
-    """How far the four-bit values of one tensor are from its source.
+    """The distance between the four-bit values of one tensor and its source.
 
-    sqnr_db  10 log10(sum x^2 / sum (x - y)^2); None where nothing was lost or the source is zero
-    mse      mean of (x - y)^2; None, as max_abs, where a value is not finite
+    sqnr_db  10 log10(sum x^2 / sum (x - y)^2); None if nothing was lost or the source is zero
+    mse      mean of (x - y)^2; None, as max_abs, if a value is not finite
     max_abs  largest |x - y|
-    cosine   of x and y as vectors; None where one of them is zero
-    saturated, zero, histogram  of its codes, as error_report.shares has them
-    output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None where it is
-                  no number, or not asked for
+    cosine   of x and y as vectors; None if one of them is zero
+    saturated, zero, histogram  of its codes, by error_report.shares
+    output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None if it is no
+                  number, or not asked for
     """
 
     name: str
@@ -103,7 +103,7 @@ class Gate(NamedTuple):
 
     @property
     def given(self) -> dict[str, float]:
-        """Return what is asked, by the option that asks it."""
+        """Return the limits by option."""
         asked = {
             "--min-sqnr": self.min_sqnr_db,
             "--max-nmse": self.max_nmse,
@@ -210,10 +210,9 @@ def verify(
 ) -> Verified:
     """Verify every file and scale, and with a source every tensor.
 
-    outputs  measures what linear layers answer, too
-    phases   learns how far the reading is
-    Raises   InputError where numbers are asked for and there is no source, or for a calibration of
-             another model
+    outputs  the inputs for output errors; None without them
+    phases   receives the progress
+    Raises   InputError for gates without a source, or for a calibration of another model
     """
     phases = phases or Phases()
     gate.check(source is not None, outputs is not None)
@@ -264,7 +263,7 @@ def verify(
 def _count_checked(
     artifact: Artifact, source: Source | None, found: Mapping[str, Distance], gate: Gate
 ) -> dict[str, Any]:
-    """Count what was looked at, and say whether a gate was set."""
+    """Count files, modules and tensors; tell whether a gate was set."""
     return {
         "files": len(_recorded_hashes(artifact)),
         "modules": len(artifact.packed),
@@ -277,9 +276,9 @@ def _count_checked(
 def _name_other_source(
     pairs: SourcePairs, judged: Judged, found: Mapping[str, Distance]
 ) -> str | None:
-    """Say that an artifact was not made from the source, if so.
+    """Return a sentence if the artifact was not made from the source.
 
-    What is stored or read wrongly fits the source in another reading, or in part.
+    An artifact that is only stored or read wrongly fits the source in another reading, or in part.
     """
     artifact, source = pairs.artifact, pairs.source
     begun = f"{artifact.source.name} was not made from {source.name}"
@@ -298,10 +297,7 @@ def _name_other_source(
 
 
 def _leave_out_misread(found: Mapping[str, Distance], judged: Judged) -> Mapping[str, Distance]:
-    """Leave out tensors whose codes or scales lie otherwise than declared.
-
-    Why their values are other ones is told by that finding.
-    """
+    """Leave out tensors with misread codes or scales; a finding explains them."""
     misread = {one.tensor for one in judged.findings if one.code in MISREAD}
     if None in misread:
         return {}
@@ -352,9 +348,9 @@ def _check_tensors(
     as_meant: Mapping[str, Distance],
     gate: Gate,
 ) -> list[Finding]:
-    """Check tensors against the gates, and those that pass against the source.
+    """Check tensors against the gates, then against the source.
 
-    Returns  of each code the worst first
+    Returns  findings, the worst of a code first
     """
     missed: list[tuple[float, Finding]] = []
     others: list[Finding] = []
@@ -367,9 +363,9 @@ def _check_tensors(
 
 
 def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[tuple[float, Finding]]:
-    """Check a tensor against each gate.
+    """Check a tensor against the gates.
 
-    Returns  what it misses, each with a number that is larger where it is worse
+    Returns  findings with a number, larger for worse
     """
     sums = distance.sums
     missed = []
@@ -395,7 +391,7 @@ def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[tup
 
 
 def _check_source(error: TensorError, as_meant: Mapping[str, Distance]) -> list[Finding]:
-    """Check that a tensor is the source's, where it is read as it is meant."""
+    """Check that a tensor is the source's, unless it is misread."""
     doubt = as_meant[error.name].check(error.name) if error.name in as_meant else None
     return [doubt] if doubt else []
 
@@ -407,11 +403,9 @@ def _recorded_hashes(artifact: Artifact) -> dict[str, str]:
 
 
 def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> Iterator[Finding]:
-    """Check that every file is there, is what was written, and is recorded.
+    """Check that files are there, unchanged and recorded.
 
-    The model card is everybody's.
-
-    found  gets the sha256 of every file that is read
+    found  receives the sha256 of every file
     """
     if not artifact.record:
         detail = "the artifact records no hashes, so its files could not be compared with them"
@@ -442,7 +436,7 @@ def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> 
 
 
 def _nbytes_there(artifact: Artifact, file: str) -> int:
-    """Return the size of a recorded file; 0 where there is none."""
+    """Return the size of a recorded file; 0 if it is missing."""
     source = artifact.source
     try:
         return source.file_nbytes(file) if source.has_file(file) else 0
@@ -451,9 +445,9 @@ def _nbytes_there(artifact: Artifact, file: str) -> int:
 
 
 def check_codes(artifact: Artifact, recorded: Recorded, phases: Phases) -> Iterator[Finding]:
-    """Check each tensor's codes against the counts of the report.
+    """Check the codes of tensors against the counts of the report.
 
-    On the Hub they are not read.
+    Not on the Hub.
     """
     if artifact.source.is_streamed:
         return
@@ -481,7 +475,7 @@ def check_codes(artifact: Artifact, recorded: Recorded, phases: Phases) -> Itera
 
 
 def compare_codes(entry: Entry, counts: tuple[int, ...]) -> Finding | None:
-    """Check how often each code occurs in a tensor, by the report's counts."""
+    """Check the counts of codes in a tensor against the report's."""
     differing = [
         code
         for code, (found, said) in enumerate(zip(counts, entry.histogram, strict=True))
@@ -497,10 +491,9 @@ def compare_codes(entry: Entry, counts: tuple[int, ...]) -> Finding | None:
 
 
 def check_measured(recorded: Recorded, found: Mapping[str, Distance]) -> Iterator[Finding]:
-    """Check what the report says that tensors lost against the measured loss.
+    """Check the losses of the report against the measured losses.
 
-    A source that stores the weights otherwise than the one that was rounded is another, such as
-    the original of that, and has lost other amounts.
+    A source in another dtype than the rounded one, such as its original, has other losses.
     """
     measured: dict[str, Sums] = {}  # of all that lies in one tensor of the artifact
     dtypes: dict[str, str] = {}
