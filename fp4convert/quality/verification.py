@@ -151,7 +151,6 @@ class Verified:
     checked  how many files were hashed, modules' scales read and tensors compared; the source,
              what became of the signature, and whether a gate was set
     verdict  a sentence, where the source is another model's
-    judged  the artifact by its records, names and scales, for a report
     """
 
     tensors: tuple[TensorError, ...]
@@ -163,7 +162,6 @@ class Verified:
     calibration: str | None = None
     checked: dict[str, Any] = field(default_factory=dict)
     verdict: str | None = None
-    judged: Judged = field(kw_only=True)
 
     def __repr__(self) -> str:
         """Say the verdict in a line, for the end of a notebook's cell."""
@@ -214,6 +212,18 @@ def verify(
     phases   receives the progress
     Raises   InputError for gates without a source, or for a calibration of another model
     """
+    verified, _ = verify_judged(artifact, source, gate, outputs, phases)
+    return verified
+
+
+def verify_judged(
+    artifact: Artifact,
+    source: Source | None,
+    gate: Gate,
+    outputs: Outputs | None = None,
+    phases: Phases | None = None,
+) -> tuple[Verified, Judged]:
+    """Verify an artifact; return its judgement by records and scales, too."""
     phases = phases or Phases()
     gate.check(source is not None, outputs is not None)
     verifier = open_verifier(artifact.source, gate.public_key) if gate.public_key else None
@@ -247,7 +257,7 @@ def verify(
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     findings += _check_tensors(tensors, found, as_meant, gate)
     findings += _check_measuring(found, gate)
-    return Verified(
+    verified = Verified(
         tensors,
         _summarise(tensors, found),
         tuple(findings),
@@ -256,8 +266,8 @@ def verify(
         **(describe_inputs(outputs.calibration) if outputs else {}),
         checked={**_count_checked(artifact, source, found, gate), "signature": signed.word},
         verdict=None if pairs is None else _name_other_source(pairs, judged, found),
-        judged=judged,
     )
+    return verified, judged
 
 
 def _count_checked(

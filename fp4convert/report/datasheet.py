@@ -29,7 +29,7 @@ from fp4convert.checkpoint.module_names import (
 from fp4convert.numerics.codec import decode_e2m1
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.progress import Phases, count_text, size_text
-from fp4convert.quality.checks import choose_modules, judge
+from fp4convert.quality.checks import Judged, choose_modules, judge
 from fp4convert.quality.evaluation import NO_GATE
 from fp4convert.quality.inspection import describe, describe_judged
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales
@@ -65,26 +65,28 @@ def make_datasheet(
     artifact: Artifact,
     source: Source | None = None,
     verified: Verified | None = None,
+    judged: Judged | None = None,
     evaluated: Document | None = None,
 ) -> Document:
     """Return the document of a report on an artifact.
 
     source     the original weights, if at hand
     verified   the result of verify; None in other commands
+    judged     the judgement of verify; None reads records and scales here
     evaluated  the document of `evaluate --json`; None in other commands
     Returns    the keys that page/report.js reads
     Raises     errors of reading the artifact and the source
     """
     how, errors = _find_errors(artifact, verified)
+    if judged is None:
+        chosen = choose_modules(artifact, is_full=False)
+        judged = judge(artifact, None, chosen, chosen, Phases())
     if verified:
-        judged = verified.judged
         described = describe(artifact, judged)
         is_good, words = verified.passed, verified.words
         findings = [asdict(finding) for finding in verified.findings]
         how_many, most = len(verified.tensors), most_lines(verified.verdict)
     else:
-        chosen = choose_modules(artifact, is_full=False)
-        judged = judge(artifact, None, chosen, chosen, Phases())
         described = describe_judged(artifact, judged)
         is_good, words = described["healthy"], "healthy" if described["healthy"] else "not healthy"
         findings = described["findings"]
