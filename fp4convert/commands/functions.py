@@ -538,10 +538,10 @@ def reproduce(
     The command `reproduce`.
 
     Every shard passes through a file in the folder for temporary files, which is removed as soon
-    as its hash is known; what transcode carried on lies there whole until it is carried on again.
+    as its hash is known; the input of a transcode step lies there whole until the step ends.
     Returns  what `reproduce --json` prints; `reproduced` is False where the command exits with 6
-    Raises   Fp4Error, as `quantize` does; InputError for a record that does not tell enough, and
-             for a file that differs from the one that the artifact was made with
+    Raises   Fp4Error, as `quantize` does; InputError for a record without options or hashes, and
+             for a file that differs from the recorded one
 
     artifact: An artifact, or its quantization_config.json alone: a folder, a file, or ORG/NAME.
     source: What it was made from. Default: the repository and commit in the record.
