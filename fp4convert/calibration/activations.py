@@ -1,7 +1,7 @@
-"""Round what linear layers and the KV cache are given, as engines do.
+"""Round the inputs of linear layers and of the KV cache as engines do.
 
-Where an artifact asks for four-bit activations, engines quantize the input of each of its linear
-layers and multiply four bits with four; the values that these stand for go on as floats here.
+For four-bit activations engines quantize the input of every linear layer and multiply four bits
+with four; here the rounded values go on as floats.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Round = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What is rounded in a model.
+    """The activations that are rounded in a model.
 
-    linears  path of a linear layer -> how its input is
-    experts  (path of a stack, is it its first matrix, expert) -> how that input is
+    linears  path of a linear layer -> rounding of its input
+    experts  (path of a stack, is it its first matrix, expert) -> rounding of that input
     cache    path of an attention -> scales of its keys and values; None: they are not rounded
-    kind     what the cache holds: "fp8", or "nvfp4" in blocks of 16 along a head
+    kind     format of the cache: "fp8", or "nvfp4" in blocks of 16 along a head
     """
 
     linears: Mapping[str, Round] = field(default_factory=dict)
@@ -43,16 +43,16 @@ class Rounding:
     kind: str | None = None
 
     def expert(self, path: str, is_first: bool, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Round what a matrix of an expert is given."""
+        """Round the input of an expert's matrix."""
         made = self.experts.get((path, is_first, expert))
         return x if made is None else made(x)
 
     def keys_and_values(
         self, path: str, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round what an attention would keep.
+        """Round the keys and values that an attention keeps.
 
-        Raises  InputError for NVFP4 where its heads are no whole blocks
+        Raises  InputError for NVFP4 heads that are no whole blocks
         """
         if self.cache is None:
             return key, value
@@ -69,10 +69,10 @@ class Rounding:
 
 
 def rounding_of(skeleton: Skeleton, artifact: Artifact | None) -> Rounding:
-    """Find what engines round by the records of an artifact.
+    """Find the activations that engines round, by the records of an artifact.
 
-    Matrices that the model multiplies as one, and the first ones of an expert, are given one input:
-    of their input scales the largest counts, as in engines.
+    Matrices that the model multiplies as one, and the first ones of an expert, share an input: the
+    largest of their input scales counts, as in engines.
     """
     if artifact is None:
         return Rounding()
@@ -145,7 +145,7 @@ def round_nvfp4(x: torch.Tensor, input_scale: float) -> torch.Tensor:
 
 
 def round_mxfp4(x: torch.Tensor) -> torch.Tensor:
-    """Quantize and dequantize with a power of two for each block of 32.
+    """Quantize and dequantize with a power of two for blocks of 32.
 
     Formula  OCP MX, with the amax rounded to a power of two first, as compressed-tensors and quark
              have it: 2^(floor(log2(amax')) - 2)

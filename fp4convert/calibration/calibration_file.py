@@ -118,7 +118,7 @@ def open_calibration(path: Path | str) -> Calibration:
 
 
 def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
-    """Read the notes of a safetensors file, and where its tensors are."""
+    """Read the notes of a safetensors file, and the places of its tensors."""
     try:
         with open_regular(path, -1) as stream:
 
@@ -137,7 +137,7 @@ def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
 
 
 def _read_parts(path: Path, sums: Mapping[str, str]) -> list[TensorRef]:
-    """Read where the tensors of an index are, in parts of these sha256."""
+    """Read the places of tensors in the parts of an index, by their sha256."""
     if away := [file for file in sums if not file or Path(file).name != file or "\0" in file]:
         detail = f"{path} is an index that names {away[0]!r}; expected files in its folder"
         raise InputError("calibration-file", detail, ANEW)
@@ -156,7 +156,7 @@ def _read_parts(path: Path, sums: Mapping[str, str]) -> list[TensorRef]:
 
 
 def _map_note(path: Path, notes: Mapping[str, str], key: str) -> dict[str, str]:
-    """Parse an object of strings in a note; empty where there is none."""
+    """Parse an object of strings in a note; empty without the note."""
     found = parse_note(path, notes, key, {})
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         detail = f"{path}: {key!r} of its metadata does not map names to names"

@@ -1,7 +1,7 @@
 """Compute one expert of a stack, as transformers' models define it.
 
-Most families share one definition.  Llama 4, DBRX and LongCat have their own: a class each, and a
-line in KINDS.
+Most families share one definition.  Llama 4, DBRX and LongCat have others: a class here, and a line
+in KINDS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Experts:
         self.count = int(getattr(module, "num_experts", 0))
 
     def compute_inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Compute what an expert's last matrix is given.
+        """Compute the input of an expert's last matrix.
 
         x        (tokens, hidden)
         Returns  (tokens, width of the expert)
@@ -40,7 +40,7 @@ class Experts:
         return found
 
     def compute_output(self, expert: int, inner: torch.Tensor) -> torch.Tensor:
-        """Compute what an expert gives, from what its last matrix is given.
+        """Compute the output of an expert from the input of its last matrix.
 
         Returns  (tokens, hidden)
         """
@@ -50,7 +50,7 @@ class Experts:
         return made
 
     def pass_by(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return what tokens become that go to none of them; None for nothing."""
+        """Return the output for tokens without an expert; None for no output."""
         return None
 
     def _matrix(self, parameter: str, expert: int, like: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Experts:
 
 
 class LlamaExperts(Experts):
-    """Those of Llama 4, whose module is given every token for every expert.
+    """Experts of Llama 4, whose module receives every token for every expert.
 
     The tokens of an expert are multiplied by the router's scores before it, all others by 0.
     """
@@ -82,7 +82,7 @@ class LlamaExperts(Experts):
 
 
 class DbrxExperts(Experts):
-    """Those of DBRX, which stand below each other in flat matrices."""
+    """Experts of DBRX, which lie below one another in flat matrices."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
@@ -102,7 +102,7 @@ class DbrxExperts(Experts):
 
 
 class LongcatExperts(Experts):
-    """Those of LongCat, the last of which give back what they are given."""
+    """Experts of LongCat, the last of which return their inputs."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
@@ -129,7 +129,7 @@ KINDS: dict[str, type[Experts]] = {
 
 
 def find_experts(model: Any) -> list[Experts]:
-    """Find the stacks of a model whose experts can be computed one by one."""
+    """Find the stacks of a model with experts that can run one by one."""
     found = []
     for module in model.modules():
         is_shared = hasattr(module, "has_gate") and hasattr(module, "is_transposed")

@@ -34,10 +34,10 @@ def fingerprint_of(source: Source) -> str:
 
 
 def weights_of(source: Source) -> str:
-    """Hash which weights of a model they are.
+    """Hash the identity of the weights of a model.
 
-    Returns  the sha256 of every shard's name and size, and of what `telling_ranges` names
-    Raises   SourceError where they cannot be read
+    Returns  the sha256 of names and sizes of shards, and of the ranges of `telling_ranges`
+    Raises   SourceError if they cannot be read
     """
     found = hashlib.sha256()
     for shard in source.checkpoint.shards:
@@ -54,10 +54,10 @@ def weights_of(source: Source) -> str:
 
 
 def telling_ranges(checkpoint: Checkpoint) -> list[TensorRef]:
-    """List what is read of the tensors, in the order of the files.
+    """List the ranges of tensors to hash, in the order of the files.
 
-    Headers alone decide it: small tensors whole, at most SMALL_TENSORS; SAMPLES pieces of large
-    ones, each of which has one in the middle while they last.
+    Headers alone decide: at most SMALL_TENSORS small tensors whole, and SAMPLES pieces of large
+    ones, from the middle of a tensor.
     """
     refs = [ref for ref in checkpoint.tensors if ref.nbytes]
     small = _choose((ref for ref in refs if ref.nbytes <= SMALL_NBYTES), SMALL_TENSORS)

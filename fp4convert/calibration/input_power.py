@@ -20,9 +20,9 @@ FloatArray = NDArray[np.floating[Any]]
 
 
 class Inputs(NamedTuple):
-    """What a linear layer is given.
+    """The inputs of a linear layer.
 
-    It is known by the Gram matrix, by the moments alone, or by neither: Gaussians of unit variance.
+    Known by the Gram matrix, by the moments alone, or by neither: Gaussians of unit variance.
     """
 
     moments: Float32s | None = None
@@ -53,9 +53,9 @@ class Inputs(NamedTuple):
 
 
 def describe_inputs(calibration: Calibration | None) -> dict[str, str | None]:
-    """Describe by which inputs errors were counted, as documents do.
+    """Describe the inputs of output errors for documents.
 
-    calibration  its sha256 is told, too
+    calibration  None for Gaussians of unit variance
     """
     inputs = f"calibration, gram {calibration.gram_kind}" if calibration else "gaussian"
     return {"inputs": inputs, "calibration": calibration.sha256 if calibration else None}

@@ -1,9 +1,9 @@
 """Run a model a layer at a time, as the model itself runs its layers.
 
-The model's own forward is begun once for every batch, and stands still wherever it calls a layer.
-Then that one layer is filled, run for all batches and emptied, and all forwards go on to the next.
-So each layer is given what the model means for it: masks, positions, caches, keys and values of
-other layers, the output of an encoder; what lies between layers runs in its own place and order.
+The model's forward starts once for every batch, and stops at every call of a layer.  That layer is
+filled, run for all batches and emptied, and all forwards go on to the next.  So a layer receives
+the model's arguments: masks, positions, caches, keys and values of other layers, the output of an
+encoder; the code between layers runs in its place and order.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ REASON_LENGTH = 150  # of the words of another package in a message
 def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[Callable[[], None]]:
     """Fill what is outside the layers on first use; empty it at the end.
 
-    is_headless  logits, the largest tensor of a model, are not computed: what makes them gives back
-                 a part of what it is given
-    Yields       what empties them before the end
+    is_headless  logits, the largest tensor of a model, are not computed: the head returns a part of
+                 its input
+    Yields       a function that empties them before the end
     """
     head = skeleton.model.get_output_embeddings() if is_headless else None
     handles: list[Any] = []
@@ -81,13 +81,13 @@ def filled_on_demand(skeleton: Skeleton, is_headless: bool = True) -> Iterator[C
 
 @dataclass(slots=True)
 class Forward:
-    """The model's forward of one batch, standing still where it calls a layer.
+    """The model's forward of one batch, stopped at the call of a layer.
 
     inputs  of the model, by name
     layer   path of the layer that is called; None once the model is through
     args    of the call, by place
     kwargs  of the call, by name
-    made    what the layer gave, or in the end the model
+    made    the output of the layer, or in the end of the model
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -98,7 +98,7 @@ class Forward:
     _run: Any = None
 
     def go_on(self, model: Any) -> None:
-        """Run what lies between two layers, to the next call of one or to the end."""
+        """Run the model to the next call of a layer, or to the end."""
         if self._run is None:
             self._run = greenlet(partial(model, **self.inputs))
             found = self._run.switch()
@@ -124,7 +124,7 @@ class Forward:
 
 
 def _call_layer(path: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand still at a layer; compute it where no forward is held."""
+    """Stop at a layer; compute it if no forward is held."""
     above = getcurrent().parent
     return above.switch((path, args, kwargs)) if above is not None else compute(*args, **kwargs)
 
@@ -144,14 +144,14 @@ def _leaves(value: Any) -> Iterator[Any]:
 class Chain:
     """The forwards of all batches, each at a layer.
 
-    inputs    of the model, by name, for each batch
+    inputs    of the model, by name, for every batch
     begin     called with the number of the batch that runs next
     folder    takes files of hidden states: between layers they are no program's memory but the
               system's, on a CPU
-    is_plain  each layer so far was run for all batches, was given the hidden states that the one
-              before it gave, and gave nothing else: the rest can be run again from these alone
-    arity     0 where the layer gives hidden states, else of how many things they are the first
-    stop      how many layers were run
+    is_plain  all layers so far ran for all batches, from the hidden states of the layer before, and
+              returned nothing else: the rest can run again from these alone
+    arity     0 for a layer that returns hidden states alone, else the length of its tuple
+    stop      number of layers that were run
     """
 
     skeleton: Skeleton
@@ -168,7 +168,7 @@ class Chain:
 
     @contextmanager
     def held(self, is_headless: bool = True) -> Iterator[Iterator[str]]:
-        """Let layers stand still, for a while.
+        """Stop forwards at layers, in a context.
 
         Yields every layer that forwards have come to, in turn.  Each must be run for every batch
         that stands there before the next is asked for
@@ -216,7 +216,7 @@ class Chain:
         return [number for number, each in enumerate(self.forwards) if each.layer == path]
 
     def go_on(self, number: int) -> None:
-        """Run what lies between two layers for one batch."""
+        """Run the model between two layers for one batch."""
         forward = self.forwards[number]
         handed = self._handed.pop(number, None)
         self.begin(number)
@@ -257,7 +257,7 @@ class Chain:
             tensor.data = known.data
 
     def run(self, number: int, skeleton: Skeleton | None = None) -> Any:
-        """Run the layer, filled, on what one batch gives it; return what it makes.
+        """Run the filled layer on the input of one batch; return its output.
 
         skeleton  whose layer runs in its place; None for the chain's own
         """
@@ -275,7 +275,7 @@ class Chain:
         return made
 
     def hand_on(self, number: int, made: Any) -> None:
-        """Keep what the layer made of one batch for the rest of the model."""
+        """Keep the output of the layer for one batch, for the rest of the model."""
         is_one = isinstance(made, torch.Tensor)
         items = (made,) if is_one else made if type(made) is tuple else ()
         self.is_plain &= bool(items) and isinstance(items[0], torch.Tensor)
@@ -289,9 +289,9 @@ class Chain:
             self._handed[number] = first
 
     def hand_on_from(self, number: int, other: int) -> None:
-        """Give the rest of a forward what the layer made for another.
+        """Give a forward the output of the layer for another with the same input.
 
-        Both were given the same.  Whoever changes it in place is refused
+        A model that changes it in place is refused
         """
         self.forwards[number].made = self.forwards[other].made
         handed = self._handed.get(other)
@@ -300,12 +300,12 @@ class Chain:
             self._seen[handed] = None
 
     def hand_on_again(self, number: int, arity: int, is_last: bool) -> None:
-        """Let a layer that was run before count as run.
+        """Skip a layer of an earlier run.
 
-        arity    of what it gave
-        is_last  it is the last one that was run: its hidden states lie in their file; those of
-                 earlier ones are not needed
-        Raises   OutputError where the file is gone, or is not of their size
+        arity    of its output
+        is_last  the last layer of that run, with hidden states in their file; those of earlier ones
+                 are not needed
+        Raises   OutputError for a missing file, or one of another size
         """
         forward = self.forwards[number]
         hidden = forward.hidden()
@@ -325,12 +325,12 @@ def stops_of(
     lanes: Sequence[Sequence[tuple[Chain, int]]],
     end: Callable[[int, int, Any], None] | None = None,
 ) -> Iterator[str]:
-    """Yield every layer that forwards of some chains have come to.
+    """Yield every layer at which forwards of some chains stop.
 
     Where they stand at several (an image goes through more layers than text), the model's first.
-    chains  of one model, with what empties its parts outside of the layers
-    lanes   for each batch, its forwards: of which chain, and which one
-    end     called with the number of a batch, of a lane, and what that forward made in the end,
+    chains  of one model, with functions that empty its parts outside of the layers
+    lanes   for every batch, its forwards: chain and number
+    end     called with the number of a batch, of a lane, and the final output of that forward,
             which is not kept
     Raises  InputError where the model does with it what cannot be done
     """
@@ -373,7 +373,7 @@ def _go_on_together(
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether a layer can keep nothing in what it is called with."""
+    """Tell whether a layer has no argument that it could keep state in."""
     if type(value) is tuple:
         return all(map(_is_plain, value))
     return isinstance(value, PLAIN)

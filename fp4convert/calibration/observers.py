@@ -124,11 +124,11 @@ class Watch:
 
     @property
     def _follows_router(self) -> bool:
-        """Tell whether all is looked at, and tokens go where they are routed."""
+        """Tell whether everything is observed, with tokens as they are routed."""
         return self.is_looking and self.unfed is None
 
     def _make_hook(self, names: list[str]) -> Callable[..., None]:
-        """Make what looks at the input of these modules, one of the model.
+        """Make the hook that observes the input of these modules.
 
         Statistics are gathered once where the very same tensor was given to another before.
         """
@@ -162,7 +162,7 @@ class Watch:
     def _add_expert(
         self, experts: Experts, expert: int, given: torch.Tensor, inner: torch.Tensor
     ) -> None:
-        """Add what an expert's first matrices and its last one are given."""
+        """Add the inputs of an expert's first matrices and of its last one."""
         path = self._paths[id(experts.owner)]
         for is_first, x in ((True, given), (False, inner)):
             names = self._members.get((path, is_first, expert), [])
@@ -215,7 +215,7 @@ class Watch:
     def _run_expert(
         self, experts: Experts, expert: int, given: torch.Tensor, share: torch.Tensor
     ) -> torch.Tensor:
-        """Compute what an expert makes of its tokens, and look at what passes.
+        """Compute the output of an expert for its tokens, and observe its inputs.
 
         share  of the router, for each token
         """
@@ -265,7 +265,7 @@ class Watch:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Compute attention by the model's own function; look at keys, values."""
+        """Compute attention by the model's function; observe keys and values."""
         keeps = is_cached(module, options)
         if self._follows_router and keeps:
             largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
@@ -278,10 +278,10 @@ class Watch:
         return compute(module, query, key, value, *rest, **options)
 
     def take(self, layer: str | None) -> tuple[dict[str, str], Arrays]:
-        """Return what was seen of a layer, as a file has it, and forget it.
+        """Return the statistics of a layer in the form of a file, and forget them.
 
-        layer    None for what is outside of all
-        Returns  as `inputs` has it, and the arrays
+        layer    None for everything outside of layers
+        Returns  `inputs` of the layer, and the arrays
         """
 
         def is_own(path: str) -> bool:
@@ -303,10 +303,7 @@ class Watch:
         return {name: self.inputs.pop(name) for name in own}, found
 
     def _name_of(self, path: str) -> str:
-        """Find what the checkpoint calls a module of the model.
-
-        A linear layer in it tells.
-        """
+        """Find the checkpoint's name of a module, by a linear layer in it."""
         for module, seat in self.modules.items():
             if seat.expert is not None and seat.path == path:
                 return module[: module.rindex(f".{seat.expert}.")]

@@ -1,12 +1,12 @@
 """Measure what the outputs of a model lose when one part of it is rounded.
 
-A part is what changes its format as one (checkpoint/module_names.py).  Text runs through the model
-as it is, and beside that once more for every part and format: with this part's weights rounded to
-nearest, and all others as they are.  The loss is KL(model || rounded) in nats a token; of a model
-that predicts no token it is the squared error of what it gives, over the square of that.
+A part changes its format as one (checkpoint/module_names.py).  Text runs through the model, and
+once more for every part and format, with the weights of this part rounded to nearest.  The loss is
+KL(model || rounded) in nats a token; for a model without predictions it is the squared error of its
+output over the square.
 
-One layer is in memory at a time.  A run of a part takes what the model itself hands on up to the
-part's layer, and computes from there on.
+One layer is in memory at a time.  The run of a part takes the model's hidden states up to the layer
+of the part, and computes from there on.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Lazy, Skeleton
+from fp4convert.calibration.multimodal import placeholders_of
 from fp4convert.calibration.observers import Watch, watching
-from fp4convert.calibration.predictions import kl_of, predictions_of
 from fp4convert.calibration.samples import Batch, Samples, batches_of, inputs_of
 from fp4convert.calibration.statistics import KL, OUTPUT
 from fp4convert.calibration.workdir import reading_kept
@@ -69,10 +69,10 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossRun:
-    """Whose outputs are measured, and on what.
+    """The model and the samples of a measurement of outputs.
 
-    samples  of the calibration, of which some are taken
-    state    folder that takes what is measured, and hidden states
+    samples  of the calibration; some are used
+    state    folder for measurements and hidden states
     """
 
     skeleton: Skeleton
@@ -83,7 +83,7 @@ class LossRun:
 
     @property
     def kind(self) -> str:
-        """Tell what a loss is: of predictions, where there are some."""
+        """Return the kind of losses: of predictions, if the model has some."""
         return KL if self.skeleton.model.can_generate() else OUTPUT
 
     @property
@@ -93,7 +93,7 @@ class LossRun:
 
     @property
     def _run_nbytes(self) -> int:
-        """Count those of one run: embedded, given to a layer, and given by it."""
+        """Count the bytes of one run: embedded, input and output of a layer."""
         hidden = int(getattr(self.skeleton.model.config.get_text_config(), "hidden_size", 0))
         return 3 * 4 * hidden * sum(map(len, self.chosen()))
 
@@ -121,7 +121,7 @@ class LossRun:
         return [lanes[first : first + most] for first in range(0, len(lanes), most)] or [[]]
 
     def words(self) -> str:
-        """Tell a person what it costs."""
+        """Describe the cost for a person."""
         rounds, tokens = self.rounds(), sum(map(len, self.chosen()))
         text = f"sensitivity: {len(self.parts())} parts in {len(FORMATS)} formats, a run of"
         text += f" {tokens:,} tokens for each, from its layer on"
@@ -147,7 +147,7 @@ def as_arrays(losses: Losses) -> dict[str, NDArray[np.generic]]:
 def measure_losses(run: LossRun) -> Losses:
     """Measure every part in every format, after those of an earlier run.
 
-    Raises InputError for a model that cannot be run a layer at a time, or computes NaN
+    Raises InputError for a model that cannot run a layer at a time, or computes NaN
     """
     losses: Losses = {}
     batches, rounds = batches_of(run.chosen()), run.rounds()
@@ -172,11 +172,11 @@ def measure_losses(run: LossRun) -> Losses:
 
 @dataclass(slots=True)
 class _Runs:
-    """The runs of some parts, beside that of the model as it is.
+    """The runs of some parts, beside the run of the model.
 
     _done  layers that were run
-    _kept  what the model gave of the batch that comes to its end
-    _sums  of every lane: of losses, and of what they are divided by
+    _kept  the model's output for the batch that ends
+    _sums  of every lane: of losses, and of their divisors
     """
 
     run: LossRun
@@ -206,7 +206,7 @@ class _Runs:
         return [max(loss, 0.0) / (over or 1.0) for loss, over in self._sums[1:]]
 
     def _run_layer(self, chain: Chain, path: str) -> None:
-        """Run one layer: of runs whose part comes later, only the model's own."""
+        """Run one layer for the model, and for runs whose part has begun."""
         skeleton, width = self.run.skeleton, 1 + len(self.lanes)
         skeleton.fill(path)
         here = chain.standing_at(path)
@@ -229,7 +229,7 @@ class _Runs:
         skeleton.empty(path)
 
     def _end(self, batch: int, place: int, made: Any) -> None:
-        """Compare what a run made in the end with what the model itself did."""
+        """Compare the final output of a run with the model's."""
         is_kl, skeleton = self.run.kind == KL, self.run.skeleton
         given = predictions_of(made, self.batches[batch], skeleton)[0] if is_kl else made[0]
         if torch.isnan(given).any() or (given == math.inf).any():
@@ -304,3 +304,30 @@ def _round(x: Float32s, fmt: Format) -> Float32s:
     weights, block = InMemory(as_matrix(x)), (1, fmt.block_size or x.shape[1])
     scales = find_scales(weights, block, fmt, fmt.default_rule)
     return np.concatenate([part.values for part in round_to_fp8(weights, scales, block)])
+
+
+def predictions_of(
+    made: Any, batch: Batch, skeleton: Skeleton
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of a forward, and the tokens that they predict.
+
+    Returns  (samples, tokens, vocabulary) and (samples, tokens)
+    """
+    logits, ids = made.logits, torch.from_numpy(batch.ids)
+    if not skeleton.model.config.is_encoder_decoder:
+        logits, ids = logits[:, :-1], ids[:, 1:]  # each says what the next token is
+    if batch.inputs:  # where an image is put in, no token is predicted
+        placeholders = torch.tensor(placeholders_of(skeleton.model), dtype=ids.dtype)
+        is_text = ~torch.isin(ids[0], placeholders)
+        logits, ids = logits[:, is_text.to(logits.device)], ids[:, is_text]
+    return logits, ids
+
+
+def kl_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return the KL of each token of two log probabilities, in nats.
+
+    A token that the model rules out (-inf) adds nothing.
+
+    p, q  (tokens, vocabulary) float64: of the model, and of the compared one
+    """
+    return torch.where(p == -math.inf, 0.0, p.exp() * (p - q)).sum(-1)

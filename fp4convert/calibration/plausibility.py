@@ -23,12 +23,12 @@ Columns = NDArray[np.float64]
 
 
 class InputStatistics(NamedTuple):
-    """What is said of a linear layer's inputs; None for what is not.
+    """The statistics of a linear layer's inputs; None for missing ones.
 
-    tokens  how many
+    tokens  number of tokens
     amax    largest |x|
     largest, magnitudes, squares  (columns,): the largest and the means of |x|, the means of x^2
-    diagonal  of the Gram matrix, those of its padding with them
+    diagonal  of the Gram matrix, with its padding
     """
 
     tokens: int | None
@@ -84,7 +84,7 @@ def contradiction(said: InputStatistics) -> tuple[str, str] | None:
 def _find_outside(
     statistic: str, values: Float32s, low: tuple[Columns, str], high: tuple[Columns, str]
 ) -> tuple[str, str] | None:
-    """Find the first value below or above what it can be, in words."""
+    """Describe the first value outside its bounds."""
     (least, why_least), (most, why_most) = low, high
     is_low = (values < least * (1 - SLACK)) & (least > TINY)
     is_high = values > most * (1 + SLACK) + TINY

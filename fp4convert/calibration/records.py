@@ -16,7 +16,7 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's words, and chat t
 
 
 def read_texts(files: Iterable[Path], is_by_line: bool) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read files of text, and how each is to be tokenized."""
+    """Read files of text, with the options of the tokenizer."""
     for path in files:
         try:
             text = path.read_text(encoding="utf-8")
@@ -29,9 +29,9 @@ def read_texts(files: Iterable[Path], is_by_line: bool) -> Iterator[tuple[str, d
 
 
 def read_records(path: Path, tokenizer: Any) -> Iterator[tuple[str, dict[str, object]] | Mixed]:
-    """Read the texts of records, and how each is to be tokenized.
+    """Read the texts of records, with the options of the tokenizer.
 
-    Those with images or sound are read as they are.
+    Records with images or sound are read as they are.
     """
     is_parquet = path.suffix == ".parquet"
     records = _read_parquet(path) if is_parquet else _read_jsonl(path)
@@ -71,7 +71,7 @@ def _as_message(each: Any) -> Any:
 def _write_chat(messages: list[Any], tools: object, tokenizer: Any, where: str) -> str:
     """Write a conversation as the model's own template does.
 
-    tools  that the model may call, as transformers takes them; None for none
+    tools  that the model may call, in the form of transformers; None without
     """
     if not tokenizer.chat_template:
         detail = f"{where} is a conversation, and the source has no chat template"
@@ -85,7 +85,7 @@ def _write_chat(messages: list[Any], tools: object, tokenizer: Any, where: str) 
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the records of a jsonl file, one object on each line."""
+    """Read the records of a jsonl file, one object a line."""
     with path.open(encoding="utf-8") as stream:
         try:
             for number, line in enumerate(stream, 1):

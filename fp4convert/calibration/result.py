@@ -1,4 +1,4 @@
-"""Say what came of a calibration."""
+"""Describe the result of a calibration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NAMED_MODULES = 3  # in a warning that many could stand in
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Calibrated:
-    """What came of a calibration.
+    """The result of a calibration.
 
-    output_bytes   of the file, and of the parts beside it where it is an index
-    samples_asked  samples that were to be taken
+    output_bytes   of the file, and of the parts of an index
+    samples_asked  number of samples asked for
     linears        modules with statistics
-    unrouted       modules of experts that were fed tokens that were not routed to them
+    unrouted       modules of experts with statistics of tokens that were not routed to them
     unwatched      modules without statistics
     opaque         of these, experts that calibrate cannot see into
     """
@@ -34,13 +34,13 @@ class Calibrated:
     seconds: float
 
     def __repr__(self) -> str:
-        """Say in a line what was seen, for the end of a notebook's cell."""
+        """Return a line for the end of a notebook's cell."""
         seen = f"{self.linears} linear layers, {self.samples} samples, {self.tokens:,} tokens"
         return f"<Calibrated {self.output}: {seen}>"
 
     @property
     def warnings(self) -> list[str]:
-        """Tell what a person should know of it."""
+        """List what a person should know."""
         known = set(self.opaque)
         passed_by = tuple(module for module in self.unwatched if module not in known)
         found = []

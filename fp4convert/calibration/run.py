@@ -77,13 +77,13 @@ COPY_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is to be calibrated, and how.
+    """The settings of a calibration.
 
     gram           none, diag, block:N or full
-    has_losses     what the outputs lose by each part in each format is measured, too
+    has_losses     losses of outputs by part and format are measured, too
     device         auto, cpu, cuda or cuda:N
-    held_nbytes    of weights that may be in memory at once, where the model writes its own text
-    is_forced      a file that is there may be replaced
+    held_nbytes    of weights in memory at once while the model writes its text
+    is_forced      an existing file may be replaced
     tell           gets lines for people
     adapter        that the source is merged with
     """
@@ -132,7 +132,7 @@ class Run:
 def calibrate(run: Run) -> Calibrated:
     """Write the calibration file of a source.
 
-    An interrupted run leaves what continues it.
+    An interrupted run leaves a folder from which the next one continues.
     Raises InputError for models that cannot be run a layer at a time, text that is none and
     activations that are not finite; OutputError where the file is there already or cannot be
     written
@@ -173,7 +173,7 @@ def calibrate(run: Run) -> Calibrated:
 
 
 def find_device(name: str) -> torch.device:
-    """Find the torch device of a name; an error where there is none."""
+    """Find the torch device of a name, or raise."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     detail = f"--device {name!r} is not known; expected {expected_device(name)}"
@@ -246,7 +246,7 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
 
 
 def _shape_of(chain: Chain) -> dict[str, int]:
-    """Tell what is needed of a finished layer for a run that goes on."""
+    """Describe the output of a finished layer for a continued run."""
     return {"is_plain": chain.is_plain, "arity": chain.arity}
 
 
@@ -267,10 +267,10 @@ class _LayerRun:
     _parts: dict[str, int] = field(default_factory=dict)
 
     def run_layers(self) -> None:
-        """Write the statistics of every layer, and of what is around them.
+        """Write the statistics of all layers, and of the model around them.
 
-        What an earlier run finished is skipped; where layers hand on more than hidden states it is
-        computed again, and not watched.
+        Layers of an earlier run are skipped; if layers hand on more than hidden states, these are
+        computed again without statistics.
         """
         if remark_file(self.state, AROUND).exists():
             return
@@ -300,7 +300,7 @@ class _LayerRun:
         self._write_part(AROUND, None, watch, [], {})
 
     def _finished(self) -> list[dict[str, Any]]:
-        """Read what is said of the layers that an earlier run finished."""
+        """Read the remarks on layers that an earlier run finished."""
         found: list[dict[str, Any]] = []
         while (remark := remark_file(self.state, len(found))).exists():
             with reading_kept(remark):
@@ -308,9 +308,9 @@ class _LayerRun:
         return found
 
     def _run_layer(self, chain: Chain, watch: Watch, path: str) -> list[str]:
-        """Run one layer, and watch what its linear layers are given.
+        """Run one layer, and gather statistics of inputs in it.
 
-        Returns  the modules of experts that were fed tokens of others
+        Returns  the modules of experts with tokens of other experts
         """
         self.skeleton.fill(path)
         numbers = chain.standing_at(path)
@@ -334,9 +334,9 @@ class _LayerRun:
         unrouted: list[str],
         shape: dict[str, int],
     ) -> None:
-        """Write what a part came to; its remark is last, and makes it count.
+        """Write the statistics of a part, and last the remark that ends it.
 
-        Where the model ran the layer before, it says what all runs came to.
+        For a layer that the model runs several times, the statistics of all runs are merged.
         path   of the layer; None for what is outside of all
         shape  of what the layer gave, for a run that goes on
         """

@@ -1,8 +1,8 @@
 """Turn text, a data set or the model's own words into samples.
 
-A causal model gets sequences of one length, packed from everything one after the other; others get
-a line or a record each, cut to what they can take.  A record with images or sound is a sample of
-its own.  Nothing is ever padded.
+A causal model gets sequences of one length, packed from all text in order; other models get a line
+or a record as a sample, cut to their limit.  A record with images or sound is one sample.  Nothing
+is padded.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ SHORTEST = 2  # tokens that make a sample
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One text, and what the model is given with it.
+    """One text, with other inputs of the model.
 
     ids     (length,) tokens
-    inputs  others by name, as the model's processor made them: a batch of one
+    inputs  other inputs by name, from the model's processor: a batch of one
     """
 
     ids: NDArray[np.int64]
@@ -59,12 +59,12 @@ Samples = list[Sample]
 
 
 class Feed(NamedTuple):
-    """What a person feeds: one of text, dataset and self_generate.
+    """The origin of samples: one of text, dataset and self_generate.
 
-    self_generate    how many sequences the model is to write
+    self_generate    number of sequences that the model writes
     samples          at most so many
-    sequence_length  tokens of each; None for as many as the model takes, up to `usual`, or
-                     OWN_LENGTH of its own
+    sequence_length  in tokens; None for the model's limit, up to `usual`, or OWN_LENGTH for
+                     sequences that the model writes
     """
 
     text: tuple[Path, ...] = ()
@@ -127,7 +127,7 @@ class Batch(NamedTuple):
 
 
 def batches_of(samples: Samples) -> list[Batch]:
-    """Group samples that follow each other and are of one length.
+    """Group consecutive samples of one length.
 
     A batch has up to BATCH_TOKENS tokens; one with other inputs is a batch of its own.
     """
@@ -151,7 +151,7 @@ def batches_of(samples: Samples) -> list[Batch]:
 
 
 def inputs_of(skeleton: Skeleton, batch: Batch) -> dict[str, torch.Tensor]:
-    """Make what the model is called with for a batch.
+    """Make the arguments of the model for a batch.
 
     A decoder beside an encoder of text reads the same text, one token later.
     """
@@ -188,7 +188,7 @@ def sequence_length(
 
 
 def _position_limit(skeleton: Skeleton, tokenizer: Any) -> int | None:
-    """Return how many tokens the model takes, or None where nothing says it."""
+    """Return the limit of tokens of the model, or None if unknown."""
     config = skeleton.model.config.get_text_config()
     names = ("max_position_embeddings", "max_target_positions")
     limits = [*(getattr(config, name, None) for name in names)]
@@ -197,11 +197,10 @@ def _position_limit(skeleton: Skeleton, tokenizer: Any) -> int | None:
 
 
 def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
-    """Read samples of texts or records, in an order by them alone.
+    """Read samples of texts or records, in an order by their contents alone.
 
-    folder  where the files of tokenizer and processor are; images lie there in files without a
-            name
-    Raises  InputError where there is no tokenizer, no text, or a file that is not what it should be
+    folder  with the files of tokenizer and processor, and nameless files of images
+    Raises  InputError without a tokenizer or text, and for damaged files
     """
     tokenizer = _open_tokenizer(folder)
     length = sequence_length(skeleton, feed.sequence_length, feed.usual, tokenizer)
@@ -294,7 +293,7 @@ def write_samples(
 ) -> Samples:
     """Let the model write sequences, from its first token on.
 
-    They are drawn at temperature 1, and are the same ones every time.
+    They are drawn at temperature 1, and are the same every time.
     held_nbytes  where all weights take no more they are held; else each layer is read again for
                  every token
     report       called with every layer that is read, and 0, and with the tokens that were written,

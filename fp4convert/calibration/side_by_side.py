@@ -20,7 +20,7 @@ from fp4convert.calibration.activations import Rounding, rounding_of
 from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.observers import Watch, watching
-from fp4convert.calibration.predictions import kl_of, predictions_of
+from fp4convert.calibration.output_losses import kl_of, predictions_of
 from fp4convert.calibration.run import check_reads_text, copy_texts, find_device
 from fp4convert.calibration.samples import (
     Batch,
@@ -54,10 +54,10 @@ PADDED_MODEL = "Of weights with zeros by --pad-for-tp, evaluate the artifact: it
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be compared, on which text, and how.
+    """The models, the text and the settings of a comparison.
 
-    is_by_layer  each layer of the artifact alone and cumulated, too
-    held_nbytes  of weights that may be in memory at once, where the source writes its own text
+    is_by_layer  layers of the artifact alone and cumulated, too
+    held_nbytes  of weights in memory at once while the source writes its text
     tell         gets lines for people
     adapter      that the source is merged with
     """
@@ -86,13 +86,13 @@ class LayerLoss(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What both say of every token that has text before it in its window.
+    """The predictions of both models for every token with text before it.
 
-    windows  how many there are
+    windows  number of windows of text
     kl       KL(source || artifact) of the distributions of the token, in nats
     agrees   whether the likeliest token is the same
     losses   -ln of the probability of the token, by the source and by the artifact
-    activations, kv_cache  of the artifact, as they were computed with: 4, "fp8"
+    activations, kv_cache  of the artifact in the run: 4, "fp8"
     """
 
     windows: int
@@ -125,7 +125,7 @@ def compare_models(task: Task) -> Measured:
 
 
 def check_models(task: Task) -> None:
-    """Raise InputError where compare_models would: models are not the same."""
+    """Raise InputError for models that are not the same."""
     import_transformers()
     with temporary_folder() as folder:
         _open_both(task, folder, find_device(task.device))
@@ -174,7 +174,7 @@ def _check_same(source: Any, artifact: Any) -> None:
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what a config says of how its model computes, by name."""
+    """Yield the settings of a config that change the computation, by name."""
     for key, value in config.items():
         name = str(key)
         if name in SILENT or name.endswith(SILENT_ENDINGS) or name.startswith("_"):
@@ -228,7 +228,7 @@ class _Run:
     _visited: list[str] = field(default_factory=list)
 
     def measure(self, windows: int) -> Measured:
-        """Run everything, a layer of each model at a time."""
+        """Run both models, a layer of both at a time."""
         layers = self.models[SOURCE].layers if self.task.is_by_layer else ()
         self._lanes = list(_lanes_of(layers))
         self._found = [[] for _ in self._lanes]
@@ -291,7 +291,7 @@ class _Run:
 
     @contextmanager
     def _chain(self, side: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[Chain]:
-        """Make the forwards of one model, whose experts run one by one."""
+        """Make the forwards of one model, with experts one by one."""
         folder = self.folder / f"hidden-{side}"
         folder.mkdir()
         skeleton = self.models[side]
@@ -318,7 +318,7 @@ class _Run:
         skeleton.empty(path)
 
     def _end(self, batch: int, place: int, made: Any) -> None:
-        """Compare what a forward made in the end with the source's."""
+        """Compare the final output of a forward with the source's."""
         logits, ids = predictions_of(made, self.batches[batch], self.models[SOURCE])
         if place == SOURCE:
             self._kept = logits
@@ -349,15 +349,15 @@ def _artifact_of(skeleton: Skeleton) -> Artifact | None:
 
 
 def _eight_bit_inputs(artifact: Artifact | None) -> list[str]:
-    """List the modules whose inputs engines quantize to eight bits."""
+    """List the modules with inputs that engines quantize to eight bits."""
     packed = artifact.packed if artifact else {}
     return [name for name, each in packed.items() if each.form.activations == ACTIVATIONS_FP8]
 
 
 def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:
-    """Yield the lanes: the source, the artifact, and those of single layers.
+    """Yield the lanes: the source, the artifact, and single layers.
 
-    Of each layer alone and cumulated, in turn; before them what is outside of all layers.
+    Of a layer alone and cumulated, in turn; before them everything outside of layers.
     """
     yield _Lane(SOURCE, 0, lambda path: False)
     yield _Lane(ARTIFACT, 0, lambda path: False)

@@ -49,11 +49,11 @@ class Gram(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """What a mixture of experts did with the tokens, expert by expert.
+    """Statistics of a mixture of experts, expert by expert.
 
-    tokens    how many were routed to it
-    saliency  mean over these of the router's weight times the norm of the expert's output (REAP,
-              arXiv 2510.13999); 0 for none
+    tokens    number of tokens routed to it
+    saliency  mean over these tokens of the router's weight times the norm of the expert's output
+              (REAP, arXiv 2510.13999); 0 for none
     """
 
     tokens: NDArray[np.int64]
@@ -61,13 +61,12 @@ class Experts(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """An opened calibration file; statistics are read when asked for.
+    """An open calibration file; statistics are read on demand.
 
-    Every reader raises InputError where the file lacks the statistic, or holds what cannot be.
-    sha256  of the file, or of the index, which holds those of its parts: what plans and records
-            call it by
-    notes   its metadata, as the head of this module has it
-    inputs  module -> the module that holds its statistics, where that is another
+    Readers raise InputError for a missing or impossible statistic.
+    sha256  of the file, or of the index with the sha256 of its parts; plans and records name it
+    notes   its metadata (calibration_file.py)
+    inputs  module -> another module that holds its statistics
     """
 
     path: Path
@@ -92,12 +91,12 @@ class Calibration(NamedTuple):
 
     @property
     def unrouted(self) -> tuple[str, ...]:
-        """List the experts whose statistics are those of other tokens."""
+        """List the experts with statistics of tokens of other experts."""
         found = parse_note(self.path, self.notes, "unrouted", [])
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def holder(self, module: str) -> str:
-        """Return the module under whose name its statistics stand."""
+        """Return the module that holds its statistics."""
         return self.inputs.get(module, module)
 
     def has(self, module: str, statistic: str = "input_channel_amax") -> bool:
@@ -163,7 +162,7 @@ class Calibration(NamedTuple):
         return cast(Float32s, values)
 
     def experts(self, moe: str) -> Experts:
-        """Return what became of the tokens in a mixture of experts.
+        """Return the statistics of a mixture of experts.
 
         moe  `model.layers.0.mlp`, above its `experts`
         """
@@ -192,7 +191,7 @@ class Calibration(NamedTuple):
 
     @property
     def loss_kind(self) -> str:
-        """Tell what `output_losses` are: kl, or output."""
+        """Return the kind of `output_losses`: kl, or output."""
         return self.notes.get("loss", "")
 
     @property
@@ -201,10 +200,7 @@ class Calibration(NamedTuple):
         return int(self.notes["loss_tokens"])
 
     def output_losses(self, module: str) -> dict[str, float] | None:
-        """Return a module's share of what its part costs the outputs, by format.
-
-        None where that was not measured
-        """
+        """Return a module's share of its part's loss, by format; None if unknown."""
         ref = self.refs.get(f"{module}.output_losses")
         if ref is None:
             return None
@@ -223,7 +219,7 @@ class Calibration(NamedTuple):
         return self._read_number(attention, "k_amax"), self._read_number(attention, "v_amax")
 
     def find(self, module: str, statistic: str) -> TensorRef:
-        """Find where a statistic is; InputError where there is none."""
+        """Find the place of a statistic, or raise InputError."""
         ref = self.refs.get(f"{self.holder(module)}.{statistic}")
         if ref is not None:
             return ref
@@ -243,7 +239,7 @@ class Calibration(NamedTuple):
         return InputError("calibration-values", detail, "Calibrate again.", ref.name)
 
     def _find_gram(self, module: str) -> tuple[TensorRef, np.float32]:
-        """Find a Gram matrix whose shape fits, and what it is multiplied with."""
+        """Find a Gram matrix of a fitting shape, and its factor."""
         ref = self.find(module, "input_gram")
         columns = self.find(module, "input_channel_amax").shape[0]
         count, width = (ref.shape[0], ref.shape[-1]) if ref.shape else (0, 0)
@@ -310,11 +306,11 @@ def check_source(
     linears: Iterable[Linear] = (),
     adapter: str | None = None,
 ) -> None:
-    """Raise InputError where a calibration is of another checkpoint.
+    """Raise InputError for a calibration of another checkpoint.
 
-    linears  are checked, too, as check_linears does
-    adapter  the key of the one that the source is merged with; a calibration of the base model
-             alone will do, and less well: plans warn
+    linears  to check with check_linears, too
+    adapter  key of the adapter that the source is merged with; a calibration of the base model is
+             accepted, and plans warn
     """
     path, next_step = calibration.path, "Calibrate it: fp4convert calibrate SOURCE -o FILE."
     if fingerprint_of(source) != calibration.notes["fingerprint"]:
@@ -334,7 +330,7 @@ def check_source(
 
 
 def check_linears(calibration: Calibration, linears: Iterable[Linear]) -> None:
-    """Raise InputError where a linear layer lacks statistics that can be."""
+    """Raise InputError for a linear layer without plausible statistics."""
     holders: set[str] = set()
     for linear in linears:
         ref = calibration.find(linear.module, "input_channel_amax")
@@ -350,7 +346,7 @@ def check_linears(calibration: Calibration, linears: Iterable[Linear]) -> None:
 
 
 def check_inputs(calibration: Calibration, module: str) -> None:
-    """Raise InputError where statistics of a layer's inputs contradict."""
+    """Raise InputError for contradicting statistics of a layer's inputs."""
     has, largest = calibration.has, calibration.channel_amax(module)
     found = contradiction(
         InputStatistics(
@@ -371,7 +367,7 @@ def check_inputs(calibration: Calibration, module: str) -> None:
 
 
 def parse_note(path: Path, notes: Mapping[str, str], key: str, absent: object) -> object:
-    """Parse the JSON of one note; `absent` where there is no such note."""
+    """Parse the JSON of one note; `absent` without the note."""
     if key not in notes:
         return absent
     try:

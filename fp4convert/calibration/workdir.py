@@ -2,16 +2,14 @@
 
 An interrupted run goes on from there:
 
-.FILE.calibration/for.json            what the folder is for; a run with the same goes on where
-                                      another ended
+.FILE.calibration/for.json            the settings of the run; a run with equal ones continues it
 .FILE.calibration/lock                held by the process at work
-.FILE.calibration/model/              config.json and the tokenizer's files, nothing that could be
-                                      run
+.FILE.calibration/model/              config.json and the tokenizer's files, no code
 .FILE.calibration/tokens.npz          the samples
-.FILE.calibration/hidden-0-00007      what the next layer is given of a batch, and hidden-1 what
-                                      it gives, in turns
-.FILE.calibration/part-00003.*        statistics of a layer, and what is to be said of them
-.FILE.calibration/losses-00000.json   what outputs lose by some parts; runs/ has their hidden states
+.FILE.calibration/hidden-0-00007      input of the next layer for a batch; hidden-1 its output, in
+                                      turns
+.FILE.calibration/part-00003.*        statistics of a layer, with a remark
+.FILE.calibration/losses-00000.json   losses of outputs by some parts; runs/ has their hidden states
 """
 
 from __future__ import annotations
@@ -58,10 +56,7 @@ _NAMES = {kind: name for name, kind in DTYPES.items()}
 
 
 def part_notes(source: Source) -> dict[str, str]:
-    """Return the notes of every file made from a source.
-
-    They say of which model, and of which weights.
-    """
+    """Return the notes that name the model and the weights of a source."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -92,7 +87,7 @@ def write_part(
 
 
 def read_part(path: Path) -> dict[str, NDArray[np.generic]]:
-    """Read the arrays of what write_part wrote."""
+    """Read the arrays of a part."""
     found: dict[str, NDArray[np.generic]] = {}
     for ref in header_of(path)[1]:
         kind, count = DTYPES[ref.dtype], int(np.prod(ref.shape))
@@ -106,12 +101,12 @@ def join_parts(
     notes: Mapping[str, str],
     largest_nbytes: int = LARGEST_NBYTES,
 ) -> tuple[str, int]:
-    """Join what write_part wrote, under its final name at once.
+    """Join the parts into the file, under its final name at once.
 
-    notes           as the head of calibration_file.py has them, but for `parts`
+    notes           of calibration_file.py, without `parts`
     largest_nbytes  beyond it PATH is an index, and the parts stay files:
                     STEM-00001-of-00007.safetensors beside it
-    Returns         what Calibration.sha256 will be, and the size of all files
+    Returns         the sha256 of the file, and the size of all files
     """
     found = [(part, ref) for part in parts for ref in header_of(part)[1]]
     temp, beside = path.with_name(f".{path.name}.new"), 0
@@ -155,10 +150,10 @@ def _copy_parts(
 
 @contextmanager
 def _shard_writer(path: Path, header: bytes, refs: Sequence[TensorRef]) -> Iterator[ShardWriter]:
-    """Open a writer that leaves nothing behind where it is not finished.
+    """Open a writer that leaves nothing behind unless it is finished.
 
-    The package safetensors writes no such file: its metadata comes in another order each time, and
-    plans and records know a calibration by its bytes.  Its reader looks at the finished file.
+    The package safetensors writes metadata in a random order, and plans and records name a
+    calibration by its bytes.  Its reader checks the finished file.
     """
     writer = ShardWriter(path, header, refs, len(header) + sum(ref.nbytes for ref in refs))
     try:
@@ -171,11 +166,11 @@ def _shard_writer(path: Path, header: bytes, refs: Sequence[TensorRef]) -> Itera
 
 
 class Needs(NamedTuple):
-    """What is needed at most; layers that share their input take less.
+    """The room that is needed at most; layers with a shared input take less.
 
-    statistics_nbytes  of the file, and of the parts that it is joined from
+    statistics_nbytes  of the file, and of its parts
     hidden_nbytes      of hidden states of all samples, before the first layer, before and behind
-                       the one that runs
+                       the current one
     gram_nbytes        of the Gram matrices of one layer, all in memory at once
     """
 
@@ -184,7 +179,7 @@ class Needs(NamedTuple):
     gram_nbytes: int
 
     def words(self) -> str:
-        """Tell a person what is needed."""
+        """Describe the needs for a person."""
         file, hidden = size_text(self.statistics_nbytes), size_text(self.hidden_nbytes)
         text = f"statistics take up to {file}, temporary hidden states {hidden}"
         if self.gram_nbytes:
@@ -192,9 +187,9 @@ class Needs(NamedTuple):
         return text
 
     def check(self, output: Path, state: Path, device: torch.device) -> None:
-        """Raise OutputError or InputError where there is too little room.
+        """Raise OutputError or InputError for too little room.
 
-        state  the folder; what is in it already is not needed again
+        state  the folder, with files that need no room again
         """
         with write_errors_at(state):
             there = sum(
@@ -219,7 +214,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(skeleton: Skeleton, gram: str, tokens: int, config: dict[str, object]) -> Needs:
-    """Estimate what so many tokens take.
+    """Estimate the room for so many tokens.
 
     Members of a scale group (q, k and v; gate and up) share their input.
     """
@@ -248,10 +243,10 @@ def state_of(output: Path) -> Path:
 
 @contextmanager
 def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Iterator[Path]:
-    """Hold the folder beside the file for this process alone.
+    """Lock the folder beside the file for this process.
 
-    It is emptied where it is for something else.  It goes with whatever was made for it where an
-    error ends the work that would end it again, or comes before there are samples.
+    A folder with other settings is emptied.  It is removed after an error that a new run would meet
+    again, or that comes before there are samples.
     Raises OutputError where another process holds it, or where it cannot be written
     """
     state = state_of(output)
@@ -320,7 +315,7 @@ def _begin_state(state: Path, purpose: str, tell: Callable[[str], None]) -> None
 
 @contextmanager
 def interruptible(output: Path) -> Iterator[None]:
-    """Let a stop say what stays of the calibration."""
+    """Name the files that stay after an interruption."""
     try:
         yield
     except Stopped as stopped:
@@ -333,13 +328,13 @@ def interruptible(output: Path) -> Iterator[None]:
 
 
 def part_file(state: Path, number: int) -> Path:
-    """Return where the statistics of a layer are."""
+    """Return the path of the statistics of a layer."""
     return state / f"part-{number:05}.safetensors"
 
 
 def remark_file(state: Path, number: int) -> Path:
-    """Return where it is said what a part holds.
+    """Return the path of the remark on a part.
 
-    While it is absent, the layer is not finished.
+    A layer without it is not finished.
     """
     return part_file(state, number).with_suffix(".json")

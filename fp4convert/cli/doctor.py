@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.backends.gpu_choice import survey_sound
 from fp4convert.numerics.backends.gpus import Gpu, dotted
-from fp4convert.numerics.backends.self_check import survey_sound
 from fp4convert.options.looking import DoctorOptions
 from fp4convert.process import processors
 from fp4convert.version import __version__

@@ -5,8 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 
 from fp4convert.cli.screen import WIDEST, Screen
-from fp4convert.report.explanations import explain_all
-from fp4convert.report.text import Document
+from fp4convert.report.text import Document, explain_all
 
 CODE_KINDS = {
     "findings": "findings of inspect and verify",

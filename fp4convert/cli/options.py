@@ -202,7 +202,7 @@ def _completion_for(option: Option) -> Callable[[str], list[str]]:
 
             words = known_names()
         elif option.is_code:
-            from fp4convert.report.explanations import explanations
+            from fp4convert.report.text import explanations
 
             words = [*explanations("findings"), *explanations("errors")]
         return [word for word in words if word.startswith(incomplete)]

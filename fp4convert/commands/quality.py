@@ -84,9 +84,10 @@ def verify(options: VerifyOptions) -> Verified:
     outputs = Outputs(known) if known else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
     gate = verification.Gate(*errors, engine, as_path(options.public_key))
-    verified = verification.verify(artifact, original, gate, outputs, phases)
+    verified, judged = verification.verify_judged(artifact, original, gate, outputs, phases)
     if page:
-        options.tell(save_page(page, artifact, original, verified=verified))
+        shown = save_page(page, artifact, original, verified=verified, judged=judged)
+        options.tell(shown)
     if sarif:
         write_sarif(sarif, artifact, verified.as_json()["findings"])
     return verified

@@ -9,13 +9,13 @@ from fp4convert.options.looking import ExplainOptions, RecipesOptions
 
 def explain(options: ExplainOptions) -> dict[str, Any]:
     """Return what a code means; the codes of a subject, or all."""
-    from fp4convert.report import explanations
+    from fp4convert.report import text
 
     if options.code is None:
-        return explanations.explain_all()
-    if explanations.is_subject(options.code):
-        return explanations.explain_all(options.code)
-    return explanations.explain(options.code)
+        return text.explain_all()
+    if text.is_subject(options.code):
+        return text.explain_all(options.code)
+    return text.explain(options.code)
 
 
 def recipes(options: RecipesOptions) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from fp4convert.options.rewriting import TranscodeOptions
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
-from fp4convert.quality.found_artifact import find_artifact, hash_in
-from fp4convert.quality.tensor_difference import first_difference
+from fp4convert.quality.found_artifact import find_artifact, first_difference, hash_in
 from fp4convert.recipes.options import declared_in
 from fp4convert.storage.checkpoint_files import (
     RECORD,

@@ -96,7 +96,7 @@ def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Cho
     times += f", and a GPU's copies {duration_text(gpu_seconds)}"
     if gpu_seconds > MARGIN * cpu_seconds:
         return Choice("cpu", f"device cpu: {times}; {otherwise}")
-    from fp4convert.numerics.backends.self_check import unused, usable_gpus
+    from fp4convert.numerics.backends.gpu_choice import unused, usable_gpus
 
     aside = "; ".join(unused("auto"))
     if gpus := usable_gpus("auto"):
@@ -136,7 +136,6 @@ def weights_per_second(backend: Backend, target: Target, columns: int, threads: 
     columns  of the widest matrix of a plan
     threads  0 is as many as suit the backend
     """
-
     from fp4convert.checkpoint.encodings.fp8 import block_of
     from fp4convert.numerics.fp8_rounding import find_scales
 

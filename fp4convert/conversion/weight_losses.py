@@ -314,8 +314,9 @@ def _through_fp4(
     """
     members = [read[module] for module in modules]
     measured = list(read.values()) if amax is None else []
+    group = Group(measured, members, modules, fmt)
     tools = Tools(bench.source, bench.backend, bench.calibration)
-    group, method = Group(measured, members, modules, fmt), method_for(bench.target, fmt)
+    method = method_for(bench.target, fmt)
     panels = method.panels(group, tools, method.under(group, tools, Given(amax)))
     for _, own in groupby(panels, key=itemgetter(0)):
         yield np.concatenate([Cpu().values(q) for _, q in own])

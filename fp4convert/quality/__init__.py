@@ -1,4 +1,4 @@
-"""inspect, verify, compare, analyze: what an artifact is, what it lost.
+"""inspect, verify, compare, analyze: describe artifacts, measure losses.
 
 Imports planning and below.
 """

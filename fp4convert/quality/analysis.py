@@ -1,4 +1,4 @@
-"""Measure what each kind of module loses in each format, and advise."""
+"""Measure the losses of kinds of modules in every format, and advise."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ KEPT = (Way(FP8.name, "amax", ROW), Way(BF16))  # what a kind can be instead of 
 
 
 class MeasuredKind(NamedTuple):
-    """One kind of matrices, and what was measured of it.
+    """One kind of matrices with its measured losses.
 
-    losses  of every sampled matrix, by the form; of forms that fit all of them alone
+    losses  of every sampled matrix, by form; only forms that fit all of them
     """
 
     kind: str
@@ -85,11 +85,11 @@ def analyze(
 ) -> dict[str, Any]:
     """Make the document of `fp4convert analyze --json`.
 
-    options        the modules that stay, and the recipe
-    sample_nbytes  of the source that may be read; None for as many as usual
-    calibration    whose inputs count; None for Gaussians of unit variance
-    Raises  InputError for nothing to quantize, a sample too small, or a calibration of something
-            else; NumericError for weights that are NaN or Inf
+    options        the recipe, with the modules that stay
+    sample_nbytes  most bytes to read; None for USUAL_NBYTES
+    calibration    the inputs of layers; None for Gaussians of unit variance
+    Raises  InputError for nothing to quantize, a sample too small, or a calibration of another
+            model; NumericError for weights that are NaN or Inf
     """
     phases = phases or Phases()
     linears_by_kind = kinds_of(_find_quantizable(source, options))
@@ -135,7 +135,7 @@ def analyze(
 
 
 def nbytes_to_sample(gigabytes: float | None) -> int | None:
-    """Return that many bytes; InputError for what is no positive number."""
+    """Convert GB to bytes; InputError unless the number is positive."""
     if gigabytes is None:
         return None
     if not 0 < gigabytes * 1e9 < math.inf:
@@ -199,10 +199,7 @@ def _measure(
 
 
 def mean_loss(kinds: Sequence[MeasuredKind], way: Way) -> Loss | None:
-    """Return the mean loss of all kinds, by their weights.
-
-    None where the form does not fit all of them.
-    """
+    """Return the mean loss of kinds by weights; None if the form does not fit."""
     if any(way not in kind.losses for kind in kinds):
         return None
     weights = sum(kind.weights for kind in kinds)
@@ -216,9 +213,9 @@ def mean_loss(kinds: Sequence[MeasuredKind], way: Way) -> Loss | None:
 def bits_per_weight(
     kinds: Sequence[MeasuredKind], way: Way, others: Mapping[str, Way] | None = None
 ) -> float:
-    """Return the bits of a weight where all kinds have one form.
+    """Return the bits per weight of kinds in one form.
 
-    others  the form of some kinds, by kind, where it is another
+    others  exceptions: another form, by kind
     """
     nbits = sum(kind.nbits((others or {}).get(kind.kind, way)) for kind in kinds)
     return nbits / sum(kind.weights for kind in kinds)
@@ -240,7 +237,7 @@ def _describe_kind(kind: MeasuredKind) -> dict[str, object]:
 
 
 def _describe_way(way: Way, loss: Loss, bits: float) -> dict[str, object]:
-    """Make one entry of `ways`; sqnr_db is None where nothing is lost."""
+    """Make one entry of `ways`; sqnr_db is None without a loss."""
     return {
         "format": way.format,
         "rule": way.rule,
@@ -253,9 +250,9 @@ def _describe_way(way: Way, loss: Loss, bits: float) -> dict[str, object]:
 
 
 def advise(kinds: Sequence[MeasuredKind]) -> dict[str, object]:
-    """Choose the four-bit form with the least output error.
+    """Recommend the four-bit form with the least output error.
 
-    Kinds that lose much by it are named, and what they would take in more bits.
+    Names the kinds that lose much by it, with their cost in more bits.
     """
     found = {
         way: loss
@@ -290,7 +287,7 @@ def advise(kinds: Sequence[MeasuredKind]) -> dict[str, object]:
 def _compare_formats(
     kinds: Sequence[MeasuredKind], found: Mapping[Way, Loss], best: Way
 ) -> Iterator[str]:
-    """Tell the best rule of each format, and what the others lose."""
+    """Yield a sentence for a format: its best rule, and losses by the others."""
     for name in sorted(FP4_FORMATS, key=lambda name: name != best.format):
         own = {way: loss for way, loss in found.items() if way.format == name}
         if not own:
@@ -307,7 +304,7 @@ def _compare_formats(
 
 
 def _compare_kinds(kinds: Sequence[MeasuredKind], best: Way, whole: Loss) -> Iterator[str]:
-    """Tell the kinds that lose most, and what they would cost in more bits."""
+    """Yield sentences on the kinds that lose most, and their cost in bits."""
     ranked = sorted(kinds, key=lambda kind: -kind.loss(best).output)
     if (times := _times_whole(ranked[0], best, whole)) <= STANDS_OUT:
         first = f"No kind stands out: the one that loses most, {ranked[0].short}"

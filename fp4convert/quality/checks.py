@@ -1,7 +1,7 @@
 """Judge an artifact by its records, names and scales.
 
-`inspect` and `verify` both say what is found here.  Block scales are read whole where they are few,
-and of some modules otherwise.  report/catalogue.toml explains each finding's code.
+`inspect` and `verify` report these findings.  Few block scales are read whole, of many a sample.
+report/catalogue.toml explains the code of a finding.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
 from fp4convert.progress import Phases, count_text
-from fp4convert.quality.config_sizes import find_odd_sizes
-from fp4convert.quality.fused_checks import check_fused
+from fp4convert.quality.engine_check import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
-from fp4convert.quality.missing_parts import find_missing
+from fp4convert.quality.missing_parts import find_missing, find_odd_sizes
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
@@ -66,12 +65,12 @@ GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")
 
 
 class Judged(NamedTuple):
-    """What speaks against an artifact.
+    """The findings on an artifact by its records, names and scales.
 
-    refuted   what its scales alone would say, were it not for a source that fits
-    detected  the layout that its block scales lie in; None where nothing decides
-    read      modules whose block scales were read
-    scales    the global scales that were read, by module
+    refuted   findings by scales alone that a fitting source refutes
+    detected  the layout of its block scales; None if unknown
+    read      the modules with block scales that were read
+    scales    global scales by module
     """
 
     findings: tuple[Finding, ...]
@@ -95,11 +94,11 @@ def judge(
 ) -> Judged:
     """Judge an artifact by its records, names and scales.
 
-    source   the original weights, which decide what statistics cannot
-    read     modules whose block scales are read one by one
-    sampled  those that tell the layout, and are compared with the source
-    phases   learns how far the reading is
-    Raises   InputError where the source holds none of them
+    source   the original weights, which decide more than statistics
+    read     modules to read block scales of
+    sampled  modules by which the layout is detected and the source compared
+    phases   receives the progress
+    Raises   InputError for a source without these modules
     """
     recipe = model_recipe(artifact.source.checkpoint.config, dialect=artifact.dialect)
     findings = [*artifact.findings, *_check_names(artifact, recipe), *check_fused(artifact, recipe)]
@@ -129,7 +128,7 @@ def judge(
 
 
 def _excuse(findings: Iterable[Finding], source: Source, recipe: Recipe) -> Iterator[Finding]:
-    """Make a warning of what is missing in the source as it is here."""
+    """Make warnings of missing modules that the source lacks, too."""
     known = source.checkpoint
     modules = {ref.name.rpartition(".")[0] for ref in known.tensors}
     alike = {one.tensor for one in find_missing(modules, known.config, recipe)}
@@ -159,7 +158,7 @@ def check_headers(artifact: Artifact) -> Iterator[Finding]:
 
 
 def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
-    """Choose the modules whose block scales are read: all, or a sample."""
+    """Choose the modules to read block scales of: all, or a sample."""
     modules, nbytes_of = sorted(artifact.modules), scale_nbytes(artifact)
     if artifact.scale_layout not in LAYOUTS:  # codes lie among the scales, and are read with them
         for module, packed in artifact.modules.items():
@@ -179,7 +178,7 @@ def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
 
 
 def scale_nbytes(artifact: Artifact) -> dict[str, int]:
-    """Count the bytes of each module's block scales, without padding."""
+    """Count the bytes of block scales by module, without padding."""
     return {
         module: packed.shape[0] * packed.shape[1] // packed.form.format.block_size
         for module, packed in artifact.modules.items()
@@ -187,7 +186,7 @@ def scale_nbytes(artifact: Artifact) -> dict[str, int]:
 
 
 def _stored_scales(artifact: Artifact, modules: Sequence[str]) -> Iterator[StoredScales]:
-    """Read block scales as they are stored, where they have their own tensor.
+    """Read stored block scales of modules with a scale tensor.
 
     Neighbours come far apart, so that the first few are from everywhere.
     """
@@ -202,7 +201,7 @@ def _stored_scales(artifact: Artifact, modules: Sequence[str]) -> Iterator[Store
 
 
 def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
-    """Check what is quantized and what is not, by the names of tensors."""
+    """Check names: of quantized modules, kept modules and missing parts."""
     traits = artifact.spelling.TRAITS
     yield from _check_beside(artifact)
     yield from _check_unread(artifact)
@@ -265,10 +264,10 @@ def _check_modules_read(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]
 
 
 def _check_unread(artifact: Artifact) -> Iterator[Finding]:
-    """Name the codes that nothing here reads, and so nothing checks.
+    """Report tensors of codes that fp4convert does not read or check.
 
-    An error where a stack has scales, all under names that no engine of the dialect looks for.
-    Where another finding is an error, that one says more.
+    An error for a stack with scales under names that no engine of the dialect looks for. Nothing is
+    reported beside another error, which says more.
     """
     told = any(one.level == "error" or one.code == "stack-unread" for one in artifact.findings)
     unread = [] if told else find_unread_codes(artifact)
@@ -290,9 +289,9 @@ def _check_unread(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _check_beside(artifact: Artifact) -> Iterator[Finding]:
-    """Check that no other files of weights lie where engines load them.
+    """Check that engines load no other files of weights.
 
-    vLLM and SGLang take what an index names, and every *.safetensors of a folder without one
+    vLLM and SGLang load the files of an index, and every *.safetensors of a folder without one
     (filter_duplicate_safetensors_files in weight_utils.py of both); transformers takes the single
     file, and Diffusers, whose file has another name, that one.
     """
@@ -313,8 +312,8 @@ def _check_beside(artifact: Artifact) -> Iterator[Finding]:
 def _check_kept_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     """Check that records ignore the linear layers that stay.
 
-    These are the ones that a target names or fits; where records are for every linear layer, those
-    whose name is surely that of one; and those whose last name others have that are quantized.
+    A kept module counts as a linear layer if a target fits it, if the record is for every Linear
+    and the name is that of a linear layer, or if quantized modules have the same last name.
     """
     if any(finding.code == "ignore-pattern" for finding in artifact.findings):
         return
@@ -347,10 +346,10 @@ def _check_kept_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
 
 
 def _check_targets(artifact: Artifact) -> Iterator[Finding]:
-    """Check that a target of compressed-tensors covers what is quantized.
+    """Check that targets of compressed-tensors cover quantized modules.
 
-    A target is a class, a name or an expression; experts may also be covered by the module that
-    holds them, and names may differ in what stands before the layers.
+    A target is a class, a name or an expression. A target for the parent of experts covers them,
+    and prefixes before the layers may differ.
     """
     record = artifact.clues.record
     if record.get("quant_method") != METHODS["compressed-tensors"]:
@@ -375,13 +374,13 @@ def _check_targets(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _is_class(target: str) -> bool:
-    """Tell whether a target may be a class that is, or holds, linear layers."""
+    """Tell whether a target may be a class of linear layers or their parent."""
     is_word = target[:1].isupper() and "." not in target
     return is_word and any(word in target for word in CLASS_WORDS)
 
 
 def _target_of(module: str, targets: Sequence[str]) -> str | None:
-    """Find the target that names a module, or whose expression fits it."""
+    """Find the target for a module, by name or by expression."""
     for target in targets:
         if module == target or (target.startswith("re:") and matches(target, module)):
             return target
@@ -389,7 +388,7 @@ def _target_of(module: str, targets: Sequence[str]) -> str | None:
 
 
 def _targets(clues: Clues) -> list[str]:
-    """List what engines quantize: names, expressions after "re:", classes."""
+    """List the targets of a record: names, expressions after "re:", classes."""
     groups = clues.record.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return ["Linear"] if clues.record or clues.hf_quant_config else []

@@ -1,8 +1,8 @@
 """Compare artifacts of one source with each other.
 
-What is compared is every linear layer that one of them has quantized; those that keep it as it is
-lose nothing there.  The best one is that with the least output error: SQNR is of the weights as
-they are stored, which folds change.
+Every linear layer is compared that one artifact has quantized; an artifact that keeps it loses
+nothing there.  The best artifact has the least output error: SQNR is of stored weights, which
+folds change.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ LETTERS = ascii_lowercase  # which name the artifacts, in their order
 
 
 class _Side(NamedTuple):
-    """An artifact, measured.
+    """The measurements of one artifact.
 
-    distances  of the linear layers that it has quantized, by module
+    distances  of its quantized linear layers, by module
     kept       all linear layers that it stores
-    doubted    tensors of which DOUBTS were found
+    doubted    tensors with a finding in DOUBTS
     """
 
     artifact: Artifact
@@ -52,12 +52,12 @@ class _Side(NamedTuple):
     doubted: frozenset[str | None]
 
     def describe(self, module: str, elements: int) -> dict[str, Any] | None:
-        """Describe how the artifact holds a linear layer, if it does.
+        """Describe the artifact's copy of a linear layer, if it has one.
 
-        stored               what a person calls it: nvfp4, fp8, bf16
-        bits_per_weight      with its scales, but for those of activations
-        sqnr_db              None where nothing was lost, or nothing can be said
-        nmse, output_error   0 where nothing was lost; None where nothing can be said
+        stored               nvfp4, fp8, bf16
+        bits_per_weight      with scales of weights, without scales of activations
+        sqnr_db              None if nothing was lost, or the loss is unknown
+        nmse, output_error   0 if nothing was lost; None if the loss is unknown
         """
         packed, linear = self.artifact.packed.get(module), self.kept.get(module)
         if packed is not None:
@@ -93,13 +93,13 @@ class _Side(NamedTuple):
 def pair_all(
     artifacts: Sequence[Artifact], source: Source, outputs: Outputs
 ) -> tuple[list[SourcePairs], list[Linear]]:
-    """Put artifacts beside their source, of which no weight is read yet.
+    """Pair artifacts with their source, without reading a weight.
 
-    artifacts  as many as there are LETTERS at most
-    outputs    whose inputs output errors are for
-    Returns    each beside the source, and the source's layers that one of them has quantized
-    Raises     InputError where an artifact is not sound, nothing is quantized in any, or a
-               calibration is of another source
+    artifacts  at most one for each of LETTERS
+    outputs    the inputs for output errors
+    Returns    the pairs, and the source's layers that an artifact has quantized
+    Raises     InputError for an artifact that is not sound, artifacts without a quantized layer,
+               or a calibration of another source
     """
     paired = []
     for artifact in artifacts:
@@ -131,10 +131,10 @@ def compare(
 ) -> dict[str, Any]:
     """Make the document of `compare --json`.
 
-    paired, compared  what pair_all returned with these outputs
-    phases            learns how far the reading is
-    predictions       the figures of each artifact's, where a text was read
-    Returns           `passed` is False where a finding is an error, else None: it has no gate
+    paired, compared  from pair_all, with these outputs
+    phases            receives the progress
+    predictions       figures of each artifact on a text
+    Returns           `passed` is False if a finding is an error, else None: there is no gate
     """
     sides = {
         letter: _measure_side(one, phases, f"measure {letter}")
@@ -159,7 +159,7 @@ def compare(
 
 
 def _measure_side(pairs: SourcePairs, phases: Phases, verb: str) -> _Side:
-    """Measure one artifact, and find what may not be the source's."""
+    """Measure one artifact, and find tensors that may not be the source's."""
     with named(pairs.artifact.source.name):
         found, findings = pairs.compare(phases, verb)
     findings += [doubt for name, distance in found.items() if (doubt := distance.check(name))]
@@ -171,11 +171,11 @@ def _measure_side(pairs: SourcePairs, phases: Phases, verb: str) -> _Side:
 
 
 def _describe_row(linear: Linear, sides: Mapping[str, _Side]) -> dict[str, Any]:
-    """Describe one linear layer as each artifact holds it.
+    """Describe one linear layer in all artifacts.
 
-    held   by letter; None where an artifact lacks it.  difference_db is its SQNR over that of the
-           first artifact, None where one of them lost nothing or nothing can be said
-    best   the letters of the least output error; None where fewer than two can be judged
+    held   by letter; None for an artifact without it.  difference_db is its SQNR over that of the
+           first artifact, None if one of them lost nothing or is unknown
+    best   letters with the least output error; None if fewer than two are known
     """
     elements = math.prod(linear.shape)
     held = {letter: side.describe(linear.module, elements) for letter, side in sides.items()}
@@ -205,9 +205,9 @@ def _describe_row(linear: Linear, sides: Mapping[str, _Side]) -> dict[str, Any]:
 
 
 def _describe_side(side: _Side, letter: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Describe an artifact and what it loses.
+    """Describe an artifact and its losses.
 
-    SQNR is over what all have quantized, all else over what is compared.
+    SQNR is over the layers that all have quantized, other figures over all that are compared.
     """
     artifact = side.artifact
     own = [(row, row["held"][letter]) for row in rows if row["held"][letter]]
@@ -245,9 +245,9 @@ def _describe_side(side: _Side, letter: str, rows: list[dict[str, Any]]) -> dict
 
 
 def _describe_totals(rows: list[dict[str, Any]], letters: list[str]) -> dict[str, Any]:
-    """Count the layers by who quantized them, and those without one best.
+    """Count layers by the artifacts that quantized them, and by the best one.
 
-    judged  of which the best is known; shared, where several are best
+    judged  layers with a known best; shared  layers with several best
     """
     quantized_by = [row["quantized_by"] for row in rows]
     return {

@@ -1,6 +1,6 @@
-"""Say how much an artifact's answers differ from its source's.
+"""Judge how much an artifact's answers differ from its source's.
 
-What both models compute is measured by calibration/side_by_side.py; this is the verdict.
+calibration/side_by_side.py runs both models and measures the difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_GATE = "no verdict: no gate was set (--max-kl, --min-top1, --max-ppl-ratio)"
 
 
 class EvaluationGate(NamedTuple):
-    """What `passed` asks; None asks nothing, and where all do nothing passed.
+    """The limits of `evaluate`; None for no limit.
 
     max_kl         of the mean KL divergence, in nats
     min_top1       of the share of tokens with the same likeliest one
@@ -55,14 +55,14 @@ class EvaluationGate(NamedTuple):
 class Evaluated:
     """The document of `evaluate --json`.
 
-    tokens   with text before them, of which all figures are
-    windows  pieces of text, each read by itself
+    tokens   predicted tokens, over which all figures are
+    windows  pieces of text that are read separately
     kl       KL(source || artifact) of a token in nats: mean, p999 (the 99.9th percentile), max
-    top1     share of tokens for which both find the same one likeliest
+    top1     share of tokens with the same likeliest prediction
     ppl      perplexity of source and artifact
-    activations, kv_cache  of the artifact, as it was computed with: 16 or 4; "fp8", "nvfp4", None
+    activations, kv_cache  that the artifact was run with: 16 or 4; "fp8", "nvfp4", None
     by_layer mean KL of one layer of the artifact alone, and with all layers before it
-    passed   None where no gate was set
+    passed   None without a gate
     """
 
     tokens: int
@@ -99,7 +99,7 @@ class Evaluated:
 
 
 def evaluate(measured: Measured, gate: EvaluationGate) -> Evaluated:
-    """Sum up what was measured, and check it against the gate."""
+    """Summarize the measurement, and check it against the gate."""
     kl = {
         "mean": float(measured.kl.mean()),
         "p999": float(np.quantile(measured.kl, 0.999)),
@@ -124,12 +124,12 @@ def evaluate(measured: Measured, gate: EvaluationGate) -> Evaluated:
 
 
 def _perplexity(loss: float) -> float:
-    """Return exp of a mean loss in nats; the largest float where it is larger."""
+    """Return exp of a mean loss in nats, at most the largest float."""
     return math.exp(min(loss, MOST_NATS))
 
 
 def _check(kl: float, top1: float, ratio: float, gate: EvaluationGate) -> Iterator[Finding]:
-    """Check the totals against each limit."""
+    """Check the totals against the limits."""
     if gate.max_kl is not None and kl > gate.max_kl:
         detail = f"mean KL {kl:.4g} nats, expected at most {gate.max_kl:g}"
         yield Finding("error", "kl-high", None, detail)

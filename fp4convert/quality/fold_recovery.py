@@ -1,9 +1,9 @@
-"""Read back from an artifact by which factors it was folded.
+"""Recover the factors by which an artifact was folded.
 
-A norm tells them: its weight in the source over that in the artifact, exactly, for so they were
-made.  Rows tell powers of two: they are the source's but for that, and rounding to four bits moves
-no row by as much.  What an artifact holds is right where it is the source under the factors that
-are found so: then norms, rows and columns cancel, and the model is the one that was rounded.
+A norm gives them: its weight in the source over its weight in the artifact, exactly.  Rows give
+powers of two: a row is the source's row times such a power, and rounding to four bits moves no row
+by as much.  An artifact is right if it is the source under these factors: then norms, rows and
+columns cancel, and the model is the one that was rounded.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Doubles = NDArray[np.float64]
 
 
 def fold_originals(artifact: Artifact, source: Source) -> Linears:
-    """Find the source's linear layers under what an artifact changed in them.
+    """Find the source's linear layers behind an artifact's changes.
 
-    That is by an adapter, by folds, or by the order of tiles.
+    Changes are an adapter, folds, or the order of tiles.
 
-    Returns  the vectors that were changed, too
-    Raises   InputError where the record tells of folds that the source cannot have
+    Returns  the layers, and the changed vectors
+    Raises   InputError for recorded folds that the source cannot have
     """
     originals = originals_of(artifact, source)
     if artifact.adapter:  # beside which there are no folds
@@ -70,7 +70,7 @@ def fold_originals(artifact: Artifact, source: Source) -> Linears:
 
 
 class _FactorFinder:
-    """Finds the factors of each fold once."""
+    """Finds the factors of folds, once."""
 
     def __init__(self, artifact: Artifact) -> None:
         self.changed: Mapping[str, Folded] = {}
@@ -80,7 +80,7 @@ class _FactorFinder:
         self._lock = threading.RLock()  # rows of a layer are told under the factors of its columns
 
     def factors(self, fold: Fold, source: Source) -> Factors:
-        """Return the factors of a fold; 1 where nothing tells."""
+        """Return the factors of a fold; 1 if unknown."""
         with self._lock:
             if fold.name not in self._found:
                 made = (
@@ -102,10 +102,7 @@ class _FactorFinder:
         return quotients(before, after, fold.vector)
 
     def _find_by_rows(self, fold: Fold, source: Source) -> Doubles:
-        """Find the power of two of each row, by the row itself.
-
-        A row of zeros is told by the columns that read it.
-        """
+        """Find the power of two of every row; of a row of zeros by its readers."""
         by_rows = self._find_powers(fold.maker, source, axis=1)
         found = np.ones(fold.outputs) if by_rows is None else 1 / by_rows
         unknown = ~np.isfinite(found)
@@ -117,10 +114,10 @@ class _FactorFinder:
         return found
 
     def _find_powers(self, linear: Linear | None, source: Source, axis: int) -> Doubles | None:
-        """Find the power of two that multiplies each row or column.
+        """Find the power of two of every row or column.
 
         axis     1 for rows, 0 for columns
-        Returns  NaN where no power of two is near; None where the artifact has no such layer
+        Returns  NaN if no power of two is near; None if the artifact has no such layer
         """
         own = self._stored.get(linear.module) if linear else None
         if linear is None or own is None or own.shape != linear.shape:
@@ -160,11 +157,11 @@ class _FactorFinder:
 def _choose_powers(
     weights: Weights, blocks: Blocks, rows: tuple[int, int], guess: Doubles, axis: int
 ) -> Doubles:
-    """Choose powers of two under which weights are nearest to the codes.
+    """Choose the powers of two that bring weights nearest to the codes.
 
     guess    exponents near the right ones, (rows, 1) or (1, columns)
     axis     of the sums: 1 for rows, 0 for columns
-    Returns  of each row or column; NaN where two are as near
+    Returns  one power for each row or column; NaN if two are as near
     """
     q, x = blocks.rows(*rows), as_floats(weights.rows(*rows))
     powers = np.exp2(guess + np.arange(-2, 3)[:, None, None]).astype(np.float32)
@@ -208,7 +205,7 @@ def check_columns(
 ) -> Iterator[Finding]:
     """Check that four-bit columns were rounded from the source's, folded.
 
-    A column is odd where its codes are further from the weights than the nearest ones under the
+    A column is odd if its codes are further from the weights than the nearest ones under the
     same scales.
     """
     weights = theirs.coding.weights(theirs, source)

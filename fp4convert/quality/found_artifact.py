@@ -1,9 +1,10 @@
-"""Find the record and the files of an artifact."""
+"""Find the record and the files of an artifact, and compare two files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from fp4convert.storage.checkpoint_files import (
     RECORD,
     SIGNATURE,
     UNDIGESTED,
+    WEIGHTS,
     holds_weights,
     no_subfolder,
     recorded_hashes,
@@ -26,18 +28,20 @@ from fp4convert.storage.disk import (
     hash_stream,
     nbytes_there,
     open_regular,
+    read_blocks,
 )
 from fp4convert.storage.json_text import TEXT_LIMIT, parse_json_object
 from fp4convert.storage.open import open_source
+from fp4convert.storage.safetensors import TensorRef, read_header
 from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
 
 class FoundArtifact(NamedTuple):
-    """An artifact as it is found.
+    """The record and the files of an artifact.
 
-    names   of all its files; none where it is a record alone
-    folder  where they are on this disk
-    source  the repository that they are in
+    names   of all its files; none for a record alone
+    folder  of the files on this disk
+    source  repository of the files
     """
 
     record: dict[str, Any]
@@ -53,7 +57,7 @@ class FoundArtifact(NamedTuple):
 
     @property
     def added(self) -> list[str]:
-        """Name those that decide which weights an engine loads, or how."""
+        """Name unrecorded files that change the weights an engine loads."""
         return [
             name
             for name in self.unrecorded
@@ -63,9 +67,9 @@ class FoundArtifact(NamedTuple):
         ]
 
     def hash_of(self, file: str, alone: str) -> str | None:
-        """Return the sha256 of one of its files; None where there is none.
+        """Return the sha256 of one of its files; None if it is missing.
 
-        alone  what a record alone is taken to have
+        alone  the answer for a record without files
         """
         if self.folder:
             return _hash_of(self.folder / file)
@@ -75,10 +79,10 @@ class FoundArtifact(NamedTuple):
 
 
 def find_artifact(reference: str, access: Access) -> FoundArtifact:
-    """Read our record of an artifact, and say where its files are.
+    """Read our record of an artifact, and list its files.
 
     reference  a folder, a record, or a repository
-    Raises     InputError where there is no record; what open_source raises
+    Raises     InputError without a record; errors of open_source
     """
     place = Path(reference)
     below = subfolder_of(access)
@@ -121,10 +125,7 @@ def find_artifact(reference: str, access: Access) -> FoundArtifact:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Name every file in a folder and in those in it, but for hidden ones.
-
-    A link to a folder is named, and not followed.
-    """
+    """Name every file below a folder but hidden ones; links are not followed."""
     found: list[str] = []
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -150,8 +151,43 @@ def hash_in(source: Source, file: str) -> str:
 
 
 def _hash_of(path: Path) -> str | None:
-    """Hash a file of the artifact; None where there is none."""
+    """Hash a file of the artifact; None if it is missing."""
     try:
         return hash_file(path)
     except OSError:
         return None
+
+
+def first_difference(made: Path, there: Path) -> str | None:
+    """Name the first tensor in which two files of safetensors differ.
+
+    None for another kind of difference, or a file that cannot be read.
+    """
+    if not there.is_file() or there.suffix != WEIGHTS:
+        return None
+    try:
+        with made.open("rb", buffering=0) as own, there.open("rb", buffering=0) as other:
+            return _first_tensor(own, other)
+    except (InputError, OSError):
+        return None
+
+
+def _first_tensor(own: FileIO, other: FileIO) -> str | None:
+    def read_refs(stream: FileIO) -> tuple[TensorRef, ...]:
+        def read(offset: int, length: int) -> bytes:
+            stream.seek(offset)
+            return bytes(stream.read(length) or b"")
+
+        return read_header(str(stream.name), os.fstat(stream.fileno()).st_size, read).tensors
+
+    known = {ref.name: ref for ref in read_refs(other)}
+    for ref in read_refs(own):
+        twin = known.pop(ref.name, None)
+        if twin is None or (twin.dtype, twin.shape) != (ref.dtype, ref.shape):
+            return ref.name
+        own.seek(ref.start)
+        other.seek(twin.start)
+        blocks = zip(read_blocks(own, ref.nbytes), read_blocks(other, ref.nbytes), strict=True)
+        if any(mine != theirs for mine, theirs in blocks):
+            return ref.name
+    return next(iter(known), None)

@@ -41,14 +41,13 @@ def inspect(
 ) -> dict[str, Any]:
     """Make the document of `inspect --json`.
 
-    source   the original weights, which decide what statistics cannot
-    is_full  read every block scale, however many, and have a second reader open every shard
-    phases   learns how far the reading is
-    engine   that is to load it, which is an error where it does not
+    source   the original weights, which decide more than statistics
+    is_full  read every block scale, and have a second reader open every shard
+    phases   receives the progress
+    engine   an engine that has to load it
 
-    scale_layout: "declared" is what our record says (None where there is none), "detected" None
-    where nothing decides.  Of a mixed artifact, "forms" says more; what its forms do not agree on
-    is None.  "source" is the name of the one given.
+    scale_layout: "declared" is of our record (None without one), "detected" None if unknown.  The
+    "forms" of a mixed artifact say more; keys in which they differ are None.
     """
     phases = phases or Phases()
     chosen = choose_modules(artifact, is_full)
@@ -64,9 +63,9 @@ def describe_judged(
     source: Source | None = None,
     engine: tuple[Engine, Version | None] | None = None,
 ) -> dict[str, Any]:
-    """Make the document of `inspect --json` of an artifact that is judged.
+    """Make the document of `inspect --json` of a judged artifact.
 
-    others  findings that come after those of judge
+    others  findings that follow those of judge
     """
     findings = [*judged.findings, *others]
     findings += check_vectors_finite(artifact, source is not None)
@@ -115,7 +114,7 @@ def describe(artifact: Artifact, judged: Judged) -> dict[str, Any]:
 
 
 def _join_modules(artifact: Artifact) -> list[dict[str, object]]:
-    """Describe the modules of one form by a pattern of their names each."""
+    """Describe modules by patterns of names, one form to a pattern."""
     words = [(module, each.form.word) for module, each in artifact.packed.items()]
     return [
         {"pattern": pattern, "modules": len(held), "form": words[held[0]][1]}
@@ -124,10 +123,7 @@ def _join_modules(artifact: Artifact) -> list[dict[str, object]]:
 
 
 def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:
-    """Describe every form that modules have, in the order of the records.
-
-    Where there are no modules it is the declared form alone.
-    """
+    """Describe the forms of modules; the declared form without modules."""
     gathered: dict[str, tuple[dict[str, object], list[Packed]]] = {}
     for form, run in groupby(artifact.packed.values(), key=attrgetter("form")):
         described = describe_form(form, artifact.spelling)
@@ -140,10 +136,7 @@ def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:
 
 
 def _bits_per_weight(artifact: Artifact, packed: Collection[Packed]) -> float | None:
-    """Return the bits of a weight in those modules, scales included.
-
-    The scales of activations are not counted.
-    """
+    """Return the bits per weight of modules, with scales of weights."""
     of_activations = artifact.spelling.TRAITS.companions
     elements = sum([each.shape[0] * each.shape[1] for each in packed])
     stored = [ref for ref in _stored_tensors(packed) if not ref.name.endswith(of_activations)]
@@ -153,7 +146,7 @@ def _bits_per_weight(artifact: Artifact, packed: Collection[Packed]) -> float | 
 
 
 def _stored_tensors(packed: Collection[Packed]) -> list[TensorRef]:
-    """Return the tensors of those modules; modules of one stack share them."""
+    """Return the tensors of modules; modules of one stack share them."""
     by_stem = {each.stem: each.refs for each in packed}
     return [ref for refs in by_stem.values() for ref in refs]
 

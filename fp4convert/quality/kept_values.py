@@ -1,4 +1,4 @@
-"""Tell which tensors an artifact keeps; look for NaN and infinity in them."""
+"""List the tensors that an artifact keeps; look for NaN and Inf in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITH_NAN = {**FLOAT_DTYPES, **FP8_DTYPES, "F64": np.dtype(np.float64)}
 def check_all_finite(artifact: Artifact, phases: Phases, has_source: bool) -> Iterator[Finding]:
     """Check that no kept tensor holds NaN or Inf.
 
-    has_source  a source is compared, and has what is not finite, too
+    has_source  a source is compared, and has these values, too
     """
     kept = _find_kept(artifact)
     phases.begin("kept", sum(ref.nbytes for ref in kept))
@@ -30,9 +30,9 @@ def check_all_finite(artifact: Artifact, phases: Phases, has_source: bool) -> It
 
 
 def check_vectors_finite(artifact: Artifact, has_source: bool) -> Iterator[Finding]:
-    """Check it of norms and biases, which are small.
+    """Check that no norm or bias holds NaN or Inf.
 
-    Not on the Hub, where each would be a request.
+    Not on the Hub, where every vector would be a request.
     """
     if not artifact.source.is_streamed:
         for ref in _find_kept(artifact):

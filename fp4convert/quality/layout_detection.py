@@ -1,4 +1,4 @@
-"""Detect by statistics in which layout block scales lie.
+"""Detect the layout of block scales by statistics.
 
 Weights have rows and columns that are larger than others.  Read in the right layout, rows and
 columns explain a share of the variance of log2(block scale); read in a wrong one, most of that
@@ -11,7 +11,7 @@ share is gone.  Single matrices overlap, so all are judged together:
 3. A layout leads by the share of its own rows and columns less the share of any structure of any
    rival: heads, tiles and rows that repeat are structures which a wrong layout can turn into rows.
    Leads are added over matrices (`_Leads`).
-4. The layout is named whose least lead is many standard deviations above 0 (`detect_layout`).
+4. The answer is the layout with a least lead many standard deviations above 0 (`detect_layout`).
 
 Source of the shares: one-way analysis of variance, the intraclass correlation
 1 - (mean square within cells) / variance.
@@ -60,9 +60,9 @@ DECODERS: dict[str, Callable[[Bytes], Float32s]] = {"fp8_e4m3": decode_e4m3, "e8
 class StoredScales(NamedTuple):
     """The block scales of one matrix as they are stored.
 
-    stored  flat, with whatever padding their layout has
+    stored  flat, with the padding of their layout
     shape   (rows, blocks a row)
-    format  says what the bytes mean
+    format  of the bytes
     """
 
     stored: Bytes
@@ -71,7 +71,7 @@ class StoredScales(NamedTuple):
 
 
 class _Leads:
-    """Leads of each layout over each structure of each rival, added."""
+    """Sums of the leads of layouts over structures of rivals."""
 
     def __init__(self) -> None:
         self.won = np.zeros((len(LAYOUTS), len(LAYOUTS), STRUCTURES))
@@ -88,10 +88,9 @@ class _Leads:
         self.variance += ACCIDENT**2 * (1 + ACCIDENT_SCALES / scales)
 
     def levels(self, fits: NDArray[np.bool_]) -> dict[str, float]:
-        """Return each layout's least lead, in standard deviations.
+        """Return the least lead of every layout, in standard deviations.
 
-        fits  the layouts that are not ruled out; a layout leads over all others that fit, and over
-              no structure at all
+        fits  the layouts that are not ruled out; a layout leads over the others, and over none
         """
         lead = np.where(self.lost > CONTRARY * self.won, -np.inf, self.won - self.lost).min(axis=-1)
         np.fill_diagonal(lead, self.explained)
@@ -102,12 +101,11 @@ class _Leads:
 
 
 def detect_layout(matrices: Iterable[StoredScales], declared: str) -> str | None:
-    """Name the layout in which all matrices lie; None where they do not say.
+    """Name the layout of all matrices; None if unknown.
 
-    matrices  are taken one by one until all doubt is gone; a layout that has another number of
-              bytes for one of them is out
-    declared  what the artifact says; where that is linear, as almost all are, less evidence
-              confirms it
+    matrices  are read one by one until all doubt is gone; a layout with another number of bytes for
+              one of them is out
+    declared  the layout of the record; less evidence confirms linear, which almost all have
     """
     for name, level in evidence(matrices, declared).items():
         if level >= (AGREEMENT if name == declared == LINEAR.name else CONTRADICTION):
@@ -119,8 +117,7 @@ def evidence(matrices: Iterable[StoredScales], declared: str = "") -> dict[str, 
     """Return by how many standard deviations each layout beats all others.
 
     A layout that does not fit has -inf.
-    declared  the rest of the matrices is not asked about this layout once it is certain; one of
-              another name is never certain, for they may rule it out
+    declared  ends the search once it is certain; other layouts may still be ruled out
     """
     leads = _Leads()
     fits = np.ones(len(LAYOUTS), bool)
@@ -146,7 +143,7 @@ def evidence(matrices: Iterable[StoredScales], declared: str = "") -> dict[str, 
 
 
 def _says_anything(matrix: StoredScales) -> bool:
-    """Tell whether a matrix has rows, blocks and scales enough."""
+    """Tell whether a matrix has enough rows, blocks and different scales."""
     rows, blocks = matrix.shape
     if rows < LEAST_ROWS or blocks < LEAST_BLOCKS or rows * blocks < LEAST_SCALES:
         return False
@@ -169,10 +166,9 @@ def _sample(matrix: StoredScales, layout: Layout) -> Bytes:
 
 @cache
 def _log2(scale_dtype: str) -> Doubles:
-    """Return log2 of the scale that each byte stands for.
+    """Return log2 of the scale of every byte.
 
-    It is -inf or NaN where a byte stands for none.  Byte 0 is such a byte: zero blocks and padding
-    store it.
+    It is -inf or NaN for a byte without a scale, such as byte 0 of zero blocks and padding.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         table = np.log2(DECODERS[scale_dtype](np.arange(256, dtype=np.uint8)).astype(np.float64))
@@ -181,11 +177,10 @@ def _log2(scale_dtype: str) -> Doubles:
 
 
 def explained_shares(readings: Sequence[Bytes], log2: Doubles) -> Doubles:
-    """Return the shares of the variance that each structure explains.
+    """Return the shares of the variance that structures explain.
 
-    readings  (rows, blocks) each: the same scales, read in several layouts
-    log2      (256,) of what each byte stands for, not finite where that is none; float64 sums are
-              exact enough for differences of them
+    readings  (rows, blocks): the same scales, read in several layouts
+    log2      (256,) of every byte; float64 sums are exact enough for their differences
     Returns   (readings, STRUCTURES): rows and columns, then those of RUNS, then of PERIODS
     """
     rows, blocks = readings[0].shape
@@ -205,7 +200,7 @@ def explained_shares(readings: Sequence[Bytes], log2: Doubles) -> Doubles:
 
 @cache  # matrices have few shapes
 def _cells_of(shape: tuple[int, int]) -> tuple[Integers, Integers]:
-    """Count the cells of each kind, and the scales of each."""
+    """Return the number of cells of a structure, and of scales in a cell."""
     rows, blocks = shape
     runs, widths = (rows, *RUNS), np.array(CELL_WIDTHS)
     members = np.array([*runs, *(rows // period for period in PERIODS)])[:, None]
@@ -218,10 +213,10 @@ def _share_of_cells(
 ) -> Doubles:
     """Return the share of the variance that lies between cells.
 
-    It is 0 where there are not two cells of two elements, and never below.
+    It is 0 with fewer than two cells of two elements, and never negative.
     squares, total  the sums of the squares of all elements, and of all elements
     power           the sum of the squares of the cells' sums
-    shape           (cells, elements of each)
+    shape           (cells, elements of a cell)
     """
     cells, members = np.asarray(shape[0]), np.asarray(shape[1])
     count = cells * members

@@ -67,7 +67,7 @@ class Way(NamedTuple):
         return self.format in FP4_FORMATS and self.block != FP4_FORMATS[self.format].block_size
 
     def fits(self, columns: int) -> bool:
-        """Tell whether a row is made of whole blocks."""
+        """Tell whether a row has whole blocks."""
         return not isinstance(self.block, int) or columns % self.block == 0
 
     def nbits(self, shape: tuple[int, int]) -> float:
@@ -204,10 +204,7 @@ def kinds_of(linears: Mapping[str, Linear]) -> dict[str, list[Linear]]:
 
 
 def short_names(kinds: Sequence[str]) -> dict[str, str]:
-    """Give each kind the shortest name that no other kind has.
-
-    It is the fewest last parts of its glob that no other glob ends with, and begins with a word.
-    """
+    """Return short names of kinds: the ends of their globs that no other has."""
     ends: dict[str, list[str]] = {}
     count: dict[str, int] = defaultdict(int)
     for kind in kinds:
@@ -224,9 +221,8 @@ def draw_sample(
 ) -> dict[str, list[RowSample]]:
     """Draw samples of every kind, the same for the same source.
 
-    nbytes  that all of them may take together; None for USUAL_NBYTES, or what a row of every kind
-            takes where that is more
-    Raises  InputError where it is less than a row of every kind
+    nbytes  of all samples together; None for USUAL_NBYTES, or more for a row of every kind
+    Raises  InputError for fewer bytes than a row of every kind takes
     """
     least = {kind: min(map(_row_nbytes, linears)) for kind, linears in kinds.items()}
     left = sum(least.values())
@@ -271,8 +267,8 @@ def sample_matrix(
 ) -> RowSample:
     """Sample strips that lie evenly over a matrix; `number` moves them.
 
-    nbytes        that are read; a row at least, and all of a matrix whose rows lie spread over it
-    strip_nbytes  of a strip, at least
+    nbytes        to read; at least a row, or a whole matrix if its rows lie spread over it
+    strip_nbytes  least bytes of a strip
     """
     rows, row_nbytes, whole = linear.shape[0], _row_nbytes(linear), _whole_nbytes(linear)
     if nbytes >= whole or row_nbytes == whole:
@@ -295,7 +291,7 @@ def _whole_nbytes(linear: Linear) -> int:
 
 
 def _row_nbytes(linear: Linear) -> int:
-    """Count the bytes read for one row: all, where it lies spread over them."""
+    """Count the bytes read for one row: all, if the row lies spread over them."""
     if linear.coding.is_spread:
         return _whole_nbytes(linear)
     return -(-_whole_nbytes(linear) // linear.shape[0])

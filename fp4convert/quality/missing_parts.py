@@ -1,4 +1,9 @@
-"""Find layers, experts, heads and parts of layers that an artifact lacks."""
+"""Find parts that a model lacks, and sizes that contradict config.json.
+
+Engines make a model of config.json and fill it: other sizes are refused, or read as something else.
+Sizes are judged for families of plain decoders alone, in which a few numbers give every size;
+tests/quality/test_config_sizes.py asks transformers' own models.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from itertools import islice
+from typing import NamedTuple
 
+from fp4convert.checkpoint.misnamed import DECODERS
 from fp4convert.errors import Finding
-from fp4convert.quality.config_sizes import is_plain_decoder
-from fp4convert.recipes.draft_layers import is_draft_head
+from fp4convert.recipes.draft_layers import JOINT, is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
@@ -40,15 +46,27 @@ SHOWN = 5  # missing numbers in a message
 WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
 _Parts = dict[int, set[str]]  # of each layer of a stack, or of each expert
 _Lost = tuple[str, str]  # a module that is not there, and what is said of it
+WHOLE = frozenset(  # what every config.json of such a model names
+    {
+        *("hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "vocab_size"),
+    }
+)
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj"})
+COUNT_DIGITS = 9  # of a size in config.json
+_PLACE = re.compile(
+    r"(?:model\.)?(?:layers\.(?P<layer>[0-9]{1,9})\.)?(?:self_attn|mlp|)\.?(?P<rest>.*)"
+)
+Sizes = tuple[tuple[str, int] | None, tuple[str, int] | None]
 
 
 def find_missing(
     modules: Collection[str], config: Mapping[str, object], recipe: Recipe
 ) -> Iterator[Finding]:
-    """Find what a model must have and an artifact has not.
+    """Find the modules of a model that an artifact lacks.
 
-    modules  every module that has a tensor, quantized or kept
-    config   config.json; empty where there is none
+    modules  every module with a tensor, quantized or kept
+    config   config.json; may be empty
     """
     stacks = defaultdict[str, _Parts](lambda: defaultdict(set))
     mixtures = defaultdict[str, _Parts](lambda: defaultdict(set))
@@ -106,7 +124,7 @@ def _missing_layers(
 def _missing_parts(
     stacks: Mapping[str, _Parts], config: Mapping[str, object], modules: Collection[str]
 ) -> Iterator[_Lost]:
-    """Find what a layer lacks that others have."""
+    """Find modules that a layer lacks and other layers have."""
     if any(UNEVEN_LAYERS in one for one in configs_in(config)) or is_draft_head(modules):
         return
     is_plain = is_plain_decoder(config) and "auto_map" not in config  # which is code of its own
@@ -121,11 +139,11 @@ def _missing_parts(
 def _missing_in_decoder(
     stack: str, layers: _Parts, config: Mapping[str, object]
 ) -> Iterator[_Lost]:
-    """Find what layers of a plain decoder lack.
+    """Find modules that layers of a plain decoder lack.
 
-    All have the same norms and the same attention, and those with one kind of mlp all of its parts
-    (transformers' own models; tests/quality/test_missing_parts.py asks them). What only few layers
-    have is theirs: a buffer, an adapter. Layers beyond the count draft tokens.
+    All layers have the same norms and attention, and all parts of their kind of mlp (in models of
+    transformers; tests/quality/test_missing_parts.py asks them). Modules of few layers are extras,
+    such as a buffer or an adapter. Layers beyond the count draft tokens.
     """
     count = config[LAYER_COUNTS[0]]
     layers = {at: own for at, own in layers.items() if type(count) is int and at < count}
@@ -158,10 +176,10 @@ def _missing_norm(
 
 
 def _missing_in_one(stack: str, layers: _Parts) -> Iterator[_Lost]:
-    """Find the only layer that lacks a module, where it lacks no other.
+    """Find the only layer that lacks a module, if it lacks no other.
 
-    The first and the last layer of a model may lack what others have: ModernBERT begins with one
-    that has no norm, and the last of Stable Diffusion 3 ends one of two streams.
+    The first and the last layer of a model may lack modules: the first of ModernBERT has no norm,
+    and the last of Stable Diffusion 3 ends one of two streams.
     """
     common, count = Counter(map(frozenset, layers.values())).most_common(1)[0]
     ends = (min(layers), max(layers))
@@ -211,14 +229,14 @@ def _missing_head(modules: Collection[str], config: Mapping[str, object]) -> Ite
 
 
 def _class_of(config: Mapping[str, object]) -> str:
-    """Return the name of the model's class; "" where config.json has none."""
+    """Return the name of the model's class; "" if config.json has none."""
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
     return name if isinstance(name, str) else ""
 
 
 def _split_at_number(module: str) -> tuple[str, int, str]:
-    """Split a name before and after its first number; -1 where it has none."""
+    """Split a name before and after its first number; -1 without a number."""
     parts = module.split(".")
     for place, part in enumerate(parts):
         if _is_number(part):
@@ -238,3 +256,114 @@ def _missing_of(numbers: range, found: Collection[int]) -> list[int]:
 def _count(numbers: list[int], what: str) -> str:
     shown = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+class _Numbers(NamedTuple):
+    """The numbers of config.json that give sizes; None if it has no such key."""
+
+    hidden: tuple[str, int] | None
+    vocabulary: tuple[str, int] | None
+    heads: tuple[str, int] | None  # rows of the head: a draft head may know fewer words
+    mlp: tuple[str, int] | None
+    expert: tuple[str, int] | None
+    queries: tuple[str, int] | None
+    keys: tuple[str, int] | None
+
+
+def is_plain_decoder(config: Mapping[str, object]) -> bool:
+    """Tell whether a config is whole, and of layers that differ by mlp alone."""
+    return str(config.get("model_type")) in DECODERS and config.keys() >= WHOLE
+
+
+def find_odd_sizes(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]
+) -> Iterator[Finding]:
+    """Find matrices and layers that config.json contradicts, one for a kind.
+
+    shapes  module -> (rows, columns) of its matrix
+    """
+    if not is_plain_decoder(config):
+        return
+    numbers, told, layers = _read(config), set[str](), _int(config, "num_hidden_layers")
+    doubled = _read_twice(shapes, numbers.hidden)
+    for module, shape in shapes.items():
+        found = _PLACE.fullmatch(module)
+        if not found or len(shape) != 2:
+            continue
+        layer, name = int(found["layer"] or 0), found["rest"].rpartition(".")[2]
+        if layers and layer >= layers and "layers" not in told:
+            told.add("layers")
+            detail = f"config.json has num_hidden_layers {layers}, and there is a layer {layer}"
+            yield Finding("error", "config-size", module, f"{detail}: engines leave it out")
+        is_expert = EXPERTS in f".{found['rest']}"
+        if "shared" in found["rest"]:
+            continue
+        rows, columns = _expected(name, is_expert, numbers)
+        if name in ATTENTION and not layer:
+            columns = doubled or columns
+        for axis, size, expected in zip(("rows", "columns"), shape, (rows, columns), strict=True):
+            if expected and size != expected[1] and (kind := f"{name} {axis}") not in told:
+                told.add(kind)
+                words = f"by config.json it has {expected[1]} ({expected[0]})"
+                detail = f"{module} has {size} {axis}, and {words}: engines refuse it"
+                yield Finding("error", "config-size", module, detail)
+
+
+def _read_twice(
+    shapes: Mapping[str, tuple[int, ...]], hidden: tuple[str, int] | None
+) -> tuple[str, int] | None:
+    """Return the width that the first attention of an EAGLE-3 head reads.
+
+    None in any other model. Its input is an embedding beside the output of `fc` on the model's
+    states; that of EAGLE-1 is the output of `fc` on both (vLLM's models/llama_eagle3.py and
+    llama_eagle.py).
+    """
+    if hidden is None or JOINT not in shapes or not is_draft_head(shapes):
+        return None
+    both = (f"2 x {hidden[0]}", 2 * hidden[1])
+    return None if shapes[JOINT][-1] == both[1] else both
+
+
+def _expected(name: str, is_expert: bool, numbers: _Numbers) -> Sizes:
+    """Return rows and columns of a matrix by the last part of its name."""
+    hidden, inner = numbers.hidden, numbers.expert if is_expert else numbers.mlp
+    known: dict[str, Sizes] = {
+        "embed_tokens": (numbers.vocabulary, hidden),
+        "lm_head": (numbers.heads, hidden),
+        JOINT: (hidden, None),
+        "q_proj": (numbers.queries, hidden),
+        "k_proj": (numbers.keys, hidden),
+        "v_proj": (numbers.keys, hidden),
+        "o_proj": (hidden, numbers.queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    return known.get(name, (None, None))
+
+
+def _read(config: Mapping[str, object]) -> _Numbers:
+    hidden, heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
+    head = _int(config, "head_dim") or (hidden // heads if hidden and heads else None)
+    by_head = f"x head_dim {head}"
+    pairs = _int(config, "num_key_value_heads")
+    mlp = _named(config, "intermediate_size")
+    return _Numbers(
+        _named(config, "hidden_size"),
+        _named(config, "vocab_size"),
+        _named(config, "draft_vocab_size") or _named(config, "vocab_size"),
+        mlp,
+        _named(config, "moe_intermediate_size") or mlp,
+        (f"num_attention_heads {heads} {by_head}", heads * head) if heads and head else None,
+        (f"num_key_value_heads {pairs} {by_head}", pairs * head) if pairs and head else None,
+    )
+
+
+def _named(config: Mapping[str, object], key: str) -> tuple[str, int] | None:
+    value = _int(config, key)
+    return (f"{key} {value}", value) if value else None
+
+
+def _int(config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    return value if type(value) is int and 0 < value < 10**COUNT_DIGITS else None

@@ -1,8 +1,8 @@
 """Read the scales of an artifact, and judge their values.
 
-Block scales are judged by how often each byte occurs.  Scales that stand once per module (global
-and input scales) are always read from a disk; from the Hub for the modules asked about and for
-those that share a scale with them.  report/catalogue.toml explains each finding's code.
+Block scales are judged by the counts of their bytes.  Global and input scales, one to a module, are
+always read from a disk; from the Hub for the chosen modules and their scale groups.
+report/catalogue.toml explains the code of a finding.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales 
 
 
 def read_global_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
-    """Read the global scales of the modules whose format has one.
+    """Read the global scales of modules, if their format has one.
 
-    Returns  module -> the float32 that is stored, a multiplier or a divisor as the dialect's
-             traits say; 1 where the dialect stores none
+    Returns  module -> the stored float32, a multiplier or a divisor as the dialect's traits say;
+             1 if the dialect stores none
     """
     ending = artifact.spelling.TRAITS.scalars.global_scale
     having = [module for module in modules if artifact.modules[module].form.format.has_global_scale]
@@ -56,9 +56,9 @@ def read_input_scales(artifact: Artifact, modules: Collection[str]) -> dict[str,
 
 
 def _read_scalars(artifact: Artifact, modules: list[str], ending: str) -> dict[str, float]:
-    """Read a scalar of each module; 1 where a sound module lacks it.
+    """Read a scalar of modules by its tensor's ending; 1 if it is missing.
 
-    It has a tensor of that ending, or a place in that of its stack.
+    Modules of a stack have a place in the stack's tensor.
     """
     dtype = artifact.spelling.TRAITS.scalars.dtype
     nbytes = FLOAT_TYPES[dtype].nbytes
@@ -100,7 +100,7 @@ def read_group_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, f
 
 
 def _modules_with_groups(artifact: Artifact, modules: Sequence[str]) -> list[str]:
-    """Return the modules whose scalars are read: all that are on a disk."""
+    """Return the modules to read scalars of: all on a disk."""
     if not artifact.source.is_streamed:
         return list(artifact.modules)
     members = group_members(artifact.source.checkpoint.config)
@@ -112,10 +112,10 @@ def _modules_with_groups(artifact: Artifact, modules: Sequence[str]) -> list[str
 
 
 def find_shared_scales(artifact: Artifact, stored: Mapping[str, float]) -> list[dict[str, float]]:
-    """Gather stored scales by scale group, where it has several members.
+    """Gather stored scales by scale groups of several members.
 
     stored   module -> global or input scale
-    Returns  for each group: module -> scale, in the order of `stored`
+    Returns  for every group: module -> scale, in the order of `stored`
     """
     groups = scale_groups(stored, group_members(artifact.source.checkpoint.config))
     return [
@@ -185,9 +185,9 @@ def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Finding
 
 
 def _count_scales(q: Blocks) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Count how often each scale byte occurs in a module.
+    """Count the scale bytes of a module.
 
-    Returns  (256,) counts, and (256,) float32 of what one code unit is worth under each byte
+    Returns  (256,) counts, and (256,) float32 steps: the value of code 1 under every byte
     """
     counts, cpu = np.zeros(256, np.int64), Cpu()
     for first, last in row_panels(q.shape):
@@ -238,9 +238,9 @@ def _check_block_scales(
 
 
 def _count_erased_blocks(q: Blocks, steps: NDArray[np.float32], is_remote: bool) -> int:
-    """Count blocks of the scale zero whose codes are not zero.
+    """Count blocks with the scale zero and other codes than zero.
 
-    From the Hub some rows that have any are read, and speak for all of them.
+    From the Hub some rows with such scales are read, and stand for the others.
     """
     width, row_nbytes = q.shape[1] // q.format.block_size, q.shape[1] // 2
     zeros = seen = erased = 0
@@ -263,8 +263,8 @@ def _count_erased_blocks(q: Blocks, steps: NDArray[np.float32], is_remote: bool)
 def _check_dtype(fmt: Format, histograms: list[NDArray[np.int64]]) -> Iterator[Finding]:
     """Check that most modules have bytes of the declared scale dtype.
 
-    The largest E4M3 scale of a scale group is 448.  Where exponents (E8M0) are declared that byte
-    is a sign of E4M3; where E4M3 is declared, it is a sign that the declaration is right.
+    The largest E4M3 scale of a scale group is 448.  That byte shows E4M3, whichever of E4M3 and
+    E8M0 is declared.
     """
     odd = full = 0
     for counts in histograms:
@@ -305,9 +305,9 @@ def check_other_scales(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _check_labels(artifact: Artifact, modules: Collection[str]) -> Iterator[Finding]:
-    """Check that a module's label names the format of its tensors.
+    """Check that the labels of modules name the formats of their tensors.
 
-    modules  whose labels are read from the Hub, where each is a request
+    modules  to read labels of on the Hub, where a label is a request
     """
     table, source = artifact.spelling.TRAITS.fp8, artifact.source
     if not table or not table.mark:

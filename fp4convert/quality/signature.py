@@ -1,9 +1,9 @@
 """Sign a folder by the package model-signing; check a signature.
 
-model.sig is a Sigstore bundle: a DSSE envelope around an in-toto statement that has the hash of
-every file (predicate https://model_signing/signature/v1.0). The package signs, and judges by a
-public key who signed what. Without a key the statement is read here and compared with the files,
-which shows what differs and proves nothing about who signed.
+model.sig is a Sigstore bundle: a DSSE envelope around an in-toto statement with the hash of every
+file (predicate https://model_signing/signature/v1.0). The package signs, and checks a signature
+with a public key. Without a key the statement is compared with the files here, which shows changed
+files and proves nothing about the signer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MISMATCH = "Signature mismatch: "  # how the package begins where the key is rig
 
 
 class Statement(NamedTuple):
-    """What a signature says of the files of a model.
+    """The statement of a signature about the files of a model.
 
     files      digest by name
     algorithm  of all digests, "sha256" as a rule
-    method     "files", or "shards" for parts of files, whose names then have two more words
-    ignored    files and folders that it says nothing of
-    hint       of the public key, as the package has it; None for another kind of signer
+    method     "files", or "shards" for parts of files, with two more words in their names
+    ignored    files and folders without a digest
+    hint       of the public key, in the package's words; None for another kind of signer
     shard_nbytes  of parts of files
     """
 
@@ -53,7 +53,7 @@ class Statement(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What became of a signature: "valid", "not checked", "refused"; None."""
+    """The result for a signature: "valid", "not checked", "refused"; None."""
 
     word: str | None
     findings: tuple[Finding, ...]
@@ -84,9 +84,9 @@ def sign_folder(folder: Path, key: Path) -> bytes:
 
 
 def open_verifier(source: Source, public_key: Path) -> Any:
-    """Return what judges an artifact's signature by a key.
+    """Return a verifier of an artifact's signature with a key.
 
-    Raises  InputError where there is none, where its files are not on this disk, for a key of
+    Raises  InputError without a signature, for files that are not on this disk, for a key of
             another kind, and without the package
     """
     if not source.has_file(SIGNATURE):
@@ -118,7 +118,7 @@ def _import_package(needing: str) -> Any:
 
 
 def _refuse_pipe(option: str, key: Path) -> None:
-    """Raise InputError for what is there and no file: it may never answer."""
+    """Raise InputError for a pipe or device, which may never answer."""
     if key.exists() and not key.is_file():
         raise _bad_key(option, key, ValueError("it is no regular file"), CURVES)
 
@@ -132,9 +132,9 @@ def _bad_key(option: str, key: Path, error: Exception, expected: str) -> InputEr
 
 
 def read_statement(data: bytes) -> Statement:
-    """Read what a signature says; whether it is true is not looked at.
+    """Read the statement of a signature, without a check of it.
 
-    Raises  InputError for what is no such signature
+    Raises  InputError for another kind of file
     """
     bundle: Any = parse_json_object(data, SIGNATURE)
     try:
@@ -200,7 +200,7 @@ def check_signature(
 def _find_differing(
     source: Source, statement: Statement, hashes: Mapping[str, str], phases: Phases
 ) -> Iterator[Finding]:
-    """Find files that are not what a statement says, if it names sha256."""
+    """Find files that differ from a statement of sha256 digests."""
     if (statement.method, statement.algorithm) != ("files", "sha256"):
         return
     phases.begin("signature")
@@ -228,9 +228,9 @@ def _find_differing(
 
 
 def _ask(verifier: Any, source: Source, statement: Statement) -> str | None:
-    """Have the package judge a signature; None where it agrees.
+    """Check a signature by the package; return its objection, or None.
 
-    Files may be links, as in the Hub's cache: what counts is their bytes.
+    Files may be links, as in the Hub's cache: their bytes count.
     """
     hashing = _import_package("--public-key needs the package model-signing").hashing.Config()
     with source.open_file(SIGNATURE) as stream:

@@ -27,7 +27,7 @@ from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
 from fp4convert.quality.kept_values import own_names, split_bytes
-from fp4convert.quality.odd_places import OddPlaces, is_underflow, underflow
+from fp4convert.quality.source_match import OddPlaces, is_underflow, underflow
 from fp4convert.storage.gguf_types import (
     Q8_0,
     decode,
@@ -45,14 +45,14 @@ Doubles = NDArray[np.float64]
 
 
 class Distance(NamedTuple):
-    """How far one tensor of an artifact is from the source's.
+    """The distance between one tensor of an artifact and the source's.
 
     sums     added in float64; x is the source's, y the artifact's; nothing is counted as clipped
-    stem     what holds it in the artifact
-    dtype    in which the source stores it
-    odd      which rows and blocks of packed values are not the source's; "" for none
-    is_lost  what is not the source's was too small for its scales
-    answers  mean power of W x over the layer's inputs x, and of (W - V) x; None where nobody asked
+    stem     the module of the tensor in the artifact
+    dtype    of the source's tensor
+    odd      rows and blocks of packed values that are not the source's, in words; "" for none
+    is_lost  values that differ were too small for their scales
+    answers  mean power of W x over the layer's inputs x, and of (W - V) x; None if not asked for
     """
 
     sums: Sums
@@ -96,7 +96,7 @@ def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | N
     """Return the root of the mean power of output errors, by weights.
 
     weighted  (weights, output error) of layers
-    Returns   None where no output error is known
+    Returns   None if no output error is known
     """
     known = [(weights, error) for weights, error in weighted if error is not None]
     total = sum(weights for weights, _ in known)
@@ -106,9 +106,9 @@ def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | N
 
 
 class Outputs(NamedTuple):
-    """That the errors of outputs are measured, too.
+    """The inputs by which errors of outputs are measured.
 
-    calibration  whose inputs count; None for Gaussians of unit variance
+    calibration  None for Gaussians of unit variance
     """
 
     calibration: Calibration | None = None
@@ -124,10 +124,10 @@ class Pair(NamedTuple):
 def measure(
     artifact: Artifact, source: Source, pair: Pair, inputs: Inputs | None = None
 ) -> Distance:
-    """Measure how far the artifact's values of a layer are from the source's.
+    """Measure the distance between a layer of the artifact and the source's.
 
-    What was kept is rounded to its own dtype before.
-    inputs  what the layer is given, where its answers are asked for
+    The source of a kept layer is rounded to its dtype before.
+    inputs  of the layer, if its answers are asked for
     """
     weights = pair.theirs.coding.weights(pair.theirs, source)
     coding = pair.ours.coding
@@ -178,7 +178,7 @@ def measure(
 
 
 def _is_lost(weights: Weights, coded: Blocks | None) -> bool:
-    """Read a layer once more: was what differs too small for its scales?"""
+    """Read a layer again; tell whether it lost only too small values."""
     panels = row_panels(weights.shape, MEASURED_ELEMENTS)
     return coded is not None and is_underflow(
         (as_doubles(weights.rows(*panel)), coded.rows(*panel)) for panel in panels
@@ -188,9 +188,9 @@ def _is_lost(weights: Weights, coded: Blocks | None) -> bool:
 def _without_factors(
     values: Doubles, linear: Linear, source: Source, panel: tuple[int, int]
 ) -> Doubles:
-    """Return those rows as (rows, columns) without the factors of folds.
+    """Return rows as (rows, columns) without the factors of folds.
 
-    Inputs and answers are those of the source's layer, which has no factors.
+    Inputs and answers belong to the source's layer, which has no factors.
     """
     matrix = values.reshape(-1, linear.shape[1])
     if linear.coding.columns:
@@ -201,11 +201,11 @@ def _without_factors(
 
 
 class SourcePairs(NamedTuple):
-    """An artifact beside its source, of which no weight was read yet.
+    """An artifact paired with its source, before a weight is read.
 
     originals  the linear layers of the source, under the folds of the artifact
-    pairs      those that the artifact stores otherwise
-    findings   on linear layers that the source has not
+    pairs      layers that the artifact stores in another form
+    findings   on linear layers that the source lacks
     """
 
     artifact: Artifact
@@ -351,8 +351,8 @@ def pair_with_source(
 ) -> SourcePairs:
     """Match every changed linear layer with its original.
 
-    Raises  InputError for a source that is packed in a way that cannot be read, a calibration that
-            is not of this source, and an artifact made with an adapter that nobody names
+    Raises  InputError for a packed source that cannot be read, a calibration of another source, and
+            an artifact with an adapter that --lora does not name
     """
     if ADAPTER in artifact.record and artifact.adapter is None:
         detail = f"{artifact.source.name} was made with {describe_adapter(artifact.record)}"

@@ -23,7 +23,13 @@ from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.process import processors
 from fp4convert.progress import Phases
-from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
+from fp4convert.quality.checks import (
+    Judged,
+    check_headers,
+    choose_modules,
+    is_healthy,
+    judge,
+)
 from fp4convert.quality.engine_check import check_engine
 from fp4convert.quality.kept_values import check_all_finite
 from fp4convert.quality.signature import check_signature, open_verifier
@@ -56,15 +62,15 @@ MISREAD = ("nibble-order", "scale-layout")  # findings of bytes that lie otherwi
 
 @dataclass(frozen=True, slots=True)
 class TensorError:
-    """How far the four-bit values of one tensor are from its source.
+    """The distance between the four-bit values of one tensor and its source.
 
-    sqnr_db  10 log10(sum x^2 / sum (x - y)^2); None where nothing was lost or the source is zero
-    mse      mean of (x - y)^2; None, as max_abs, where a value is not finite
+    sqnr_db  10 log10(sum x^2 / sum (x - y)^2); None if nothing was lost or the source is zero
+    mse      mean of (x - y)^2; None, as max_abs, if a value is not finite
     max_abs  largest |x - y|
-    cosine   of x and y as vectors; None where one of them is zero
-    saturated, zero, histogram  of its codes, as error_report.shares has them
-    output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None where it is
-                  no number, or not asked for
+    cosine   of x and y as vectors; None if one of them is zero
+    saturated, zero, histogram  of its codes, by error_report.shares
+    output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None if it is no
+                  number, or not asked for
     """
 
     name: str
@@ -97,7 +103,7 @@ class Gate(NamedTuple):
 
     @property
     def given(self) -> dict[str, float]:
-        """Return what is asked, by the option that asks it."""
+        """Return the limits by option."""
         asked = {
             "--min-sqnr": self.min_sqnr_db,
             "--max-nmse": self.max_nmse,
@@ -145,7 +151,6 @@ class Verified:
     checked  how many files were hashed, modules' scales read and tensors compared; the source,
              what became of the signature, and whether a gate was set
     verdict  a sentence, where the source is another model's
-    judged  the artifact by its records, names and scales, for a report
     """
 
     tensors: tuple[TensorError, ...]
@@ -157,7 +162,6 @@ class Verified:
     calibration: str | None = None
     checked: dict[str, Any] = field(default_factory=dict)
     verdict: str | None = None
-    judged: Judged = field(kw_only=True)
 
     def __repr__(self) -> str:
         """Say the verdict in a line, for the end of a notebook's cell."""
@@ -204,11 +208,22 @@ def verify(
 ) -> Verified:
     """Verify every file and scale, and with a source every tensor.
 
-    outputs  measures what linear layers answer, too
-    phases   learns how far the reading is
-    Raises   InputError where numbers are asked for and there is no source, or for a calibration of
-             another model
+    outputs  the inputs for output errors; None without them
+    phases   receives the progress
+    Raises   InputError for gates without a source, or for a calibration of another model
     """
+    verified, _ = verify_judged(artifact, source, gate, outputs, phases)
+    return verified
+
+
+def verify_judged(
+    artifact: Artifact,
+    source: Source | None,
+    gate: Gate,
+    outputs: Outputs | None = None,
+    phases: Phases | None = None,
+) -> tuple[Verified, Judged]:
+    """Verify an artifact; return its judgement by records and scales, too."""
     phases = phases or Phases()
     gate.check(source is not None, outputs is not None)
     verifier = open_verifier(artifact.source, gate.public_key) if gate.public_key else None
@@ -242,7 +257,7 @@ def verify(
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     findings += _check_tensors(tensors, found, as_meant, gate)
     findings += _check_measuring(found, gate)
-    return Verified(
+    verified = Verified(
         tensors,
         _summarise(tensors, found),
         tuple(findings),
@@ -251,14 +266,14 @@ def verify(
         **(describe_inputs(outputs.calibration) if outputs else {}),
         checked={**_count_checked(artifact, source, found, gate), "signature": signed.word},
         verdict=None if pairs is None else _name_other_source(pairs, judged, found),
-        judged=judged,
     )
+    return verified, judged
 
 
 def _count_checked(
     artifact: Artifact, source: Source | None, found: Mapping[str, Distance], gate: Gate
 ) -> dict[str, Any]:
-    """Count what was looked at, and say whether a gate was set."""
+    """Count files, modules and tensors; tell whether a gate was set."""
     return {
         "files": len(_recorded_hashes(artifact)),
         "modules": len(artifact.packed),
@@ -271,9 +286,9 @@ def _count_checked(
 def _name_other_source(
     pairs: SourcePairs, judged: Judged, found: Mapping[str, Distance]
 ) -> str | None:
-    """Say that an artifact was not made from the source, if so.
+    """Return a sentence if the artifact was not made from the source.
 
-    What is stored or read wrongly fits the source in another reading, or in part.
+    An artifact that is only stored or read wrongly fits the source in another reading, or in part.
     """
     artifact, source = pairs.artifact, pairs.source
     begun = f"{artifact.source.name} was not made from {source.name}"
@@ -292,10 +307,7 @@ def _name_other_source(
 
 
 def _leave_out_misread(found: Mapping[str, Distance], judged: Judged) -> Mapping[str, Distance]:
-    """Leave out tensors whose codes or scales lie otherwise than declared.
-
-    Why their values are other ones is told by that finding.
-    """
+    """Leave out tensors with misread codes or scales; a finding explains them."""
     misread = {one.tensor for one in judged.findings if one.code in MISREAD}
     if None in misread:
         return {}
@@ -346,9 +358,9 @@ def _check_tensors(
     as_meant: Mapping[str, Distance],
     gate: Gate,
 ) -> list[Finding]:
-    """Check tensors against the gates, and those that pass against the source.
+    """Check tensors against the gates, then against the source.
 
-    Returns  of each code the worst first
+    Returns  findings, the worst of a code first
     """
     missed: list[tuple[float, Finding]] = []
     others: list[Finding] = []
@@ -361,9 +373,9 @@ def _check_tensors(
 
 
 def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[tuple[float, Finding]]:
-    """Check a tensor against each gate.
+    """Check a tensor against the gates.
 
-    Returns  what it misses, each with a number that is larger where it is worse
+    Returns  findings with a number, larger for worse
     """
     sums = distance.sums
     missed = []
@@ -389,7 +401,7 @@ def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[tup
 
 
 def _check_source(error: TensorError, as_meant: Mapping[str, Distance]) -> list[Finding]:
-    """Check that a tensor is the source's, where it is read as it is meant."""
+    """Check that a tensor is the source's, unless it is misread."""
     doubt = as_meant[error.name].check(error.name) if error.name in as_meant else None
     return [doubt] if doubt else []
 
@@ -401,11 +413,9 @@ def _recorded_hashes(artifact: Artifact) -> dict[str, str]:
 
 
 def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> Iterator[Finding]:
-    """Check that every file is there, is what was written, and is recorded.
+    """Check that files are there, unchanged and recorded.
 
-    The model card is everybody's.
-
-    found  gets the sha256 of every file that is read
+    found  receives the sha256 of every file
     """
     if not artifact.record:
         detail = "the artifact records no hashes, so its files could not be compared with them"
@@ -436,7 +446,7 @@ def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> 
 
 
 def _nbytes_there(artifact: Artifact, file: str) -> int:
-    """Return the size of a recorded file; 0 where there is none."""
+    """Return the size of a recorded file; 0 if it is missing."""
     source = artifact.source
     try:
         return source.file_nbytes(file) if source.has_file(file) else 0
@@ -445,9 +455,9 @@ def _nbytes_there(artifact: Artifact, file: str) -> int:
 
 
 def check_codes(artifact: Artifact, recorded: Recorded, phases: Phases) -> Iterator[Finding]:
-    """Check each tensor's codes against the counts of the report.
+    """Check the codes of tensors against the counts of the report.
 
-    On the Hub they are not read.
+    Not on the Hub.
     """
     if artifact.source.is_streamed:
         return
@@ -475,7 +485,7 @@ def check_codes(artifact: Artifact, recorded: Recorded, phases: Phases) -> Itera
 
 
 def compare_codes(entry: Entry, counts: tuple[int, ...]) -> Finding | None:
-    """Check how often each code occurs in a tensor, by the report's counts."""
+    """Check the counts of codes in a tensor against the report's."""
     differing = [
         code
         for code, (found, said) in enumerate(zip(counts, entry.histogram, strict=True))
@@ -491,10 +501,9 @@ def compare_codes(entry: Entry, counts: tuple[int, ...]) -> Finding | None:
 
 
 def check_measured(recorded: Recorded, found: Mapping[str, Distance]) -> Iterator[Finding]:
-    """Check what the report says that tensors lost against the measured loss.
+    """Check the losses of the report against the measured losses.
 
-    A source that stores the weights otherwise than the one that was rounded is another, such as
-    the original of that, and has lost other amounts.
+    A source in another dtype than the rounded one, such as its original, has other losses.
     """
     measured: dict[str, Sums] = {}  # of all that lies in one tensor of the artifact
     dtypes: dict[str, str] = {}

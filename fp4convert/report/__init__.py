@@ -1,4 +1,4 @@
-"""The HTML page, SARIF, the model card, and what codes mean.
+"""The HTML page, SARIF, the model card, and the meaning of codes.
 
 Imports quality, checkpoint and below.
 """

@@ -41,10 +41,10 @@ METRICS = (
 
 
 def check_comparison(page: Path, folders: Iterable[Path | None]) -> None:
-    """Raise OutputError where the page or a file beside it cannot be written.
+    """Raise OutputError if the page or a file beside it cannot be written.
 
-    folders  of the artifacts, where they have one
-    Raises   InputError for a name that a file beside it has, or one in an artifact's folder
+    folders  of the artifacts on this disk
+    Raises   InputError for a name of a file beside it, or a place in an artifact's folder
     """
     check_page(page)
     table, figures = _beside(page)
@@ -61,8 +61,8 @@ def save_comparison(page: Path, found: Document) -> str:
     """Write the page of `compare`, and its figures beside it.
 
     found    the document of `compare --json`
-    Returns  a line that tells of them
-    Raises   OutputError where a file cannot be written
+    Returns  a line that names the files
+    Raises   OutputError if a file cannot be written
     """
     table, figures = _beside(page)
     text = json.dumps({"producer": PRODUCER, **found}, indent=2, allow_nan=False)
@@ -78,9 +78,9 @@ def _beside(page: Path) -> tuple[Path, Path]:
 
 
 def make_table(found: Document) -> str:
-    """Return the CSV: a row for each linear layer, columns for each artifact.
+    """Return the CSV: linear layers by rows, artifacts by columns.
 
-    Empty where nothing can be said.  Layers are named as people see them (text.escape).
+    Unknown figures are empty.  Names of layers are visible text (text.escape).
     """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
@@ -160,7 +160,7 @@ def _kl_of(side: Document) -> float | None:
 
 
 def _columns(found: Document, key: str) -> list[list[Any]]:
-    """Return a figure of every layer, as a list for each artifact."""
+    """Return a figure of all layers, one list for an artifact."""
     columns = []
     for letter in found["artifacts"]:
         values = [(row["held"][letter] or {}).get(key) for row in found["tensors"]]
@@ -171,7 +171,7 @@ def _columns(found: Document, key: str) -> list[list[Any]]:
 
 
 def _is_fair(found: Document) -> bool:
-    """Tell whether each artifact is of the source and whole."""
+    """Tell whether all artifacts are whole and of the source."""
     held = [one for row in found["tensors"] for one in row["held"].values()]
     has_all = all(one and one["output_error"] is not None for one in held)
     return has_all and not _has_failed(found)
@@ -183,7 +183,7 @@ def _has_failed(found: Document) -> bool:
 
 
 def _fairness(found: Document) -> str:
-    """Return why no means are ranked; "" where they are."""
+    """Return the reason why no means are ranked; "" if they are."""
     if _has_failed(found):
         return "No means are ranked: an artifact has failed, as the findings say."
     if not _is_fair(found):
@@ -192,10 +192,10 @@ def _fairness(found: Document) -> str:
 
 
 def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int]]]:
-    """List what each artifact is and loses.
+    """List the properties and losses of artifacts.
 
     is_fair  whether means can be ranked
-    Returns  words, a cell for each artifact, and the places of the best ones
+    Returns  rows of a word, the cells of artifacts, and the places of the best ones
     """
     every = list(sides.values())
     rows: list[tuple[str, list[str], list[int]]] = []
@@ -204,7 +204,7 @@ def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int
         rows.append((word, list(cells), []))
 
     def rank(word: str, values: Sequence[float | None], form: str, is_most: bool = False) -> None:
-        """Tell a figure, and who is best; "-" where it is not known."""
+        """Return the cells of a figure and the best places; "-" if unknown."""
         known = [value for value in values if value is not None]
         if not known:
             return
@@ -248,9 +248,9 @@ def _figure(value: float, form: str) -> str:
 
 
 def _charts(found: Document) -> list[Document]:
-    """Return a chart for each kind of module.
+    """Return a chart for every kind of module with several layers.
 
-    It has the values of each artifact by layer; kinds of one layer alone have no chart.
+    It has the values of artifacts by layer.
     """
     sides, rows = found["artifacts"], found["tensors"]
     held: dict[str, dict[str, dict[Numbers, list[Document]]]] = defaultdict(
@@ -285,7 +285,7 @@ def _charts(found: Document) -> list[Document]:
 
 
 def _costs(side: Document) -> list[Document]:
-    """Return what each layer of an artifact costs, where that was measured."""
+    """Return the costs of layers by artifact, if measured."""
     costs: list[Document] = side.get("predictions", {}).get("by_layer", [])
     return costs
 

@@ -1,10 +1,10 @@
 """Collect everything that a report shows, as one JSON document.
 
-  quantize   what it recorded while it rounded; the source for histograms of the worst tensors
-  verify     with a source what it measured, else what was recorded; what it found
+  quantize   losses recorded while it rounded; the source for histograms of the worst tensors
+  verify     losses measured with a source, else recorded ones; findings
 
-Text from a checkpoint is made visible here (text.escape) and stays text: html.py decides how it
-stands in a page.
+Text from a checkpoint is made visible here (text.escape) and stays text: html.py puts it into a
+page.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from fp4convert.checkpoint.module_names import (
 from fp4convert.numerics.codec import decode_e2m1
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.progress import Phases, count_text, size_text
-from fp4convert.quality.checks import choose_modules, judge
+from fp4convert.quality.checks import Judged, choose_modules, judge
 from fp4convert.quality.evaluation import NO_GATE
 from fp4convert.quality.inspection import describe, describe_judged
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales
 from fp4convert.quality.verification import TensorError, Verified
-from fp4convert.report.explanations import explanations
 from fp4convert.report.histograms import count_values
 from fp4convert.report.model_map import find_places, reading_order
 from fp4convert.report.text import (
@@ -45,6 +44,7 @@ from fp4convert.report.text import (
     badness,
     escape,
     evaluation_rows,
+    explanations,
     fold_findings,
     most_lines,
 )
@@ -65,26 +65,28 @@ def make_datasheet(
     artifact: Artifact,
     source: Source | None = None,
     verified: Verified | None = None,
+    judged: Judged | None = None,
     evaluated: Document | None = None,
 ) -> Document:
-    """Return what a report of an artifact shows.
+    """Return the document of a report on an artifact.
 
-    source     the original weights, where they are at hand
-    verified   what verify found; None where another command asks
-    evaluated  what `evaluate --json` prints; None where another command asks
+    source     the original weights, if at hand
+    verified   the result of verify; None in other commands
+    judged     the judgement of verify; None reads records and scales here
+    evaluated  the document of `evaluate --json`; None in other commands
     Returns    the keys that page/report.js reads
-    Raises     what reading the artifact and the source raises
+    Raises     errors of reading the artifact and the source
     """
     how, errors = _find_errors(artifact, verified)
+    if judged is None:
+        chosen = choose_modules(artifact, is_full=False)
+        judged = judge(artifact, None, chosen, chosen, Phases())
     if verified:
-        judged = verified.judged
         described = describe(artifact, judged)
         is_good, words = verified.passed, verified.words
         findings = [asdict(finding) for finding in verified.findings]
         how_many, most = len(verified.tensors), most_lines(verified.verdict)
     else:
-        chosen = choose_modules(artifact, is_full=False)
-        judged = judge(artifact, None, chosen, chosen, Phases())
         described = describe_judged(artifact, judged)
         is_good, words = described["healthy"], "healthy" if described["healthy"] else "not healthy"
         findings = described["findings"]
@@ -122,14 +124,14 @@ def make_datasheet(
 
 
 def count_levels(findings: Sequence[Mapping[str, Any]]) -> str:
-    """Count errors and warnings, behind a colon; "" where there are none."""
+    """Count errors and warnings, behind a colon; "" without any."""
     levels = Counter(finding["level"] for finding in findings)
     counts = [count_text(levels[level], level) for level in ("error", "warning") if levels[level]]
     return f": {', '.join(counts)}" if counts else ""
 
 
 def explain_findings(findings: Iterable[FoldedFinding]) -> list[Document]:
-    """Put beside each finding what it means and what to do."""
+    """Add the meaning and the remedy to findings."""
     known = explanations("findings")
     explained = []
     for finding in findings:
@@ -140,7 +142,7 @@ def explain_findings(findings: Iterable[FoldedFinding]) -> list[Document]:
 
 
 def _answers(evaluated: Document) -> Document:
-    """Say how predictions differ: rows of words, and what each layer costs."""
+    """Describe how predictions differ: rows of words, and the cost of layers."""
     layers = [
         [row["layer"], f"{row['alone']:.4g}", f"{row['cumulated']:.4g}"]
         for row in evaluated["by_layer"]
@@ -151,9 +153,9 @@ def _answers(evaluated: Document) -> Document:
 def _find_errors(
     artifact: Artifact, verified: Verified | None
 ) -> tuple[str | None, Sequence[TensorError]]:
-    """Find what is known of every tensor's loss.
+    """Find the losses of tensors.
 
-    Returns  how it is known: measured, recorded, or (None) not at all; and the losses
+    Returns  MEASURED, RECORDED, or None for unknown losses; and the losses
     """
     if verified and verified.tensors:
         return MEASURED, verified.tensors
@@ -167,7 +169,7 @@ def _find_errors(
 
 
 def _origin(artifact: Artifact) -> str:
-    """Say in a line where the weights come from."""
+    """Describe the origin of the weights in a line."""
     if not artifact.record:
         return "made by others: it holds no record of fp4convert"
     origin = artifact.record.get("source")
@@ -180,7 +182,7 @@ def _origin(artifact: Artifact) -> str:
 def _tiles(
     artifact: Artifact, source: Source | None, described: Document, errors: Sequence[TensorError]
 ) -> list[tuple[str, str]]:
-    """List the numbers that people ask for first, and what each is."""
+    """List the most important numbers with their words."""
     bits, nbytes = described["bits_per_weight"], artifact.source.checkpoint.nbytes
     words = "of weights"
     if source and (before := source.checkpoint.nbytes):
@@ -199,7 +201,7 @@ def _tiles(
 
 
 def _facts(artifact: Artifact, source: Source | None, described: Document) -> dict[str, str]:
-    """Say what the artifact is, in rows of a word and what it stands for."""
+    """Describe the artifact in rows of a word and its text."""
     checkpoint, record = artifact.source.checkpoint, artifact.record
     rows = artifact_rows(described)
     shards = len(checkpoint.shards)
@@ -243,10 +245,9 @@ def _evidence(artifact: Artifact, verified: Verified | None, how: str | None) ->
 
 
 def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
-    """Return tensors by columns, and the stacks of layers they stand in.
+    """Return tensors by columns, and the stacks of their layers.
 
-    places  four numbers for each: stack, and in it the layer and the module; and the number of the
-            expert, or -1
+    places  four numbers for a tensor: stack, layer and module in it, and expert or -1
     """
     # The largest stacks are drawn apart; tensors of the others stand together, by their names.
     places = find_places([error.name for error in errors])
@@ -301,10 +302,7 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
 def _worst(
     artifact: Artifact, source: Source | None, errors: Sequence[TensorError]
 ) -> list[Document]:
-    """List the tensors that lost most.
-
-    Their positions and codes; their values where there is a source.
-    """
+    """List the tensors that lost most: positions, codes, values with a source."""
     lossy = (at for at, error in enumerate(errors) if error.mse != 0)
     worst = sorted(lossy, key=lambda at: badness(errors[at].sqnr_db, errors[at].mse))[:WORST]
     names = [errors[at].name for at in worst]
@@ -320,7 +318,7 @@ def _worst(
 
 
 def _groups(artifact: Artifact, stored: Mapping[str, float]) -> Document:
-    """Count scale groups by kind, and those that store one scale.
+    """Count scale groups by kind, and groups that store one scale.
 
     stored  global scales by module
     """
@@ -349,15 +347,12 @@ def _groups(artifact: Artifact, stored: Mapping[str, float]) -> Document:
 
 
 def round_figure(value: float | None) -> float | None:
-    """Round to a few digits; None for what is no finite number."""
+    """Round to a few digits; None unless the number is finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
 def make_visible(value: Any) -> Any:
-    """Return the same document with its text made visible.
-
-    Whatever acts on what stands around it is shown as what it is.
-    """
+    """Return the same document with control characters made visible."""
     if isinstance(value, str):
         return escape(value)
     if isinstance(value, dict):

@@ -41,7 +41,7 @@ def count_values(
 
     names    of the source's tensors
     Returns  name -> histogram
-    Raises   what reading the source raises
+    Raises   errors of reading the source
     """
     originals, stored = fold_originals(artifact, source).of, linears_stored(artifact)
     wanted = {linear.name: linear for linear in originals.values() if linear.name in names}
@@ -56,10 +56,7 @@ def count_values(
 
 
 def _count(theirs: Weights, ours: Weights) -> Histogram:
-    """Count the values of panels of whole rows from all over a matrix.
-
-    At most MOST_PANELS; all where there are no more.
-    """
+    """Count the values of at most MOST_PANELS panels from all over a matrix."""
     panels = list(row_panels(theirs.shape, PANEL))
     if len(panels) > MOST_PANELS:
         step = len(panels) / MOST_PANELS

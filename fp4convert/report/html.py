@@ -1,9 +1,8 @@
 """Write a document as one page of HTML that fetches nothing.
 
-Whatever a checkpoint says reaches the page as JSON in which no sign has a meaning in HTML, and from
-there as text.  The page allows its own two scripts, by their hashes, and no address: neither a name
-that is a script nor a mistake of ours could run.
-plotly's script was put beside the page's own files when this package was built (CMakeLists.txt).
+Text of a checkpoint reaches the page as JSON without signs that mean something in HTML, and is
+inserted as text.  The page allows its two scripts, by their hashes, and no address: a script in a
+name could not run.  The build puts plotly's script beside the files of the page (CMakeLists.txt).
 """
 
 from __future__ import annotations
@@ -41,20 +40,19 @@ _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
 def check_page(path: Path) -> None:
-    """Raise OutputError where no page can be written.
+    """Raise OutputError if no page can be written, or another file lies there.
 
-    Also where something else lies than an earlier page.
-    Raises  InputError where there is no script to draw it with
+    Raises  InputError without plotly's script
     """
     check_place(path, PAGE)
     _find_plotly()
 
 
 def save_page(path: Path, artifact: Artifact, source: Source | None, **found: Any) -> str:
-    """Write the page of an artifact; return a line that tells of it.
+    """Write the page of an artifact; return a line that names it.
 
-    source, found  as make_datasheet takes them
-    Raises         OutputError where it cannot be written; what make_datasheet raises
+    source, found  arguments of make_datasheet
+    Raises         OutputError if it cannot be written; errors of make_datasheet
     """
     write_page(make_datasheet(artifact, source, **found), path)
     return f"report: {path}, {size_text(path.stat().st_size)}"
@@ -63,8 +61,8 @@ def save_page(path: Path, artifact: Artifact, source: Source | None, **found: An
 def write_page(document: Mapping[str, Any], path: Path, kind: str = REPORT) -> None:
     """Write a page, whole or not at all.
 
-    document, kind  as make_page takes them
-    Raises          OutputError where it cannot be written
+    document, kind  arguments of make_page
+    Raises          OutputError if it cannot be written
     """
     write_paper(path, make_page(document, kind), PAGE)
 
@@ -72,8 +70,8 @@ def write_page(document: Mapping[str, Any], path: Path, kind: str = REPORT) -> N
 def make_page(document: Mapping[str, Any], kind: str = REPORT) -> str:
     """Return the text of a page.
 
-    document  what its script reads: a data sheet, or what comparison_page makes
-    kind      of page: its own HTML and script are in page/, by that name
+    document  for its script: a data sheet or a comparison
+    kind      name of its HTML and script in page/
     """
 
     def read(file: str) -> str:
@@ -101,7 +99,7 @@ def _own_file(file: str) -> Traversable:
 def _find_plotly() -> Traversable:
     """Find plotly's script: the shipped one, else the installed package's.
 
-    Raises  InputError where there is neither
+    Raises  InputError without either
     """
     shipped = _own_file(PLOTLY)
     if shipped.is_file():

@@ -1,8 +1,8 @@
-"""Write the model card of an artifact, and figures into one.
+"""Write the model card of an artifact, and figures into a card.
 
-Decides what of the source's own card travels: its licence, languages and task, and its text below
-ours.  Whatever a checkpoint says stands in code spans, where markdown and HTML mean nothing.  The
-card is no part of the artifact's digest.
+The card takes over licence, languages, task and text of the source's card.  Text of a checkpoint
+stands in code spans, where markdown and HTML mean nothing.  The card is not in the artifact's
+digest.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _PLAIN = re.compile(r"(?!.*www)[A-Za-z0-9 ,.:'()+-]*")
 
 
 class CardRequest(NamedTuple):
-    """What a card is for.
+    """The contents of a card beside the plan.
 
-    repo       where it goes
-    options    of the command that makes the artifact again: words with their values; one that is
-               None was not given
-    errors     rows of a table, the first its headings; None where nothing was measured
-    evaluated  the section that evaluation_in found; what the source's own card has is not ours
+    repo       repository of the artifact
+    options    of the command that makes the artifact again, with their values; None for an option
+               that was not given
+    errors     rows of a table, the headings first; None without measured errors
+    evaluated  the section of an earlier card, from evaluation_in
     """
 
     repo: str
@@ -87,12 +87,11 @@ def make_card(plan: Plan, result: Result, source: Source, request: CardRequest) 
 def add_evaluation(path: Path, evaluated: dict[str, Any], source: Source, adapter: str = "") -> str:
     """Write the figures of `evaluate` into a card.
 
-    An earlier section of that kind is replaced, everything else stays, and a card that is not there
-    is made.
-    evaluated  what `evaluate --json` prints
-    adapter    the name of what was merged into the source; empty for nothing
-    Returns    a line that tells a person
-    Raises     OutputError where it cannot be written
+    An earlier section of figures is replaced, everything else stays; a missing card is made.
+    evaluated  the document of `evaluate --json`
+    adapter    name of the adapter that was merged into the source; empty without one
+    Returns    a line for a person
+    Raises     OutputError if it cannot be written
     """
     checkpoint = source.checkpoint
     at = f" at commit {code(checkpoint.revision)}" if checkpoint.revision else ""
@@ -125,7 +124,7 @@ def add_evaluation(path: Path, evaluated: dict[str, Any], source: Source, adapte
 
 
 def evaluation_in(path: Path) -> str:
-    """Return what `evaluate` wrote into a card; empty where it did not."""
+    """Return the section of `evaluate` in a card; "" without one."""
     if not path.is_file():
         return ""
     with path.open("rb") as stream:
@@ -134,15 +133,15 @@ def evaluation_in(path: Path) -> str:
 
 
 def check_card(path: Path) -> None:
-    """Raise OutputError where no card can be written, or be added to."""
+    """Raise OutputError if no card can be written or added to."""
     check_place(path, ANY_CARD)
     _read_card(path)
 
 
 def _read_card(path: Path) -> str:
-    """Return the text of a card; empty where there is none.
+    """Return the text of a card; "" without a card.
 
-    Raises  OutputError for what is no text, or longer than any card
+    Raises  OutputError for a file that is no text, or longer than any card
     """
     if not path.exists():
         return ""
@@ -162,9 +161,9 @@ def _read_card(path: Path) -> str:
 
 
 def code(text: object) -> str:
-    """Write a code span that ends where it is meant to, in a table too.
+    """Write a code span that its text cannot end, in a table too.
 
-    What is not printable shows as \\xNN.
+    Characters that cannot be printed show as \\xNN.
     """
     shown = "".join(c if c.isprintable() and c != "|" else spell(c) for c in str(text))
     fence = "`" * (max(map(len, re.findall("`+", shown)), default=0) + 1)
@@ -191,7 +190,7 @@ def _front_matter(plan: Plan, source: Source, known: Mapping[str, Any]) -> str:
 
 
 def _read_own_card(source: Source) -> tuple[dict[str, Any], str]:
-    """Read what travels of the source's front matter, and the text below."""
+    """Read the source's front matter that is taken over, and the text below."""
     if not source.has_file(CARD) or source.file_nbytes(CARD) > CARD_LIMIT:
         return {}, ""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, RepoCard
@@ -215,7 +214,7 @@ def _read_own_card(source: Source) -> tuple[dict[str, Any], str]:
 
 
 def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
-    """Yield rows that say what the artifact is."""
+    """Yield rows that describe the artifact."""
     target = plan.target
     fmt = format_named(target.format)
     wide = ", a float32 global scale" if fmt.has_global_scale else ""
@@ -274,13 +273,13 @@ def _command(source: Source, options: Mapping[str, object]) -> str:
 
 
 def _fence(language: str, text: str) -> str:
-    """Write a block of code that ends where it is meant to."""
+    """Write a block of code that its text cannot end."""
     fence = "`" * max(3, max(map(len, re.findall("`+", text)), default=0) + 1)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
-    """Yield how each engine loads it, and which are known to fail."""
+    """Yield sections on engines that load it, and on engines that fail."""
     config = source.checkpoint.config
     if source.checkpoint.components:
         return  # whose parts are artifacts, each of its own
@@ -297,7 +296,7 @@ def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
 def _with_engine(
     verdict: Verdict, plan: Plan, config: Mapping[str, Any], repo: str
 ) -> Iterator[str]:
-    """Yield a heading for an engine, what it takes, and what to type."""
+    """Yield a heading for an engine, its needs, and the line to type."""
     engine, row = verdict.engine, verdict.row
     yield f"## With {engine.name}"
     known = {"run": "Run by", "loaded": "Not run by", "read": "Not run by"}
@@ -340,6 +339,6 @@ def _table(rows: Sequence[Sequence[object]]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Write a number, or words; as code where markdown could read them."""
+    """Write a number or words; as code if markdown could read them."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if _PLAIN.fullmatch(text) else code(text)

@@ -1,8 +1,8 @@
 """Find layer, module and expert of a tensor by its name.
 
-A list is what numbers of a name count.  The innermost list whose members hold several tensors
-counts layers, but for those of experts: `blocks.0.attentions.1.to_out.0` is the module `to_out.0`
-of layer 0.1.  The outermost list always counts layers.
+Numbers in a name are places in lists.  The innermost list with several tensors in a member is that
+of layers, but for experts: `blocks.0.attentions.1.to_out.0` is the module `to_out.0` of layer 0.1.
+The outermost list is always one of layers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ATTENTION = "att"  # stands before the rest of its layer
 
 
 class Place(NamedTuple):
-    """Where one tensor stands.
+    """The place of one tensor in a model.
 
-    tower   what lies around the layers, with stars for numbers: model.layers; empty outside of all
-    layer   the numbers of its layer, one for each list that layers are nested in
-    module  what it is there, with a star for the number of an expert
+    tower   the path of the layers, with stars for numbers: model.layers; empty outside of layers
+    layer   the numbers of its layer, one for a level of nested lists
+    module  the name in its layer, with a star for the number of an expert
     expert  that number
     """
 
@@ -35,10 +35,7 @@ class Place(NamedTuple):
 
 
 def find_places(names: Sequence[str]) -> list[Place]:
-    """Find the place of each tensor.
-
-    Two have the same one only where their names differ by a final ".weight" alone.
-    """
+    """Find the places of tensors; NAME and NAME.weight share one."""
     split = [split_numbers(name.removesuffix(WEIGHT)) for name in names]
     held: dict[tuple[tuple[str, ...], Numbers], int] = defaultdict(int)
     for texts, numbers in split:

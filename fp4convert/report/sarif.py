@@ -1,8 +1,8 @@
 """Write findings as SARIF 2.1.0, for code scanning.
 
-One run: a rule for each code that occurs, in the words of catalogue.toml, and a result for each
-finding.  A result stands at the file of the artifact that holds its tensor, else at the artifact's
-record; the tensor is its logical location.
+One run: a rule for every code that occurs, in the words of catalogue.toml, and a result for every
+finding.  The location of a result is the file of its tensor, else the artifact's record; the tensor
+is the logical location.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ Findings = Sequence[Mapping[str, Any]]
 
 
 def clear_sarif(path: Path) -> None:
-    """Remove an earlier SARIF file.
+    """Remove an earlier SARIF file, so that none is left if the run fails.
 
-    It would stand for this run if the run failed.
-
-    Raises  OutputError where no file can be written there, or where something else lies
+    Raises  OutputError if no file can be written there, or another file lies there
     """
     check_place(path, SARIF)
     with write_errors_at(path):
@@ -53,9 +51,9 @@ def clear_sarif(path: Path) -> None:
 
 
 def write_sarif(path: Path, artifact: Artifact | Source, findings: Findings) -> None:
-    """Write the findings on an artifact, or on a checkpoint that is none.
+    """Write the findings on an artifact, or on another checkpoint.
 
-    Raises  OutputError where they cannot be written
+    Raises  OutputError if the file cannot be written
     """
     write_paper(path, json.dumps(make_sarif(artifact, findings), indent=2) + "\n", SARIF)
 
@@ -64,7 +62,7 @@ def make_sarif(artifact: Artifact | Source, findings: Findings) -> dict[str, obj
     """Return the SARIF document of the findings on an artifact."""
     import hashlib
 
-    from fp4convert.report.explanations import explanations
+    from fp4convert.report.text import explanations
     from fp4convert.version import __version__
 
     # A rule for each code.

@@ -1,4 +1,4 @@
-"""Make text safe to print; say in few words what an artifact is."""
+"""Make text safe to print; describe artifacts, findings and errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
+from fp4convert.errors import InputError, did_you_mean, read_catalogue
 from fp4convert.storage.safetensors import WEIGHT
 
 Document = dict[str, Any]  # what --json prints
@@ -19,6 +21,9 @@ LONGEST_WORD, LONGEST_LINE = 5000, 20_000  # characters; Linux has paths of 4096
 MOST_ALIKE = 4  # lines of findings of one code
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 _MEASURED = ("sqnr-low", "nmse-high", "output-error-high")  # verify lists the worst first
+LITTLE_WORDS = frozenset(["a", "and", "from", "holds", "in", "inside", "of", "one", "the", "what"])
+Rows = dict[str, dict[str, Any]]
+"""code -> the keys of its row in catalogue.toml"""
 
 
 class FoldedFinding(NamedTuple):
@@ -55,7 +60,7 @@ def spell(character: str) -> str:
 def badness(sqnr_db: float | None, mse: float | None) -> float:
     """Return a key that sorts tensors, the worst first.
 
-    First what has no mse, for it is not measurable, or no ratio, for its source is zero; exact ones
+    Tensors without an mse (not measurable) or a ratio (the source is zero) come first, exact ones
     last.
     """
     if mse == 0:
@@ -106,9 +111,9 @@ def shorten_words(text: str) -> str:
 
 
 def artifact_rows(artifact: Document) -> dict[str, str]:
-    """Say what an artifact is, in rows of a word and what it stands for.
+    """Describe an artifact in rows of a word and its text.
 
-    artifact  the document of `inspect`; its findings and what was recorded have no rows
+    artifact  the document of `inspect`; findings and recorded losses have no rows
     """
     layout = artifact["scale_layout"]
     declared = f"{layout['declared']} (declared)" if layout["declared"] else "undeclared"
@@ -138,7 +143,7 @@ def artifact_rows(artifact: Document) -> dict[str, str]:
 
 
 def _form_rows(artifact: Document, order: str) -> dict[str, str]:
-    """Say what codes and scales are, where all modules have one form."""
+    """Describe codes and scales of modules with one form, in rows."""
     stored = artifact["global_scale"]
     return {
         "format": f"{artifact['format']}: {artifact['element_dtype']} codes, "
@@ -164,7 +169,7 @@ def _shared_by(form: Document) -> str:
 
 
 def _form_text(form: Document) -> str:
-    """Say what codes and scales are in the modules of one form."""
+    """Describe codes and scales of one form, in a line."""
     return (
         f"{form['element_dtype']} codes, {_shared_by(form)}, {form['scale_dtype']} scales; "
         f"{form['modules']} modules, {form['bits_per_weight']:.3f} bits a weight, "
@@ -173,7 +178,7 @@ def _form_text(form: Document) -> str:
 
 
 def most_lines(verdict: str | None) -> int:
-    """Return how many lines alike findings have: few where a verdict says all."""
+    """Return the most lines for alike findings: few beside a verdict."""
     return 1 if verdict else MOST_ALIKE
 
 
@@ -182,10 +187,10 @@ def fold_findings(
 ) -> list[FoldedFinding]:
     """Write findings in few lines, for people.
 
-    Those that say the same of several tensors share a line, under the pattern of their names. Many
-    of one code share one, too, with the worst of them.
+    Equal findings on several tensors share a line, under the pattern of their names. Many findings
+    of one code share a line, too, with the worst of them.
 
-    of    so many tensors were measured, where that is known
+    of    number of measured tensors, if known
     most  lines of findings of one code
     """
     alike: dict[tuple[str, str], list[Document]] = defaultdict(list)
@@ -199,7 +204,7 @@ def fold_findings(
 
 
 def _share_lines(findings: Sequence[Document]) -> Iterator[tuple[str, str]]:
-    """Return names, by patterns, and what is said of them."""
+    """Return patterns of names with their shared text."""
     from fp4convert.checkpoint.module_names import join_names
 
     details: dict[str, list[str | None]] = defaultdict(list)
@@ -219,7 +224,7 @@ def _share_lines(findings: Sequence[Document]) -> Iterator[tuple[str, str]]:
 
 
 def _fold_all(level: str, code: str, findings: Sequence[Document], of: int) -> FoldedFinding:
-    """Tell how many there are, with the first of them."""
+    """Return the number of findings, with the first of them."""
     is_measured = code in _MEASURED
     first = findings[0]
     count = f"{len(findings)} of {of}" if is_measured and of else str(len(findings))
@@ -229,7 +234,7 @@ def _fold_all(level: str, code: str, findings: Sequence[Document], of: int) -> F
 
 
 def evaluation_rows(found: Document) -> dict[str, str]:
-    """Write the figures of `evaluate`, by what they are called."""
+    """Return the figures of `evaluate` in rows of a word and its text."""
     kl, ppl = found["kl"], found["ppl"]
     rows = {
         "KL divergence": f"{kl['mean']:.5g} nats a token; 99.9 % are below {kl['p999']:.4g}"
@@ -243,3 +248,59 @@ def evaluation_rows(found: Document) -> dict[str, str]:
     if found["kv_cache"]:
         rows["KV cache"] = found["kv_cache"]
     return rows
+
+
+@cache
+def explanations(kind: Literal["errors", "findings"]) -> Rows:
+    """Return the rows of all errors or findings, in the catalogue's order."""
+    rows: Rows = {}
+    for topic in read_catalogue()[kind]:
+        rows |= topic["codes"]
+    return rows
+
+
+def explain(code: str) -> dict[str, object]:
+    """Explain a code as a finding and as an error; some codes are both.
+
+    Returns  the document of `explain CODE --json`
+    Raises   InputError for an unknown code
+    """
+    code = code.strip().lower()
+    errors, findings = explanations("errors"), explanations("findings")
+    if code not in errors and code not in findings:
+        near = did_you_mean(code, [*findings, *errors])
+        raise InputError(
+            "unknown-code",
+            f"{code!r} is not the code of a finding or an error, nor a subject{near}",
+            "See: fp4convert explain",
+        )
+    return {"code": code, "finding": findings.get(code), "error": errors.get(code)}
+
+
+def explain_all(subject: str = "") -> dict[str, list[dict[str, Any]]]:
+    """List every code as `explain --json` prints it.
+
+    subject  of these alone: a heading, a word of one, or words that codes begin with
+    """
+    return {
+        kind: [
+            {"code": code, **row, "subject": topic["heading"]}
+            for topic in read_catalogue()[kind]
+            for code, row in topic["codes"].items()
+            if _is_of(subject.strip().lower(), code, topic["heading"].lower())
+        ]
+        for kind in ("findings", "errors")
+    }
+
+
+def _is_of(subject: str, code: str, heading: str) -> bool:
+    """Tell whether a code is of a subject, by whole words."""
+    words = [word.strip(",") for word in heading.split() if word not in LITTLE_WORDS]
+    of_heading = {heading, *words, *(word.removesuffix("s") for word in words)}
+    return not subject or subject in of_heading or code.startswith(f"{subject.rstrip('-')}-")
+
+
+def is_subject(word: str) -> bool:
+    """Tell whether a word is a subject of codes, and no code itself."""
+    is_code = any(word.strip().lower() in explanations(kind) for kind in ("findings", "errors"))
+    return not is_code and bool(word.strip()) and any(explain_all(word).values())

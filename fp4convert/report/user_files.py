@@ -25,10 +25,10 @@ class Paper(NamedTuple):
 
 
 def check_apart(asked: Mapping[Paper, Path | None], folder: Path | None) -> None:
-    """Raise InputError for a file in the artifact's folder, or a place twice.
+    """Raise InputError for a file in the artifact's folder, or two of a name.
 
-    asked   the files of one run; None where one is not asked for
-    folder  of the artifact, there or not yet; None where it has none to itself
+    asked   the files of one run; None for a file that is not asked for
+    folder  of the artifact, even before it exists; None without one
     """
     taken: dict[Path, Paper] = {}
     for kind, path in asked.items():
@@ -60,10 +60,9 @@ def _without_links(path: Path) -> Path:
 
 
 def check_place(path: Path, kind: Paper) -> None:
-    """Raise OutputError where no such file can be written.
+    """Raise OutputError if no such file can be written, before the work.
 
-    That should be known before the work.  What is there is replaced where it is an earlier file of
-    its kind, and nothing else is.
+    Only an earlier file of its kind is replaced.
     """
     folder, detail = path.parent, ""
     if path.is_dir():
@@ -98,17 +97,17 @@ def check_place(path: Path, kind: Paper) -> None:
 def write_paper(path: Path, text: str, kind: Paper) -> None:
     """Write a file in UTF-8, in place of an earlier one of its kind.
 
-    A link stays, and what it leads to is replaced.
-    Raises  OutputError where it cannot be written, or something else is there
+    A link stays, and its target is replaced.
+    Raises  OutputError if it cannot be written, or another file is there
     """
     write_papers((path, text, kind))
 
 
 def write_papers(*papers: tuple[Path, str, Paper]) -> None:
-    """Write files that belong together, each as write_paper does.
+    """Write files that belong together, as write_paper does.
 
     None takes its name before all are on the disk.
-    Raises  what write_paper raises
+    Raises  errors of write_paper
     """
     for path, _, kind in papers:
         check_place(path, kind)

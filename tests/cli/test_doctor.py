@@ -8,7 +8,7 @@ import pytest
 from checkpoints import run
 from lazy_cuda import Machine
 
-from fp4convert.numerics.backends import cubins, gpus, self_check
+from fp4convert.numerics.backends import cubins, gpu_choice, gpus, self_check
 
 
 @pytest.fixture
@@ -99,10 +99,10 @@ def test_odd_places_are_told_and_not_stumbled_over(monkeypatch, tmp_path):
 
 
 def test_a_gpu_left_aside_by_auto_is_a_warning(machine, monkeypatch):
-    assert self_check.unused("auto") == []
+    assert gpu_choice.unused("auto") == []
     machine.capability = (7, 5)
-    (warning,) = self_check.unused("auto")
+    (warning,) = gpu_choice.unused("auto")
     assert "the CPU is used: compute capability 7.5 is too old" in warning
-    assert self_check.unused("cpu") == []
+    assert gpu_choice.unused("cpu") == []
     monkeypatch.setattr(gpus, "ask_driver", lambda: (None, 0, "there is no NVIDIA driver"))
-    assert self_check.unused("auto") == []
+    assert gpu_choice.unused("auto") == []

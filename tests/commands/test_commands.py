@@ -153,7 +153,7 @@ def plain(value: object) -> object:
         ),
         ("execution.finish.merge", "merge ARTIFACT", {}),
         ("quality.inspection.inspect", "inspect ARTIFACT", {}),
-        ("quality.verification.verify", "verify ARTIFACT", {}),
+        ("quality.verification.verify_judged", "verify ARTIFACT", {}),
         (
             "quality.comparison.compare",
             "compare ARTIFACT ARTIFACT --source SOURCE",

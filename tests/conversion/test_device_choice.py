@@ -28,7 +28,7 @@ from fp4convert.conversion.device_choice import (
     weights_per_second,
 )
 from fp4convert.errors import DeviceError, InputError
-from fp4convert.numerics.backends import gpus, open_backend, self_check
+from fp4convert.numerics.backends import gpu_choice, gpus, open_backend, self_check
 from fp4convert.recipes.recipe import Target
 
 RATES = {"amax": 1.5e9, "mse": 0.4e9}  # weights a second of a core
@@ -74,7 +74,7 @@ def without_cupy(monkeypatch):
 @pytest.fixture
 def sound(monkeypatch):
     gpu = SimpleNamespace(number=0)
-    monkeypatch.setattr(self_check, "survey_sound", lambda: gpus.Survey((13, 0), 1, gpus=(gpu,)))
+    monkeypatch.setattr(gpu_choice, "survey_sound", lambda: gpus.Survey((13, 0), 1, gpus=(gpu,)))
 
 
 def test_other_devices_stay(without_cupy):
@@ -150,7 +150,7 @@ def test_a_gpu_that_loses_costs_no_cupy(cores, without_cupy):
 def test_a_gpu_that_wins_must_pass_the_check(cores, monkeypatch):
     refused = (("cuda:0", "cuda:0 gives other bytes"),)
     found = gpus.Survey((13, 0), 1, refused=refused, problem=refused[0][1], next_step="Look.")
-    monkeypatch.setattr(self_check, "survey_sound", lambda: found)
+    monkeypatch.setattr(gpu_choice, "survey_sound", lambda: found)
     assert choose_device("auto", *work_of(70e9)) == Choice(
         "cpu", "the CPU is used: cuda:0 gives other bytes. Look."
     )
@@ -222,7 +222,7 @@ def test_only_the_gpu_that_is_asked_for_is_opened(monkeypatch):
     monkeypatch.setattr(self_check, "check", lambda gpu: None)
     before = gpus._gpu
     monkeypatch.setattr(gpus, "_gpu", lambda *one: opened.append(one[1]) or before(*one))
-    assert [gpu.number for gpu in self_check.usable_gpus("cuda:2")] == [2]
+    assert [gpu.number for gpu in gpu_choice.usable_gpus("cuda:2")] == [2]
     assert opened == [2]
 
 

@@ -12,7 +12,7 @@ from checkpoints import run, write_llama
 from lazy_cuda import CUDARuntimeError, Machine
 
 from fp4convert.errors import DeviceError
-from fp4convert.numerics.backends import gpus, open_backend, self_check
+from fp4convert.numerics.backends import gpu_choice, gpus, open_backend, self_check
 
 DRIVER = ((13, 0), 1, "")
 
@@ -80,7 +80,7 @@ def test_one_gpu_too_old_does_not_hide_the_others(machine):
     assert open_backend("cuda:2").name == "cuda:2"
     with pytest.raises(DeviceError, match=r"cuda:0.*capability 7\.5 is too old"):
         open_backend("cuda:0")
-    (warning,) = self_check.unused("auto")
+    (warning,) = gpu_choice.unused("auto")
     assert "cuda:0 is not used: compute capability 7.5" in warning
 
 
@@ -92,7 +92,7 @@ def test_a_gpu_that_takes_no_context_is_told(machine, monkeypatch):
     with pytest.raises(DeviceError, match="cudaErrorDevicesUnavailable: exclusive use"):
         open_backend("cuda")
     assert open_backend("auto").name == "cpu"
-    assert "exclusive use" in self_check.unused("auto")[0]
+    assert "exclusive use" in gpu_choice.unused("auto")[0]
     assert run("doctor", "--json").json["gpus_refused"] == [
         {"device": "cuda:0", "reason": "cudaErrorDevicesUnavailable: exclusive use"}
     ]
@@ -129,7 +129,7 @@ def test_the_driver_is_understood(monkeypatch, init, count, expected):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(init, count))
     assert gpus.ask_driver() == expected
     if not count:  # with a GPU, CuPy decides
-        assert bool(self_check.unused("auto")) == (init == 803)
+        assert bool(gpu_choice.unused("auto")) == (init == 803)
 
 
 def test_a_library_that_is_no_driver_is_told(monkeypatch):

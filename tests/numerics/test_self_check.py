@@ -18,7 +18,7 @@ from simt import KERNELS, compile_for_host
 
 from fp4convert.conversion import device_choice
 from fp4convert.errors import DeviceError
-from fp4convert.numerics.backends import cubins, gpus, open_backend, self_check
+from fp4convert.numerics.backends import cubins, gpu_choice, gpus, open_backend, self_check
 from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS
 
 COMPILE = cubins.compile_cubin
@@ -188,7 +188,7 @@ def test_right_kernels_pass_and_are_not_checked_twice(machine, tmp_path, monkeyp
     assert {name for _, name in machine.launches} == ENTRIES
     count = len(machine.launches)
     assert open_backend("auto").name == open_backend("cuda:0").name == "cuda:0"
-    assert self_check.unused("auto") == []
+    assert gpu_choice.unused("auto") == []
     assert len(machine.launches) == count
     monkeypatch.setattr(self_check, "find_difference", lambda gpu: "anew")
     changes = {
@@ -262,7 +262,7 @@ def test_a_gpu_that_fails_meanwhile_is_left_aside_by_auto(machine, monkeypatch):
         open_backend("cuda")
     assert caught.value.code == "device-failed"
     assert open_backend("auto").name == "cpu"
-    assert "the GPU is lost" in self_check.unused("auto")[0]
+    assert "the GPU is lost" in gpu_choice.unused("auto")[0]
     assert not list(cubins.cache_folder().glob("check-*"))  # no verdict of that
 
 
@@ -282,4 +282,4 @@ def test_a_compiler_that_fails_is_told(machine, monkeypatch):
         open_backend("cuda")
     assert caught.value.code == "no-kernel"
     assert open_backend("auto").name == "cpu"
-    assert "the CPU is used: NVRTC" in self_check.unused("auto")[0]
+    assert "the CPU is used: NVRTC" in gpu_choice.unused("auto")[0]

@@ -27,7 +27,7 @@ from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.errors import Finding
 from fp4convert.quality.inspection import inspect
 from fp4convert.quality.verification import Gate, verify
-from fp4convert.report.explanations import explanations
+from fp4convert.report.text import explanations
 from fp4convert.storage.checkpoint_files import REPORT
 from fp4convert.storage.open import open_source
 

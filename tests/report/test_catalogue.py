@@ -15,7 +15,7 @@ from paths import ROOT
 from fp4convert import errors
 from fp4convert.checkpoint.artifact import CLEAR_ENOUGH
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.report.explanations import explanations
+from fp4convert.report.text import explanations
 
 EXITS = {
     name: kind.exit_code

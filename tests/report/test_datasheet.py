@@ -16,7 +16,7 @@ from rewriting import rewrite
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.matrices import InMemory
-from fp4convert.quality.verification import Gate, verify
+from fp4convert.quality.verification import Gate, verify, verify_judged
 from fp4convert.report.datasheet import make_datasheet
 from fp4convert.report.histograms import BINS, MOST_PANELS, PANEL, _count, count_values
 from fp4convert.storage.local import LocalSource
@@ -70,11 +70,11 @@ def test_the_numbers_are_those_that_verify_prints(source, artifact):
 
 def test_a_page_after_verify_reads_no_tensor_again(artifact, monkeypatch):
     opened = open_artifact(str(artifact))
-    verified = verify(opened, None, Gate())
+    verified, judged = verify_judged(opened, None, Gate())
     for name in ("read", "read_range", "read_into"):
         monkeypatch.setattr(LocalSource, name, None)  # which nobody can call
-    shown = make_datasheet(opened, None, verified)
-    assert shown["verdict"]["is_good"]
+    shown = make_datasheet(opened, None, verified, judged)
+    assert shown["verdict"]["words"] == "no fault found, no gate was set"
     assert {row["modules"]: row["agree"] for row in shown["groups"]["rows"]} == {
         f"{ATTENTION}.{{q,k,v}}_proj".replace(".0.", ".*."): 1,
         f"{LAYER}.mlp.{{gate,up}}_proj".replace(".0.", ".*."): 1,

@@ -24,7 +24,7 @@ from checkpoints import (
 import fp4convert
 from fp4convert import errors
 from fp4convert.cli.screen import Screen
-from fp4convert.report.explanations import explanations
+from fp4convert.report.text import explanations
 
 KINDS = {
     kind.exit_code: kind

@@ -1,6 +1,6 @@
 """Factors of folds, by AWQ or SmoothQuant.
 
-The calibration file and the weights give them, fold by fold; whoever asks first makes them.
+The calibration file and the weights give them, fold by fold, on first use.
 
 awq     s = mean|x|^alpha / sqrt(max * min), with the alpha of 0, 0.05, ... 1 that leaves the least
         error in the readers' outputs (Lin et al., arXiv 2306.00978, and its reference code for the
@@ -8,9 +8,8 @@ awq     s = mean|x|^alpha / sqrt(max * min), with the alpha of 0, 0.05, ... 1 th
 smooth  s = max|x|^0.5 / max|w|^0.5, over all tokens and all rows of the readers (Xiao et al., arXiv
         2211.10438, equation 4).
 
-Either way what a norm can store decides: its weight is divided and rounded to its dtype, and s is
-then the quotient of what it was and what it became, so that the fold itself rounds nothing.  Where
-a matrix or a bias keeps its dtype, s is a power of two.
+The weight of a norm is divided and rounded to its dtype, and s is the quotient of both, so that the
+fold rounds nothing.  For a matrix or a bias that keeps its dtype, s is a power of two.
 """
 
 from __future__ import annotations
@@ -49,13 +48,12 @@ Doubles = NDArray[np.float64]
 
 
 class Smoother:
-    """Finds the factors of each fold once, for all threads."""
+    """Finds the factors of folds once, for all threads."""
 
     def __init__(self, target: Target, calibration: Calibration, are_inputs_told: bool) -> None:
-        """Keep what decides factors.
+        """Keep the arguments of factors.
 
-        are_inputs_told  input scales are those of inputs that were seen, which the factors make
-                         larger or smaller
+        are_inputs_told  input scales come from observed inputs, which factors change
         """
         self._method = target.method
         self._calibration = calibration
@@ -70,7 +68,7 @@ class Smoother:
     def factors(self, fold: Fold, source: Source) -> Factors:
         """Return the factors of a fold.
 
-        Raises InputError where the file lacks what they take
+        Raises InputError for a file without their statistics
         """
         with self._lock:
             lock = self._locks[fold.name]
@@ -87,7 +85,7 @@ class Smoother:
             return self._found[fold.name]
 
     def _measure_reach(self, fold: Fold, factors: Factors) -> dict[str, float]:
-        """Measure how much larger the largest input of each reader becomes.
+        """Measure how much the largest inputs of readers grow.
 
         Experts see other tokens than their siblings.
         """
@@ -151,9 +149,9 @@ class Smoother:
     def _measure_costs(
         self, linear: Linear, source: Source, stored: list[Float32s], count: int
     ) -> Doubles:
-        """Measure the error of a reader's outputs by each candidate.
+        """Measure the error of a reader's outputs by candidate.
 
-        It is added over the tokens that the reader was given.
+        The sum is over the tokens of the reader.
         stored  the candidates, by column
         count   of the fold's readers
         """
@@ -171,10 +169,10 @@ class Smoother:
     def _rounding_error(
         self, weights: Float32s, columns: Float32s, moments: Float32s | None
     ) -> Float32s:
-        """Return what four bits lose of some rows of one matrix.
+        """Return the errors of some rows of a matrix in four bits.
 
-        They have a global scale of their own.
-        Returns  (rows, columns) of what the weights become, less what they were
+        The rows have their own global scale.
+        Returns  (rows, columns) rounded weights less the weights
         """
         with np.errstate(all="ignore"):
             scaled = weights * columns
@@ -191,10 +189,10 @@ class Smoother:
 
 
 def storable(fold: Fold, source: Source, wanted: Doubles) -> Factors:
-    """Find the nearest factors that a norm's dtype or powers of two say.
+    """Find the nearest factors that a norm's dtype or powers of two hold.
 
-    wanted   of each output
-    Returns  1 where none can be said
+    wanted   factors of the outputs
+    Returns  1 for an output without a factor
     """
     with np.errstate(all="ignore"):
         made = (np.exp2(np.rint(np.log2(wanted))) if fold.is_exact else wanted).astype(np.float32)

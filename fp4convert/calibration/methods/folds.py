@@ -1,8 +1,7 @@
-"""Find where factors can be folded, by the recipes' [[fold]] rows.
+"""Find the places of folds, by the recipes' [[fold]] rows.
 
-A row is used only where everything that it names is there in shapes that fit, and where the layer
-holds no matrix that no row speaks of: a reader of a divided output that nobody knows would compute
-something else, and nothing would tell.
+A row is used only if everything that it names exists in fitting shapes, and if rows name every
+matrix of the layer: an unknown reader of a divided output would compute something else in silence.
 """
 
 from __future__ import annotations
@@ -39,17 +38,16 @@ _WORDS = {"{layer}": r"(?P<layer>(?:.+\.)?\d+)", "{expert}": r"(?P<expert>\d+)"}
 class Fold(NamedTuple):
     """One place for factors.
 
-    rule     that speaks of it
-    name     the module whose output is divided
+    rule     of the recipe
+    name     the module with the divided output
     weight   of a norm; None of a linear layer
     maker    that linear layer; None of a norm
     bias     of either
     readers  every linear layer that reads the output
-    rounded  those of them that are rounded to four bits, which is what the factors are for
-    repeats  how often each head of the maker is repeated among the readers' columns
-    width    of a head; of all outputs where nothing is repeated
-    is_exact the factors must be powers of two, so that what keeps its dtype is not rounded: biases,
-             and matrices that stay
+    rounded  readers that are rounded to four bits, for which the factors are
+    repeats  how often a head of the maker is repeated among the readers' columns
+    width    of a head; of all outputs if nothing is repeated
+    is_exact the factors must be powers of two, so that biases and kept matrices are not rounded
     """
 
     rule: FoldRule
@@ -65,7 +63,7 @@ class Fold(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Return what is divided: norm, norm_plus_one, linear, heads."""
+        """Return the kind of the output: norm, norm_plus_one, linear, heads."""
         return self.rule.kind
 
     @property
@@ -106,10 +104,10 @@ class Refusal(NamedTuple):
 def find_folds(
     rules: Iterable[FoldRule], checkpoint: Checkpoint, linears: Linears
 ) -> tuple[list[Fold], list[Refusal]]:
-    """Find every place that the rules speak of, each once.
+    """Find every place that the rules name, once.
 
-    Returns  the folds that can be used, and the places that cannot
-    Raises   InputError for a rule that cannot be meant
+    Returns  the usable folds, and the places that are not usable
+    Raises   InputError for a rule that fits nothing
     """
     finder = _PlaceFinder(tuple(rules), checkpoint, linears)
     folds: dict[str, list[Fold]] = defaultdict(list)
@@ -131,7 +129,7 @@ def find_folds(
 
 
 def uses_of(folds: Iterable[Fold]) -> tuple[FoldUse, ...]:
-    """Gather folds as a record tells them."""
+    """Gather folds in the form of a record."""
     found: dict[tuple[FoldRule, int, int], list[str]] = defaultdict(list)
     for fold in folds:
         found[fold.rule, fold.repeats, fold.width].append(fold.name)
@@ -190,10 +188,7 @@ def vectors_of(fold: Fold, find: FindFactors) -> Iterator[Linear]:
 
 
 def _folding_of(fold: Fold, find: FindFactors) -> Folding:
-    """Describe a fold for the tensors that it changes.
-
-    Its key says in what its factors are found.
-    """
+    """Describe a fold for the tensors it changes, by the key of its factors."""
     refs = [ref for linear in fold.readers for ref in linear.refs]
     refs = [fold.weight, *refs] if fold.weight else refs
     read = [[ref.name, ref.dtype, ref.shape, ref.file, ref.start] for ref in refs]
@@ -225,10 +220,7 @@ class _PlaceFinder:
         self._strange = self._find_strange()
 
     def _find_strange(self) -> dict[str, list[str]]:
-        """Find the matrices of each layer that no rule speaks of.
-
-        Layers are those that rules speak of.
-        """
+        """Find the matrices of layers that no rule names."""
         spoken: set[str] = set()
         layers: set[str] = set()
         for rule in self.rules:
@@ -299,7 +291,7 @@ class _PlaceFinder:
         return fold._replace(repeats=repeats, width=outputs // own)
 
     def fold(self, rule: FoldRule, name: str, places: Mapping[str, list[str]]) -> Fold | str:
-        """Return the fold without its heads, or what it lacks."""
+        """Return the fold without its heads, or the name of a missing module."""
         modules = [module for own in places.values() for module in own]
         if not modules:
             return "it has no readers"

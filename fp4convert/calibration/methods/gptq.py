@@ -1,8 +1,8 @@
-"""GPTQ: each column makes up for the errors of those before it.
+"""GPTQ: a column compensates the errors of earlier columns.
 
 Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1, with its order of columns: the largest
-diagonal first.  It takes block scales as they were found for the weights as given.  What it leaves
-is gone over by numerics/descent.py, under the same H.
+diagonal first.  Block scales are those of the given weights.  numerics/descent.py refines the
+result under the same H.
 One thread of torch does this part, on a GPU that GPU: the same bytes from any number of workers.
 The algebra knows no file, no module and no dialect; rounding.py does.
 """
@@ -37,8 +37,8 @@ class Factor(NamedTuple):
     """A Gram matrix, or the blocks along its diagonal, for GPTQ.
 
     upper    (k, n, n) float32: U with U^T U the inverse, of the columns in their order
-    columns  (k, n): which column stands at each place; those beyond the last are padding
-    damped   (k, n, n) float32: H itself, with all that was added to it, symmetric to the last bit
+    columns  (k, n): the column at every place; numbers beyond the last column are padding
+    damped   (k, n, n) float32: H with its damping, symmetric to the last bit
     """
 
     upper: Tensor
@@ -89,9 +89,9 @@ def factorize(blocks: Float32s, columns: int, device: str, share: float = DAMPIN
 
 
 def _damp(blocks: Float32s, added: NDArray[np.float64]) -> Float32s:
-    """Add to the diagonals; 1 where that leaves them 0.
+    """Add the damping to the diagonals; 1 for a diagonal of 0.
 
-    A column that saw only zeros has what is added, so that it decides no block scale.
+    A column with zeros alone has the damping, so that it decides no block scale.
     """
     damped = blocks + blocks.swapaxes(1, 2)
     damped *= np.float32(0.5)
@@ -102,9 +102,9 @@ def _damp(blocks: Float32s, added: NDArray[np.float64]) -> Float32s:
 
 
 def _cholesky(h: Tensor, diagonal: Tensor, mean: float, share: float) -> tuple[Tensor, Tensor]:
-    """Return L of the damped matrices, and the share of each.
+    """Return L of the damped matrices; damp those without L more.
 
-    Those without one get more damping.
+    Returns  L, and the shares of damping
     """
     import torch
 
@@ -124,12 +124,12 @@ def _cholesky(h: Tensor, diagonal: Tensor, mean: float, share: float) -> tuple[T
 
 
 def round_columns(x: Float32s, steps: Float32s, factor: Factor) -> Bytes:
-    """Round weights column by column; later ones make up for errors.
+    """Round weights column by column; later columns compensate errors.
 
     x        (rows, columns) float32
-    steps    (rows, columns / block_size) float32: what one code unit is worth in each block
+    steps    (rows, columns / block_size) float32: the value of code 1 in a block
     Returns  (rows, columns) codes
-    Raises   NumericError where errors grow beyond what float32 holds
+    Raises   NumericError if errors grow beyond float32
     """
     import torch
 
@@ -193,9 +193,9 @@ def held_nbytes(columns: int, width: int) -> int:
 
 
 def torch_device(name: str) -> str:
-    """Return where torch calculates beside a backend of that name.
+    """Return torch's device for a backend.
 
-    Raises DeviceError where it cannot use that GPU
+    Raises DeviceError if torch cannot use that GPU
     """
     import torch
 
@@ -209,7 +209,7 @@ def torch_device(name: str) -> str:
 
 @contextmanager
 def explained(what: str, module: str) -> Iterator[None]:
-    """Let errors say of which matrix they are.
+    """Name the matrix in errors.
 
     A GPU that is full is a DeviceError.
     """
@@ -229,9 +229,9 @@ def explained(what: str, module: str) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch work with one thread in each worker.
+    """Let torch use one thread in a worker.
 
-    They do not wait for each other, and their number changes no byte.
+    Workers do not wait for one another, and the number of threads changes no byte.
     """
     import torch
 

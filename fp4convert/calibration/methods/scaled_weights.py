@@ -1,8 +1,8 @@
 """Weights multiplied or divided by the factors of folds.
 
-A fold multiplies the columns of every linear layer that reads an output, and divides that output by
-the same factors where it is made: in the weight of a norm, or in the rows of a linear layer.  The
-model computes what it did; four bits hold it better.
+A fold multiplies the columns of every linear layer that reads an output, and divides the output by
+the same factors: in the weight of a norm, or in the rows of a linear layer.  The model computes the
+same; four bits hold it better.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ f32 = np.float32
 class Folded(CodingDefaults):
     """A matrix whose columns are multiplied, and whose rows are divided.
 
-    stored   how it is stored, in any way
-    columns  the fold that its input belongs to; None where it is as it was
-    rows     the fold that its output belongs to
+    stored   the weights as they are stored
+    columns  the fold of its input; None without one
+    rows     the fold of its output; None without one
     """
 
     stored: Coding
@@ -88,9 +88,9 @@ class Scaled(RowReader):
 
 @dataclass(frozen=True, slots=True)
 class Divided(CodingDefaults):
-    """The weight or the bias of what makes an output, divided, as one row.
+    """A divided weight or bias of a module, as one row.
 
-    It stays in its own dtype.
+    It keeps its dtype.
     """
 
     kind: VectorKind
@@ -126,10 +126,10 @@ def reach_of(linear: Linear, source: Source) -> float:
 
 
 def moments_under(moments: Float32s, weights: Weights) -> Float32s:
-    """Return the second moments of what these weights are given.
+    """Return the second moments of the inputs under folds.
 
-    Inputs are divided by what columns are multiplied with.
-    moments  of what they are given without folds
+    Inputs are divided by the factors of columns.
+    moments  of the inputs without folds
     """
     from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
 
@@ -164,10 +164,10 @@ def divided(vector: Float32s, factors: Float32s, kind: VectorKind, dtype: str) -
 
 
 def quotients(before: Float32s, after: Float32s, kind: VectorKind) -> Float32s:
-    """Return by which factors a norm was divided.
+    """Return the factors by which a norm was divided.
 
-    They are what its outputs were before, over what they are; 1 where they are 0 both times;
-    neither positive nor finite where no factor makes one of the other.
+    A factor is an output before over the output after; 1 if both are 0; neither positive nor finite
+    if no factor turns one into the other.
     """
     ones = f32(1) if kind == "norm_plus_one" else f32(0)
     before, after = ones + before, ones + after

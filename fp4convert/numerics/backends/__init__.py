@@ -13,7 +13,7 @@ def open_backend(device: str) -> Backend:
     Raises   InputError for any other; DeviceError as usable_gpus
     """
     if device != "cpu":  # which loads nothing that finds GPUs
-        from fp4convert.numerics.backends.self_check import usable_gpus
+        from fp4convert.numerics.backends.gpu_choice import usable_gpus
 
         if gpus := usable_gpus(device):
             from fp4convert.numerics.backends.cuda import Cuda

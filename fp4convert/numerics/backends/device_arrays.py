@@ -29,7 +29,7 @@ from fp4convert.numerics.backends.entry_points import (
     gemv_call,
     quantize_call,
 )
-from fp4convert.numerics.backends.self_check import usable_gpus
+from fp4convert.numerics.backends.gpu_choice import usable_gpus
 from fp4convert.numerics.codec import (
     Float32s,
     check_importance,

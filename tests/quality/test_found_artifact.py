@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fp4convert.quality.tensor_difference import first_difference
+from fp4convert.quality.found_artifact import first_difference
 
 FIRST = {name: np.arange(16, dtype=np.float32).reshape(4, 4) for name in ("a", "b", "c")}
 
