@@ -20,9 +20,9 @@ from fp4convert.checkpoint.artifact import (
 )
 from fp4convert.checkpoint.dialects.base import Clues
 from fp4convert.checkpoint.encodings.base import CACHE_SCALES, FP8_DTYPES, PACKED_DTYPE, Linear
-from fp4convert.checkpoint.encodings.floats import find_floats
+from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, find_floats
 from fp4convert.checkpoint.record import stacks_recorded
-from fp4convert.checkpoint.unread import find_unread, is_coded
+from fp4convert.checkpoint.unread import find_beside, find_unread, is_coded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.patterns import configs_in
@@ -189,18 +189,29 @@ def others_of(artifact: Artifact) -> dict[str, Linear]:
 
 
 def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
-    """Find the tensors of an artifact whose codes nothing here reads."""
-    from fp4convert.checkpoint.encodings.fp8 import find_fp8
+    """Find the tensors of an artifact whose codes nothing here reads.
 
+    These are weights, stacks, and what has a scale beside it; other small integers are tables.
+    """
     clues = artifact.clues
     known = {
         ref.name
         for packed in artifact.packed.values()
         for ref in (*packed.refs, *packed.companions)
     }
-    for linear in find_fp8(clues, artifact.packed, is_strict=False).values():
-        known |= {ref.name for ref in (*linear.refs, *linear.idle)}
-    return [ref for ref in find_unread(clues.tensors, known, clues.is_recorded) if is_coded(ref)]
+    coded = {ref.name: ref for ref in find_unread(clues.tensors, known, True) if is_coded(ref)}
+    if any(ref.dtype in FP8_DTYPES for ref in coded.values()):
+        from fp4convert.checkpoint.encodings.fp8 import find_fp8
+
+        for linear in find_fp8(clues, artifact.packed, is_strict=False).values():
+            for ref in (*linear.refs, *linear.idle):
+                coded.pop(ref.name, None)
+    scaled = {beside.weight for beside in find_beside(clues.tensors, coded) if beside.is_scale}
+    return [
+        ref
+        for name, ref in coded.items()
+        if name.endswith(WEIGHT) or len(ref.shape) > MATRIX_DIMENSIONS or name in scaled
+    ]
 
 
 def _refuse_unreadable(clues: Clues, linears: Linears) -> None:

@@ -1,4 +1,4 @@
-"""Plan and carry out quantize for one checkpoint.
+"""Take a request of quantize apart: recipe, linear layers, scales.
 
 A request and a source become a recipe, the linear layers and their scales; these become a plan,
 which makers carry out.

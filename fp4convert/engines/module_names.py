@@ -16,10 +16,10 @@ from typing import NamedTuple
 class NameTable(NamedTuple):
     """Lines of one model type, NAME > NAMES; the first that fits counts.
 
-    entries  the line, an expression for the beginning of a name, and what stands for it
+    entries  an expression for the beginning of a name, and what stands for it
     """
 
-    entries: tuple[tuple[str, re.Pattern[str], tuple[str, ...]], ...]
+    entries: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
 
     @classmethod
     def parse(cls, lines: Iterable[str]) -> NameTable:
@@ -28,16 +28,12 @@ class NameTable(NamedTuple):
         for line in lines:
             name, _, others = line.partition(" > ")
             beginning = re.escape(name).replace(r"\#", r"(\d+)")
-            entries.append((line, re.compile(rf"{beginning}(?=\.|$)"), tuple(others.split())))
+            entries.append((re.compile(rf"{beginning}(?=\.|$)"), tuple(others.split())))
         return cls(tuple(entries))
-
-    def line_for(self, module: str) -> str | None:
-        """Return the line that fits a module."""
-        return next((line for line, pattern, _ in self.entries if pattern.match(module)), None)
 
     def names(self, module: str) -> tuple[str, ...]:
         """Return the engine's names of a module, or the given name."""
-        for _, pattern, others in self.entries:
+        for pattern, others in self.entries:
             if match := pattern.match(module):
                 rest = module[match.end() :]
                 return tuple(_numbered(other, match.groups()) + rest for other in others)

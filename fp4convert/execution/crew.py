@@ -28,7 +28,7 @@ class Crew:
         self._threads = settings.workers or tools.threads or tools.backend.threads
         self._pool = ThreadPoolExecutor(self._threads)
         self._changed = threading.Condition()
-        self._unfinished = 0  # shards
+        self._unfinished: set[str] = set()  # keys of tasks
         self._opening = 0  # shards whose makers are not known yet
         self._waiting = 0  # makers that no thread has begun
         self._stops: set[threading.Event] = set()  # of shards that are being filled
@@ -53,13 +53,10 @@ class Crew:
         with self._pool, ThreadPoolExecutor(most) as pool:
             try:
                 for task in tasks:
-                    with self._changed:
-                        self._opening += 1
-                        self._unfinished += 1
-                    pool.submit(self._write, write, task)
+                    self._begin(pool, write, task)
                     self._wait_for(
                         lambda: (
-                            self._unfinished < most
+                            len(self._unfinished) < most
                             and not self._opening
                             and self._waiting < self._threads
                         )
@@ -80,6 +77,17 @@ class Crew:
                     self._stop()
                 raise
 
+    def _begin(self, pool: ThreadPoolExecutor, write: Callable[[Task], None], task: Task) -> None:
+        with self._changed:
+            self._opening += 1
+            self._unfinished.add(task.key)
+        try:
+            pool.submit(self._write, write, task)
+        except BaseException:  # no thread can be started
+            with self._changed:
+                self._unfinished.discard(task.key)
+            raise
+
     def _write(self, write: Callable[[Task], None], task: Task) -> None:
         try:
             write(task)
@@ -88,7 +96,9 @@ class Crew:
                 self._failure = self._failure or error
         finally:
             with self._changed:
-                self._unfinished -= 1
+                self._unfinished.discard(task.key)
+                if not self._unfinished:
+                    self._opening = 0  # of a task without makers, too
                 self._changed.notify_all()
 
     def _wait_for(self, is_so: Callable[[], bool]) -> None:
@@ -132,10 +142,12 @@ class Crew:
         try:
             if has_two_passes:
                 pausing = [making for making in makings if making.work.maker.pauses]
-                measured = [self._pool.submit(one.advance, stop, True) for one in pausing]
+                for one in pausing:  # added one by one: all are waited for below
+                    measured.append(self._pool.submit(one.advance, stop, True))
                 for future in measured:
                     unsound += _unsound_in(future)
-            futures = [self._pool.submit(self._do, making, stop) for making in makings]
+            for making in makings:
+                futures.append(self._pool.submit(self._do, making, stop))
             for future in futures:
                 unsound += _unsound_in(future)
                 writer.hash_on(self.check)

@@ -31,7 +31,7 @@ class TaskWriter:
             shard.begin_again()
 
     def hash_on(self, check: Callable[[int], None]) -> None:
-        """Hash the written beginning of each shard; `check` as in write_task."""
+        """Hash the written beginning of each shard; `check` as ShardWriter.hash_on has it."""
         for shard in self.shards.values():
             shard.hash_on(check)
 
@@ -73,7 +73,11 @@ class Making:
                     return
                 continue
             ref = self._outputs[name]
-            self._writer.shards[ref.file].append(ref, data)
+            try:
+                self._writer.shards[ref.file].append(ref, data)
+            except BaseException:
+                self.close()  # as above
+                raise
 
     def close(self) -> None:
         """End the maker where it stands; it holds nothing afterwards."""

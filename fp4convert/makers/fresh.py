@@ -53,11 +53,13 @@ class Fresh(NamedTuple):
 
     @property
     def measures(self) -> tuple[TensorRef, ...]:
-        return () if self.amax else refs_of(self.measured)
+        return refs_of(self.measured) if self.amax is None else ()
 
     @property
     def held_nbytes(self) -> int:
-        return 0 if self.amax else sum([linear.nbytes for linear in self.measured])
+        if self.amax is not None:
+            return 0
+        return sum([linear.nbytes for linear in self.measured])
 
     @property
     def pauses(self) -> bool:
@@ -68,7 +70,7 @@ class Fresh(NamedTuple):
         saturated: set[int] = set()
         home = self.linears[0].refs[0].file  # the shard that is streamed comes first
         own_first = sorted(self.measured, key=lambda linear: linear.refs[0].file != home)
-        with naming(self.measured, tools), room_for(tools.source, () if self.amax else own_first):
+        with naming(self.measured, tools), room_for(tools.source, own_first if self.pauses else ()):
             group = self._group(tools)
             under = self._under(group, tools, saturated)
             reach = reach_over(self.measured, tools.source)
@@ -100,18 +102,18 @@ class Fresh(NamedTuple):
 
     def _group(self, tools: Tools) -> Group:
         weights = [linear.coding.weights(linear, tools.source) for linear in self.linears]
-        measured = [] if self.amax else list(measured_whole(self.measured, tools.source))
+        measured = list(measured_whole(self.measured, tools.source)) if self.pauses else []
         modules = [linear.module for linear in self.linears]
         return Group(measured, weights, modules, self.spelling.form.format)
 
     def _under(self, group: Group, tools: Tools, saturated: set[int]) -> Under:
         """Measure the group; or take the given amax, and note values beyond it."""
-        if not self.amax:
+        if self.amax is None:
             return self.method.under(group, tools)
-        reach = self.amax * (GLOBAL_RANGE / global_range(self.rule)) * (1 + SLACK)
+        largest = self.amax * (GLOBAL_RANGE / global_range(self.rule)) * (1 + SLACK)
 
         def note(number: int, amax: float) -> None:
-            if amax > reach:
+            if amax > largest:
                 saturated.add(number)
 
         return self.method.under(group, tools, Given(self.amax, note=note))

@@ -38,12 +38,17 @@ class ShardWriter:
         self._outputs = outputs
         self._nbytes = nbytes
         self._reading: BinaryIO | None = None  # the same file, for the hash
+        self._fd = -1
         self.begin_again()
         with write_errors_at(path, self._nbytes):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | AS_BYTES, 0o666)
-            reserve(self._fd, nbytes)
-            os.ftruncate(self._fd, nbytes)
-            self._pwrite(memoryview(header), 0)
+            try:
+                reserve(self._fd, nbytes)
+                os.ftruncate(self._fd, nbytes)
+                self._pwrite(memoryview(header), 0)
+            except BaseException:
+                self.discard()
+                raise
 
     def begin_again(self) -> None:
         """Take nothing of what was appended for written."""

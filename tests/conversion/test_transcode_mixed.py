@@ -171,7 +171,7 @@ def test_an_input_scale_that_the_source_lacks_is_1_and_told(tmp_path: Path) -> N
     made = transcode(source, tmp_path / "made", MO)
     one = read_folder(tmp_path / "made")[f"{FP8_MODULE}.input_scale"]
     assert one == ("F32", (), b"\x00\x00\x80?")
-    assert any("they get 1.0" in text and FP8_MODULE in text for text in made["warnings"])
+    assert any("it is 1.0" in text and FP8_MODULE in text for text in made["warnings"])
 
 
 def test_an_input_scale_without_a_name_is_told(tmp_path: Path) -> None:

@@ -70,5 +70,3 @@ def test_the_first_line_that_fits_counts() -> None:
     assert table.names("a.12.b.1") == ("f.12.b.1",)
     assert table.names("a.x.b.0") == ("f.x.b.0",)
     assert table.names("ab") == ("ab",)
-    assert table.line_for("a.3.b.0") == "a.#.b.0 > c.#.d e.#"
-    assert table.line_for("b") is None

@@ -3,8 +3,10 @@
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import (
@@ -17,9 +19,12 @@ from checkpoints import (
 
 from fp4convert.errors import CORRUPT, OutputError, SourceError
 from fp4convert.execution import settings
+from fp4convert.execution.crew import Crew
 from fp4convert.execution.fill import Making
 from fp4convert.execution.folder import OutputFolder
+from fp4convert.planning.steps import Work
 from fp4convert.process import Stopped
+from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.shard_writer import ShardWriter
 
 
@@ -197,3 +202,64 @@ def test_an_interrupt_ends_the_wait_for_shards_that_are_begun_when_another_faile
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert told == [True]
+
+
+class _Lanes:
+    """A maker that holds one of two lanes while its parts are appended."""
+
+    pauses = False
+
+    def __init__(self, name: str, lanes: threading.Semaphore) -> None:
+        self._name, self._lanes = name, lanes
+
+    def parts(self, tools):
+        with self._lanes:
+            for _ in range(4):
+                yield self._name, memoryview(b"\0" * 16)
+        return ()
+
+
+def crew_of(threads: int) -> Crew:
+    source = SimpleNamespace(is_streamed=False, stop=lambda: None)
+    backend = SimpleNamespace(threads=threads)
+    tools = SimpleNamespace(source=source, backend=backend, threads=0)
+    return Crew(tools, settings.Settings(workers=threads))
+
+
+@pytest.mark.timeout(60)
+def test_a_write_that_fails_ends_the_run_though_makers_wait_for_lanes():
+    """The makers that failed gave their lanes to those that all wait for."""
+    lanes = threading.Semaphore(2)
+    refs = [TensorRef(f"t{n}", "U8", (64,), "s", 64 * n) for n in range(12)]
+    works = [
+        Work(_Lanes(ref.name, lanes), (SimpleNamespace(refs=(), outputs=(ref,)),)) for ref in refs
+    ]
+
+    def fail(ref, data):
+        raise OutputError("disk-full", "no space left")
+
+    shard = SimpleNamespace(append=fail, hash_on=lambda check: None)
+    writer = SimpleNamespace(shards={"s": shard}, hash_on=lambda check: None)
+    crew = crew_of(4)
+    task = SimpleNamespace(key="s")
+    with pytest.raises(OutputError, match="no space left"):
+        crew.write([task], lambda task: crew.fill(works, writer))
+    assert lanes._value == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_task_without_makers_lets_the_next_begin():
+    crew, written = crew_of(1), []
+    crew.write([SimpleNamespace(key=str(n)) for n in range(6)], written.append)
+    assert len(written) == 6
+
+
+@pytest.mark.timeout(60)
+def test_a_thread_that_cannot_start_ends_the_run(monkeypatch):
+    def refuse(pool, *arguments):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    crew = crew_of(1)
+    with pytest.raises(RuntimeError, match="new thread"):
+        crew.write([SimpleNamespace(key="s")], lambda task: None)

@@ -4,7 +4,7 @@ Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1, with its order of c
 diagonal first.  Block scales are those of the given weights.  numerics/descent.py refines the
 result under the same H.
 One thread of torch does this part, on a GPU that GPU: the same bytes from any number of workers.
-The algebra knows no file, no module and no dialect; rounding.py does.
+The algebra knows no file, no module and no dialect; makers/methods/gptq.py does.
 """
 
 from __future__ import annotations

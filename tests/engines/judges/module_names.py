@@ -43,11 +43,11 @@ def lines_of(pairs: Pairs) -> list[str]:
     """Write the names that differ, as few letters as tell them all."""
     differing = {saved: modules for saved, modules in pairs.items() if modules != (saved,)}
     short = {_shortened(saved, modules) for saved, modules in differing.items()}
-    tables = [NameTable.parse([line]) for line in short]
+    tables = {line: NameTable.parse([line]) for line in short}
     whole = {_numberless(saved, modules) for saved, modules in differing.items()}
     right = {
-        table.entries[0][0]
-        for table in tables
+        line
+        for line, table in tables.items()
         if all(table.names(saved) in (names, (saved,)) for saved, names in pairs.items())
     }
     return min((_completed(lines, pairs) for lines in (short, whole | right)), key=_letters)
