@@ -191,7 +191,8 @@ def others_of(artifact: Artifact) -> dict[str, Linear]:
 def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
     """Find the tensors of an artifact whose codes nothing here reads.
 
-    These are weights, stacks, and what has a scale beside it; other small integers are tables.
+    Beside a record of fp4convert, which has carried them, other small integers than weights,
+    stacks and what has a scale are tables.
     """
     clues = artifact.clues
     known = {
@@ -206,6 +207,8 @@ def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
         for linear in find_fp8(clues, artifact.packed, is_strict=False).values():
             for ref in (*linear.refs, *linear.idle):
                 coded.pop(ref.name, None)
+    if not artifact.record:
+        return list(coded.values())
     scaled = {beside.weight for beside in find_beside(clues.tensors, coded) if beside.is_scale}
     return [
         ref

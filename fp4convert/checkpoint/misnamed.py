@@ -74,7 +74,8 @@ STRIP = (
     "import glob, re, shutil; from safetensors.torch import load_file, save_file; a, b = {pair};"
     ' shutil.copytree(a, b, ignore=shutil.ignore_patterns("*.safetensors*"));'
     ' [save_file({{re.sub(r"(?<![^.])(?:{words})\\.", "", k): v for k, v in load_file(f).items()}},'
-    ' b + f[len(a):], {{"format": "pt"}}) for f in glob.glob(glob.escape(a) + "/*.safetensors")]'
+    ' b + f[len(a):], {{"format": "pt"}})'
+    ' for f in glob.glob(glob.escape(a) + "/**/*.safetensors", recursive=True)]'
 )
 
 
@@ -129,6 +130,9 @@ def refuse_misnamed(source: Source, reference: str) -> None:
 def _find_adapted(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
     """Find a layer of PEFT whose base and factors are apart."""
     adapted = _find_words(names, ADAPTED)
+    if _decoder_stacks(config):  # whose classes have no such parameter; loralib's layers have
+        ends = ((name, name.rpartition(".")[2]) for name in names)
+        adapted |= {name: [end] for name, end in ends if end in FACTORS}
     if not adapted or _holds_adapters(adapted, config):
         return None
     name, words = next(iter(adapted.items()))
@@ -149,9 +153,19 @@ def _holds_adapters(adapted: Iterable[str], config: Mapping[str, object]) -> boo
 
 def _find_wrapped(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
     """Find a word of torch.compile, FSDP, DDP or PEFT in names."""
-    makers = WRAPPERS if "auto_map" in config else {**WRAPPERS, **SHARED}
+    makers = {**WRAPPERS, **SHARED}
     wrapped = _find_words(names, makers)
-    if not _decoder_stacks(config):  # whose own modules may be called so
+    if "auto_map" in config:
+        # Its code may have such modules; a class with the name of transformers' own has none
+        # around everything.
+        starts = tuple(f"{word}." for word in SHARED)
+        is_whole = _is_named_after_model(config) and all(name.startswith(starts) for name in names)
+        wrapped = {
+            name: words
+            for name, words in wrapped.items()
+            if is_whole or not SHARED.keys() >= set(words)
+        }
+    elif not _decoder_stacks(config):  # whose own modules may be called so
         wrapped = {
             name: words
             for name, words in wrapped.items()
@@ -193,18 +207,24 @@ def _decoder_stacks(config: Mapping[str, object]) -> tuple[str, ...]:
 
     () for every other class, for code of a model's own, and where config.json counts no layers.
     """
-    model, match = str(config.get("model_type")), CLASS.fullmatch(_class_of(config))
+    model = str(config.get("model_type"))
     counts = [config[key] for key in LAYER_COUNTS if key in config]
     is_counted = bool(counts) and type(counts[0]) is int and counts[0] > 0
-    if "auto_map" in config or not is_counted or not match:
-        return ()
-    # Qwen2MoeForCausalLM of qwen2_moe; Gemma3ForCausalLM and Gemma3TextModel of gemma3_text.
-    stem, wanted = (
-        word.lower().replace("_", "").removesuffix("text") for word in (match[1], model)
-    )
-    if stem != wanted:
+    if "auto_map" in config or not is_counted or not _is_named_after_model(config):
         return ()
     return STACKS if model in DECODERS else GPT_STACKS if model in GPT_DECODERS else ()
+
+
+def _is_named_after_model(config: Mapping[str, object]) -> bool:
+    """Tell whether the class has the name that transformers gives it.
+
+    Qwen2MoeForCausalLM of qwen2_moe; Gemma3ForCausalLM and Gemma3TextModel of gemma3_text.
+    """
+    if not (match := CLASS.fullmatch(_class_of(config))):
+        return False
+    words = (match[1], str(config.get("model_type")))
+    stem, wanted = (word.lower().replace("_", "").removesuffix("text") for word in words)
+    return stem == wanted
 
 
 def _class_of(config: Mapping[str, object]) -> str:

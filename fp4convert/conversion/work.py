@@ -153,7 +153,7 @@ def _prepare_pipeline(
     conversions = {}
     for name, component in components.items():
         with named(name):
-            refuse_misnamed(component, component.name)
+            refuse_misnamed(component, str(options.source))
             own = component_options(options, source, name)
             plan = prepare_quantize(component, own)
             verdict = check_plan(plan, component.checkpoint, own)

@@ -31,7 +31,7 @@ class TaskWriter:
             shard.begin_again()
 
     def hash_on(self, check: Callable[[int], None]) -> None:
-        """Hash the written beginning of each shard; `check` as ShardWriter.hash_on has it."""
+        """Hash what is written of each shard; see ShardWriter.hash_on."""
         for shard in self.shards.values():
             shard.hash_on(check)
 

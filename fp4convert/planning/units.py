@@ -104,7 +104,7 @@ class Units:
         verdict = self.verdicts[module]
         if stem.name != module or verdict.group is None:
             return stem.name
-        return verdict.group, verdict.linear.home.file, verdict.form, verdict.action
+        return verdict.group, verdict.linear.home.file, id(verdict.form), verdict.action
 
     def _unit(self, stems: tuple[Stem, ...], verdict: Verdict) -> Unit:
         modules = dict.fromkeys([one for stem in stems for slot in stem.members for one in slot])

@@ -84,6 +84,36 @@ def test_the_next_step_of_a_wrapped_model_unwraps_it(kind, tmp_path):
     assert run("quantize", plain, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
 
 
+def test_the_next_step_unwraps_what_lies_in_folders(tmp_path):
+    source = tmp_path / "m"
+    write(source / "sub", WRAPPED["torch.compile"][1], WHOLE_LLAMA)
+    out = tmp_path / "out"
+    outcome = run(
+        "quantize", source, "--subfolder", "sub", "--format", "nvfp4", "-o", out, "--json"
+    )
+    line = outcome.json["error"]["next"].partition("that this writes: ")[2]
+    line = line.replace("python -c", f"{sys.executable} -c", 1)
+    subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+    assert read_folder(tmp_path / "m-plain" / "sub") == llama_tensors()
+
+
+@pytest.mark.parametrize("word", ["module", "base_model.model"])
+def test_code_of_a_models_own_has_no_wrapper_around_everything(word, tmp_path):
+    config = {**WHOLE_LLAMA, "auto_map": {"AutoModelForCausalLM": "modeling.LlamaForCausalLM"}}
+    source = write(tmp_path / "m", lambda name: f"{word}.{name}", config)
+    assert error_of(source, tmp_path)["code"] == "wrapped-names"
+    own = write(tmp_path / "own", below(word, "mlp"), config)
+    assert find_misnamed(open_source(own).checkpoint) is None
+
+
+def test_factors_of_loralib_are_refused(tmp_path):
+    tensors = llama_tensors()
+    tensors[f"{LAYER}.self_attn.q_proj.lora_A"] = weight(rows=16)
+    tensors[f"{LAYER}.self_attn.q_proj.lora_B"] = weight(columns=16)
+    error = error_of(write_single(tmp_path / "m", tensors, WHOLE_LLAMA), tmp_path)
+    assert (error["code"], error["tensor"]) == ("wrapped-names", f"{LAYER}.self_attn.q_proj.lora_A")
+
+
 def test_several_words_are_all_stripped(tmp_path):
     source = write(tmp_path / "m", lambda name: f"module._orig_mod._fsdp_wrapped_module.{name}")
     error = error_of(source, tmp_path)
