@@ -6,6 +6,7 @@ Byte 0x38 is 1.0 in E4M3, 0x3F00 is 0.5 and 0x3F80 is 1.0 in bfloat16.
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 
@@ -66,6 +67,38 @@ def test_fp8_beside_a_float_of_an_unknown_name_is_refused(
     ):
         refused(run(*words, "--json"), "scales-unread", *names)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("config", [LLAMA, RECORD], ids=["bare", "record"])
+@pytest.mark.parametrize("ending", [".qscale_weight", ".weight_qscale", "_scale", ".weight.scale"])
+def test_a_second_scale_of_fp8_is_refused(
+    ending: str, config: dict[str, object], tmp_path: Path
+) -> None:
+    scaled = {f"{Q}.weight": CODES, f"{Q}.weight_scale": FLOAT, f"{Q}{ending}": HALF}
+    folder = write_single(tmp_path / "m", {**scaled, f"{OUT}.weight": weight()}, config)
+    words = ("--format", "nvfp4", "-o", tmp_path / "out", "--json")
+    refused(run("quantize", folder, *words), "scales-unread", f"{Q}.weight", f"{Q}{ending}")
+
+
+def test_a_second_scale_of_recorded_fp8_is_refused(tmp_path: Path) -> None:
+    source = write_single(tmp_path / "m", {f"{Q}.weight": weight(), f"{OUT}.weight": weight()})
+    folder, out = tmp_path / "fp8", tmp_path / "out"
+    assert run("quantize", source, "--format", "fp8", "-o", folder, "-q").code == 0
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {**read_folder(folder), f"{Q}.qscale_weight": HALF}
+    made = write_single(tmp_path / "two", tensors, config)
+    refused(run("dequantize", made, "-o", out, "--json"), "scales-unread", f"{Q}.qscale_weight")
+
+
+def test_fp8_with_a_scale_is_read_beside_what_is_no_other_scale_of_it(tmp_path: Path) -> None:
+    endings = [".input_scale", ".act_scale", ".qscale_act", ".k_scale", ".kv_cache_scale"]
+    endings += [".q_output_scale", ".input_scale_ub", ".embed_scale", ".amax", ".gamma", ".factor"]
+    beside: dict[str, Tensor] = {Q + ending: FLOAT for ending in endings}
+    beside |= {f"{Q}.weight_scale_shape": ("I64", (2,), bytes(16)), f"{Q}_norm.scale": FLOAT}
+    tensors = {f"{Q}.weight": CODES, f"{Q}.weight_scale_inv": FLOAT, **beside}
+    folder = write_single(tmp_path / "m", {**tensors, f"{OUT}.weight": weight()})
+    done = run("quantize", folder, "--format", "nvfp4", "-o", tmp_path / "out", "-q")
+    assert done.code == 0, done.err
 
 
 def test_a_scale_that_is_renamed_as_the_next_step_says_is_applied(tmp_path: Path) -> None:

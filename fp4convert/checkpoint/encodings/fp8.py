@@ -18,6 +18,7 @@ integrations/finegrained_fp8; compressed-tensors 0.20, compressors; ModelOpt 0.4
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -67,6 +68,8 @@ IDLE = (
     ".v_scale",
     ".output_scale",
 )
+# Of activations, of a cache, and of what an embedding gives.
+OTHER_SCALE = re.compile(r"act|input|output|embed|prob|_[qkv]_|[._](?:[qkv]|kv|in|out|x|y)_")
 BIAS = "bias"  # ends e_score_correction_bias, too
 BITS = 8
 DECODED_BY_GPU = "F8_E4M3"
@@ -256,17 +259,17 @@ def find_fp8(
     """
     blocks, found = tuple(_declared_blocks(clues.record)), {}
     matrices = {
-        module: ref
+        ref.name.removesuffix(WEIGHT): ref
         for ref in clues.tensors.values()
         if ref.dtype in FP8_DTYPES and ref.name.endswith(WEIGHT) and len(ref.shape) == 2
-        if (module := ref.name.removesuffix(WEIGHT)) not in known
     }
     unread = _unread_floats(clues, matrices)
     for module, ref in matrices.items():
         try:
             if module in unread:
                 _refuse_unread(ref, module, unread[module])
-            found[module] = _linear(module, ref, clues, blocks)
+            if module not in known:
+                found[module] = _linear(module, ref, clues, blocks)
         except InputError:
             if is_strict:
                 raise
@@ -274,35 +277,36 @@ def find_fp8(
 
 
 def _unread_floats(clues: Clues, matrices: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
-    """Find a float that nothing reads beside each matrix without scales."""
-    bare = [
-        ref.name
-        for module, ref in matrices.items()
-        if not any(module + ending in clues.tensors for ending in SCALES)
-    ]
-    # Scales that multiply no weight, and what is refused for another reason.
-    harmless = {*IDLE, *UNSAID_ENDINGS}
+    """Find a float that nothing reads beside each matrix.
+
+    Beside one that has scales, only what may be another scale of it.
+    """
+    # What is read, scales that multiply no weight, and what is refused for another reason.
+    harmless = {*SCALES, *IDLE, *UNSAID_ENDINGS}
     found: dict[str, TensorRef] = {}
-    for one in find_beside(clues.tensors, bare):
+    for one in find_beside(clues.tensors, [ref.name for ref in matrices.values()]):
+        module = one.weight.removesuffix(WEIGHT)
         is_float = one.ref.dtype.startswith(("F", "BF"))
-        is_harmless = one.ending in harmless or one.ref.name.endswith((BIAS, *CACHE_SCALES))
-        if (is_float or one.is_scale) and not is_harmless:
-            module = one.weight.removesuffix(WEIGHT)
-            if module not in found or (one.is_scale and "weight" in one.ending):
-                found[module] = one.ref
+        is_suspect = is_float or one.is_scale
+        if any(module + ending in clues.tensors for ending in SCALES):
+            is_suspect = is_float and "scale" in one.ending and not OTHER_SCALE.search(one.ending)
+        if one.ending in harmless or one.ref.name.endswith((BIAS, *CACHE_SCALES)):
+            continue
+        if is_suspect and (module not in found or (one.is_scale and "weight" in one.ending)):
+            found[module] = one.ref
     return found
 
 
 def _refuse_unread(ref: TensorRef, module: str, beside: TensorRef) -> None:
     """Raise InputError: the matrix may be codes under a scale of that name."""
     detail = (
-        f"{ref.file}: {ref.name} is FP8 and has no scale of a name that fp4convert reads, and"
-        f" {beside.name} ({beside.dtype} {list(beside.shape)}) beside it is not read; expected"
-        f" {module}{SCALES[1]} or {module}{SCALES[0]}"
+        f"{ref.file}: {ref.name} is FP8, and fp4convert does not read {beside.name}"
+        f" ({beside.dtype} {list(beside.shape)}) beside it; expected only {module}{SCALES[1]} or"
+        f" {module}{SCALES[0]}"
     )
     next_step = (
-        "Start from the original weights in bf16; or, if it multiplies the weight, rename it to"
-        f" {module}{SCALES[1]}, and so in every module (of activations: {module}{IDLE[0]})."
+        "Start from the original weights in bf16; or, if it alone multiplies the weight, rename it"
+        f" to {module}{SCALES[1]}, and so in every module (of activations: {module}{IDLE[0]})."
     )
     raise InputError("scales-unread", detail, next_step, ref.name)
 
