@@ -18,6 +18,8 @@ CODES = {dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8} - {"BOOL"}
 SCALE_WORDS = ("scale", "amax")
 # Causal masks: "attn.bias" of GPT-2, "attn.masked_bias" of GPT-J, bytes of old checkpoints.
 MASK = re.compile(r"(?:^|[._])bias$|mask[^.]*$")
+# Limits of Gemma 4's towers (clip.cpp).
+GGUF_OTHERS = (".bias", ".input_max", ".input_min", ".output_max", ".output_min")
 GGUF_SCALES = (".scale", ".input_scale")  # which llama.cpp reads beside weights of any type
 
 
@@ -39,14 +41,14 @@ class Beside(NamedTuple):
 
 
 def _is_scale(ending: str) -> bool:
-    return any(word in ending for word in SCALE_WORDS)
+    return any(word in ending.lower() for word in SCALE_WORDS)
 
 
 def find_beside(tensors: Mapping[str, TensorRef], weights: Collection[str]) -> Iterator[Beside]:
     """Find the tensors that are named after some weights.
 
-    Of M.weight these are M.any, M.weight.any and M_any, where "any" of the last is a scale; of a
-    stack X they are X.any and X_any alike.
+    Of M.weight these are M.any, M.weight.any, M.any.weight and M_any, where "any" of the last two
+    is a scale; of a stack X they are X.any and X_any alike.
     """
     stems = {name.removesuffix(WEIGHT): name for name in weights}
     for name, ref in tensors.items() if stems else ():
@@ -59,7 +61,8 @@ def find_beside(tensors: Mapping[str, TensorRef], weights: Collection[str]) -> I
             if name[at] == "_":
                 is_own = parts == 0 and beside.is_scale
             else:
-                is_own = parts == 1 or beside.ending.startswith(f"{WEIGHT}.")
+                is_scale = beside.is_scale and beside.ending.endswith(WEIGHT)
+                is_own = parts == 1 or beside.ending.startswith(f"{WEIGHT}.") or is_scale
             if is_own:
                 yield beside
                 break
@@ -100,14 +103,10 @@ def find_unread_in_gguf(tensors: Mapping[str, TensorRef]) -> list[Beside]:
         for name, ref in tensors.items()
         if ref.dtype not in DTYPE_BITS and name.endswith(WEIGHT)
     ]
-    return [
-        one
-        for one in find_beside(tensors, quantized)
-        if (one.is_scale or one.ending.startswith(WEIGHT)) and not _is_applied(one, tensors)
-    ]
+    return [one for one in find_beside(tensors, quantized) if not _is_applied(one, tensors)]
 
 
 def _is_applied(beside: Beside, tensors: Mapping[str, TensorRef]) -> bool:
-    """Tell whether a scale is read with its weight, or by llama.cpp."""
-    is_nvfp4 = tensors[beside.weight].dtype == "NVFP4"
-    return beside.ending in GGUF_SCALES and (is_nvfp4 or beside.ref.file.endswith(GGUF))
+    """Tell whether it is read with its weight, or by llama.cpp."""
+    is_read = tensors[beside.weight].dtype == "NVFP4" or beside.ref.file.endswith(GGUF)
+    return beside.ending in (GGUF_OTHERS + GGUF_SCALES if is_read else GGUF_OTHERS)

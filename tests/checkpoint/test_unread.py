@@ -244,7 +244,11 @@ IN_GGUF = "blk.0.attn_q"
 
 @pytest.mark.parametrize("kind", ["NVFP4", "MXFP4", "Q8_0"])
 @pytest.mark.parametrize(
-    "name", [".weight.scale", ".weight_scale", ".scales", ".scale_2", "_scale", ".weight.lora_a"]
+    "name",
+    [
+        *(".weight.scale", ".weight_scale", ".scales", ".scale_2", "_scale", ".weight.lora_a"),
+        *(".s", ".mult", ".alpha", ".Scale", "_Scale", ".scale.weight"),
+    ],
 )
 def test_unknown_names_beside_quantized_weights_of_gguf_are_refused(
     name: str, kind: str, tmp_path: Path
@@ -264,7 +268,7 @@ def test_unknown_names_beside_quantized_weights_of_gguf_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["NVFP4", "MXFP4", "Q8_0"])
-@pytest.mark.parametrize("name", [".scale", ".input_scale", ".bias", ".input_max"])
+@pytest.mark.parametrize("name", [".scale", ".input_scale", ".bias", ".input_max", "_norm.weight"])
 def test_names_that_llama_cpp_has_beside_weights_are_carried(
     name: str, kind: str, tmp_path: Path
 ) -> None:
