@@ -200,6 +200,10 @@ def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
         for packed in artifact.packed.values()
         for ref in (*packed.refs, *packed.companions)
     }
+    if any(name.endswith(".biases") for name in clues.tensors):
+        from fp4convert.checkpoint.encodings.mlx_affine import find_affine
+
+        known |= {ref.name for linear in find_affine(clues).values() for ref in linear.refs}
     coded = {ref.name: ref for ref in find_unread(clues.tensors, known, True) if is_coded(ref)}
     if any(ref.dtype in FP8_DTYPES for ref in coded.values()):
         from fp4convert.checkpoint.encodings.fp8 import find_fp8

@@ -15,9 +15,14 @@ from fp4convert.storage.checkpoint_files import GGUF
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef
 
 CODES = {dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8} - {"BOOL"}
-SCALE_WORDS = ("scale", "amax")
+# Several codes in a word, or the codes of AQLM; those of 64 bits are indexes.
+WORDS = {"I16", "U16", "I32", "U32"}
+FLAT_CODES = {"U8", "I8"}  # of bitsandbytes, under "absmax"
+SCALE_WORDS = ("scale", "amax", "absmax")
 # Causal masks: "attn.bias" of GPT-2, "attn.masked_bias" of GPT-J, bytes of old checkpoints.
-MASK = re.compile(r"(?:^|[._])bias$|mask[^.]*$")
+MASK = re.compile(r"(?:^|[._])bias$|mask[^.]*$|(?:ids|idx|index|indices)$")
+# Of M.codes or M_packed; a scale M.scale may be of anything in M.
+SHARED = re.compile(r"(?:_scale|\.(?:weight_|q)scale|[._](?:weight_|q)?scales|[._]absmax)$")
 # Limits of Gemma 4's towers (clip.cpp).
 GGUF_OTHERS = (".bias", ".input_max", ".input_min", ".output_max", ".output_min")
 GGUF_SCALES = (".scale", ".input_scale")  # which llama.cpp reads beside weights of any type
@@ -73,8 +78,8 @@ def find_unread(
 ) -> list[TensorRef]:
     """Find what is quantized and that no module has taken.
 
-    That is what only quantized checkpoints have, and codes of 8 bits or fewer in two or more
-    dimensions: all of them under a record, else those beside which a scale lies.
+    That is what only quantized checkpoints have, and integers beside which a scale lies; under a
+    record all codes of 8 bits or fewer in two or more dimensions.
 
     known        names of the tensors that modules have taken
     is_recorded  a record of an engine says that the checkpoint is quantized
@@ -82,15 +87,34 @@ def find_unread(
     """
     left = {name: ref for name, ref in tensors.items() if name not in known}
     coded = {name for name, ref in left.items() if is_coded(ref)}
-    if not is_recorded:
-        coded = {one.weight for one in find_beside(tensors, coded) if one.is_scale}
+    coded = set(_find_scaled(tensors, left, coded)) | {
+        name
+        for name in coded
+        if is_recorded and left[name].dtype in CODES and len(left[name].shape) > 1
+    }
     found = [ref for name, ref in left.items() if name in coded or is_quantized_tensor(ref)]
     return sorted(found, key=lambda ref: _is_scale(ref.name.rpartition(".")[2]))
 
 
+def _find_scaled(
+    tensors: Mapping[str, TensorRef], left: Mapping[str, TensorRef], coded: Collection[str]
+) -> Iterator[str]:
+    """Find the codes with a scale, of their name or of one stem."""
+    scales = [(one.weight, one.ending) for one in find_beside(tensors, coded) if one.is_scale]
+    stems = {name[: match.start()]: match[0] for name in left if (match := SHARED.search(name))}
+    for name in coded if stems else ():
+        ends = [at for at in range(name.rfind("."), len(name)) if at > 0 and name[at] in "._"]
+        scales += [(name, stems[name[:at]]) for at in ends if name[:at] in stems]
+    for name, ending in scales:
+        if len(left[name].shape) > 1 or ending.endswith("absmax"):
+            yield name
+
+
 def is_coded(ref: TensorRef) -> bool:
     """Tell whether a tensor may hold the codes of a matrix, or of a stack."""
-    return ref.dtype in CODES and len(ref.shape) > 1 and not MASK.search(ref.name)
+    is_matrix = ref.dtype in CODES | WORDS and len(ref.shape) > 1
+    is_flat = ref.dtype in FLAT_CODES and len(ref.shape) == 1
+    return (is_matrix or is_flat) and not MASK.search(ref.name)
 
 
 def find_unread_in_gguf(tensors: Mapping[str, TensorRef]) -> list[Beside]:

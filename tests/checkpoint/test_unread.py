@@ -208,6 +208,57 @@ def test_a_matrix_of_bytes_under_a_record_is_named_and_never_carried(
     assert not out.exists()
 
 
+FLOATS: Tensor = ("F32", (2, 32, 1), bytes(256))
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "dtype", "shape"),
+    [
+        ("_packed", "_scale", "I32", (2, 32, 8)),
+        ("_qweight", "_scales", "I32", (2, 32, 8)),
+        (".codes", ".scales", "I16", (2, 32, 16)),  # AQLM
+        (".q4", ".q4_scale", "I32", (2, 32, 8)),
+        (".weight", ".scales", "U32", (2, 32, 8)),
+        ("", ".absmax", "U8", (2048,)),  # bitsandbytes
+        ("", ".absmax", "U8", (2048, 1)),
+    ],
+)
+def test_codes_of_any_width_beside_a_scale_are_named_and_never_carried(
+    codes: str, scales: str, dtype: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    name = f"{EXPERTS}.down_proj{codes}"
+    stack: Tensor = (dtype, shape, bytes(2048))
+    more = {name: stack, f"{EXPERTS}.down_proj{scales}": FLOATS}
+    folder, out = artifact(tmp_path / "m", "modelopt", more), tmp_path / "out"
+    assert "stack-unread" in [code for _, code in found_by_inspect(folder)[0]]
+    transcode = run("transcode", folder, "--dialect", "compressed-tensors", "-o", out, "--json")
+    refused(transcode, "mixed-modules", repr(name))
+    refused(run("dequantize", folder, "-o", out, "--json"), "already-quantized", repr(name))
+    assert not out.exists()
+
+
+def test_integers_without_a_scale_of_their_own_are_carried(tmp_path: Path) -> None:
+    attention = Q.removesuffix(".q_proj")
+    more: dict[str, Tensor] = {
+        f"{attention}.relative_position_index": ("I64", (4, 4), bytes(128)),
+        f"{attention}.logit_scale": FLOAT,
+        f"{attention}.scale": FLOAT,
+        f"{attention}.offsets": ("I32", (4, 4), bytes(64)),
+        f"{Q}.tid2eid": ("I32", (4, 4), bytes(64)),  # beside scales of the weight
+        "model.position_ids": ("I32", (1, 4), bytes(16)),
+        "model.position_scale": FLOAT,
+        "spiece_model": ("U8", (9,), bytes(9)),
+        "spiece_scale": FLOAT,
+    }
+    folder = artifact(tmp_path / "m", "compressed-tensors", more)
+    assert "stack-unread" not in [code for _, code in found_by_inspect(folder)[0]]
+    for words in (("transcode", folder, "--dialect", "modelopt"), ("dequantize", folder)):
+        out = tmp_path / str(words[0])
+        done = run(*words, "-o", out, "-q")
+        assert done.code == 0, done.err
+        assert more.items() <= read_folder(out).items()
+
+
 def test_masks_and_vectors_of_bytes_are_carried(tmp_path: Path) -> None:
     """GPT-2 and GPT-J keep causal masks; ComfyUI a tokenizer."""
     more: dict[str, Tensor] = {
