@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.base import Traits
+from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.encodings.base import is_fp8
 from fp4convert.checkpoint.encodings.floats import STACK_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
@@ -114,17 +115,16 @@ def _is_of_activations(word: str) -> bool:
 
 
 def note_unread(
-    verdicts: Mapping[str, Verdict], recipe: Recipe, checkpoint: Checkpoint, dialect: Dialect
+    shapes: Mapping[str, tuple[int, ...]],
+    forms: Mapping[str, Form],
+    recipe: Recipe,
+    config: Mapping[str, object],
+    traits: Traits,
 ) -> Iterator[str]:
     """Name modules that become quantized and that engines do not read so."""
-    forms = {module: verdict.form for module, verdict in verdicts.items() if verdict.form}
-    shapes = {module: verdicts[module].linear.shape for module in forms}
-    four_bit = {module for module, form in forms.items() if form.format.is_fp4}
-    traits = dialect.TRAITS
+    formats = {module: forms[module].format for module in shapes}
     found: dict[str, list[str]] = defaultdict(list)
-    for one in find_unread_modules(
-        shapes, four_bit, recipe, checkpoint.config, traits.holds_embeddings
-    ):
+    for one in find_unread_modules(shapes, formats, recipe, config, traits.holds_embeddings):
         found[one.what].append(one.module)
     for what, modules in found.items():
         others = f" ({count_text(len(modules) - 1, 'other')} too)" if modules[1:] else ""

@@ -134,6 +134,8 @@ def plan_quantize(
     refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
     # What the records say, and what a person should know.
     kept, asked = kept_modules(tasks), _asked_for(verdicts, recipe)
+    packed = {module: each.form for module, each in verdicts.items() if each.form}
+    shapes = {module: verdicts[module].linear.shape for module in packed}
     warnings = (
         *notes_on(checkpoint),
         *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
@@ -146,7 +148,7 @@ def plan_quantize(
             linears, tasks, bool(written), scalars.inputs is UNIT_SCALE, scalars.cache.own
         ),
         *note_unchanged(verdicts, recipe),
-        *note_unread(verdicts, recipe, checkpoint, dialect),
+        *note_unread(shapes, packed, recipe, checkpoint.config, dialect.TRAITS),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))

@@ -38,7 +38,7 @@ from fp4convert.planning.kept_dtype import (
     keep_tensor,
     word_of,
 )
-from fp4convert.planning.notes import notes_on
+from fp4convert.planning.notes import note_unread, notes_on
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
 from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refuse_other_container
 from fp4convert.planning.steps import Draft, Step, Task
@@ -202,11 +202,13 @@ def plan_transcode(
     refuse_forgotten(checkpoint.tensors, tasks, left_out, coded)
     kept = kept_modules(tasks)
     made = [module for module in (*contents.modules, *placed) if module not in kept]
+    eight = {name: one.shape for name, one in contents.others.items() if name in contents.forms}
     patterns = recipe.patterns_to_declare(kept, made)
     warnings = [
         *([f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []),
         *_notes_beside(unread, unit, str(target.dialect)),
         *_notes_on_expanded([draft for _, draft in drafts if draft.step.form is None]),
+        *note_unread(eight, contents.forms, recipe, checkpoint.config, dialect.TRAITS),
     ]
     notes, ignored = (*notes_on(checkpoint), *warnings), Ignored(tuple(kept), patterns)
     idle_options = tuple(idle_keep_dtype(recipe, tasks))
@@ -424,7 +426,8 @@ def _refuse_unfit(
             raise InputError("dialect-shape", detail, tensor=stem)
     shapes = {module: packed.shape for module, packed in contents.modules.items()}
     holds = dialect.TRAITS.holds_embeddings
-    for module, _, what in find_unread_modules(shapes, shapes, recipe, {}, holds):
+    formats = {module: packed.form.format for module, packed in contents.modules.items()}
+    for module, _, what in find_unread_modules(shapes, formats, recipe, {}, holds):
         raise InputError("dialect-module", f"{module} is {what}", tensor=module)
 
 

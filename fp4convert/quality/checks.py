@@ -254,7 +254,8 @@ def _check_modules_read(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]
     packed = {module: each.shape for module, each in artifact.packed.items()}
     config = artifact.source.checkpoint.config
     holds = artifact.spelling.TRAITS.holds_embeddings
-    for module, code, what in find_unread_modules(packed, artifact.modules, recipe, config, holds):
+    formats = {module: each.form.format for module, each in artifact.packed.items()}
+    for module, code, what in find_unread_modules(packed, formats, recipe, config, holds):
         if code == EMBEDDING:
             yield Finding("warning", "embedding-quantized", module, f"it is {what}")
         elif code == TIED_HEAD:

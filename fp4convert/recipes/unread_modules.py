@@ -5,15 +5,17 @@ Which engine fails at them is data (configs/engines), by the codes of these find
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from fp4convert.numerics.formats import Format
 from fp4convert.recipes.patterns import configs_in, sift
 from fp4convert.recipes.recipe import Recipe
 
 # Codes of findings.
 EMBEDDING, TIED_HEAD, PLAIN = "embedding-quantized", "tied-head-quantized", "plain-quantized"
 HEADS = frozenset({"lm_head", "embed_out", "output_layer"})  # last names of output heads
+WORDS = {True: "four", False: "eight"}  # of the bits that codes have
 PLAIN_KIND = "plain"  # the kind of rules on what an engine builds of ordinary layers
 
 
@@ -27,7 +29,7 @@ class Unread(NamedTuple):
 
 def find_unread_modules(
     shapes: Mapping[str, tuple[int, ...]],
-    four_bit: Collection[str],
+    formats: Mapping[str, Format],
     recipe: Recipe,
     config: Mapping[str, object],
     holds_embeddings: bool,
@@ -35,21 +37,22 @@ def find_unread_modules(
     """Find embeddings, tied heads, and layers that an engine builds plain.
 
     shapes            of all quantized modules
-    four_bit          those of four bits; embeddings and heads of eight are left to engines
+    formats           of these modules; embeddings and heads of int4 are left to engines
     recipe            of the artifact's dialect
     holds_embeddings  as the dialect's traits say
     """
     found = []
+    coded = {module: fmt.is_fp4 for module, fmt in formats.items() if fmt.is_fp4 or fmt.is_fp8}
     for module in sift(recipe.kept_patterns, shapes):
         rule = recipe.rule_on(module, shapes[module])
         if rule and rule.kind == PLAIN_KIND:
             found.append(Unread(module, PLAIN, rule.reason))
-        elif rule and rule.is_table(module) and module in four_bit and not holds_embeddings:
+        elif rule and rule.is_table(module) and module in coded and not holds_embeddings:
             what = f"an embedding, which no engine of dialect {recipe.target.dialect} reads in"
-            found.append(Unread(module, EMBEDDING, f"{what} four bits"))
+            found.append(Unread(module, EMBEDDING, f"{what} {WORDS[coded[module]]} bits"))
     if any(one.get("tie_word_embeddings") for one in configs_in(config)):
         what = "an output head that config.json ties to the embedding: most engines take the"
         what += " embedding's weights instead, or fail"
-        heads = (module for module in four_bit if module.rpartition(".")[2] in HEADS)
+        heads = (module for module in coded if module.rpartition(".")[2] in HEADS)
         found += [Unread(module, TIED_HEAD, what) for module in heads]
     return found

@@ -59,8 +59,9 @@ def _loads(artifact: Path, engine: str) -> bool | None:
     return loads
 
 
-def _refused(source: Path, engine: str, include: str) -> bool:
-    asked = run("quantize", source, "--for", engine, "--include", include, "--dry-run", "--json")
+def _refused(source: Path, engine: str, include: str, *options: str) -> bool:
+    words = ("--for", engine, "--include", include, *options, "--dry-run", "--json")
+    asked = run("quantize", source, *words)
     return asked.code == 2 and asked.json["error"]["code"] == "engine-refuses"
 
 
@@ -69,6 +70,39 @@ def test_an_embedding_stays_random(make: Make) -> None:
     assert _load(artifact)[1] == {f"{EMBEDDING}.weight"}
     assert _loads(artifact, "transformers") is False
     assert _refused(source, "transformers", EMBEDDING)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp8"])
+def test_an_embedding_of_eight_bits_has_codes_for_values(
+    fmt: str, make: Make, tmp_path: Path
+) -> None:
+    import torch
+
+    source, _ = make(False, "compressed-tensors", EMBEDDING)
+    options = ("--format", fmt, "--dialect", "compressed-tensors", "--include", EMBEDDING)
+    fp4convert("quantize", source, *options, "-o", tmp_path / "q", "-q")
+    loaded = _load(tmp_path / "q")[0].get_input_embeddings().weight
+    codes = read_tensors(tmp_path / "q")[f"{EMBEDDING}.weight"]
+    assert torch.equal(loaded, codes.to(loaded.dtype))
+    assert _loads(tmp_path / "q", "transformers") is False
+    assert _refused(source, "transformers", EMBEDDING, "--format", fmt)
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "deepseek"])
+def test_a_tied_head_of_eight_bits_fails_to_load(
+    dialect: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: on a CPU transformers dequantizes FP8 in blocks."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    source, _ = make(True, "compressed-tensors", HEAD)
+    options = ("--format", "fp8", "--dialect", dialect, "--include", HEAD)
+    fp4convert("quantize", source, *options, "-o", tmp_path / "q", "-q")
+    with pytest.raises(RuntimeError, match="Float8"):
+        _load(tmp_path / "q")
+    assert _loads(tmp_path / "q", "transformers") is False
+    assert _refused(source, "transformers", HEAD, "--format", "fp8")
 
 
 def test_an_untied_head_computes_what_the_artifact_says(make: Make, tmp_path: Path) -> None:

@@ -89,6 +89,52 @@ def test_without_an_engine_plan_result_and_inspect_say_so(
         assert run("inspect", tmp_path / "q", "--for", each).code == 6
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("way", ["fp8", "mxfp8", "[[format]]", "--keep-packed"])
+def test_eight_bits_are_refused_told_and_found_as_four(
+    way: str, engine: str, tmp_path: Path
+) -> None:
+    name = "model.embed_tokens"
+    source, recipe = write(tmp_path / "m", name), tmp_path / "mine.toml"
+    recipe.write_text(f'[[format]]\nmodules = ["{name}"]\nformat = "fp8"\n')
+    words = ["--format", way, *include(name)]
+    if way == "[[format]]":
+        words = ["--format", "nvfp4", "--recipe", str(recipe), *include(name)]
+    if way == "--keep-packed":
+        made = run("quantize", source, "--format", "fp8", *include(name), "-o", tmp_path / "eight")
+        assert made.code == 0
+        source, words = tmp_path / "eight", ["--format", "nvfp4", "--keep-packed"]
+    asked = ("quantize", source, *words, "-o", tmp_path / "q", "--json")
+    refused = run(*asked, "--for", engine)
+    assert (refused.code, refused.json["error"]["code"]) == (2, "engine-refuses")
+    assert "embedding" in refused.json["error"]["message"]
+    assert not (tmp_path / "q").exists()
+    told = " ".join(run(*asked, "--dialect", "compressed-tensors").json["warnings"])
+    assert f"{name} is an embedding, which no engine of dialect" in told
+    assert "reads in eight bits" in told
+    assert run("inspect", tmp_path / "q", "--for", engine).code == 6
+    codes = [each["code"] for each in run("inspect", tmp_path / "q", "--json").json["findings"]]
+    assert codes == ["embedding-quantized"]
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp8"])
+def test_a_head_of_eight_bits_is_told_where_it_is_tied(fmt: str, tmp_path: Path) -> None:
+    words = ("--format", fmt, *include(HEAD), "--json")
+    for is_tied in (True, False):
+        source = write(tmp_path / f"{is_tied}", HEAD, tie_word_embeddings=is_tied)
+        out, again = tmp_path / f"q{is_tied}", tmp_path / f"t{is_tied}"
+        asked = run("quantize", source, *words, "--for", "transformers", "--dry-run")
+        assert asked.code == (2 if is_tied else 0)
+        made = run("quantize", source, *words, "--dialect", "compressed-tensors", "-o", out)
+        other = ("--dialect", "compressed-tensors", "-o", again, "--json")
+        for told in (made, run("transcode", out, *other)):
+            assert ("ties to the embedding" in " ".join(told.json["warnings"])) is is_tied
+        told = run("inspect", out, "--json").json
+        assert ("tied-head-quantized" in {each["code"] for each in told["findings"]}) is is_tied
+        loads = {each["engine"] for each in told["engines"] if each["loads"]}
+        assert ("transformers" in loads) is not is_tied
+
+
 @pytest.mark.parametrize("fmt", ["target", "nvfp4"])
 def test_a_row_of_format_makes_no_embedding_four_bit(fmt: str, tmp_path: Path) -> None:
     source, recipe = write(tmp_path / "m", "model.embed_tokens"), tmp_path / "mine.toml"

@@ -131,7 +131,7 @@ class Traits:
     scalars            its global scale and input scale
     shares_scales      engines multiply a scale group as one matrix, with one global scale
     ignores_by_name    records name the modules that stay; else what has no scales stays
-    holds_embeddings   its engines read four-bit embeddings
+    holds_embeddings   its engines read quantized embeddings
     highest_scale      largest byte of a block scale that engines read right, by format; any
                        byte for a format that is not named
     packed             ending of the tensor of packed codes
