@@ -37,7 +37,7 @@ GPT_STACKS = ("transformer.h.", "h.")
 CLASS = re.compile(
     r"(\w+?)(ForCausalLM|LMHeadModel|ForSequenceClassification|ForTokenClassification|Model)"
 )
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 # Words of wrappers, wherever they stand in a name, and whose they are.
 WRAPPERS = {
@@ -55,6 +55,7 @@ FACTORS = "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magn
 ADAPTED = ("base_layer", "modules_to_save", "original_module", *FACTORS)
 _ADAPTER_NAME = re.compile(r"\.lora_[AB]\.(\w+)\.weight")
 PEFT_DEFAULT = "default"  # how PEFT calls an adapter that nobody named
+HOLD_MODULES = frozenset({"levit", "timm_wrapper", "timm_backbone"})  # with a `module` inside
 HOLD_ADAPTERS = frozenset({"phi4mm"})  # model types whose own class has low-rank factors inside
 
 MERGE = (
@@ -165,7 +166,7 @@ def _find_wrapped(names: list[str], config: Mapping[str, object]) -> Misnamed | 
             for name, words in wrapped.items()
             if is_whole or not SHARED.keys() >= set(words)
         }
-    elif not _decoder_stacks(config):  # whose own modules may be called so
+    elif config.get("model_type") in {*HOLD_MODULES, None}:
         wrapped = {
             name: words
             for name, words in wrapped.items()

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
-from fp4convert.checkpoint.misnamed import DECODERS
+from fp4convert.checkpoint.misnamed import DECODERS, LAYER_COUNTS
 from fp4convert.errors import Finding
 from fp4convert.recipes.draft_layers import JOINT, is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
@@ -23,7 +23,6 @@ from fp4convert.recipes.uneven_formats import EXPERTS
 
 # Last names of what holds the layers of a model, numbered from 0.
 STACKS = frozenset({"layers", "layer", "h", "blk", "blocks", "block", "transformer_blocks"})
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 # Configurations of layers one by one: some of them hold no weights.
 UNEVEN_LAYERS = "block_configs"

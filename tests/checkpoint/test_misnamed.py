@@ -1,10 +1,13 @@
 """Models that are still wrapped for training are refused; names of classes are not."""
 
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import transformers
 from checkpoints import (
     LAYER,
     LLAMA,
@@ -18,7 +21,7 @@ from checkpoints import (
     write_single,
 )
 
-from fp4convert.checkpoint.misnamed import DECODERS, GPT_DECODERS, find_misnamed
+from fp4convert.checkpoint.misnamed import DECODERS, GPT_DECODERS, HOLD_MODULES, find_misnamed
 from fp4convert.storage.open import open_source
 
 WHOLE_LLAMA = {**LLAMA, "num_hidden_layers": 1}
@@ -104,6 +107,22 @@ def test_code_of_a_models_own_has_no_wrapper_around_everything(word, tmp_path):
     assert error_of(source, tmp_path)["code"] == "wrapped-names"
     own = write(tmp_path / "own", below(word, "mlp"), config)
     assert find_misnamed(open_source(own).checkpoint) is None
+
+
+def test_ddp_inside_any_class_of_transformers_is_refused(tmp_path):
+    config = {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron"}
+    for word, module in (("model.module", "model"), ("mlp.module", "mlp")):
+        source = write(tmp_path / word, below("module", module), config)
+        assert error_of(source, tmp_path)["code"] == "wrapped-names"
+
+
+def test_one_class_of_transformers_has_a_module_of_that_name():
+    models = Path(transformers.__file__).parent / "models"
+    files = [*models.glob("*/modeling_*.py")]
+    inside = re.compile(r"self\.module\b ?[=:]")
+    named = {file.parent.name for file in files if inside.search(file.read_text(encoding="utf-8"))}
+    assert len(files) > 300
+    assert named <= HOLD_MODULES
 
 
 def test_factors_of_loralib_are_refused(tmp_path):
