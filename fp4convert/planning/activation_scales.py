@@ -321,7 +321,7 @@ def judge_scales(
     scales  where the shared ones come from
     seen    what saw the inputs of modules
     """
-    warnings = list(_warn_unmeasured(fed, shared, seen)) if scales.is_constant else []
+    warnings = list(_warn_unmeasured(fed, shared, scales, seen))
     if seen:
         warnings += [*_find_small(fed, shared, seen), *_find_large(fed, shared, seen)]
     return warnings
@@ -337,21 +337,35 @@ def describe_unit(is_fp4: bool) -> str:
 
 
 def _warn_unmeasured(
-    fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration | None
+    fed: Iterable[Fed],
+    shared: Mapping[str, float],
+    scales: InputScales,
+    seen: Calibration | None,
 ) -> Iterator[str]:
     """Warn of scales of 1, where none of these modules was seen."""
+    why = f"as in {scales.origin}"
+    if scales.is_constant:
+        why = "which no calibration or file gives"
     assumed: dict[bool, list[str]] = {True: [], False: []}
     for one in fed:
         if shared.get(one.module) == 1.0 and not (seen and seen.has(one.module)):
             assumed[one.form.format.is_fp4].append(one.module)
     for is_fp4, modules in assumed.items():
         if modules:
-            yield (
-                f"the input scale of {count_text(len(modules), 'module')} in"
-                f" {'four' if is_fp4 else 'eight'} bits, the first {modules[0]}, is 1, which no"
-                f" calibration or file gives; {describe_unit(is_fp4)}. It can ruin the model, and"
-                f" neither inspect nor verify sees that: {MEASURE}"
-            )
+            yield warn_of_unit(modules, is_fp4, why)
+
+
+def warn_of_unit(modules: Sequence[str], is_fp4: bool, why: str) -> str:
+    """Return the warning for modules whose input scale is 1.
+
+    why  where the 1 comes from, as the end of a clause
+    """
+    return (
+        f"the input scale of {count_text(len(modules), 'module')} in"
+        f" {'four' if is_fp4 else 'eight'} bits, the first {modules[0]}, is 1, {why};"
+        f" {describe_unit(is_fp4)}. It can ruin the model, and neither inspect nor verify sees"
+        f" that: {MEASURE}"
+    )
 
 
 def _find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration) -> list[str]:

@@ -29,7 +29,7 @@ from fp4convert.makers.spelling import Spelling
 from fp4convert.makers.table import maker_of
 from fp4convert.makers.unit import Stem, Unit
 from fp4convert.numerics.formats import dtype_named
-from fp4convert.planning.activation_scales import describe_unit
+from fp4convert.planning.activation_scales import describe_unit, warn_of_unit
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.kept_dtype import (
     draft_floats,
@@ -207,6 +207,7 @@ def plan_transcode(
     warnings = [
         *([f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []),
         *_notes_beside(unread, unit, str(target.dialect)),
+        *_notes_on_unit_scales(contents),
         *_notes_on_expanded([draft for _, draft in drafts if draft.step.form is None]),
         *note_unread(eight, contents.forms, recipe, checkpoint.config, dialect.TRAITS),
     ]
@@ -353,6 +354,18 @@ def _notes_beside(unread: Sequence[str], unit: Sequence[str], dialect: str) -> I
             " for measured ones quantize the original again with --calibration FILE (fp4convert"
             " calibrate)"
         )
+
+
+def _notes_on_unit_scales(contents: Contents) -> Iterable[str]:
+    """Warn of input scales of 1 that four-bit modules keep."""
+    modules = [
+        module
+        for module in contents.modules
+        if (form := contents.forms.get(module)) and form.has_input_scale
+        if contents.artifact.input_scale(module) == 1.0
+    ]
+    if modules:
+        yield warn_of_unit(modules, True, "as in the artifact")
 
 
 def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:

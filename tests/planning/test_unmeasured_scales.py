@@ -57,9 +57,9 @@ def test_a_scale_that_nothing_measured_is_warned_of(dialect, source, tmp_path):
     assert warnings_of(source, "--input-scale", 1, dialect=dialect) == [warning]
 
 
-def test_scales_that_are_measured_copied_or_none_are_not_warned_of(source, tmp_path):
+def test_scales_that_are_measured_or_none_are_not_warned_of(source, tmp_path):
     file = calibrate(source, tmp_path / "c.safetensors", dict.fromkeys(MODULES, 0.7))
-    other = donor(source, tmp_path / "other", "modelopt", dict.fromkeys(MODULES, 1.0))
+    other = donor(source, tmp_path / "other", "modelopt", dict.fromkeys(MODULES, 0.7))
     for options in (
         ("--calibration", file),
         ("--input-scale", file),
@@ -70,6 +70,21 @@ def test_scales_that_are_measured_copied_or_none_are_not_warned_of(source, tmp_p
         assert warnings_of(source, *options) == [], options
     words = ("--format", "mxfp4", "--activations", 4)
     assert warnings_of(source, *words, dialect="compressed-tensors") == []
+
+
+def test_scales_of_1_that_are_copied_are_warned_of(source, tmp_path):
+    """By --input-scale ARTIFACT, and by transcode."""
+    other = donor(source, tmp_path / "other", "modelopt", dict.fromkeys(MODULES, 1.0))
+    (warning,) = warnings_of(source, "--input-scale", other)
+    assert "of 7 modules in four bits, the first model.layers.0." in warning
+    assert f"is 1, as in --input-scale {other}; right for" in warning
+    for scale in (1, 0.7):
+        made = tmp_path / f"made-{scale}"
+        options = ("--format", "nvfp4", "--dialect", "modelopt", "--activations", 4)
+        assert run("quantize", source, *options, "--input-scale", scale, "-o", made).code == 0
+        words = ("transcode", made, "--dialect", "compressed-tensors", "-o", f"{made}-other")
+        warned = run(*words, "--json").json["warnings"]
+        assert ("is 1, as in the artifact; right for" in str(warned)) == (scale == 1)
 
 
 def test_eight_bit_modules_without_a_scale_are_warned_of(source, tmp_path):
