@@ -211,8 +211,9 @@ class Leases:
         owner = _read(path)
         try:
             status = path.lstat()
-        except FileNotFoundError:  # nobody holds it any more
-            return False, owner
+        except FileNotFoundError:  # nobody holds it any more: nothing of it is there to remove
+            self._seen.pop(lease, None)
+            return False, None
         # Not renewed for long enough, by our own clock: whoever held it is away.
         is_empty = not status.st_size or not stat.S_ISREG(status.st_mode)
         most_seconds = min(self._lease_seconds, SILENT_SECONDS) if is_empty else self._lease_seconds

@@ -58,6 +58,27 @@ def test_one_of_two_gets_it_and_the_other_when_it_is_dropped(folder):
     assert list(folder.iterdir()) == []
 
 
+def test_a_claim_made_while_one_that_went_is_judged_stays(folder, monkeypatch):
+    path, read, steps = folder / "a", leases._read, []
+
+    def change_before_reading(asked):
+        if asked == path:
+            steps.append(asked)
+            if len(steps) == 1:  # who held it drops it
+                path.unlink()
+            elif len(steps) == 2:  # another makes it; of an old time, as a shared disk's cache says
+                path.touch()
+                os.utime(path, ns=(0, 0))
+        return read(asked)
+
+    with Leases(folder) as late:
+        os.utime(write(folder, "a", FOREIGN), ns=(0, 0))
+        assert not late.take("a")
+        monkeypatch.setattr(leases, "_read", change_before_reading)
+        assert not late.take("a")
+        assert len(steps) == 1 or path.exists()
+
+
 def test_of_many_at_once_one_gets_it(folder):
     with Leases(folder) as first:
         crowd = [Leases(folder) for _ in range(8)]
