@@ -289,6 +289,10 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> 
     """
     if options.engine is None:
         return None
+    if plan.faults:
+        fault = plan.faults[0]
+        step = "Complete the source; or leave --for out, and name the dialect: --dialect"
+        raise InputError(fault.code, f"{fault.tensor}: {fault.detail}", step, fault.tensor)
     engine, version = parse_engine(options.engine)
     try:
         _judge_plan(engine, version, plan, checkpoint)

@@ -118,7 +118,7 @@ class Conversion:
         checkpoint, folder = self.source.checkpoint, str(output)
         if self.options.no_keep:  # nothing here can be loaded
             return [shell_line(*words)]
-        if self._server is None:
+        if self._server is None or self.plan.faults:
             return [shell_line(*words)]
         config_words = self._config_words(is_absolute)
         line = serve_line(self._server, self.plan, checkpoint, folder, config_words)

@@ -10,7 +10,8 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.encodings.base import is_fp8
 from fp4convert.checkpoint.encodings.floats import STACK_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
-from fp4convert.errors import InputError
+from fp4convert.checkpoint.missing_parts import judge_source
+from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.steps import Task
@@ -18,6 +19,7 @@ from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import Recipe, is_expert_stack
 from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.checkpoint_files import WEIGHTS
+from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Checkpoint
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
@@ -57,6 +59,22 @@ def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
             f"the model has custom code ({', '.join(programs) or 'elsewhere'}): copied, never run;"
             " engines will ask to trust it"
         )
+
+
+def find_faults_of(checkpoint: Checkpoint, linears: Linears, recipe: Recipe) -> list[Finding]:
+    """Return what `inspect` will find in the result, because the source has it.
+
+    Raises  what judge_source raises
+    """
+    consumed = linears.consumed()
+    kept = [ref for ref in checkpoint.tensors if ref.name not in consumed]
+    modules = {*linears.of, *(ref.name.rpartition(".")[0] for ref in kept)}
+    shapes = {module: linear.shape for module, linear in linears.of.items()} | {
+        ref.name.removesuffix(WEIGHT): ref.shape
+        for ref in kept
+        if ref.name.endswith(WEIGHT) and ref.dtype in FLOAT_TYPES
+    }
+    return judge_source(modules, shapes, checkpoint.config, recipe)
 
 
 def note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Form, Group, group_modules
 from fp4convert.checkpoint.dialects.target_forms import form_of
-from fp4convert.errors import InputError
+from fp4convert.errors import Finding, InputError
 from fp4convert.planning.steps import Draft, Shard, Step, Task
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
@@ -58,6 +59,7 @@ class Plan:
     scalars      float32 numbers that no tensor of the source holds, by the name of their step
     amaxes       given ones, by the name of their step
     options      those that the bytes depend on, as our record says them
+    faults       what `inspect` will find in the result, because the source has it
     scale_sources  artifacts that input scales and global scales were taken of
     """
 
@@ -77,10 +79,11 @@ class Plan:
     scale_sources: tuple[Source, ...] = ()
     scalars: tuple[tuple[str, float], ...] = ()
     amaxes: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    faults: tuple[Finding, ...] = ()
 
     @property
     def steps(self) -> Iterator[Step]:
-        return (step for task in self.tasks for step in task.steps)
+        return chain.from_iterable(task.steps for task in self.tasks)
 
     @property
     def source_bytes(self) -> int:

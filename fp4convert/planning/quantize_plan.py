@@ -47,6 +47,7 @@ from fp4convert.planning.kept_dtype import (
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.notes import (
     NO_CONFIG,
+    find_faults_of,
     note_left_behind,
     note_stacks,
     note_unchanged,
@@ -113,6 +114,7 @@ def plan_quantize(
     """
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
+    faults = find_faults_of(checkpoint, linears, recipe)
     verdicts = decide(linears, recipe, dialect)
     # scales of activations, and global scales of weights
     fed = find_fed(verdicts, recipe, dialect)
@@ -150,6 +152,7 @@ def plan_quantize(
         *note_unchanged(verdicts, recipe),
         *note_unread(shapes, packed, recipe, checkpoint.config, dialect.TRAITS),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
+        *(f"{fault.tensor}: {fault.detail}" for fault in faults),
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
     ignored = _ignore(kept, asked, verdicts, recipe)
@@ -157,7 +160,7 @@ def plan_quantize(
     excluded = len(sift(recipe.exclude, verdicts))
     plan = Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
     given_to = [(draft.name, draft.amaxes) for draft in every if draft.amaxes]
-    return replace(plan, scalars=tuple(written), amaxes=tuple(given_to))
+    return replace(plan, scalars=tuple(written), amaxes=tuple(given_to), faults=tuple(faults))
 
 
 def _amaxes(

@@ -19,6 +19,7 @@ from fp4convert.checkpoint.dialects.forms import from_layers, parents_of
 from fp4convert.checkpoint.dialects.registry import METHODS
 from fp4convert.checkpoint.linears import find_unread_codes
 from fp4convert.checkpoint.misnamed import find_misnamed
+from fp4convert.checkpoint.missing_parts import find_faults, find_missing
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.checkpoint.unread import find_beside
 from fp4convert.errors import Finding
@@ -27,7 +28,6 @@ from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
 from fp4convert.progress import Phases, count_text
 from fp4convert.quality.engine_check import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
-from fp4convert.quality.missing_parts import find_missing, find_odd_sizes
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
@@ -234,13 +234,12 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
             yield Finding("error", "wrapped-names", misnamed.tensor, misnamed.detail)
         elif misnamed:
             yield Finding("error", "foreign-names", misnamed.tensor, misnamed.detail)
-        yield from find_missing(modules, artifact.source.checkpoint.config, recipe)
         shapes = {
             name.removesuffix(WEIGHT): ref.shape
             for name, ref in artifact.tensors.items()
             if name.endswith(WEIGHT) and name not in stored and ref.dtype in FLOAT_TYPES
         } | {module: packed.shape for module, packed in artifact.packed.items()}
-        yield from find_odd_sizes(shapes, artifact.source.checkpoint.config)
+        yield from find_faults(modules, shapes, artifact.source.checkpoint.config, recipe)
     # Scales beside four-bit modules that nothing declares.
     with_global = [form for form in artifact.forms if form.format.has_global_scale]
     has_inputs = all(form.has_input_scale for form in with_global)

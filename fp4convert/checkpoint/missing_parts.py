@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from fp4convert.checkpoint.misnamed import DECODERS, LAYER_COUNTS
-from fp4convert.errors import Finding
+from fp4convert.errors import Finding, InputError
 from fp4convert.recipes.draft_layers import JOINT, is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
 from fp4convert.recipes.recipe import Recipe
@@ -57,6 +57,41 @@ _PLACE = re.compile(
     r"(?:model\.)?(?:layers\.(?P<layer>[0-9]{1,9})\.)?(?:self_attn|mlp|)\.?(?P<rest>.*)"
 )
 Sizes = tuple[tuple[str, int] | None, tuple[str, int] | None]
+
+
+def find_faults(
+    modules: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, object],
+    recipe: Recipe,
+) -> Iterator[Finding]:
+    """Find the modules that a model lacks, and sizes that config.json contradicts.
+
+    modules  every module with a tensor, quantized or kept
+    shapes   module -> (rows, columns) of its matrix
+    config   config.json; may be empty
+    """
+    yield from find_missing(modules, config, recipe)
+    yield from find_odd_sizes(shapes, config)
+
+
+def judge_source(
+    modules: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, object],
+    recipe: Recipe,
+) -> list[Finding]:
+    """Return the faults of a source that its result will have; arguments as in find_faults.
+
+    Raises  InputError for sizes that config.json contradicts, except where a model has code of its
+            own
+    """
+    faults = list(find_faults(modules, shapes, config, recipe))
+    odd = [fault for fault in faults if fault.code == "config-size"]
+    if odd and "auto_map" not in config:
+        next_step = "Take config.json from the model that these weights belong to."
+        raise InputError("config-size", odd[0].detail, next_step, odd[0].tensor)
+    return faults
 
 
 def find_missing(
@@ -141,8 +176,8 @@ def _missing_in_decoder(
     """Find modules that layers of a plain decoder lack.
 
     All layers have the same norms and attention, and all parts of their kind of mlp (in models of
-    transformers; tests/quality/test_missing_parts.py asks them). Modules of few layers are extras,
-    such as a buffer or an adapter. Layers beyond the count draft tokens.
+    transformers; tests/checkpoint/test_missing_parts.py asks them). Modules of few layers are
+    extras, such as a buffer or an adapter. Layers beyond the count draft tokens.
     """
     count = config[LAYER_COUNTS[0]]
     layers = {at: own for at, own in layers.items() if type(count) is int and at < count}
@@ -285,19 +320,21 @@ def find_odd_sizes(
         return
     numbers, told, layers = _read(config), set[str](), _int(config, "num_hidden_layers")
     doubled = _read_twice(shapes, numbers.hidden)
+    plain, of_experts = _sizes_of(numbers, numbers.mlp), _sizes_of(numbers, numbers.expert)
     for module, shape in shapes.items():
         found = _PLACE.fullmatch(module)
         if not found or len(shape) != 2:
             continue
-        layer, name = int(found["layer"] or 0), found["rest"].rpartition(".")[2]
+        digits, rest = found.groups()
+        layer, name = int(digits or 0), rest.rpartition(".")[2]
         if layers and layer >= layers and "layers" not in told:
             told.add("layers")
             detail = f"config.json has num_hidden_layers {layers}, and there is a layer {layer}"
             yield Finding("error", "config-size", module, f"{detail}: engines leave it out")
-        is_expert = EXPERTS in f".{found['rest']}"
-        if "shared" in found["rest"]:
+        sizes = of_experts if EXPERTS in f".{rest}" else plain
+        if name not in sizes or "shared" in rest:
             continue
-        rows, columns = _expected(name, is_expert, numbers)
+        rows, columns = sizes[name]
         if name in ATTENTION and not layer:
             columns = doubled or columns
         for axis, size, expected in zip(("rows", "columns"), shape, (rows, columns), strict=True):
@@ -323,10 +360,13 @@ def _read_twice(
     return None if shapes[JOINT][-1] == both[1] else both
 
 
-def _expected(name: str, is_expert: bool, numbers: _Numbers) -> Sizes:
-    """Return rows and columns of a matrix by the last part of its name."""
-    hidden, inner = numbers.hidden, numbers.expert if is_expert else numbers.mlp
-    known: dict[str, Sizes] = {
+def _sizes_of(numbers: _Numbers, inner: tuple[str, int] | None) -> dict[str, Sizes]:
+    """Return rows and columns of matrices by the last part of their names.
+
+    inner  rows of gate and up
+    """
+    hidden = numbers.hidden
+    return {
         "embed_tokens": (numbers.vocabulary, hidden),
         "lm_head": (numbers.heads, hidden),
         JOINT: (hidden, None),
@@ -338,7 +378,6 @@ def _expected(name: str, is_expert: bool, numbers: _Numbers) -> Sizes:
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
     }
-    return known.get(name, (None, None))
 
 
 def _read(config: Mapping[str, object]) -> _Numbers:
