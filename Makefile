@@ -27,7 +27,7 @@ slow: $(VENV)/test.stamp
 # Runs the real code in simulated worlds, half of the seeds on each of two cores; a million take a night. See docs/trust.md.
 SEEDS ?= 1000000
 FIRST ?= 0
-SIMULATION := PYTHONPATH=tests/support $(BIN)/python -m simulation --most 20 --seeds
+SIMULATION := PYTHONPATH=tests:tests/support $(BIN)/python -m simulation --most 20 --seeds
 simulate: $(VENV)/test.stamp
 	middle=$$(( $(FIRST) + $(SEEDS) / 2 )); \
 	$(SIMULATION) $(FIRST):$$middle & other=$$!; \

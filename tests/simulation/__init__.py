@@ -12,5 +12,5 @@ world      a seed becomes machines, processes and faults, and these a verdict
 runs       many seeds, one after the other
 mutations  faults of the code that the seeds must find
 
-    PYTHONPATH=tests/support .venv/bin/python -m simulation --seed 7 --trace
+    PYTHONPATH=tests:tests/support .venv/bin/python -m simulation --seed 7 --trace
 """

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from paths import ROOT, SUPPORT
+
 from simulation.mutations import MUTATIONS, mutated
 
 AT_ONCE = ("no-fsync-of-names", "host-is-the-machine")  # found within twenty seeds, in the gate
@@ -17,7 +18,10 @@ PART = 1000  # seeds of one test of `make slow`
 def simulate(*words: object) -> subprocess.CompletedProcess[str]:
     """Run seeds in a process of their own, whose sets have one order."""
     command = [sys.executable, "-m", "simulation", *map(str, words)]
-    environment = os.environ | {"PYTHONPATH": str(SUPPORT), "PYTHONHASHSEED": "0"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{SUPPORT.parent}{os.pathsep}{SUPPORT}",
+        "PYTHONHASHSEED": "0",
+    }
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT
     )

@@ -1,6 +1,6 @@
 """Run seeds: one with its trace, or many.
 
-PYTHONPATH=tests/support .venv/bin/python -m simulation --seed 7 --trace
+PYTHONPATH=tests:tests/support .venv/bin/python -m simulation --seed 7 --trace
 """
 
 from __future__ import annotations
