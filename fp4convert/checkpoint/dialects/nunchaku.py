@@ -39,6 +39,7 @@ from fp4convert.checkpoint.dialects.base import (
     Json,
     Traits,
     each_alone,
+    json_object,
     nothing,
     stems_named,
     strings,
@@ -240,7 +241,7 @@ def ignores(clues: Clues) -> Callable[[str], bool]:
 
 def _section(clues: Clues) -> Json:
     section = clues.record.get(_SECTION) if clues.record.get("quant_method") == _METHOD else None
-    return section if isinstance(section, dict) else {}
+    return json_object(section)
 
 
 TRAITS = Traits(
