@@ -178,7 +178,7 @@ class Artifact(NamedTuple):
                 raise InputError("unsound-artifact", detail, next_step, finding.tensor)
 
     def _read(self, name: str) -> Span:
-        """Return a tensor's bytes; of a missing scale those of 1, which it implies."""
+        """Return a tensor's bytes; a missing scale is 1."""
         ref = self.tensors.get(name)
         return encode_scalar(1.0) if ref is None else _Tensor(self.source, ref)
 

@@ -87,7 +87,7 @@ def report_text(
 
 
 def shares(histogram: tuple[int, ...]) -> dict[str, Any]:
-    """Return the shares of largest and of zero codes; None without a histogram."""
+    """Return the shares of largest and zero codes; None without a histogram."""
     total = sum(histogram)
     if not total:
         return {"saturated": None, "zero": None, "histogram": None}
@@ -163,7 +163,7 @@ def _read_report(source: Source) -> Recorded:
 
 
 def read_recorded(artifact: Artifact) -> tuple[Recorded | None, list[Finding]]:
-    """Read the report of an artifact of ours, or a finding on why it cannot be read."""
+    """Read the report of an artifact of ours, or a finding that it is damaged."""
     if not artifact.record or not artifact.source.has_file(REPORT):
         return None, []
     try:
@@ -173,7 +173,7 @@ def read_recorded(artifact: Artifact) -> tuple[Recorded | None, list[Finding]]:
 
 
 def source_dtypes(artifact: Artifact) -> dict[str, str]:
-    """Return the known dtypes in the source, by module or stack of the artifact."""
+    """Return the known dtypes of the source, by module or stack."""
     recorded, _ = read_recorded(artifact)
     entries = recorded.entries if recorded else ()
     return {entry.module: entry.source_dtype for entry in entries if entry.source_dtype}

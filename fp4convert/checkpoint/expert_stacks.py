@@ -215,7 +215,7 @@ def _tensor_below(pattern: str, parent: str | None) -> str | None:
 
 
 def _build_stack(name: str, rule: StackRule, found: Mapping[tuple[int, str], Linear]) -> Stacked:
-    """Build a stack of matrices by (expert, member); InputError if any is missing."""
+    """Build a stack of matrices by (expert, member); all must be there."""
     experts = rule.experts or len({expert for expert, _ in found})
     wanted = [(expert, member) for expert in range(experts) for member in rule.members]
     if lacking := next((key for key in wanted if key not in found), None):
@@ -255,7 +255,7 @@ def _check_counts(
 
 
 def _as_stored(stack: Stacked) -> Stacked:
-    """Read the stack in one piece, where a dialect stores its rows in this order."""
+    """Read a stack in one piece if its dialect stores rows in this order."""
     coding, first = stack.linears[0].coding, stack.linears[0].module
     if coding.artifact is None:
         return stack

@@ -137,7 +137,7 @@ def linears_of(
 
         of |= find_affine(clues)
     of |= four_bit or {}
-    # Stacks of experts whose layout nobody tells.
+    # Stacks of experts with an unknown layout.
     unruled = [
         ref
         for ref in refs

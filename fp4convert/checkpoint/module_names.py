@@ -123,7 +123,7 @@ def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, lis
 
 
 def reading_rank(word: str) -> tuple[int, str, int, str]:
-    """Return a key for reading order: q, k, v, o; gate, up, down; the alphabet."""
+    """Return a key for reading order: q, k, v, o; gate, up, down; alphabet."""
     parts = word.split("_")
     at, rank = next(
         ((at, _RANKS[part]) for at, part in enumerate(parts) if part in _RANKS), (0, _BETWEEN)
@@ -134,7 +134,7 @@ def reading_rank(word: str) -> tuple[int, str, int, str]:
 
 
 def split_leaf(name: str) -> tuple[str, str, str]:
-    """Split a name or a pattern into parent with dot, last word, and parameter."""
+    """Split a name or pattern into parent with dot, last word, and parameter."""
     parent, dot, word = name.rpartition(".")
     parameter = ""
     if dot and word in PARAMETERS:
@@ -160,7 +160,7 @@ def join_words(words: Sequence[str]) -> str:
 
 
 def part_of(module: str, recipe: Recipe) -> str:
-    """Name the part that changes its format as one: a layer's experts, a scale group."""
+    """Name the part of one format: a layer's experts, or a scale group."""
     if any(word in module for word in EXPERT_WORDS) and len(split_numbers(module)[1]) > 1:
         texts, _ = split_numbers(module)
         return module[: len(module) - len(texts[-1])].rpartition(".")[0]

@@ -170,7 +170,7 @@ def _fault(found: TensorRef | None, spec: TensorSpec, form: Form) -> Finding | N
 
 
 def form_finder(groups: Iterable[tuple[T, Sequence[str]]]) -> Callable[[str], T | None]:
-    """Make a function from a module's name to its form; None: no group names it.
+    """Make a function from a module's name to its form, or None.
 
     Names come before patterns. "X.*" is looked up by the names above a module, since a record may
     list the experts of a thousand layers.

@@ -123,7 +123,7 @@ def make_record(
 
 
 def describe_adapter(record: Mapping[str, object]) -> str:
-    """Name the merged adapter, by its repository or by the hash of its weights."""
+    """Name the merged adapter, by its repository or the hash of its weights."""
     entry = json_object(record.get(ADAPTER))
     if entry.get("repo"):
         return f"the adapter {entry['repo']} at commit {entry.get('revision')}"

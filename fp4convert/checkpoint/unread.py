@@ -47,7 +47,6 @@ class Beside(NamedTuple):
 
     @property
     def is_scale(self) -> bool:
-        """Return whether it is named as a scale."""
         return _is_scale(self.ending)
 
 

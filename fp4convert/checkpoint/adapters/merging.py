@@ -1,8 +1,8 @@
 """Match an adapter with its base model; merge it where weights are read.
 
 A merged weight has the bytes of PEFT's merge_and_unload on a CPU (PEFT 0.21, layer.py): W + s B A
-in float32, rounded once to the dtype of W; of embeddings s B A is rounded to it first.  What is
-packed is decoded, and the sum stays float32 until it is rounded to four bits.
+in float32, rounded once to the dtype of W; for embeddings s B A is rounded to it first.  Packed
+weights are decoded, and the sum stays float32 until it is rounded to four bits.
 """
 
 from __future__ import annotations

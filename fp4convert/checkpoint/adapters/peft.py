@@ -1,4 +1,4 @@
-"""Read a LoRA adapter in PEFT's layout; refuse what is no plain LoRA.
+"""Read a LoRA adapter in PEFT's layout; refuse other kinds.
 
 adapter_config.json     kind, rank and alpha, by patterns of modules where they differ
 adapter_model.safetensors:
@@ -7,8 +7,8 @@ adapter_model.safetensors:
   M.lora_embedding_A    (rank, entries), and M.lora_embedding_B (width, rank): W + s (B A)^T
   anything else         a tensor that takes the place of the model's: modules_to_save, biases
 Names begin with base_model.model.; s = alpha / rank, or alpha / sqrt(rank) with use_rslora.
-Source: PEFT 0.21, peft/tuners/lora (layer.py, config.py) and peft/utils/save_and_load.py.  What
-becomes of the pairs is the business of merging.py.
+Source: PEFT 0.21, peft/tuners/lora (layer.py, config.py) and peft/utils/save_and_load.py.
+merging.py applies the pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ LORA_NAMES = re.compile(
 ODD = re.compile(r"\.(lora_\w+|token_adapter|trainable_tokens\w*)\b")  # of other kinds
 DEFAULT = 8  # rank and alpha
 ALONE = "Merge it with PEFT (merge_and_unload, save_pretrained) and quantize the result."
-# Keys of adapter_config.json that change no merged weight, or that the tensors tell themselves.
+# Keys of adapter_config.json that change no merged weight, or repeat facts of the tensors.
 SILENT = frozenset(
     {
         *("task_type", "inference_mode", "auto_mapping", "peft_version", "base_model_class"),
@@ -57,7 +57,7 @@ TAKEN = frozenset(
         *("fan_in_fan_out", "lora_bias", "init_lora_weights"),
     }
 )
-# What other keys mean where they are set.
+# Meanings of other keys.
 KINDS = {
     "use_dora": "DoRA, which also scales the rows",
     "use_qalora": "QALoRA, which pools the inputs",
@@ -149,21 +149,19 @@ def open_adapter(reference: str, scale: float, access: Access) -> Adapter:
     settings = parse_json_object(config, f"{source.name}/{CONFIG}", has_constants=True)
     _refuse_kinds(settings, source.name)
     tensors = dict(_read_tensors(weights, f"{source.name}/{WEIGHTS}"))
+    scalings = _Scalings(settings, scale, f"{source.name}/{CONFIG}")
     files = {CONFIG: config, WEIGHTS: weights}
     base, checkpoint = settings.get("base_model_name_or_path"), source.checkpoint
-    empty = Adapter(
-        name=source.name,
-        repo=checkpoint.repo,
-        revision=checkpoint.revision,
-        base=base if isinstance(base, str) and base else None,
-        scale=scale,
-        sha256={name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-        pairs={},
-        biases={},
-        tensors={},
+    return Adapter(
+        source.name,
+        checkpoint.repo,
+        checkpoint.revision,
+        base if isinstance(base, str) and base else None,
+        scale,
+        {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        *_sort(source.name, tensors, scalings),
         is_transposed=bool(settings.get("fan_in_fan_out")),
     )
-    return _sort(empty, tensors, _Scalings(settings, scale, f"{source.name}/{CONFIG}"))
 
 
 def open_recorded(reference: str, record: Mapping[str, object], access: Access) -> Adapter:
@@ -231,7 +229,9 @@ def _read_tensors(data: bytes, where: str) -> Iterator[tuple[str, Float32s]]:
         yield ref.name.removeprefix(prefix), values
 
 
-def _sort(empty: Adapter, tensors: Mapping[str, Float32s], scalings: _Scalings) -> Adapter:
+def _sort(
+    adapter: str, tensors: Mapping[str, Float32s], scalings: _Scalings
+) -> tuple[dict[str, LoraPair], dict[str, Float32s], dict[str, Float32s]]:
     """Sort tensors into pairs, biases and whole tensors."""
     sides: dict[str, dict[str, Float32s]] = {}
     biases, whole = {}, {}
@@ -243,21 +243,21 @@ def _sort(empty: Adapter, tensors: Mapping[str, Float32s], scalings: _Scalings) 
             side = match["layer"] or f"embedding_{match['table']}"
             sides.setdefault(match[1], {})[side] = values
         elif odd := ODD.search(name):
-            detail = f"{empty.name}: {name} belongs to {odd[1]}; expected plain LoRA"
+            detail = f"{adapter}: {name} belongs to {odd[1]}; expected plain LoRA"
             raise InputError("adapter-kind", detail, ALONE, name)
         else:
             whole[WHOLE_LAYER.sub("", name)] = values
     if not tensors:
-        detail = f"{empty.name}: {WEIGHTS} holds no tensors; expected pairs of lora_A and lora_B"
+        detail = f"{adapter}: {WEIGHTS} holds no tensors; expected pairs of lora_A and lora_B"
         raise InputError("adapter-tensors", detail)
     for module in biases.keys() - sides.keys():
-        detail = f"{empty.name}: {module} has a bias of lora_B and no factors; expected both"
+        detail = f"{adapter}: {module} has a bias of lora_B and no factors; expected both"
         raise InputError("adapter-tensors", detail, tensor=module)
-    pairs = {module: _pair(empty.name, module, own, scalings) for module, own in sides.items()}
+    pairs = {module: _pair(adapter, module, both, scalings) for module, both in sides.items()}
     added = {
         module: values * np.float32(pairs[module].scaling) for module, values in biases.items()
     }
-    return replace(empty, pairs=pairs, biases=added, tensors=whole)
+    return pairs, added, whole
 
 
 def _pair(name: str, module: str, sides: Mapping[str, Float32s], scalings: _Scalings) -> LoraPair:

@@ -101,7 +101,7 @@ class Ignored(NamedTuple):
         return [module for module in self.modules if not matches_any(self.patterns, module)]
 
     def with_engine_names(self) -> tuple[str, ...]:
-        """Return the modules under all their names, without those of quantized ones."""
+        """Return all names of the modules that no quantized module has."""
         kept = set(self.modules)
         quantized = {
             name

@@ -365,7 +365,7 @@ def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
 
 
 def judge(clues: Clues) -> Iterator[Finding]:
-    """Find faults that engines load without an error, and compute garbage with."""
+    """Find faults with which engines load, and compute garbage."""
     record = clues.record
     if record.get("quant_method") != METHOD:
         return

@@ -76,7 +76,7 @@ TRAITS = Traits(
 )
 notes, ignores, records = nothing, ignores_none, nothing
 _TYPES = {word: format_named(word.lower()) for word in GGUF_TYPES}
-_SCALED = (  # what llama.cpp loads a .scale for; any other one makes it refuse the file
+_SCALED = (  # llama.cpp loads a .scale for these, and refuses a file with any other
     *(f".attn_{name}" for name in ("q", "k", "v", "qkv", "output", "gate")),
     *(f".ffn_{name}{kind}" for name in ("gate", "up", "down") for kind in ("", "_shexp", "_exps")),
 )

@@ -10,8 +10,8 @@ rows. As modules they have the names of transformers' checkpoints: X.experts.N.g
 and w2 where X ends with block_sparse_moe. Written they are one by one. Routers may be integers:
 encodings/int4.py.
 
-There is no global scale: an NVFP4 block's step is its E4M3 scale alone. What has a global scale
-other than 1 cannot be said. Records: config.json's "quantization", and the same again as
+There is no global scale: an NVFP4 block's step is its E4M3 scale alone. Modules with a global scale
+other than 1 have no place. Records: config.json's "quantization", and the same again as
 "quantization_config"; a module that it names has a format of its own, and one without scales is an
 ordinary one.
 Source: mlx 0.32, mx.quantize; mlx-lm 0.32, utils.load_model.  Readers: mlx-lm.
@@ -136,7 +136,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 
 def _form(numbers: Json) -> Form | None:
-    """Return the form that such numbers declare; None for one that is not read."""
+    """Return the form of such numbers; None for one that is not read."""
     fmt = FORMATS.get(str(numbers.get("mode")))
     if fmt not in TRAITS.writes or any(numbers.get(key) != n for key, n in _numbers(fmt).items()):
         return None

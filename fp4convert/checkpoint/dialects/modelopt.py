@@ -169,7 +169,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
 
 
 def _algorithm(form: Form) -> str:
-    """Name a form; of FP8 by what one scale stands for."""
+    """Name the algorithm of a form; of FP8 by its granularity."""
     if form.format.is_fp4:
         return _ALGORITHMS[form.activations]
     return _FP8_ALGORITHMS[form.granularity or "tensor"]

@@ -13,7 +13,7 @@ In the layouts that join codes and scales there is no M.block_scale:
   appended        M.weight is U8 [all codes, then all scales], and our record holds the shapes
 
 No engine reads it: it is for people who feed kernels themselves. quantization_config.json alone
-says what it is.
+describes it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def encode(
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Find modules by their scales, or by the dtype of joined codes and scales."""
+    """Find modules by their scales, or by the dtype of joined codes."""
     packed = stems_named(
         {name: ref for name, ref in tensors.items() if ref.dtype == "U8"}, (WEIGHT,)
     )
@@ -154,5 +154,5 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    """Recognise nothing: our own record says what it is."""
+    """Recognise nothing: only our own record describes it."""
     return ()

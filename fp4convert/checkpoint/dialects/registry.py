@@ -51,7 +51,7 @@ SUFFIXES = {  # endings of a quantized module's tensors, which no unquantized ch
     "comfy": (COMFY_MARK, ".weight_scale_2"),
     "nunchaku": (".wscales", ".wtscale"),
     "plain": (".block_scale", ".global_scale"),
-    # deepseek: ".scale" ends names of ordinary norms too; gguf: the type of M.weight tells
+    # deepseek: ".scale" ends names of ordinary norms too; gguf: M.weight has a type of its own
 }
 GGUF_TYPES = ("MXFP4", "NVFP4")  # of tensors in a GGUF file
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32")

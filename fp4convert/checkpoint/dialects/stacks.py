@@ -101,7 +101,7 @@ def take_rows(blocks: Blocks, rows: Rows) -> Blocks:
 
 
 def alternate(members: Sequence[Blocks]) -> Iterator[Quantized]:
-    """Yield panels of a matrix in which rows of equally high members take turns."""
+    """Yield panels of a matrix in which rows of equal members take turns."""
     if len(members) == 1:
         yield from (members[0].rows(first, last) for first, last in row_panels(members[0].shape))
         return

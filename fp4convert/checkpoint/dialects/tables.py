@@ -137,17 +137,17 @@ def _divided(shape: tuple[int, ...], *divisors: int) -> tuple[tuple[int, ...], .
 class Fp8Table:
     """Tensors of FP8 and MXFP8 matrices: M.weight and M.weight_scale.
 
-    made         what one scale stands for where weights become FP8 here
-    scale_shape  of the scales' tensor, by granularity; None for one that the dialect cannot say
+    made         granularity of weights that become FP8 here
+    scale_shape  of the scales' tensor, by granularity; None for one that the dialect cannot hold
     input_scale  ending of the static scale of activations, which engines want with one scale for a
                  matrix; None: there is none
-    is_open      engines do without it, too: Form.is_static tells
+    is_open      it is optional: Form.is_static decides
     activations  bits to which engines quantize activations, by granularity, where they do not leave
                  the choice
     codes        dtype of M.weight, and how many codes are in one item of it
     scales       ending of the scales' name
     arrange      puts scales of (rows, columns) blocks in the order in which they are stored
-    mark         name's ending and bytes of a tensor that tells engines what a module is
+    mark         name's ending and bytes of a tensor that names a module's format for engines
     """
 
     made: Granularity

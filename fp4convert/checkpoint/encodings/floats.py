@@ -1,4 +1,4 @@
-"""Find and read matrices of floats or of GGUF's types, and stacks of experts.
+"""Find and read matrices of floats or GGUF's types, and stacks.
 
 A stack is [experts, out, in], or [experts, in, out]; fused matrices stand below each other, or take
 turns row by row (column by column where they are transposed). Whole rows are read in place; others

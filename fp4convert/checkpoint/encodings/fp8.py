@@ -10,9 +10,9 @@
   M.weight_scale      U8, E8M0 [rows, columns / 32]: MXFP8
   M.scale_weight      F32 [] of the whole: files for ComfyUI
 
-How large a block is, the record says: weight_block_size, or block_structure or group_size of a
-group of compressed-tensors. Codes without any scale are numbers as they stand, where no record says
-otherwise and no float of another name lies beside them. Source: transformers 5.23,
+The record has the size of a block: weight_block_size, or block_structure or group_size of a group
+of compressed-tensors. Codes without a record, and without any float beside them, are values
+themselves. Source: transformers 5.23,
 integrations/finegrained_fp8; compressed-tensors 0.20, compressors; ModelOpt 0.47, torch/export.
 """
 
@@ -200,7 +200,7 @@ def as_stored(scales: Float32s, form: Form) -> memoryview:
 
 
 def block_of(form: Form, shape: tuple[int, int]) -> Block:
-    """Return the rows and columns that share a scale in a matrix of that shape."""
+    """Return the rows and columns that share a scale in such a matrix."""
     words: dict[object, Block] = {"tensor": shape, "row": (1, shape[1])}
     granularity = form.granularity
     return granularity if isinstance(granularity, tuple) else words[granularity]

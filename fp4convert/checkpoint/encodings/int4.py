@@ -3,8 +3,8 @@
   M.weight_packed      I32 [rows, columns / 8]: column 8i + j in bits 4j..4j+3, 8 (of 8 bits: 128)
                        above its value
   M.weight_scale       float [rows, columns / group_size], or [rows, 1]
-  M.weight_zero_point  I32 [rows / 8, groups], where integers are not symmetric: what is taken off
-                       before the scale
+  M.weight_zero_point  I32 [rows / 8, groups], where integers are not symmetric: subtracted before
+                       they are scaled
   M.weight_shape       I64 or I32 [2]: rows and columns
 
 Source: compressed-tensors 0.20, compressors/pack_quantized.  Producers: Kimi K2, llm-compressor.

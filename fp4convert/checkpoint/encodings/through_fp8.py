@@ -42,12 +42,12 @@ class ThroughFp8(ChangedCoding):
 
 
 def through_fp8(linear: Linear) -> Linear:
-    """Round the values of a linear layer to FP8 first, unless it is FP8 already."""
+    """Round the values of a linear layer to FP8, unless it is FP8 already."""
     return linear if is_fp8(linear) else linear._replace(coding=ThroughFp8(linear.coding))
 
 
 def rounded_to_fp8(weights: Weights) -> Weights:
-    """Return weights rounded to FP8 under scales of 128x128 blocks, as float32."""
+    """Return weights rounded to FP8 in blocks of 128x128, as float32."""
     whole_height, width = weights.shape
     height = BLOCK[0]
 
