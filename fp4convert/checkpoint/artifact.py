@@ -199,10 +199,7 @@ def describe_foreign(clues: Clues) -> tuple[str, str]:
 
 
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
-    """Open the artifact in that folder or repository.
-
-    Raises InputError where it is no artifact; what open_source raises
-    """
+    """Open the artifact in that folder or repository."""
     folder = os.path.join(reference, subfolder_of(access or Access()))
     has_plan, has_record = (
         os.path.exists(os.path.join(folder, file)) for file in (PLAN_FILE, RECORD)

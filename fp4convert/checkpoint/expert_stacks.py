@@ -29,7 +29,7 @@ _WILD = set("*?[")
 _PARTS = {"parent": ".*", "expert": "0|[1-9][0-9]{0,8}"}
 
 
-class Stacked(NamedTuple):
+class ExpertStack(NamedTuple):
     """A stack of experts that is put together out of modules.
 
     name           of its tensor
@@ -98,7 +98,7 @@ def ending_of(tensor: str) -> str:
 
 def find_stacks(
     linears: Iterable[Linear], rules: Sequence[StackRule]
-) -> tuple[list[Stacked], list[str]]:
+) -> tuple[list[ExpertStack], list[str]]:
     """Find the stacks that linear layers belong to.
 
     linears  of an artifact
@@ -191,13 +191,10 @@ def _expression(named: str, members: tuple[str, ...]) -> re.Pattern[str]:
     parts = {**_PARTS, "member": "|".join(map(re.escape, members))}
     if "{expert}" not in named or (len(members) > 1 and "{member}" not in named):
         return re.compile(r"(?!)")  # fits nothing: names do not give the expert or member
-    text, seen = "", set[str]()
-    for number, piece in enumerate(re.split(r"\{(parent|expert|member)\}", named)):
-        if number % 2 == 0:
-            text += re.escape(piece)
-        else:
-            text += f"(?P={piece})" if piece in seen else f"(?P<{piece}>{parts[piece]})"
-            seen.add(piece)
+    text = re.escape(named)
+    for part, fitting in parts.items():
+        place = re.escape(f"{{{part}}}")
+        text = text.replace(place, f"(?P<{part}>{fitting})", 1).replace(place, f"(?P={part})")
     return re.compile(text)
 
 
@@ -214,7 +211,9 @@ def _tensor_below(pattern: str, parent: str | None) -> str | None:
     return f"{parent}.{leaf}{pattern[len(stem) :]}"
 
 
-def _build_stack(name: str, rule: StackRule, found: Mapping[tuple[int, str], Linear]) -> Stacked:
+def _build_stack(
+    name: str, rule: StackRule, found: Mapping[tuple[int, str], Linear]
+) -> ExpertStack:
     """Build a stack of matrices by (expert, member); all must be there."""
     experts = rule.experts or len({expert for expert, _ in found})
     wanted = [(expert, member) for expert in range(experts) for member in rule.members]
@@ -237,7 +236,7 @@ def _build_stack(name: str, rule: StackRule, found: Mapping[tuple[int, str], Lin
     slots = tuple(tuple(held[first : first + width]) for first in range(0, len(held), width))
     shape = (experts, rows * count, columns)
     modules = tuple([linear.module for linear in linears])
-    return Stacked(name, linears, shape, slots, rule.is_transposed, bool(rule.experts), modules)
+    return ExpertStack(name, linears, shape, slots, rule.is_transposed, bool(rule.experts), modules)
 
 
 def _check_counts(
@@ -254,7 +253,7 @@ def _check_counts(
             raise InputError("stack-experts", f"{detail} expert in both", tensor=name)
 
 
-def _as_stored(stack: Stacked) -> Stacked:
+def _as_stored(stack: ExpertStack) -> ExpertStack:
     """Read a stack in one piece if its dialect stores rows in this order."""
     coding, first = stack.linears[0].coding, stack.linears[0].module
     if coding.artifact is None:

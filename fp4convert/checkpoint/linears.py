@@ -81,10 +81,7 @@ class Linears:
 
 
 def find_linears(source: Source, recipe: Recipe) -> Linears:
-    """Find the linear layers of a source.
-
-    Raises InputError for an artifact that is not sound; what `linears_of` raises
-    """
+    """Find the linear layers of a source."""
     clues = read_clues(source)
     if is_artifact(source, clues):
         from fp4convert.checkpoint.encodings.corrected import biases_stored
@@ -108,11 +105,9 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
 def linears_of(
     clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | None = None
 ) -> Linears:
-    """Find linear layers by names, headers and records.
+    """Find linear layers by names, headers and records; refuse other codes.
 
     four_bit  modules of an artifact
-    Raises    InputError for weights that are quantized in a way that cannot be read, or contradict
-              their records
     """
     refs = clues.tensors.values()
     dtypes = {ref.dtype for ref in refs}

@@ -41,7 +41,7 @@ TRANSCODED = "transcoded"  # in OPTIONS: those of transcode, after quantize
 MIXED = "mixed"  # the format of an artifact whose modules have several forms
 
 
-class Contents(NamedTuple):
+class RecordContents(NamedTuple):
     """Contents of an artifact, for its record.
 
     groups   modules by form
@@ -63,7 +63,7 @@ class Contents(NamedTuple):
 
 
 def make_record(
-    target: Target, contents: Contents, producer: dict[str, str], origin: dict[str, object]
+    target: Target, contents: RecordContents, producer: dict[str, str], origin: dict[str, object]
 ) -> dict[str, object]:
     """Make our quantization_config.json without its last key, `files`.
 
@@ -254,10 +254,7 @@ def place_recorded(record: Mapping[str, object], reference: str) -> tuple[str | 
 
 
 def groups_recorded(record: Mapping[str, object]) -> tuple[Group, ...]:
-    """Read the forms of our record, and their modules.
-
-    Raises InputError for a form or a layout that the dialect lacks
-    """
+    """Read the forms of our record, and their modules."""
     traits = dialect_named(str(record.get("dialect"))).TRAITS
     if record.get("format") != MIXED:
         return (Group(_form_recorded(record, traits), ("*",)),)

@@ -16,7 +16,7 @@ from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.encodings.floats import find_gguf_blocks
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.int4 import find_affine
-from fp4convert.checkpoint.expert_stacks import Stacked
+from fp4convert.checkpoint.expert_stacks import ExpertStack
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.checkpoint.unread import find_unread
@@ -51,7 +51,7 @@ from fp4convert.storage.source import Checkpoint
 def plan_dequantize(
     checkpoint: Checkpoint,
     packed: Sequence[Linear],
-    stacks: Sequence[Stacked],
+    stacks: Sequence[ExpertStack],
     dtype: str,
     idle: Collection[str] = (),
 ) -> Plan:
@@ -110,7 +110,7 @@ def plan_dequantize(
     return Plan(target, tasks, Ignored((), ()), notes, left_out=left_out)
 
 
-def _draft_stack(stack: Stacked, stored: str) -> Draft:
+def _draft_stack(stack: ExpertStack, stored: str) -> Draft:
     """Draft the step of a stack, its modules in that dtype.
 
     The stack is F32 where others stayed in floats of another dtype.

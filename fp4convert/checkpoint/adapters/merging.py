@@ -136,11 +136,7 @@ class MergedRows(RowReader):
 
 
 def merge_adapter(linears: Linears, adapter: Adapter, checkpoint: Checkpoint) -> Linears:
-    """Apply an adapter to linear layers, and to the vectors beside them.
-
-    Raises InputError for tensors that the model lacks, or has in another shape, and for embeddings
-    that the model uses twice
-    """
+    """Apply an adapter to linear layers, and to the vectors beside them."""
     return _Merger(linears, adapter, checkpoint).merged()
 
 

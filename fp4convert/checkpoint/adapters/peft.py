@@ -135,8 +135,7 @@ def open_adapter(reference: str, scale: float, access: Access) -> Adapter:
 
     scale    factor beside its own scaling
     access   its token and `tell` are used
-    Raises   InputError where it is no adapter, or one that cannot be merged exactly; what
-             open_source raises
+    Raises   InputError for an adapter that cannot be merged exactly
     """
     if not (math.isfinite(scale) and scale != 0):
         detail = f"--lora-scale {scale:g}; expected a number other than 0"
@@ -165,10 +164,7 @@ def open_adapter(reference: str, scale: float, access: Access) -> Adapter:
 
 
 def open_recorded(reference: str, record: Mapping[str, object], access: Access) -> Adapter:
-    """Open the adapter of an artifact's record, with its scale.
-
-    Raises   InputError where the record has no adapter, or another; what open_adapter raises
-    """
+    """Open the adapter of an artifact's record, with its scale."""
     known = record.get("adapter")
     if not isinstance(known, dict):
         detail = "the artifact's record tells of no adapter; expected one, for --lora"

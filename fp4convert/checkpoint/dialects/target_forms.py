@@ -61,10 +61,7 @@ def form_of(target: Target) -> Form:
 
 
 def module_form(target: Target, fmt: str) -> Form:
-    """Return the form of a module that becomes that format.
-
-    Raises InputError for an unknown format
-    """
+    """Return the form of a module that becomes that format."""
     chosen, traits = format_named(fmt), dialect_named(str(target.dialect)).TRAITS
     if chosen is FP8:
         return fp8_form(target, traits.fp8.made if traits.fp8 else "tensor")

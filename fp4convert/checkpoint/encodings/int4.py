@@ -149,10 +149,7 @@ def integers_of(packed: Packed) -> Integers:
 
 
 def find_integers(clues: Clues) -> dict[str, Linear]:
-    """Find every matrix of packed integers.
-
-    Raises InputError where tensors beside it are missing, or do not fit
-    """
+    """Find every matrix of packed integers."""
     refs = {
         name.removesuffix(PACKED): ref
         for name, ref in clues.tensors.items()
@@ -204,10 +201,7 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
 
 
 def _declared_bits(record: Json, ref: TensorRef) -> int:
-    """Read the number of bits from the record: 4 or 8.
-
-    Raises InputError where its groups of packed integers give none, or differ.
-    """
+    """Read the number of bits from the record: 4 or 8."""
     schemes = [json_object(scheme.get("weights")) for scheme in schemes_of(record)]
     declared = {scheme.get("num_bits") for scheme in schemes if scheme.get("type") == "int"}
     if len(declared) != 1 or not declared <= {4, 8}:
