@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from fp4convert.storage.safetensors import WEIGHT
 
 ENDING_PARTS = 3  # of a stack's name, which identify its kind: mlp.experts.gate_up_proj
 _WILD = set("*?[")
+Place = tuple[str, StackRule, int, str]  # tensor, rule, expert, member
 _PARTS = {"parent": ".*", "expert": "0|[1-9][0-9]{0,8}"}
 
 
@@ -65,13 +66,13 @@ def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
             were stacks in the source, too
     """
     rules = list(stacks_recorded(artifact.record))
-    find, stems = _Finder(rules), set[str]()
+    place_of, stems = _place_finder(rules), set[str]()
     for module, packed in artifact.modules.items():
         if packed.stem == module or packed.stem in stems:
             continue
         stems.add(packed.stem)
         stored = packed.refs[0].name
-        if find.place_of(module):
+        if place_of(module):
             continue
         if rule := recipe.stack_rule(stored):  # named like a stack of floats
             rules.append(rule._replace(tensors=(ending_of(stored),)))
@@ -106,13 +107,13 @@ def find_stacks(
     Returns  the stacks, and notes on rules that do not name a stack
     Raises   InputError for a stack that lacks an expert, or whose experts have several shapes
     """
-    find = _Finder(rules)
+    place_of = _place_finder(rules)
     members: dict[tuple[str, StackRule], dict[tuple[int, str], Linear]] = defaultdict(dict)
     nameless: dict[StackRule, str] = {}
     for linear in linears:
         if linear.stack and not linear.coding.is_packed:
             continue  # a part of a stack of floats
-        if not (place := find.place_of(linear.module)):
+        if not (place := place_of(linear.module)):
             continue
         tensor, rule, expert, member = place
         if tensor:
@@ -131,51 +132,30 @@ def find_stacks(
 
 def are_stacked(modules: Iterable[str], rules: Sequence[StackRule]) -> bool:
     """Return whether one of these modules is named like a part of a stack."""
-    find = _Finder(rules)
-    return any(find.place_of(module) for module in modules)
+    place_of = _place_finder(rules)
+    return any(place_of(module) for module in modules)
 
 
-class _Finder:
-    """Finds the stack of a module by rules that are read backwards."""
+def _place_finder(rules: Sequence[StackRule]) -> Callable[[str], Place | None]:
+    """Make a function from a module to its place, by rules read backwards.
 
-    def __init__(self, rules: Sequence[StackRule]) -> None:
-        self._rules = rules
-        self._spelled: dict[tuple[str, tuple[str, ...]], list[StackRule]] = defaultdict(list)
-        for rule in rules:
-            self._spelled[rule.named, rule.members].append(rule)
-        self._stacks_below = cache(self._find_stacks)
+    The first rule that fits counts; the tensor is "" where it does not name one.
+    """
+    spelled: dict[tuple[str, tuple[str, ...]], list[StackRule]] = defaultdict(list)
+    for rule in rules:
+        spelled[rule.named, rule.members].append(rule)
 
-    def place_of(self, module: str) -> tuple[str, StackRule, int, str] | None:
-        """Return (tensor, rule, expert, member) by the first rule that fits.
-
-        The tensor is "" where the rule does not name it.
-        """
-        nameless = None
-        for named, members in self._spelled:
-            match = _expression(named, members).fullmatch(module)
-            if match is None:
-                continue
-            found = {"member": members[0], **match.groupdict()}
-            expert, member = int(found["expert"]), found["member"]
-            for tensor, rule in self._stacks_below(named, members, found.get("parent")):
-                place = (tensor, rule, expert, member)
-                if not tensor:
-                    nameless = nameless or place
-                elif rule.module(tensor, expert, member) == module:
-                    return place
-        return nameless
-
-    def _find_stacks(
-        self, named: str, members: tuple[str, ...], parent: str | None
+    @cache  # modules of a layer have one parent
+    def stacks_below(
+        named: str, members: tuple[str, ...], parent: str | None
     ) -> list[tuple[str, StackRule]]:
-        """Return the stacks below that parent; "" where a rule does not name one."""
         found = []
-        for rule in self._spelled[named, members]:
+        for rule in spelled[named, members]:
             tensors = [_tensor_below(pattern, parent) for pattern in rule.tensors]
             for pattern, tensor in zip(rule.tensors, tensors, strict=True):
                 if tensor is None or not matches(pattern, tensor):
                     continue
-                first = (one for one in self._rules if matches_any(one.tensors, tensor))
+                first = (other for other in rules if matches_any(other.tensors, tensor))
                 if next(first, None) is rule:
                     found.append((tensor, rule))
                     break
@@ -183,6 +163,24 @@ class _Finder:
                 if None in tensors:
                     found.append(("", rule))
         return found
+
+    def place_of(module: str) -> Place | None:
+        nameless = None
+        for named, members in spelled:
+            match = _expression(named, members).fullmatch(module)
+            if match is None:
+                continue
+            found = {"member": members[0], **match.groupdict()}
+            expert, member = int(found["expert"]), found["member"]
+            for tensor, rule in stacks_below(named, members, found.get("parent")):
+                place = (tensor, rule, expert, member)
+                if not tensor:
+                    nameless = nameless or place
+                elif rule.module(tensor, expert, member) == module:
+                    return place
+        return nameless
+
+    return place_of
 
 
 @cache

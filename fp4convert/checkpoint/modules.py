@@ -72,9 +72,8 @@ class _Reader:
                 self._report("packed-shape", stem, f"{detail} {form.format.block_size}")
             return
         if not form.format.block_size:  # with the dtype that its scales have
-            scales = self._tensors.get(
-                stem + (traits.fp8.scales if traits.fp8 else ".weight_scale")
-            )
+            ending = traits.fp8.scales if traits.fp8 else ".weight_scale"
+            scales = self._tensors.get(stem + ending)
             if scales and scales.dtype in SCALE_DTYPES:
                 specs = self._specs(replace(form, stored_scales=scales.dtype))
         self._check(stem, shape, specs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -34,17 +33,6 @@ MOST_NEAR = 5000  # modules: among more a search takes too long
 Shape = tuple[int, ...]
 
 
-class AdapterChange(Protocol):
-    """A change that an adapter makes to values."""
-
-    def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
-        """Return changed rows, not rounded yet.
-
-        own    float32 rows of the model from `first` on
-        dtype  that the result will be rounded to
-        """
-
-
 @dataclass(frozen=True, eq=False)
 class LowRank:
     """W + scaling * left right, in the order in which W is stored.
@@ -59,6 +47,10 @@ class LowRank:
     is_rounded_first: bool = False
 
     def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
+        """Return changed rows from `first` on, not rounded yet.
+
+        dtype  that the result will be rounded to
+        """
         product = Cpu().multiply(self.left[first : first + len(own)], self.right)
         with np.errstate(over="ignore"):  # Inf is refused where it is rounded
             delta = product * np.float32(self.scaling)
@@ -94,6 +86,9 @@ class Added:
     def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
         with np.errstate(over="ignore"):
             return own + self.values
+
+
+AdapterChange = LowRank | Whole | Added
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,10 +295,8 @@ def find_gguf_blocks(
     for ref in tensors.values():
         if ref.dtype not in BLOCK_TYPES or not ref.name.endswith(WEIGHT):
             continue
-        shape, coding = (
-            shape_in_weights(ref.dtype, ref.shape),
-            GgufBlocks(ref.dtype, ref.file.endswith(GGUF)),
-        )
+        shape = shape_in_weights(ref.dtype, ref.shape)
+        coding = GgufBlocks(ref.dtype, ref.file.endswith(GGUF))
         if len(shape) == MATRIX_DIMENSIONS:
             module = ref.name.removesuffix(WEIGHT)
             found[module] = Linear(module, (shape[0], shape[1]), coding, (ref,))
