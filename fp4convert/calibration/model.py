@@ -21,7 +21,7 @@ from fp4convert.calibration.experts import find_experts
 from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.adapters.peft import ALONE, Adapter
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.expert_stacks import Stacked, find_stacks, rules_of
+from fp4convert.checkpoint.expert_stacks import ExpertStack, find_stacks, rules_of
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4
@@ -393,7 +393,7 @@ def _decode_vector(vector: Linear, source: Source) -> torch.Tensor:
     return _decode(vector, source).reshape(vector.refs[0].shape)
 
 
-def _decode_stack(stack: Stacked, source: Source, dtype: torch.dtype) -> torch.Tensor:
+def _decode_stack(stack: ExpertStack, source: Source, dtype: torch.dtype) -> torch.Tensor:
     """Decode packed experts to the stack that an unquantized checkpoint has."""
     made = {linear.module: _decode(linear, source).to(dtype) for linear in stack.linears}
     parts = []

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: modules, records, dialects, encodings.
+"""Contents of checkpoints: modules, records, dialects, encodings.
 
 Imports recipes and below.
 """

@@ -1,8 +1,7 @@
 """Open a folder of four-bit weights by its headers and records.
 
-An Artifact is judged by its own records: ours (quantization_config.json) where there is one, else
-the runtime's quantization_config. Findings say where records and tensors disagree; reading the
-numbers is verification's work.
+Our record (quantization_config.json) describes an Artifact, or else the engine's
+quantization_config. Findings say where records and tensors disagree; `verify` reads the numbers.
 """
 
 from __future__ import annotations
@@ -10,53 +9,49 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, strings
+from fp4convert.checkpoint.dialects.base import (
+    Clues,
+    Dialect,
+    Ignored,
+    Packed,
+    json_object,
+    strings,
+)
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import DIALECTS, METHODS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.tables import SCALAR_NBYTES, decode_scalar, encode_scalar
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
-from fp4convert.checkpoint.unread import GGUF_SCALES, find_unread_in_gguf
+from fp4convert.checkpoint.unread import refuse_unsaid
 from fp4convert.checkpoint.whole_model import refuse_adapter
-from fp4convert.errors import Finding, InputError, Level, shell_line
+from fp4convert.errors import Finding, InputError, shell_line
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import ENGINE_RECORD, PLAN_FILE, RECORD, UNFINISHED
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
-from fp4convert.storage.safetensors import WEIGHT, TensorRef
+from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
 
 if TYPE_CHECKING:
     from fp4convert.checkpoint.adapters.peft import Adapter
     from fp4convert.numerics.low_rank import Correction
 
-# Engines stumble over it; what the weights are is not in doubt.
+# Faults of records for engines, which leave no doubt about the weights.
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})
 # Names of methods that records write in small letters.
 FOREIGN = {
     name.lower(): name for name in ("AQLM", "AWQ", "EETQ", "GPTQ", "HQQ", "Quanto", "SpQR", "VPTQ")
 }
-# Smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect.
-UNSAID_ENDINGS = (
-    ".pre_quant_scale",
-    ".weight_g_idx",
-    ".weight_zero_point",
-    ".svdquant_lora_a",
-    ".svdquant_lora_b",
-    ".output_scale",
-    ".k_zero_point",
-    ".v_zero_point",
-)
 CODED = frozenset({"U8", "I8", "U32", "I32"})  # dtypes of codes
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """The bytes of a tensor where they are; a Span."""
+    """The stored bytes of a tensor; a Span."""
 
     source: Source
     ref: TensorRef
@@ -72,12 +67,12 @@ class _Tensor:
 class Artifact(NamedTuple):
     """Quantized weights on a disk.
 
-    clues    what its records and names say
-    groups   the forms of its modules, as its records say them
+    clues    its configs and tensors
+    groups   the forms of its modules, from its records
     record   our quantization_config.json, or {} for a foreign artifact
     modules  the four-bit modules whose tensors are all there and sound
-    others   the sound modules that are quantized otherwise: FP8, MXFP8 and int4
-    adapter  that its source was merged with, where a person names it
+    others   the sound modules of FP8, MXFP8 and int4
+    adapter  merged into its source, where a person names it
     """
 
     source: Source
@@ -98,9 +93,9 @@ class Artifact(NamedTuple):
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """Return the forms of its four-bit modules; where it has none, all.
+        """Return the forms of its four-bit modules, or else all.
 
-        They have one scale layout and one cache.
+        All have one scale layout and one cache.
         """
         every = tuple(group.form for group in self.groups)
         return tuple(form for form in every if form.format.is_fp4) or every
@@ -115,29 +110,25 @@ class Artifact(NamedTuple):
         return dialect_named(self.dialect)
 
     def decode(self, module: str) -> Blocks:
-        """Return the matrix of that module, or of a stack of that name.
+        """Return the matrix of a module, or all matrices of a stack of that name.
 
-        The matrices of a stack are below each other. Bytes stay where they are until they are
-        touched.
+        Bytes are read when they are used.
         """
         from fp4convert.checkpoint.dialects.stacks import gather
 
-        own = self.modules.get(module)
-        packed = own or next(each for each in self.modules.values() if each.stem == module)
+        packed = self.modules.get(module)
+        is_part = packed is not None and packed.stem != module
+        packed = packed or next(each for each in self.modules.values() if each.stem == module)
         stored = self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)
-        is_part = own is not None and packed.stem != module
         return gather(stored, packed.shape, packed.places) if is_part else stored
 
     def correction(self, module: str) -> Correction | None:
-        """Return what a dialect stores of a module beside its codes, if any."""
+        """Return the low-rank correction beside a module's codes, if any."""
         packed, table = self.modules[module], self.spelling.TRAITS.correction
         return table.decode(packed.stem, packed.shape, self._read) if table else None
 
     def input_scale(self, module: str) -> float | None:
-        """Return the input scale of a module as a multiplier, not rounded.
-
-        None where it has none.
-        """
+        """Return the input scale of a module as a multiplier, not rounded."""
         packed, scalars = self.modules[module], self.spelling.TRAITS.scalars
         if not packed.form.has_input_scale:
             return None
@@ -165,10 +156,7 @@ class Artifact(NamedTuple):
 
     @property
     def cache_scales(self) -> dict[str, tuple[str, int]]:
-        """Find the scales of its cache of keys and values, if it has one.
-
-        Returns  attention, and 0 for keys or 1 for values, by the name of the tensor
-        """
+        """Return (attention, 0 for keys or 1 for values) by cache scale's name."""
         stored = self.spelling.TRAITS.scales_of_cache(self.forms[0].kv_cache)
         return {
             name: (name.removesuffix(f".{ending}"), place)
@@ -178,10 +166,7 @@ class Artifact(NamedTuple):
         }
 
     def refuse_unsound(self) -> None:
-        """Raise InputError where its blocks alone do not tell its values.
-
-        Also where something is wrong with it
-        """
+        """Raise InputError for findings, and for tensors that are not applied."""
         refuse_unsaid(self.tensors)
         for finding in self.findings:
             if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
@@ -193,43 +178,16 @@ class Artifact(NamedTuple):
                 raise InputError("unsound-artifact", detail, next_step, finding.tensor)
 
     def _read(self, name: str) -> Span:
-        """Return the bytes of a tensor.
-
-        What a sound module lacks is a scale that is implied to be 1.
-        """
+        """Return a tensor's bytes; a missing scale is 1."""
         ref = self.tensors.get(name)
         return encode_scalar(1.0) if ref is None else _Tensor(self.source, ref)
-
-
-def refuse_unsaid(tensors: Mapping[str, TensorRef], known: Collection[str] = ()) -> None:
-    """Raise InputError where a tensor changes what weights mean.
-
-    known  names of the tensors that modules have taken
-    """
-    unsaid = [name for name in tensors if name not in known and name.endswith(UNSAID_ENDINGS)]
-    if unsaid:
-        detail = f"{len(unsaid)} tensors change what the weights mean, the first {unsaid[0]!r}"
-        detail = f"{detail}; fp4convert does not apply them"
-        raise InputError("unsaid-tensors", detail, tensor=unsaid[0])
-    if unread := find_unread_in_gguf(tensors):
-        weight, ending, ref = unread[0]
-        own = weight.removesuffix(WEIGHT) + GGUF_SCALES[0]
-        detail = f"{ref.file}: {ref.name!r} is beside {weight!r}, and fp4convert does not apply it"
-        detail = f"{detail} ({len(unread)} such tensors); llama.cpp multiplies with {own!r} alone"
-        next_step = f"Start from the original weights; or rename it to {own}, if it multiplies"
-        next_step = f"{next_step} {weight}."
-        if ending in GGUF_SCALES:
-            next_step = (
-                "Start from the original weights; or leave --config out, and make a GGUF file."
-            )
-        raise InputError("unsaid-tensors", detail, next_step, ref.name)
 
 
 def describe_foreign(clues: Clues) -> tuple[str, str]:
     """Name the method of a checkpoint that no dialect reads, and a next step.
 
-    Returns  "this is a checkpoint of GPTQ ...", "" where the record names no other method; the next
-             step, with the base model where config.json names one
+    Returns  "this is a checkpoint of GPTQ ...", or "" where the record names no other method; the
+             next step
     """
     method, base = clues.record.get("quant_method"), clues.config.get("_name_or_path")
     is_known = isinstance(base, str) and re.fullmatch(REPOSITORY, base)
@@ -241,29 +199,17 @@ def describe_foreign(clues: Clues) -> tuple[str, str]:
 
 
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
-    """Open the artifact in that folder or repository.
-
-    Raises what open_source raises, and InputError where it is no artifact
-    """
-    is_unfinished, called = _is_unfinished(reference, access), reference
-    if os.path.isdir(reference):
-        called = os.path.normpath(os.path.join(reference, subfolder_of(access or Access())))
-    return read_artifact(open_source(reference, access, is_unfinished), called)
-
-
-def _is_unfinished(reference: str, access: Access | None) -> bool:
-    """Tell whether a conversion into that folder did not end."""
+    """Open the artifact in that folder or repository."""
     folder = os.path.join(reference, subfolder_of(access or Access()))
-    return os.path.exists(os.path.join(folder, PLAN_FILE)) and not os.path.exists(
-        os.path.join(folder, RECORD)
+    has_plan, has_record = (
+        os.path.exists(os.path.join(folder, file)) for file in (PLAN_FILE, RECORD)
     )
+    called = os.path.normpath(folder) if os.path.isdir(reference) else reference
+    return read_artifact(open_source(reference, access, has_plan and not has_record), called)
 
 
 def open_quantized(reference: str, access: Access | None = None) -> tuple[Source, Artifact | None]:
-    """Open a source with quantized weights, as an artifact where it is one.
-
-    Returns  the source, and the artifact where some weights have four bits; raises as open_artifact
-    """
+    """Open a source with quantized weights, and its artifact where it is one."""
     from fp4convert.storage.gguf_types import BLOCK_TYPES
 
     source = open_source(reference, access)
@@ -275,15 +221,15 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
 
 
 def read_clues(source: Source) -> Clues:
-    """Read what a source says of its own quantization."""
+    """Read the configs and headers of a source."""
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
     return Clues(source.checkpoint.config, read_json(source, ENGINE_RECORD), tensors)
 
 
 def is_artifact(source: Source, clues: Clues) -> bool:
-    """Tell whether it is read by its records: ours, or an engine's on blocks.
+    """Return whether records describe it: ours, or an engine's of blocks.
 
-    Other FP8 is read by the names of its tensors, as many tools write them.
+    Other FP8 is read by the names of its tensors, which many tools write.
     """
     return source.has_file(RECORD) or any(
         group.form.format.block_size for _, groups in recognise(clues) for group in groups
@@ -291,32 +237,36 @@ def is_artifact(source: Source, clues: Clues) -> bool:
 
 
 def read_artifact(source: Source, reference: str) -> Artifact:
-    """Read the artifact in a source, which errors call by that reference."""
+    """Read the artifact in a source; errors name the reference."""
     from fp4convert.checkpoint.modules import read_modules
 
     record, clues = read_json(source, RECORD), read_clues(source)
-    is_unfinished = source.has_file(PLAN_FILE) and not source.has_file(RECORD)
     groups, dialect = _read_identity(source, reference, clues, record)
     tensors = dict(clues.tensors)
     found, findings = read_modules(tensors, groups, dialect_named(dialect))
     modules = {module: packed for module, packed in found.items() if packed.form.format.is_fp4}
     others = {module: packed for module, packed in found.items() if module not in modules}
-    if is_unfinished:
+    if source.has_file(PLAN_FILE) and not source.has_file(RECORD):
         detail = f"{RECORD} is not written yet: the conversion did not end"
         detail = f"{detail}; run its command again to continue"
         findings = [Finding("error", "unfinished", None, detail)]
-    elif not found and not any(finding.level == "error" for finding in findings):
-        detail = f"no tensor is named as {dialect} names {describe_groups(groups)}"
-        coded = [name for name, ref in tensors.items() if ref.dtype in CODED and len(ref.shape) > 1]
-        if coded:
-            detail += f", and {len(coded)} hold codes, the first {coded[0]!r}: of another dialect"
-        level: Level = "error" if coded else "warning"
-        findings.append(Finding(level, "nothing-quantized", None, detail))
-    if not is_unfinished:
+    else:
+        if not found and not any(finding.level == "error" for finding in findings):
+            findings.append(_nothing_quantized(tensors, groups, dialect))
         findings += _judge_records(clues, record, dialect, found)
     return Artifact(
         source, clues, groups, dialect, record, tensors, modules, others, tuple(findings)
     )
+
+
+def _nothing_quantized(
+    tensors: Mapping[str, TensorRef], groups: tuple[Group, ...], dialect: str
+) -> Finding:
+    detail = f"no tensor is named as {dialect} names {describe_groups(groups)}"
+    coded = [name for name, ref in tensors.items() if ref.dtype in CODED and len(ref.shape) > 1]
+    if coded:
+        detail += f", and {len(coded)} hold codes, the first {coded[0]!r}: of another dialect"
+    return Finding("error" if coded else "warning", "nothing-quantized", None, detail)
 
 
 def read_json(source: Source, file: str) -> dict[str, object]:
@@ -329,14 +279,11 @@ def read_json(source: Source, file: str) -> dict[str, object]:
 def _read_identity(
     source: Source, reference: str, clues: Clues, record: dict[str, object]
 ) -> tuple[tuple[Group, ...], str]:
-    """Read forms and dialect: from our record, a plan, or an engine's record.
-
-    Raises InputError where none of them says what it is
-    """
+    """Read forms and dialect from our record, a plan, or an engine's record."""
     quantize = shell_line("fp4convert", "quantize", reference, "--format", "nvfp4")
     begun: object = None
     if not record:
-        # A damaged plan says nothing; the folder's own names may still tell what it is.
+        # Without a readable plan, names of tensors may still identify the artifact.
         with suppress(InputError):
             begun = read_json(source, PLAN_FILE).get("identity")
     if isinstance(begun, dict) and begun:
@@ -384,9 +331,8 @@ def _no_record_of_ours(reference: str) -> InputError:
 
 
 def _algorithm_of(clues: Clues) -> str:
-    """Name what the record of a known producer says was done; "" for none."""
-    said: object = clues.hf_quant_config.get("quantization")
-    for record in (clues.record, said if isinstance(said, dict) else {}):
+    """Name the algorithm in the record of a known producer; "" for none."""
+    for record in (clues.record, json_object(clues.hf_quant_config.get("quantization"))):
         for key in ("quant_algo", "format"):  # modelopt's, compressed-tensors'
             if isinstance(algorithm := record.get(key), str):
                 return f"{record.get('quant_method', 'modelopt')} with {algorithm!r}"
@@ -396,7 +342,7 @@ def _algorithm_of(clues: Clues) -> str:
 def _judge_records(
     clues: Clues, record: dict[str, object], dialect: str, modules: Mapping[str, Packed]
 ) -> Iterator[Finding]:
-    """Yield findings where our record, the runtime's and the tensors disagree."""
+    """Yield findings where our record, the engine's and the tensors disagree."""
     spelling = dialect_named(dialect)
     if record:
         yield from _compare_records(clues, record, spelling, modules)
@@ -414,11 +360,7 @@ def _judge_records(
 def _compare_records(
     clues: Clues, record: dict[str, object], spelling: Dialect, modules: Mapping[str, Packed]
 ) -> Iterator[Finding]:
-    """Yield findings where our record and the runtime's disagree.
-
-    On the whole artifact, or on single modules
-    """
-
+    """Yield findings where our record and the engine's disagree."""
     recorded, recognised = groups_recorded(record), spelling.recognise(clues)
     dialect = record.get("dialect")
     ours, theirs = (
@@ -439,7 +381,7 @@ def _compare_records(
                 detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {value!r}"
                 yield Finding("error", "record-wrong", None, detail)
     elif recognised:
-        # Engines' records say nothing of the dtype of stored scales.
+        # Engines' records lack the dtype of stored scales.
         from fp4convert.checkpoint.modules import form_finder
 
         first, second = (
@@ -447,7 +389,9 @@ def _compare_records(
             for groups in (recorded, recognised)
         )
         differing = [
-            module for module in modules if (own := first(module)) is None or own != second(module)
+            module
+            for module in modules
+            if (form := first(module)) is None or form != second(module)
         ]
         if differing:
             detail = f"on {len(differing)} modules, the first {differing[0]!r}: {RECORD} and"

@@ -1,8 +1,8 @@
 """Make, read and check quantization_report.json.
 
-The report stands beside the weights for people and for `verify`: no engine reads it, no digest
-counts it. What was taken over from a source that was four-bit already has no line in it, for
-nothing was rounded; the report says how many modules these are.
+The report lies beside the weights for people and for `verify`: no engine reads it, no digest
+includes it. Modules that were four-bit in the source have no line in it, since they were not
+rounded; the report has their number.
 """
 
 from __future__ import annotations
@@ -31,35 +31,32 @@ def merge_accounts(
 ) -> tuple[dict[str, Account], int]:
     """Join the accounts of all tasks, in the order of names.
 
-    parts    of each task its accounts, and how many modules came with codes of their own
-    Returns  the accounts of every module that was rounded, by the name of what holds it in the
-             artifact, and the number of modules that were taken over
+    parts    accounts of each task, by module or stack of the artifact, and its number of modules
+             whose codes were taken over from the source
+    Returns  all accounts, and the number of all modules that were taken over
     """
     accounts: dict[str, Account] = {}
     taken_over = 0
-    for own, count in parts:
-        accounts |= own
+    for task_accounts, count in parts:
+        accounts |= task_accounts
         taken_over += count
-    return {module: accounts[module] for module in sorted(accounts)}, taken_over
+    return dict(sorted(accounts.items())), taken_over
 
 
 def report_text(
     accounts: Mapping[str, Account], taken_over: int, record: Mapping[str, object]
 ) -> str:
-    """Write the report, a tensor to a line.
-
-    record  our own of the artifact
-    """
+    """Write the report of an artifact with that record, a tensor to a line."""
     from fp4convert.numerics.error_sums import summarise, summarise_adapter, summarise_exact
 
-    summary = summarise((one.name, one.sums) for one in accounts.values())
-    rare = {
-        "adapter": summarise_adapter(accounts.values()),
-        "fake_quantized": summarise_exact(accounts.values()),
-    }
+    summary: dict[str, Any] = {**summarise((one.name, one.sums) for one in accounts.values())}
+    if adapter := summarise_adapter(accounts.values()):
+        summary["adapter"] = adapter
+    if exact := summarise_exact(accounts.values()):
+        summary["fake_quantized"] = exact
     head = {
         **{key: record.get(key) for key in HEAD},
-        "summary": {**summary, **{key: found for key, found in rare.items() if found}},
+        "summary": summary,
         "taken_over": taken_over,
     }
     lines = []
@@ -79,37 +76,32 @@ def report_text(
             "nmse": sums.nmse,
             "clipped": sums.clipped / sums.elements,
             **shares(sums.histogram),
-            **({} if account.adapter is None else {"adapter_db": account.adapter_db}),
-            **(
-                {}
-                if account.exact is None
-                else {"exact": account.exact[1] / max(account.exact[0], 1)}
-            ),
         }
+        if account.adapter is not None:
+            entry["adapter_db"] = account.adapter_db
+        if account.exact is not None:
+            entry["exact"] = account.exact[1] / max(account.exact[0], 1)
         lines.append("  " + json.dumps(entry, ensure_ascii=False))
     text, tensors = json.dumps(head, ensure_ascii=False, indent=1)[:-2], ",\n".join(lines)
     return f'{text},\n "tensors": [\n{tensors}\n ]\n}}\n'
 
 
 def shares(histogram: tuple[int, ...]) -> dict[str, Any]:
-    """Return the shares of codes that are the largest, and that are zero.
-
-    None where codes have more than four bits
-    """
+    """Return the shares of largest and zero codes; None without a histogram."""
     total = sum(histogram)
-    counted = {"saturated": LARGEST_CODES, "zero": ZERO_CODES}
-    found = {
-        name: sum(histogram[code] for code in codes) / total if total else None
-        for name, codes in counted.items()
-    }
-    return {**found, "histogram": list(histogram) if total else None}
+    if not total:
+        return {"saturated": None, "zero": None, "histogram": None}
+    largest, zeros = (
+        sum(histogram[code] for code in codes) / total for codes in (LARGEST_CODES, ZERO_CODES)
+    )
+    return {"saturated": largest, "zero": zeros, "histogram": list(histogram)}
 
 
 class Entry(NamedTuple):
-    """What a report says of a tensor.
+    """A line of a report.
 
-    against  `source`, or what the weights were before they were rounded
-    source_dtype  of what they were decoded from; "" in reports that do not say it
+    against          the values that losses are counted against: `source`, or a changed source
+    source_dtype     "" in reports that lack it
     sqnr_db, cosine  None as in error_sums.Sums
     """
 
@@ -171,10 +163,7 @@ def _read_report(source: Source) -> Recorded:
 
 
 def read_recorded(artifact: Artifact) -> tuple[Recorded | None, list[Finding]]:
-    """Read the report of an artifact of ours.
-
-    Returns  the report, or None where there is none, and a finding where it cannot be read
-    """
+    """Read the report of an artifact of ours, or a finding that it is damaged."""
     if not artifact.record or not artifact.source.has_file(REPORT):
         return None, []
     try:
@@ -184,7 +173,7 @@ def read_recorded(artifact: Artifact) -> tuple[Recorded | None, list[Finding]]:
 
 
 def source_dtypes(artifact: Artifact) -> dict[str, str]:
-    """Return what the source stored as, by what holds it, where that is known."""
+    """Return the known dtypes of the source, by module or stack."""
     recorded, _ = read_recorded(artifact)
     entries = recorded.entries if recorded else ()
     return {entry.module: entry.source_dtype for entry in entries if entry.source_dtype}

@@ -16,15 +16,16 @@ from fp4convert.checkpoint.artifact import (
     is_artifact,
     read_artifact,
     read_clues,
-    refuse_unsaid,
 )
 from fp4convert.checkpoint.dialects.base import Clues
-from fp4convert.checkpoint.encodings.base import CACHE_SCALES, FP8_DTYPES, PACKED_DTYPE, Linear
-from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, find_floats
+from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
+from fp4convert.checkpoint.encodings.base import CACHE_SCALES, PACKED_DTYPE, Linear
+from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.record import stacks_recorded
-from fp4convert.checkpoint.unread import find_beside, find_unread, is_coded
+from fp4convert.checkpoint.unread import find_beside, find_unread, is_coded, refuse_unsaid
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.numerics.fp8_int import FP8_DTYPES
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef
@@ -41,13 +42,13 @@ class Linears:
     """Every linear layer of a source whose matrix can be read.
 
     of       by module
-    unruled  stacks of expert matrices, whose layout no recipe tells
-    idle     scales of a quantized cache of keys and values beside packed layers, whose engine alone
-             has a use for them
-    vectors  weights of norms, and biases, that folds divide, an adapter changes or tiles hold, by
-             their names; each as a matrix of one row
-    adapter  that changes some of them
-    renamed  what the adapter's names begin with, and the model's instead
+    unruled  stacks of expert matrices whose layout no recipe gives
+    idle     scales of a quantized cache of keys and values beside packed layers; only engines use
+             them
+    vectors  weights of norms and biases that a fold, an adapter or tiles change, by name; each as a
+             matrix of one row
+    adapter  applied to some of them
+    renamed  prefix of the adapter's names, and of the model's
     """
 
     of: Mapping[str, Linear]
@@ -59,7 +60,7 @@ class Linears:
 
     @property
     def is_packed(self) -> bool:
-        """Tell whether one of them is quantized already."""
+        """Return whether any is quantized already."""
         return any(linear.coding.is_packed for linear in self.of.values())
 
     def by_home(self) -> dict[str, list[Linear]]:
@@ -70,7 +71,7 @@ class Linears:
         return found
 
     def consumed(self) -> set[str]:
-        """Name the tensors that stand for linear layers, and for nothing else."""
+        """Return the names of tensors that linear layers alone need."""
         names = {
             ref.name
             for linear in self.of.values()
@@ -80,10 +81,7 @@ class Linears:
 
 
 def find_linears(source: Source, recipe: Recipe) -> Linears:
-    """Find the linear layers of a source.
-
-    Raises what `linears_of` raises, and InputError for a four-bit artifact that is not sound
-    """
+    """Find the linear layers of a source."""
     clues = read_clues(source)
     if is_artifact(source, clues):
         from fp4convert.checkpoint.encodings.corrected import biases_stored
@@ -93,13 +91,12 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
         artifact = read_artifact(source, source.name)
         artifact.refuse_unsound()
         others = others_of(artifact).items()
-        fp8 = {module: each for module, each in others if isinstance(each.coding, Fp8)}
-        four_bit = {**fp8, **find_fp4(artifact)}
-        linears = linears_of(clues, recipe, four_bit)
+        fp8 = {module: linear for module, linear in others if isinstance(linear.coding, Fp8)}
+        linears = linears_of(clues, recipe, {**fp8, **find_fp4(artifact)})
         linears = replace(linears, vectors=biases_stored(artifact))
     else:
         linears = linears_of(clues, recipe)
-    if not source.is_streamed:  # from a Hub each would be a request: the run tells
+    if not source.is_streamed:  # a request each on the Hub; there the run checks
         for linear in linears.of.values():
             linear.coding.check(linear, source)
     return linears
@@ -108,18 +105,16 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
 def linears_of(
     clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | None = None
 ) -> Linears:
-    """Find the linear layers that names, headers and records tell of.
+    """Find linear layers by names, headers and records; refuse other codes.
 
-    four_bit  the four-bit modules, where there are any
-    Raises    InputError for weights that are quantized in a way that cannot be read, or whose
-              records contradict them
+    four_bit  modules of an artifact
     """
     refs = clues.tensors.values()
     dtypes = {ref.dtype for ref in refs}
-    found = [config.get(key) for config in configs_in(clues.config) for key in HIDDEN_SIZES]
-    hidden_sizes = {size for size in found if isinstance(size, int)}
+    sizes = [config.get(key) for config in configs_in(clues.config) for key in HIDDEN_SIZES]
+    hidden_sizes = {size for size in sizes if isinstance(size, int)}
     of = find_floats(clues.tensors, recipe.stack_rule, hidden_sizes)
-    # The file of an encoding is loaded where its types or names are there.
+    # An encoding's file is loaded only for its types or names.
     if PACKED_DTYPE in dtypes:
         from fp4convert.checkpoint.encodings.int4 import find_integers
 
@@ -129,15 +124,15 @@ def linears_of(
 
         of |= find_fp8(clues, four_bit or {})
     if dtypes - DTYPE_BITS.keys():
-        from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
+        from fp4convert.checkpoint.encodings.floats import find_gguf_blocks
 
         of |= find_gguf_blocks(clues.tensors, recipe.stack_rule)
     if any(name.endswith(".biases") for name in clues.tensors):
-        from fp4convert.checkpoint.encodings.mlx_affine import find_affine
+        from fp4convert.checkpoint.encodings.int4 import find_affine
 
         of |= find_affine(clues)
     of |= four_bit or {}
-    # Stacks of experts whose layout nobody tells.
+    # Stacks of experts with an unknown layout.
     unruled = [
         ref
         for ref in refs
@@ -153,9 +148,9 @@ def linears_of(
 
 
 def originals_of(artifact: Artifact, source: Source) -> Linears:
-    """Find the linear layers of the source that an artifact was made from.
+    """Find the linear layers of an artifact's source, before any adapter.
 
-    Its stacks are read as they were then; no adapter has changed them yet.
+    Stacks are read by the rules of the artifact's record.
     """
     recipe = model_recipe(source.checkpoint.config)
     stacks = (*stacks_recorded(artifact.record), *recipe.stacks)
@@ -163,12 +158,9 @@ def originals_of(artifact: Artifact, source: Source) -> Linears:
 
 
 def linears_stored(artifact: Artifact) -> dict[str, Linear]:
-    """Find the linear layers of an artifact that are whole.
-
-    They are quantized in whatever form, or matrices of floats.
-    """
+    """Find the sound linear layers of an artifact: quantized ones and floats."""
     from fp4convert.checkpoint.encodings.fp4 import find_fp4
-    from fp4convert.checkpoint.encodings.mlx_affine import find_affine
+    from fp4convert.checkpoint.encodings.int4 import find_affine
 
     found = find_floats(artifact.tensors, lambda name, shape: None)
     return {**found, **others_of(artifact), **find_affine(artifact.clues), **find_fp4(artifact)}
@@ -191,8 +183,8 @@ def others_of(artifact: Artifact) -> dict[str, Linear]:
 def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
     """Find the tensors of an artifact whose codes nothing here reads.
 
-    Beside a record of fp4convert, which has carried them, other small integers than weights,
-    stacks and what has a scale are tables.
+    In an artifact of fp4convert, small integers are tables unless they are named weight, are stacks
+    or have a scale.
     """
     clues = artifact.clues
     known = {
@@ -201,7 +193,7 @@ def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
         for ref in (*packed.refs, *packed.companions)
     }
     if any(name.endswith(".biases") for name in clues.tensors):
-        from fp4convert.checkpoint.encodings.mlx_affine import find_affine
+        from fp4convert.checkpoint.encodings.int4 import find_affine
 
         known |= {ref.name for linear in find_affine(clues).values() for ref in linear.refs}
     coded = {ref.name: ref for ref in find_unread(clues.tensors, known, True) if is_coded(ref)}
@@ -222,7 +214,7 @@ def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
 
 
 def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
-    """Raise InputError for what is quantized and cannot be read."""
+    """Raise InputError for quantized tensors that cannot be read."""
     foreign, next_step = describe_foreign(clues)
     known = linears.consumed()
     refuse_unsaid(clues.tensors, known)
@@ -230,18 +222,17 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
     if clues.is_recorded:  # vectors of FP8, too, which may have scales
         eight_bits = [ref for ref in clues.tensors.values() if ref.dtype in FP8_DTYPES]
         unread += [ref for ref in eight_bits if ref.name not in known and ref.shape != ()]
+    prefix = f"{foreign}; " if foreign else ""
     for ref in unread[:1]:
-        # Of a scale, its weight says more.
+        # Name a scale's weight instead of the scale.
         weight = clues.tensors.get(ref.name.rpartition(".")[0] + WEIGHT, ref)
-        told = ref if weight.name in known or weight.dtype in FLOAT_TYPES else weight
-        what = f"{told.file}: {told.name!r} ({told.dtype} {list(told.shape)})"
-        detail = f"{what} is already quantized, in a way that fp4convert does not read"
-        detail = f"{foreign}; {detail}" if foreign else detail
-        raise InputError("already-quantized", detail, next_step, told.name)
+        named = ref if weight.name in known or weight.dtype in FLOAT_TYPES else weight
+        detail = f"{prefix}{named.file}: {named.name!r} ({named.dtype} {list(named.shape)})"
+        detail = f"{detail} is already quantized, in a way that fp4convert does not read"
+        raise InputError("already-quantized", detail, next_step, named.name)
     if clues.is_recorded and not linears.is_packed:
         method = clues.record.get("quant_method", "modelopt")
-        detail = f"config.json: the checkpoint is already quantized, by {method!r}"
-        detail = f"{foreign}; {detail}" if foreign else detail
+        detail = f"{prefix}config.json: the checkpoint is already quantized, by {method!r}"
         detail = f"{detail}; no tensor is stored in a way that fp4convert reads"
         remedy = "If these are the original weights, remove quantization_config from config.json."
         raise InputError("already-quantized", detail, f"{next_step} {remedy}")

@@ -1,8 +1,7 @@
 """Write many names with numbers as one pattern: layers.[0-2].
 
-A pattern stands for exactly the names that were joined in it: one that said more would be a lie
-about the others. It is for people and no glob: [0-61] is a range of numbers here, and a set of
-characters there.
+A pattern stands for exactly the names that were joined in it. It is for people and no glob: [0-61]
+is a range of numbers here, and a set of characters there.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from itertools import product
 from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, scale_groups
 
 Numbers = tuple[int, ...]
-# For each place the numbers that stand there, every one with every other.
-Ranges = tuple[tuple[int, ...], ...]
+# The numbers at each place of a name, all combined with each other.
+Ranges = tuple[Numbers, ...]
 
 PARAMETERS = frozenset(  # of a module
     {"bias", "e_score_correction_bias", "weight_scale", "weight_scale_inv", "input_scale"}
 )
-# Parts of names in the order in which people say them; all others stand at the empty place, by the
-# alphabet.
+# Parts of names in the order in which people say them; others are at the empty place, by alphabet.
 READING_ORDER = (
     ("q", "wq", "query", "qkv"),
     ("k", "wk", "key", "kv"),
@@ -51,13 +49,9 @@ def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
 
 @lru_cache(1 << 12)
 def _lengthen(texts: tuple[str, ...], word: str) -> tuple[tuple[str, ...], Numbers]:
-    """Split a name that goes on with a word.
-
-    texts    around the numbers of what the name begins with
-    Returns  the text around all numbers, and the numbers of the word
-    """
-    (after, *rest), own = _split(word)
-    return (*texts[:-1], f"{texts[-1]}.{after}", *rest), own
+    """Append a word to a split name; return all texts, and the word's numbers."""
+    (after, *rest), numbers = _split(word)
+    return (*texts[:-1], f"{texts[-1]}.{after}", *rest), numbers
 
 
 @lru_cache(1 << 12)  # siblings follow one another, and their last words are few
@@ -67,10 +61,7 @@ def _split(name: str) -> tuple[tuple[str, ...], Numbers]:
 
 
 def join_numbers(texts: Sequence[str], ranges: Ranges) -> str:
-    """Write the pattern of that text around those ranges.
-
-    ranges  ascending numbers, written 7, or [0-2,5-60]
-    """
+    """Write a pattern; ranges of ascending numbers become 7, or [0-2,5-60]."""
     pattern = texts[0]
     for numbers, text in zip(ranges, texts[1:], strict=True):
         runs: list[list[int]] = []
@@ -87,7 +78,7 @@ def join_numbers(texts: Sequence[str], ranges: Ranges) -> str:
 def find_ranges(found: Iterable[Numbers]) -> list[Ranges]:
     """Find products of ranges that are together exactly these tuples.
 
-    found  tuples of one length; first places with equal rests stand together
+    found  tuples of one length; first numbers with equal rests are joined
     """
     by_first: dict[int, list[Numbers]] = defaultdict(list)
     for numbers in set(found):
@@ -105,9 +96,9 @@ def find_ranges(found: Iterable[Numbers]) -> list[Ranges]:
 def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, list[int]]]:
     """Yield (pattern, positions) for names with their verdicts.
 
-    Only names with equal verdicts stand under one pattern. Siblings, whose names differ in the last
-    word alone, stand together where they have the same numbers, too, in reading order. The first
-    position is that of the lowest numbers, of the sibling that comes first.
+    Names with equal verdicts share a pattern. So do siblings, whose names differ in the last word
+    alone, where they have the same numbers; they are in reading order. The first position is that
+    of the first sibling with the lowest numbers.
     """
     alike: dict[tuple[tuple[str, ...], Hashable], dict[Numbers, list[int]]] = defaultdict(dict)
     for position, (name, verdict) in enumerate(named):
@@ -132,29 +123,18 @@ def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, lis
 
 
 def reading_rank(word: str) -> tuple[int, str, int, str]:
-    """Return a key that sorts siblings as people say them.
-
-    q, k, v and o; gate, up and down; others by the alphabet
-    """
+    """Return a key for reading order: q, k, v, o; gate, up, down; alphabet."""
     parts = word.split("_")
     at, rank = next(
         ((at, _RANKS[part]) for at, part in enumerate(parts) if part in _RANKS), (0, _BETWEEN)
     )
-    if rank in _OF_ATTENTION:
-        return (
-            0,
-            "_".join(parts[:at]),
-            rank,
-            word,
-        )  # add_q, add_k and add_v before to_q, to_k and to_v
+    if rank in _OF_ATTENTION:  # add_q, add_k and add_v before to_q, to_k and to_v
+        return 0, "_".join(parts[:at]), rank, word
     return rank, "", rank, word
 
 
 def split_leaf(name: str) -> tuple[str, str, str]:
-    """Split a name or a pattern in three.
-
-    Returns  what its last word is in, that word, and the parameter of it that is named, or nothing
-    """
+    """Split a name or pattern into parent with dot, last word, and parameter."""
     parent, dot, word = name.rpartition(".")
     parameter = ""
     if dot and word in PARAMETERS:
@@ -164,10 +144,7 @@ def split_leaf(name: str) -> tuple[str, str, str]:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Write words as one: {gate,up}_proj.
-
-    What the first and the last parts between underscores have in common stands outside.
-    """
+    """Write words as one, common first and last parts outside: {gate,up}_proj."""
     if len(words) == 1:
         return words[0]
     parts = [word.split("_") for word in words]
@@ -183,10 +160,7 @@ def join_words(words: Sequence[str]) -> str:
 
 
 def part_of(module: str, recipe: Recipe) -> str:
-    """Name what a module changes its format with.
-
-    Experts are one part with all in their layer, others with their scale group.
-    """
+    """Name the part of one format: a layer's experts, or a scale group."""
     if any(word in module for word in EXPERT_WORDS) and len(split_numbers(module)[1]) > 1:
         texts, _ = split_numbers(module)
         return module[: len(module) - len(texts[-1])].rpartition(".")[0]

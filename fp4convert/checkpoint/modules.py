@@ -1,7 +1,4 @@
-"""Find the quantized modules of an artifact.
-
-Records and headers say where each is, of which form, and if it is whole.
-"""
+"""Find the quantized modules of an artifact by its records and headers."""
 
 from __future__ import annotations
 
@@ -12,33 +9,32 @@ from typing import TypeVar
 
 from fp4convert.checkpoint.dialects.base import Dialect, Packed, whole
 from fp4convert.checkpoint.dialects.forms import SCALE_DTYPES, Form, Group, parents_of
-from fp4convert.checkpoint.dialects.stacks import StridedRows, places_of
-from fp4convert.errors import Finding
+from fp4convert.checkpoint.dialects.stacks import STACK_DIMENSIONS, StridedRows, places_of
+from fp4convert.errors import Finding, Level
 from fp4convert.numerics.formats import FP8
 from fp4convert.recipes.patterns import matches
 from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
 
 T = TypeVar("T")
-# A form, and the tensors of a matrix of that form and of a given shape, named by their endings.
-Stored = tuple[Form, Callable[[tuple[int, ...]], tuple[TensorSpec, ...]]]
-STACK_DIMENSIONS = 3
+# A form, and the tensors of a matrix of that form by its shape, named by their endings.
+FormSpecs = tuple[Form, Callable[[tuple[int, ...]], tuple[TensorSpec, ...]]]
 UNSAID = "not every four-bit module has one, or the record says nothing of them"
 
 
 class _Reader:
-    """Gathers the modules of an artifact, and what is wrong with them."""
+    """Gathers the modules of an artifact, and findings on them."""
 
     def __init__(
         self, tensors: Mapping[str, TensorRef], groups: Sequence[Group], dialect: Dialect
     ) -> None:
         self._tensors = tensors
         self._dialect = dialect
-        # Then every module has a matrix of its own, and its height tells where its rows are.
+        # A matrix of each module's own has its places by its height.
         self._is_each_alone = dialect.slots is whole
-        self._whole_places: dict[int, tuple[StridedRows, ...]] = {}  # models have few heights
+        self._whole_places = cache(lambda height: (StridedRows(0, 0, 1, height),))
         # A model has few shapes, and many modules of each.
-        self._stored = cache(lambda form: (form, cache(partial(dialect.outputs, "", form=form))))
-        self._stored_of = form_finder([(self._stored(form), modules) for form, modules in groups])
+        self._specs = cache(lambda form: (form, cache(partial(dialect.outputs, "", form=form))))
+        self._specs_of = form_finder([(self._specs(form), modules) for form, modules in groups])
         beside = [name for name in tensors if name.endswith(dialect.TRAITS.companions)]
         self._companions = [
             ending
@@ -49,59 +45,57 @@ class _Reader:
         self.findings: list[Finding] = []
 
     def read(self, stem: str, has_fp8_weight: bool = False) -> None:
-        """Read a stem that its tensors say to be quantized in this dialect.
+        """Read a stem whose tensors show that it is quantized in this dialect.
 
-        has_fp8_weight  that is all they say: an ordinary tensor unless the record says otherwise
+        has_fp8_weight  its dtype alone shows it: an ordinary tensor unless a record names it
         """
-        stored = self._stored_of(stem)
-        if stored is None:
+        traits, specs = self._dialect.TRAITS, self._specs_of(stem)
+        if specs is None:
             if not has_fp8_weight:
                 detail = "it has scales, and no group or pattern of the record says what it is"
-                self.findings.append(Finding("error", "form-unknown", stem, detail))
+                self._report("form-unknown", stem, detail)
             return
-        form, _ = stored
+        form, _ = specs
         if has_fp8_weight and not form.format.is_fp8:
             detail = f"it is FP8, and the record says {form.word}"
-            self.findings.append(Finding("error", "tensor-shape", f"{stem}.weight", detail))
+            self._report("tensor-shape", stem + WEIGHT, detail)
             return
-        packed = self._tensors.get(
-            stem + (WEIGHT if form.format.is_fp8 else self._dialect.TRAITS.packed)
-        )
+        packed = self._tensors.get(stem + (WEIGHT if form.format.is_fp8 else traits.packed))
         if packed is None:
             detail = "its scales are there, its packed codes are not"
-            self.findings.append(Finding("error", "packed-missing", stem, detail))
+            self._report("packed-missing", stem, detail)
             return
         shape = self._dialect.stored_shape(stem, packed, form)
-        if shape is None and self._is_unread_stack(stem, packed):
-            return  # no fault; inspect names what nothing here reads
         if shape is None:
-            found = f"{packed.dtype} {list(packed.shape)}"
-            detail = f"{found} holds no matrix of whole blocks of {form.format.block_size}"
-            self.findings.append(Finding("error", "packed-shape", stem, detail))
+            if not self._is_unread_stack(stem, packed):  # no fault; inspect lists it
+                detail = f"{packed.dtype} {list(packed.shape)} holds no matrix of whole blocks of"
+                self._report("packed-shape", stem, f"{detail} {form.format.block_size}")
             return
         if not form.format.block_size:  # with the dtype that its scales have
-            table = self._dialect.TRAITS.fp8
-            scales = self._tensors.get(stem + (table.scales if table else ".weight_scale"))
+            ending = traits.fp8.scales if traits.fp8 else ".weight_scale"
+            scales = self._tensors.get(stem + ending)
             if scales and scales.dtype in SCALE_DTYPES:
-                stored = self._stored(replace(form, stored_scales=scales.dtype))
-        self._check(stem, shape, stored)
+                specs = self._specs(replace(form, stored_scales=scales.dtype))
+        self._check(stem, shape, specs)
+
+    def _report(self, code: str, tensor: str, detail: str, level: Level = "error") -> None:
+        self.findings.append(Finding(level, code, tensor, detail))
 
     def _is_unread_stack(self, stem: str, packed: TensorRef) -> bool:
-        """Tell whether it is a stack that engines of the dialect read."""
+        """Return whether it is a stack that engines of the dialect read."""
         if len(packed.shape) != STACK_DIMENSIONS or not packed.elements:
             return False
         names = (stem + ending for ending in self._dialect.TRAITS.unread_stacks)
         scales = (self._tensors[name] for name in names if name in self._tensors)
         return any(ref.shape[:-1] == packed.shape[:-1] for ref in scales)
 
-    def _check(self, stem: str, shape: tuple[int, ...], stored: Stored) -> None:
-        """Add the module where its tensors are there and of their shapes."""
-        traits, tensors, (form, specs_of) = self._dialect.TRAITS, self._tensors, stored
+    def _check(self, stem: str, shape: tuple[int, ...], specs: FormSpecs) -> None:
+        """Add the module if its tensors are there and of their shapes."""
+        traits, tensors, (form, specs_of) = self._dialect.TRAITS, self._tensors, specs
         missing_allowed = traits.implied
         if form.format.is_fp8:
             if reason := self._dialect.unfit(stem, (shape[-2], shape[-1]), form):
-                detail = f"{reason}, which this dialect does not hold"
-                self.findings.append(Finding("error", "form-unknown", stem, detail))
+                self._report("form-unknown", stem, f"{reason}, which this dialect does not hold")
                 return
             # An FP8 module may lack its input scale, though its engines want it.
             table = traits.fp8
@@ -110,8 +104,7 @@ class _Reader:
                 if stem + table.input_scale not in tensors:
                     detail = "it is FP8 with one scale, and has no scale of activations"
                     detail = f"{detail}: engines that quantize them would compute garbage"
-                    finding = Finding("warning", "input-scale-missing", stem, detail)
-                    self.findings.append(finding)
+                    self._report("input-scale-missing", stem, detail, "warning")
         is_whole, refs = True, []
         for spec in specs_of(shape):
             ref = tensors.get(stem + spec.name)
@@ -127,11 +120,9 @@ class _Reader:
             return
         names = [name for ending in self._companions if (name := stem + ending) in tensors]
         companions = tuple([tensors[name] for name in names])
+        placed: dict[str, tuple[StridedRows, ...]]
         if self._is_each_alone:
-            height, known = shape[0], self._whole_places
-            placed = {
-                stem: known.get(height) or known.setdefault(height, (StridedRows(0, 0, 1, height),))
-            }
+            placed = {stem: self._whole_places(shape[0])}
         else:
             placed = places_of(self._dialect.slots(stem, shape))
         for module, places in placed.items():
@@ -145,10 +136,7 @@ class _Reader:
 def read_modules(
     tensors: Mapping[str, TensorRef], groups: Sequence[Group], dialect: Dialect
 ) -> tuple[dict[str, Packed], list[Finding]]:
-    """Return the sound quantized modules, and findings on the others.
-
-    There is a finding for each tensor that is missing or misshapen.
-    """
+    """Return the sound quantized modules, and findings on tensors of others."""
     reader = _Reader(tensors, groups, dialect)
     stems = dialect.find(tensors)
     for stem in stems:
@@ -164,10 +152,9 @@ def read_modules(
 
 
 def _fault(found: TensorRef | None, spec: TensorSpec, form: Form) -> Finding | None:
-    """Say what is wrong with a tensor; None where nothing is.
+    """Return the fault of a tensor, if any.
 
-    The scales of FP8 may stand in another shape of as many, as producers write them, and that of
-    activations as any float.
+    Producers write the scales of FP8 in several shapes, and that of activations as any float.
     """
     expected = f"expected {spec.dtype} {list(spec.shape)}"
     if found is None:
@@ -182,12 +169,12 @@ def _fault(found: TensorRef | None, spec: TensorSpec, form: Form) -> Finding | N
 
 
 def form_finder(groups: Iterable[tuple[T, Sequence[str]]]) -> Callable[[str], T | None]:
-    """Make a function from a module's name to its form.
+    """Make a function from a module's name to its form, or None.
 
-    It gives None where no group names the module; names come before patterns. "X.*" is asked for
-    the names above a module: a record may list the experts of a thousand layers.
+    Names come before patterns. "X.*" is looked up by the names above a module, since a record may
+    list the experts of a thousand layers.
 
-    groups  of forms, or of what else is said of modules, and their names and patterns
+    groups  forms, or other facts of modules, and their names and patterns
     """
     names: dict[str, T] = {}
     above: dict[str, T] = {}
@@ -216,11 +203,9 @@ def form_finder(groups: Iterable[tuple[T, Sequence[str]]]) -> Callable[[str], T 
 def idle_scales(
     modules: Mapping[str, Packed], cache_scales: Collection[str], has_inputs: bool
 ) -> list[str]:
-    """List scales of four-bit modules that mean nothing for the artifact.
+    """List scales of four-bit modules that engines do not use.
 
-    Only some modules have such input scales.
-
-    has_inputs  all of them have
+    has_inputs  all modules have input scales, which engines then use
     """
     names = (
         ref.name

@@ -7,10 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp4convert.checkpoint.dialects.base import Dialect, Ignored, Traits
+from fp4convert.checkpoint.dialects.base import (
+    Dialect,
+    Ignored,
+    Traits,
+    json_object,
+    positive_pair,
+)
 from fp4convert.checkpoint.dialects.forms import (
     ACTIVATIONS_FP4,
     ACTIVATIONS_FP8,
+    MXFP8_FORM,
     Form,
     Granularity,
     Group,
@@ -24,24 +31,25 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldRule, FoldUse, StackRule
 from fp4convert.storage.checkpoint_files import RECORD
 
-ADAPTER = "adapter"  # the key of what was merged
-PADDING = "padding"  # the key of zeros that were added
-DECODED = "decoded"  # the key of tensors that were of formats which the dialect lacks
-GOAL = "target"  # the key of what formats of modules were chosen for
-OPTIONS = "options"  # the key of those that the bytes depend on
-TRANSCODED = "transcoded"  # in OPTIONS, the key of what transcode was told after quantize
+# Keys of the record.
+ADAPTER = "adapter"
+PADDING = "padding"
+DECODED = "decoded"  # tensors in formats that the dialect lacks
+GOAL = "target"
+OPTIONS = "options"  # that the bytes depend on
+TRANSCODED = "transcoded"  # in OPTIONS: those of transcode, after quantize
 MIXED = "mixed"  # the format of an artifact whose modules have several forms
 
 
-class Contents(NamedTuple):
-    """What an artifact holds.
+class RecordContents(NamedTuple):
+    """Contents of an artifact, for its record.
 
     groups   modules by form
-    ignored  those that stay
-    shapes   of modules whose tensors alone do not tell
-    adapter  what is said of one that was merged
-    goal     what formats of modules were chosen for
-    options  those that make it again
+    ignored  modules that stay
+    shapes   of modules whose tensors alone do not give them
+    adapter  entry of a merged adapter
+    goal     target that formats of modules were chosen for
+    options  that make the artifact again
     """
 
     groups: Sequence[Group]
@@ -55,14 +63,13 @@ class Contents(NamedTuple):
 
 
 def make_record(
-    target: Target, contents: Contents, producer: dict[str, str], origin: dict[str, object]
+    target: Target, contents: RecordContents, producer: dict[str, str], origin: dict[str, object]
 ) -> dict[str, object]:
-    """Make our quantization_config.json, but for its last key.
+    """Make our quantization_config.json without its last key, `files`.
 
-    That is `files`, the sha256 of every other file, known when they are written.
+    `files` has the sha256 of every other file, known when they are written.
 
-    origin  repo and revision of the weights it was made from; None for a folder, whose path is
-            nobody's business
+    origin  repo and revision of the source; None for a folder, whose path is private
     """
     groups, ignored, shapes, stacks, folds, adapter, goal, options = contents
     form, spelling = groups[0].form, dialect_named(str(target.dialect))
@@ -73,7 +80,7 @@ def make_record(
         record = describe_form(form, spelling)
     if form.scale_layout == "appended":
         record["shapes"] = {module: list(shape) for module, shape in shapes.items()}
-    # Stacks and folds are said in the words of recipe files.
+    # Stacks and folds have the words of recipe files.
     if stacks:
         record["stacks"] = [
             {
@@ -116,24 +123,22 @@ def make_record(
 
 
 def describe_adapter(record: Mapping[str, object]) -> str:
-    """Say which adapter was merged, by name or by the hash of its weights."""
-    known = record.get(ADAPTER)
-    entry = known if isinstance(known, dict) else {}
+    """Name the merged adapter, by its repository or the hash of its weights."""
+    entry = json_object(record.get(ADAPTER))
     if entry.get("repo"):
         return f"the adapter {entry['repo']} at commit {entry.get('revision')}"
-    hashes = entry.get("sha256")
-    listed = list(hashes.values()) if isinstance(hashes, dict) else []
+    listed = list(json_object(entry.get("sha256")).values())
     return f"an adapter (sha256 {str(listed[-1])[:12]}...)" if listed else "an adapter"
 
 
 def method_settings(target: Target) -> dict[str, object]:
-    """Return what a method was told; nothing for one that takes nothing."""
-    told = {"damping": target.damping, "passes": target.passes}
-    return {key: value for key, value in told.items() if value is not None}
+    """Return the settings of the target's method."""
+    settings = {"damping": target.damping, "passes": target.passes}
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def folds_recorded(record: Mapping[str, object]) -> tuple[FoldUse, ...]:
-    """Read from our record where factors were folded in."""
+    """Read the folds of our record."""
     listed = record.get("folds", [])
     uses = []
     for entry in listed if isinstance(listed, list) else [listed]:
@@ -148,14 +153,13 @@ def folds_recorded(record: Mapping[str, object]) -> tuple[FoldUse, ...]:
                 rule = FoldRule(into, kind, tuple(map(str, linears)))
                 uses.append(FoldUse(rule, repeats, width, tuple(map(str, modules))))
             case _:
-                detail = f"{RECORD}: an entry of folds is {str(entry)[:200]}"
-                expected = "expected into, kind, linears, heads and modules"
-                raise InputError("record-folds", f"{detail}; {expected}")
+                detail = f"{RECORD}: an entry of folds is {str(entry)[:200]}; expected into, kind,"
+                raise InputError("record-folds", f"{detail} linears, heads and modules")
     return tuple(uses)
 
 
 def stacks_recorded(record: Mapping[str, object]) -> tuple[StackRule, ...]:
-    """Read from our record how the stacks of the source were read."""
+    """Read the rules of the source's stacks from our record."""
     listed = record.get("stacks")
     rules = []
     for entry in listed if isinstance(listed, list) else []:
@@ -172,9 +176,8 @@ def stacks_recorded(record: Mapping[str, object]) -> tuple[StackRule, ...]:
                 rule = StackRule(*names, order == "in_out", rows == "interleaved", named)
                 rules.append(rule._replace(experts=experts if isinstance(experts, int) else None))
             case _:
-                detail = f"{RECORD}: an entry of stacks is {entry!r}"
-                expected = "expected tensors, members, order, rows and named"
-                raise InputError("record-stacks", f"{detail}; {expected}")
+                detail = f"{RECORD}: an entry of stacks is {entry!r}; expected tensors, members,"
+                raise InputError("record-stacks", f"{detail} order, rows and named")
     return tuple(rules)
 
 
@@ -183,19 +186,17 @@ def _describe_modules(groups: Sequence[Group], spelling: Dialect) -> list[dict[s
     entries = []
     for group in groups:
         others = [module for other in groups if other is not group for module in other.modules]
-        described = describe_form(group.form, spelling)
-        targets = targets_of(group.modules, others)
-        entries += [{"pattern": pattern, **described} for pattern in targets]
+        form = describe_form(group.form, spelling)
+        entries += [{"pattern": pattern, **form} for pattern in targets_of(group.modules, others)]
     return entries
 
 
 def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
-    """Describe where every byte is and what it means, for a form in a dialect.
+    """Describe the place and meaning of every byte, for a form in a dialect.
 
-    These are the first keys of our record. Of FP8 and int4, `granularity` is what one scale stands
-    for, and `block_size` the rows and columns of a block; other formats have blocks of their own.
+    These are the first keys of our record. For FP8 and int4, elements of `granularity` share a
+    scale, and `block_size` is the rows and columns of a block.
     """
-
     fmt, kind, scalars = form.format, spelling.TRAITS.global_scale_kind, spelling.TRAITS.scalars
     cache = {"kv_cache": form.kv_cache} if form.kv_cache else {}
     if not fmt.block_size:
@@ -217,8 +218,10 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
         }
     from fp4convert.numerics.scale_layouts import LAYOUTS
 
-    has_global_scale, layout = fmt.has_global_scale and kind, LAYOUTS.get(form.scale_layout)
+    layout, global_scale = LAYOUTS.get(form.scale_layout), None
     padding = list(layout.padding) if layout and layout.padding != (1, 1) else None
+    if fmt.has_global_scale and kind:
+        global_scale = {"dtype": FLOAT_TYPES[scalars.dtype].word, "stored_as": kind}
     return {
         "format": fmt.name,
         "block_size": fmt.block_size,
@@ -228,9 +231,7 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
         "scale_padding": padding,
         "nibble_order": spelling.TRAITS.nibble_order if fmt.is_fp4 else None,
         "block_axis": -1,
-        "global_scale": {"dtype": FLOAT_TYPES[scalars.dtype].word, "stored_as": kind}
-        if has_global_scale
-        else None,
+        "global_scale": global_scale,
         "activations": form.activations,
         **({"rank": form.rank} if form.rank is not None else {}),
         **cache,
@@ -238,24 +239,22 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
 
 
 def place_recorded(record: Mapping[str, object], reference: str) -> tuple[str | None, str | None]:
-    """Return commit and folder of the repository an artifact is from.
+    """Return commit and folder of an artifact's source repository.
 
-    reference  what a person names as its source; another one has no such commit and folder
+    reference  of the source; (None, None) unless it is that repository
     """
-    origin, options = record.get("source"), record.get("options")
-    if not isinstance(origin, dict) or origin.get("repo") != reference or os.path.exists(reference):
+    origin = json_object(record.get("source"))
+    if origin.get("repo") != reference or os.path.exists(reference):
         return None, None
-    commit = origin.get("revision")
-    folder = options.get("subfolder") if isinstance(options, dict) else None
-    found = [text if isinstance(text, str) else None for text in (commit, folder)]
-    return found[0], found[1]
+    commit, folder = origin.get("revision"), json_object(record.get(OPTIONS)).get("subfolder")
+    return (
+        commit if isinstance(commit, str) else None,
+        folder if isinstance(folder, str) else None,
+    )
 
 
 def groups_recorded(record: Mapping[str, object]) -> tuple[Group, ...]:
-    """Read the forms that our record says, and of which modules.
-
-    Raises InputError for a form or a layout that its dialect does not have
-    """
+    """Read the forms of our record, and their modules."""
     traits = dialect_named(str(record.get("dialect"))).TRAITS
     if record.get("format") != MIXED:
         return (Group(_form_recorded(record, traits), ("*",)),)
@@ -277,35 +276,28 @@ def _form_recorded(record: Mapping[str, object], traits: Traits) -> Form:
     fmt = format_named(str(record.get("format")), STORED_FORMATS)
     known = ACTIVATIONS_FP4 if fmt.is_fp4 else ACTIVATIONS_FP8
     activations = known if record.get("activations") == known else 16
-    recorded = record.get("kv_cache")
-    if recorded is not None and not (isinstance(recorded, str) and recorded in traits.cache_scales):
+    cache = record.get("kv_cache")
+    if cache is not None and not (isinstance(cache, str) and cache in traits.cache_scales):
         expected = ", ".join(traits.cache_scales) or "none"
-        detail = f'"kv_cache" {str(recorded)[:60]!r}; expected one of its dialect: {expected}'
+        detail = f'"kv_cache" {str(cache)[:60]!r}; expected one of its dialect: {expected}'
         raise InputError("record-modules", detail)
-    cache = None if recorded is None else str(recorded)
+    layout = str(record.get("scale_layout", "linear"))
     if fmt is MXFP8:
-        block, layout = (1, fmt.block_size), str(record.get("scale_layout", "linear"))
-        form = Form(fmt, activations, layout, cache, granularity=block, stored_scales="U8")
+        form = replace(MXFP8_FORM, activations=activations, scale_layout=layout, kv_cache=cache)
     elif fmt.is_fp4:
-        listed = record.get("shapes")
-        shapes = {
-            module: (shape[0], shape[1])
-            for module, shape in (listed.items() if isinstance(listed, dict) else ())
-            if isinstance(shape, list)
-            and len(shape) == 2
-            and all(type(size) is int and size > 0 for size in shape)
-        }
-        layout, rank = str(record.get("scale_layout", "linear")), record.get("rank")
+        listed = json_object(record.get("shapes"))
+        shapes = {name: pair for name, shape in listed.items() if (pair := positive_pair(shape))}
         form = Form(fmt, activations, layout, cache, shapes)
+        rank = record.get("rank")
         if type(rank) is int and rank > 0:
             form = replace(form, rank=rank)
     else:
         words = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
-        granularity: Granularity  # what one scale stands for
+        granularity: Granularity
         match record.get("granularity"), record.get("block_size"):
             case "tensor" | "row" as word, _:
                 granularity = word
-            case None, None if made and fmt.is_fp8:  # a plan says no more than the format
+            case None, None if made and fmt.is_fp8:  # a plan has the format alone
                 granularity = made
             case _, [int(rows), int(columns)] if rows > 0 and columns > 0:
                 granularity = (rows, columns)
@@ -330,5 +322,5 @@ def _form_recorded(record: Mapping[str, object], traits: Traits) -> Form:
 
 
 def describe_groups(groups: Sequence[Group]) -> str:
-    """Say the forms in a few words, for people."""
+    """Name the forms for people."""
     return " + ".join(dict.fromkeys(group.form.word for group in groups))

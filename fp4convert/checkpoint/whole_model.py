@@ -13,16 +13,13 @@ from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access, Source, read_whole, stopping
 
 ADAPTER = "adapter_config.json"  # of PEFT
-BASE = ".base_layer."  # of what a layer was before: no adapter's file has it
+BASE = ".base_layer."  # the layer under an adapter: no adapter's file has it
 # Low-rank factors as PEFT, Diffusers and ComfyUI name them.
 LOW_RANK = re.compile(r"[._](lora_(A|B|down|up|embedding_A|embedding_B)|lokr_w\d|hada_w\d)\b")
 
 
 def open_model(reference: str, access: Access) -> Source:
-    """Open a source that has to be a whole model.
-
-    Raises  what open_source and refuse_no_model raise
-    """
+    """Open a source that has to be a whole model."""
     source = open_source(reference, access)
     with stopping(source):
         refuse_no_model(source, reference)
@@ -30,10 +27,7 @@ def open_model(reference: str, access: Access) -> Source:
 
 
 def refuse_no_model(source: Source, reference: str) -> None:
-    """Raise InputError for a shard, an adapter, and names of no model's class.
-
-    reference  by which a person named the source
-    """
+    """Raise InputError for a shard, an adapter, and names of no model's class."""
     refuse_one_shard(source, reference)
     refuse_adapter(source)
     refuse_misnamed(source, reference)
@@ -48,19 +42,17 @@ def refuse_adapter(source: Source) -> None:
     factors = sum(LOW_RANK.search(name) is not None for name in names)
     if not factors or 2 * factors <= len(names) or any(BASE in name for name in names):
         return
-    base = None
+    base: object = None
     if source.has_file(ADAPTER):
-        base = parse_json_object(read_whole(source, ADAPTER), ADAPTER).get(
-            "base_model_name_or_path"
-        )
-    of = f" of {base}" if isinstance(base, str) and base else ""
-    detail = (
-        f"{source.name} is a LoRA adapter{of}: {factors} of its {len(names)} tensors are low-rank"
-    )
+        config = parse_json_object(read_whole(source, ADAPTER), ADAPTER)
+        base = config.get("base_model_name_or_path")
+    is_known = isinstance(base, str) and base != ""
+    detail = f"{source.name} is a LoRA adapter{f' of {base}' if is_known else ''}: {factors} of its"
+    detail = f"{detail} {len(names)} tensors are low-rank factors; expected a whole model"
     named = source.checkpoint.repo or source.name
-    words = ("quantize", base if of else "BASE", "--format", "nvfp4", "--lora", named)
+    words = ("quantize", str(base) if is_known else "BASE", "--format", "nvfp4", "--lora", named)
     next_step = f"Give its base model, and merge it on the way: {shell_line('fp4convert', *words)}"
-    raise InputError("adapter", f"{detail} factors; expected a whole model", next_step)
+    raise InputError("adapter", detail, next_step)
 
 
 def refuse_one_shard(source: Source, reference: str) -> None:

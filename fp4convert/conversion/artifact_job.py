@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
-from fp4convert.checkpoint.record import PADDING, Contents, make_record
+from fp4convert.checkpoint.record import PADDING, RecordContents, make_record
 from fp4convert.engines.module_names import engine_names
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.job import Job
@@ -129,7 +129,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": __version__}
     origin = origin or _origin_of(source)
-    contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)
+    contents = RecordContents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)
     contents = contents._replace(goal=plan.goal, options=plan.options)
     if plan.adapter:
         contents = contents._replace(adapter=plan.adapter.as_record())

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
+from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.floats import FLOATS, MATRIX_DIMENSIONS
+from fp4convert.checkpoint.encodings.floats import FLOATS
 from fp4convert.makers.copied import Copied
 from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
 from fp4convert.planning.plan import Idle

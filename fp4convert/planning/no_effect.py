@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, advise_on_types
+from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
+from fp4convert.checkpoint.encodings.floats import advise_on_types
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import ChoiceError, InputError, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from fp4convert.checkpoint.dialects.base import Traits
 from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.stacks import STACK_DIMENSIONS
 from fp4convert.checkpoint.encodings.base import is_fp8
-from fp4convert.checkpoint.encodings.floats import STACK_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.missing_parts import judge_source
 from fp4convert.errors import Finding, InputError

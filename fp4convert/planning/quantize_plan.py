@@ -13,9 +13,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
+from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
-from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES

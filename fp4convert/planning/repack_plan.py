@@ -10,14 +10,13 @@ from typing import NamedTuple
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, whole
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.stacks import Slot
+from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS, Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
-from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
+from fp4convert.checkpoint.encodings.floats import find_gguf_blocks
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
-from fp4convert.checkpoint.encodings.gguf_blocks import find_gguf_blocks
-from fp4convert.checkpoint.encodings.mlx_affine import find_affine
-from fp4convert.checkpoint.expert_stacks import Stacked
+from fp4convert.checkpoint.encodings.int4 import find_affine
+from fp4convert.checkpoint.expert_stacks import ExpertStack
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.checkpoint.unread import find_unread
@@ -52,7 +51,7 @@ from fp4convert.storage.source import Checkpoint
 def plan_dequantize(
     checkpoint: Checkpoint,
     packed: Sequence[Linear],
-    stacks: Sequence[Stacked],
+    stacks: Sequence[ExpertStack],
     dtype: str,
     idle: Collection[str] = (),
 ) -> Plan:
@@ -111,7 +110,7 @@ def plan_dequantize(
     return Plan(target, tasks, Ignored((), ()), notes, left_out=left_out)
 
 
-def _draft_stack(stack: Stacked, stored: str) -> Draft:
+def _draft_stack(stack: ExpertStack, stored: str) -> Draft:
     """Draft the step of a stack, its modules in that dtype.
 
     The stack is F32 where others stayed in floats of another dtype.

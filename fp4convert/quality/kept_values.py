@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.encodings.mlx_affine import find_affine
+from fp4convert.checkpoint.encodings.int4 import find_affine
 from fp4convert.errors import Finding
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.fp8_int import FP8_DTYPES

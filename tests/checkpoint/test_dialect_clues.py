@@ -80,24 +80,17 @@ def test_other_records_of_these_engines(config, name, form):
     assert recognised(name, Clues(config, {}, {})) == everywhere(form)
 
 
+MARKED, OTHER = (
+    {f"{module}.comfy_quant": "U8", f"{module}.weight_scale_2": "F32"} for module in "ab"
+)
+
+
 @pytest.mark.parametrize(
     ("tensors", "form"),
     [
-        ({"a.comfy_quant": "U8", "a.weight_scale_2": "F32"}, Form(NVFP4, 16, "128x4")),
-        (
-            {"a.comfy_quant": "U8", "a.weight_scale_2": "F32", "a.input_scale": "F32"},
-            Form(NVFP4, 4, "128x4"),
-        ),
-        (
-            {
-                "a.comfy_quant": "U8",
-                "a.weight_scale_2": "F32",
-                "a.input_scale": "F32",
-                "b.comfy_quant": "U8",
-                "b.weight_scale_2": "F32",
-            },
-            Form(NVFP4, 16, "128x4"),
-        ),
+        (MARKED, Form(NVFP4, 16, "128x4")),
+        ({**MARKED, "a.input_scale": "F32"}, Form(NVFP4, 4, "128x4")),
+        ({**MARKED, "a.input_scale": "F32", **OTHER}, Form(NVFP4, 16, "128x4")),
         ({"a.comfy_quant": "U8", "a.weight_scale": "F32"}, None),
         ({"a.weight_scale_2": "F32", "a.weight_scale": "F8_E4M3"}, None),
     ],
@@ -212,6 +205,10 @@ def test_a_record_of_four_bit_activations_that_lists_none_is_told():
     assert doubts(MO, clues(MO_RECORD)) == []
 
 
+def kept(*names: str) -> dict:
+    return {"modules_to_not_convert": list(names)}
+
+
 @pytest.mark.parametrize(
     ("name", "record", "module", "is_ignored"),
     [
@@ -222,30 +219,10 @@ def test_a_record_of_four_bit_activations_that_lists_none_is_told():
         (CT, {"ignore": ["gate"]}, "model.mlp.gate", False),
         (MO, {"ignore": ["gate"]}, "model.mlp.gate_proj", True),
         (MO, {"ignore": ["*.gate"]}, "model.mlp.gate_proj", False),
-        (
-            "gpt-oss",
-            {"modules_to_not_convert": ["model.layers.*.mlp.router"]},
-            "model.layers.3.mlp.router",
-            True,
-        ),
-        (
-            "gpt-oss",
-            {"modules_to_not_convert": ["model.layers.*.self_attn"]},
-            "model.layers.3.self_attn.q_proj",
-            True,
-        ),
-        (
-            "gpt-oss",
-            {"modules_to_not_convert": ["model.layers.*.mlp.gate"]},
-            "model.layers.3.mlp.gate_proj",
-            False,
-        ),
-        (
-            "gpt-oss",
-            {"modules_to_not_convert": ["model.layers.*.mlp"]},
-            "model.layers.3.mlp.experts.0.up_proj",
-            True,
-        ),
+        ("gpt-oss", kept("m.layers.*.mlp.router"), "m.layers.3.mlp.router", True),
+        ("gpt-oss", kept("m.layers.*.self_attn"), "m.layers.3.self_attn.q_proj", True),
+        ("gpt-oss", kept("m.layers.*.mlp.gate"), "m.layers.3.mlp.gate_proj", False),
+        ("gpt-oss", kept("m.layers.*.mlp"), "m.layers.3.mlp.experts.0.up_proj", True),
         ("mlx", {"ignore": ["lm_head"]}, "lm_head", False),
         ("quark", {"exclude": "lm_head"}, "lm_head", False),
     ],
@@ -356,12 +333,8 @@ def test_only_the_own_records_are_recognised(name, declared, fmt):
     ],
 )
 def test_modules_are_found_by_their_tensors(name, tensors, stems):
-    assert (
-        dialect_named(name).find(
-            {known: TensorRef(known, dtype, (4,), "x", 0) for known, dtype in tensors.items()}
-        )
-        == stems
-    )
+    refs = {known: TensorRef(known, dtype, (4,), "x", 0) for known, dtype in tensors.items()}
+    assert dialect_named(name).find(refs) == stems
 
 
 CT_NUMBERS = {  # of weights, by the format of their group

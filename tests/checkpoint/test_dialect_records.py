@@ -49,6 +49,18 @@ def of_config(record: dict) -> dict:
     return {"config.json": {"quantization_config": record}}
 
 
+def record_of(name: str, groups: list[Group], ignored: Ignored) -> dict:
+    """The record that a dialect writes into config.json."""
+    return dialect_named(name).records(groups, ignored)["config.json"]["quantization_config"]
+
+
+def expressions_in(record: dict) -> list[re.Pattern[str]]:
+    """The expressions of `ignore`."""
+    entries = (entry for entry in record["ignore"] if entry.startswith("re:"))
+    return [re.compile(entry.removeprefix("re:")) for entry in entries]
+
+
+MO_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 RECORDS = [
     (CT, Form(NVFP4), of_config(CT_NVFP4_RECORD)),
     (CT, Form(MXFP4), of_config(CT_MXFP4_RECORD)),
@@ -61,9 +73,7 @@ RECORDS = [
         MO,
         Form(NVFP4, kv_cache="fp8"),
         {
-            **of_config(
-                {**MO_RECORD, "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
-            ),
+            **of_config({**MO_RECORD, "kv_cache_scheme": MO_FP8}),
             "hf_quant_config.json": {
                 **MO_FILE,
                 "quantization": {**MO_FILE["quantization"], "kv_cache_quant_algo": "FP8"},
@@ -105,12 +115,8 @@ RECORDS = [
 @pytest.mark.parametrize(("name", "form", "files"), RECORDS)
 def test_records_are_what_engines_read(name, form, files):
     """Typed by hand after each dialect's source."""
-    assert (
-        dialect_named(name).records(
-            [Group(form, (M,))], Ignored((), ("lm_head", "model.embed_tokens"))
-        )
-        == files
-    )
+    ignored = Ignored((), ("lm_head", "model.embed_tokens"))
+    assert dialect_named(name).records([Group(form, (M,))], ignored) == files
 
 
 @pytest.mark.parametrize(("name", "form", "files"), [row for row in RECORDS if row[2]])
@@ -130,16 +136,10 @@ def test_gpt_oss_names_what_stays_and_says_no_globs():
     """transformers compiles every entry as an expression: one that begins with "*" is none, and the
     model does not load.
     """
-    modules = (
-        "lm_head",
-        "model.layers.0.mlp.router",
-        "model.layers.1.mlp.router",
-        "model.layers.0.mlp.gate",
-    )
+    layer = "model.layers.0.mlp"
+    modules = ("lm_head", f"{layer}.router", "model.layers.1.mlp.router", f"{layer}.gate")
     ignored = Ignored(modules, ("lm_head", "*.gate", "*router*", "re:.*gate$"))
-    record = dialect_named("gpt-oss").records([Group(Form(MXFP4), ())], ignored)["config.json"][
-        "quantization_config"
-    ]
+    record = record_of("gpt-oss", [Group(Form(MXFP4), ())], ignored)
     assert record["modules_to_not_convert"] == sorted(modules)
     for entry in record["modules_to_not_convert"]:
         re.compile(entry)
@@ -232,18 +232,10 @@ def test_kept_modules_are_ignored_under_any_prefix(module, seen_as, is_ignored):
     expressions hold under it.
     """
     ignored = Ignored((module,), ("*vision_tower*", "*.gate", "lm_head"))
-    record = dialect_named(CT).records(
-        [Group(Form(NVFP4), ("model.layers.0.mlp.gate_proj",))], ignored
-    )["config.json"]["quantization_config"]
+    record = record_of(CT, [Group(Form(NVFP4), ("model.layers.0.mlp.gate_proj",))], ignored)
     names = [entry for entry in record["ignore"] if not entry.startswith("re:")]
-    expressions = [
-        re.compile(entry.removeprefix("re:"))
-        for entry in record["ignore"]
-        if entry.startswith("re:")
-    ]
-    assert (
-        seen_as in names or any(expression.match(seen_as) for expression in expressions)
-    ) is is_ignored
+    is_matched = any(expression.match(seen_as) for expression in expressions_in(record))
+    assert (seen_as in names or is_matched) is is_ignored
 
 
 MLP, ATTENTION = ("m.0.mlp.up_proj", "m.1.mlp.up_proj"), ("m.0.attn.q_proj", "m.1.attn.q_proj")
@@ -273,14 +265,7 @@ BESIDE = [  # a form, its format, weights and activations in compressed-tensors
     (
         Form(INT4, granularity=(1, 32)),
         "pack-quantized",
-        {
-            "num_bits": 4,
-            "type": "int",
-            "symmetric": True,
-            "dynamic": False,
-            "strategy": "group",
-            "group_size": 32,
-        },
+        {**CT_FP8, "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
         None,
     ),
 ]
@@ -292,9 +277,7 @@ def test_groups_of_compressed_tensors(form, fmt, weights, inputs):
     its own format.
     """
     groups = [Group(Form(NVFP4), MLP), Group(form, ATTENTION)]
-    record = dialect_named(CT).records(groups, Ignored((), ("lm_head",)))["config.json"][
-        "quantization_config"
-    ]
+    record = record_of(CT, groups, Ignored((), ("lm_head",)))
     assert record == {
         "quant_method": CT,
         "format": "mixed-precision",
@@ -316,16 +299,8 @@ def test_groups_of_compressed_tensors(form, fmt, weights, inputs):
         "ignore": ["lm_head"],
     }
     find = form_finder(dialect_named(CT).recognise(Clues({"quantization_config": record}, {}, {})))
-    assert [find(module) for module in (*MLP, *ATTENTION, "lm_head")] == [
-        Form(NVFP4),
-        Form(NVFP4),
-        form,
-        form,
-        None,
-    ]
-
-
-MO_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+    found = [find(module) for module in (*MLP, *ATTENTION, "lm_head")]
+    assert found == [Form(NVFP4), Form(NVFP4), form, form, None]
 
 
 @pytest.mark.parametrize(
@@ -381,13 +356,8 @@ def test_mixed_precision_of_modelopt(form, algorithm, group):
     }
     told = Clues({"quantization_config": config}, records["hf_quant_config.json"], {})
     find = form_finder(dialect_named(MO).recognise(told))
-    assert [find(module) for module in (*MLP, *ATTENTION, "lm_head")] == [
-        Form(NVFP4, 4),
-        Form(NVFP4, 4),
-        form,
-        form,
-        None,
-    ]
+    found = [find(module) for module in (*MLP, *ATTENTION, "lm_head")]
+    assert found == [Form(NVFP4, 4), Form(NVFP4, 4), form, form, None]
     assert list(dialect_named(MO).judge(told)) == []
     assert not any(dialect_named(MO).ignores(told)(module) for module in (*MLP, *ATTENTION))
     assert dialect_named(MO).ignores(told)("m.0.mlp.gate")
@@ -453,19 +423,14 @@ def test_dialects_that_hold_one_form_refuse_others(name):
 
 
 def test_dialects_refuse_what_they_cannot_mix():
-    target = Target("nvfp4", MO)
+    target, other = Target("nvfp4", MO), Target("nvfp4", CT)
     check_forms(target, [module_form(target, "nvfp4"), module_form(target, "fp8")])
     with pytest.raises(InputError):
         check_forms(target, [module_form(target, "mxfp4")])
-    check_forms(
-        Target("nvfp4", CT),
-        [module_form(Target("nvfp4", CT), word) for word in ("nvfp4", "mxfp4", "fp8")],
-    )
-    assert (
-        dialect_named(MO).unfit("m", (256, 256), fp8_form(target, (32, 32)))
-        == "FP8 with scales of 32x32"
-    )
-    assert dialect_named(MO).unfit("m", (256, 256), fp8_form(target, (128, 128))) is None
+    check_forms(other, [module_form(other, word) for word in ("nvfp4", "mxfp4", "fp8")])
+    small, large = (fp8_form(target, (size, size)) for size in (32, 128))
+    assert dialect_named(MO).unfit("m", (256, 256), small) == "FP8 with scales of 32x32"
+    assert dialect_named(MO).unfit("m", (256, 256), large) is None
 
 
 @pytest.mark.parametrize(
@@ -494,23 +459,13 @@ def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
     ]
     inputs = [("m.input_scale", "F32", ())] if name == MO and granularity == "tensor" else []
     marks = [("m.comfy_quant", "U8", (26,))] if name == "comfy" else []
-    assert specs == [
-        ("m.weight", "F8_E4M3", (200, 320)),
-        ("m.weight_scale", "F32", scales),
-        *inputs,
-        *marks,
-    ]
+    weights = [("m.weight", "F8_E4M3", (200, 320)), ("m.weight_scale", "F32", scales)]
+    assert specs == [*weights, *inputs, *marks]
     assert form.activations == bits
     table = dialect_named(name).TRAITS.fp8
     assert table is not None
-    parts = list(
-        table.encode(
-            "m",
-            (200, 320),
-            form,
-            [(memoryview(b"ab"), memoryview(b"1234")), (memoryview(b"c"), memoryview(b""))],
-        )
-    )
+    panels = [(memoryview(b"ab"), memoryview(b"1234")), (memoryview(b"c"), memoryview(b""))]
+    parts = list(table.encode("m", (200, 320), form, panels))
     ones = [("m.input_scale", bytes.fromhex("0000803f"))] if inputs else []
     if name == "comfy":
         ones = [("m.comfy_quant", b'{"format":"float8_e4m3fn"}')]
@@ -552,40 +507,21 @@ def test_layers_that_stay_are_told_under_whatever_an_engine_has_before_them():
     kept, pattern = "model.layers.0.mlp.down_proj", "model.layers.1.*"
     ignored = Ignored((kept, "model.layers.1.mlp.up_proj"), (pattern,))
     group = Group(Form(NVFP4), ("model.layers.2.mlp.down_proj", "model.layers.11.mlp.up_proj"))
-    record = dialect_named("compressed-tensors").records((group,), ignored)["config.json"][
-        "quantization_config"
-    ]
-    assert isinstance(record, dict)
-    told = [
-        re.compile(entry.removeprefix("re:"))
-        for entry in record["ignore"]
-        if entry.startswith("re:")
-    ]
+    expressions = expressions_in(record_of(CT, [group], ignored))
+    layers = {"0.mlp.down_proj", "1.mlp.up_proj", "2.mlp.down_proj", "11.mlp.up_proj"}
     for prefix in ("model.", "model.language_model.", "language_model.model.", ""):
-        for name, is_kept in (
-            ("0.mlp.down_proj", True),
-            ("1.mlp.up_proj", True),
-            ("2.mlp.down_proj", False),
-            ("11.mlp.up_proj", False),
-        ):
-            assert any(entry.match(f"{prefix}layers.{name}") for entry in told) == is_kept, (
-                prefix,
-                name,
-            )
+        fitting = {
+            name
+            for name in layers
+            if any(expression.match(f"{prefix}layers.{name}") for expression in expressions)
+        }
+        assert fitting == {"0.mlp.down_proj", "1.mlp.up_proj"}, prefix
 
 
 def test_a_kept_tower_does_not_hide_the_layers_of_the_text():
     """Both have layers.0: the tower keeps its whole name."""
     ignored = Ignored(("vision.layers.0.mlp.up_proj",), ())
     group = Group(Form(NVFP4), ("model.layers.0.mlp.up_proj",))
-    record = dialect_named("compressed-tensors").records((group,), ignored)["config.json"][
-        "quantization_config"
-    ]
-    assert isinstance(record, dict)
-    told = [
-        re.compile(entry.removeprefix("re:"))
-        for entry in record["ignore"]
-        if entry.startswith("re:")
-    ]
+    told = expressions_in(record_of(CT, [group], ignored))
     assert not any(entry.match("model.layers.0.mlp.up_proj") for entry in told)
     assert any(entry.match("model.vision.layers.0.mlp.up_proj") for entry in told)

@@ -43,28 +43,20 @@ def modules(
     return {name: module_of(seed, fmt, shape, own, inputs) for seed, name in enumerate(names)}
 
 
-@pytest.mark.parametrize("dialect", ["modelopt", "comfy"])
-def test_mxfp4_into_a_dialect_of_nvfp4(dialect, tmp_path):
-    artifact = write_artifact(tmp_path / "a", "quark", "mxfp4", modules("mxfp4", ("a",)))
-    assert refused(transcoded(artifact, tmp_path, dialect), tmp_path)["code"] == "dialect-format"
-    tensors = {"a.o_proj.weight": weight(1)}
-    assert (
-        refused(quantized(tensors, tmp_path, dialect, "--format", "mxfp4"), tmp_path)["code"]
-        == "dialect-format"
-    )
+def artifact_of(tmp_path, dialect: str, fmt: str, *names: str, **numbers):
+    """An artifact of modules of those names."""
+    return write_artifact(tmp_path / "a", dialect, fmt, modules(fmt, names, **numbers))
 
 
-@pytest.mark.parametrize("dialect", ["gpt-oss", "deepseek"])
-def test_nvfp4_into_a_dialect_of_mxfp4(dialect, tmp_path):
-    artifact = write_artifact(
-        tmp_path / "a", "quark", "nvfp4", modules("nvfp4", (f"{EXPERTS}.0.w1",))
-    )
+@pytest.mark.parametrize(
+    ("dialect", "fmt"),
+    [("modelopt", "mxfp4"), ("comfy", "mxfp4"), ("gpt-oss", "nvfp4"), ("deepseek", "nvfp4")],
+)
+def test_a_format_that_a_dialect_lacks(dialect, fmt, tmp_path):
+    artifact = artifact_of(tmp_path, "quark", fmt, f"{EXPERTS}.0.w1")
     assert refused(transcoded(artifact, tmp_path, dialect), tmp_path)["code"] == "dialect-format"
-    tensors = {f"{EXPERTS}.0.w1.weight": weight(1)}
-    assert (
-        refused(quantized(tensors, tmp_path, dialect, "--format", "nvfp4"), tmp_path)["code"]
-        == "dialect-format"
-    )
+    outcome = quantized({f"{EXPERTS}.0.w1.weight": weight(1)}, tmp_path, dialect, "--format", fmt)
+    assert refused(outcome, tmp_path)["code"] == "dialect-format"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +72,7 @@ def test_nvfp4_into_a_dialect_of_mxfp4(dialect, tmp_path):
     ],
 )
 def test_a_layout_that_a_dialect_lacks(dialect, layout, known, tmp_path):
-    artifact = write_artifact(tmp_path / "a", "quark", "nvfp4", modules("nvfp4", ("a",)))
+    artifact = artifact_of(tmp_path, "quark", "nvfp4", "a")
     error = refused(transcoded(artifact, tmp_path, dialect, "--scale-layout", layout), tmp_path)
     assert error["code"] == "dialect-layout"
     assert error["message"].endswith(f"it holds {known}")
@@ -88,12 +80,8 @@ def test_a_layout_that_a_dialect_lacks(dialect, layout, known, tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 8, 17, 24])
 def test_comfy_pads_rows_and_so_must_refuse_others(rows, tmp_path):
-    artifact = write_artifact(
-        tmp_path / "a",
-        "quark",
-        "nvfp4",
-        modules("nvfp4", ("good",)) | modules("nvfp4", ("bad",), (rows, 32)),
-    )
+    mixed = modules("nvfp4", ("good",)) | modules("nvfp4", ("bad",), (rows, 32))
+    artifact = write_artifact(tmp_path / "a", "quark", "nvfp4", mixed)
     error = refused(transcoded(artifact, tmp_path, "comfy"), tmp_path)
     assert (error["code"], error["tensor"]) == ("dialect-shape", "bad")
     tensors = {"good.o_proj.weight": weight(1), "bad.o_proj.weight": weight(1, rows, 32)}
@@ -102,9 +90,8 @@ def test_comfy_pads_rows_and_so_must_refuse_others(rows, tmp_path):
         "good.o_proj.weight": "quantize",
         "bad.o_proj.weight": "skip",
     }
-    assert (
-        quantized(tensors, tmp_path, "comfy", "--format", "nvfp4").json["tensors"]["skipped"] == 1
-    )
+    outcome = quantized(tensors, tmp_path, "comfy", "--format", "nvfp4")
+    assert outcome.json["tensors"]["skipped"] == 1
 
 
 @pytest.mark.parametrize("multiplier", [0.5, 2.0, 0.99999994, 1.0000001])
@@ -141,9 +128,7 @@ def test_mlx_has_no_input_scale(dialect, tmp_path):
     ],
 )
 def test_deepseek_holds_routed_experts_alone(name, tmp_path):
-    artifact = write_artifact(
-        tmp_path / "a", "quark", "mxfp4", modules("mxfp4", (f"{EXPERTS}.0.w1", name))
-    )
+    artifact = artifact_of(tmp_path, "quark", "mxfp4", f"{EXPERTS}.0.w1", name)
     error = refused(transcoded(artifact, tmp_path, "deepseek"), tmp_path)
     assert (error["code"], error["tensor"]) == ("dialect-module", name)
 
@@ -163,39 +148,25 @@ def stack(*left_out: str, **shapes: tuple[int, int]) -> dict[str, Module]:
     }
 
 
-@pytest.mark.parametrize(
-    ("experts", "named"),
-    [
-        (stack(), None),
-        (stack(".2.up_proj"), EXPERTS),
-        (stack(".2.down_proj"), EXPERTS),
-        (stack("up_proj"), EXPERTS),
-        (stack("down_proj"), EXPERTS),
-        (stack(".1.gate_proj", ".1.up_proj", ".1.down_proj"), EXPERTS),
-        (stack(".0.gate_proj", ".0.up_proj", ".0.down_proj"), EXPERTS),
-        (stack(**{"1_up_proj": (32, 64)}), EXPERTS),
-        (stack(**{"1_down_proj": (16, 96)}), EXPERTS),
-        (
-            {**stack(), "model.layers.0.self_attn.o_proj": module_of(1, "mxfp4", (16, 64), None)},
-            "model.layers.0.self_attn.o_proj",
-        ),
-        ({**stack(), f"{EXPERTS}.0.w1": module_of(1, "mxfp4", (16, 64), None)}, f"{EXPERTS}.0.w1"),
-    ],
-    ids=[
-        "whole",
-        "no 2.up",
-        "no 2.down",
-        "no up",
-        "no down",
-        "no 1",
-        "no 0",
-        "taller up",
-        "wider down",
-        "attention",
-        "w1",
-    ],
-)
-def test_gpt_oss_stacks_whole_experts_of_one_shape(experts, named, tmp_path):
+O_PROJ, W1 = "model.layers.0.self_attn.o_proj", f"{EXPERTS}.0.w1"
+STACKS = {  # modules, and the name in the error
+    "whole": (stack(), None),
+    "no 2.up": (stack(".2.up_proj"), EXPERTS),
+    "no 2.down": (stack(".2.down_proj"), EXPERTS),
+    "no up": (stack("up_proj"), EXPERTS),
+    "no down": (stack("down_proj"), EXPERTS),
+    "no 1": (stack(".1.gate_proj", ".1.up_proj", ".1.down_proj"), EXPERTS),
+    "no 0": (stack(".0.gate_proj", ".0.up_proj", ".0.down_proj"), EXPERTS),
+    "taller up": (stack(**{"1_up_proj": (32, 64)}), EXPERTS),
+    "wider down": (stack(**{"1_down_proj": (16, 96)}), EXPERTS),
+    "attention": (stack() | modules("mxfp4", (O_PROJ,)), O_PROJ),
+    "w1": (stack() | modules("mxfp4", (W1,)), W1),
+}
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_gpt_oss_stacks_whole_experts_of_one_shape(kind, tmp_path):
+    experts, named = STACKS[kind]
     artifact = write_artifact(tmp_path / "a", "compressed-tensors", "mxfp4", experts)
     outcome = transcoded(artifact, tmp_path, "gpt-oss")
     if named is None:
@@ -208,8 +179,7 @@ def test_gpt_oss_stacks_whole_experts_of_one_shape(experts, named, tmp_path):
 @pytest.mark.parametrize("source", ["mlx", "plain/linear", "plain/appended"])
 @pytest.mark.parametrize("target", ["compressed-tensors", "quark"])
 def test_embeddings_are_ordinary_where_no_engine_reads_four_bit_ones(source, target, tmp_path):
-    made = modules("mxfp4", ("proj", "model.embed_tokens"))
-    artifact = write_artifact(tmp_path / "a", source, "mxfp4", made)
+    artifact = artifact_of(tmp_path, source, "mxfp4", "proj", "model.embed_tokens")
     error = refused(transcoded(artifact, tmp_path, target), tmp_path)
     assert (error["code"], error["tensor"]) == ("dialect-module", "model.embed_tokens")
     other = "plain" if source == "mlx" else "mlx"
@@ -217,9 +187,7 @@ def test_embeddings_are_ordinary_where_no_engine_reads_four_bit_ones(source, tar
 
 
 def test_embeddings_of_nvfp4_into_modelopt(tmp_path):
-    artifact = write_artifact(
-        tmp_path / "a", "comfy", "nvfp4", modules("nvfp4", ("proj", "model.embed_tokens"))
-    )
+    artifact = artifact_of(tmp_path, "comfy", "nvfp4", "proj", "model.embed_tokens")
     assert refused(transcoded(artifact, tmp_path, "modelopt"), tmp_path)["code"] == "dialect-module"
     assert transcoded(artifact, tmp_path, "mlx").code == 0
 
@@ -236,9 +204,8 @@ def test_four_bit_activations_of_mxfp4_where_no_record_says_them(target, tmp_pat
 
 
 def test_quantize_into_mlx_with_four_bit_activations(tmp_path):
-    outcome = quantized(
-        {"a.o_proj.weight": weight(1)}, tmp_path, "mlx", "--format", "nvfp4", "--activations", 4
-    )
+    options = ("mlx", "--format", "nvfp4", "--activations", 4)
+    outcome = quantized({"a.o_proj.weight": weight(1)}, tmp_path, *options)
     assert refused(outcome, tmp_path)["code"] == "dialect-activations"
 
 
@@ -261,17 +228,8 @@ def test_two_shards_of_one_name(tmp_path):
         "scales.safetensors": {"a.norm.weight": weight(2, 1, 64)},
     }
     source = write_checkpoint(tmp_path / "source", shards, {"model_type": "x"})
-    outcome = run(
-        "quantize",
-        source,
-        "-o",
-        tmp_path / "out",
-        "--json",
-        "--dialect",
-        "plain",
-        "--format",
-        "nvfp4",
-    )
+    options = ("--dialect", "plain", "--format", "nvfp4")
+    outcome = run("quantize", source, "-o", tmp_path / "out", "--json", *options)
     if outcome.code == 0:
         assert {"a.norm.weight", "a.o_proj.block_scale"} <= read_folder(tmp_path / "out").keys()
     else:
@@ -281,15 +239,10 @@ def test_two_shards_of_one_name(tmp_path):
 @pytest.mark.parametrize("target", ["quark", "comfy", "mlx"])
 def test_a_kv_cache_that_a_dialect_cannot_say(target, tmp_path):
     """Refused, or a line says that it is lost."""
-    artifact = write_artifact(
-        tmp_path / "a", "compressed-tensors", "nvfp4", modules("nvfp4", ("a",))
-    )
+    artifact = artifact_of(tmp_path, "compressed-tensors", "nvfp4", "a")
     config = json.loads((artifact / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "tensor",
-    }
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
     (artifact / "config.json").write_text(json.dumps(config))
     outcome = run("transcode", artifact, "-o", tmp_path / "out", "--dialect", target)
     assert outcome.code == 2 or "cache" in (outcome.out + outcome.err).replace(str(tmp_path), "")
@@ -297,7 +250,7 @@ def test_a_kv_cache_that_a_dialect_cannot_say(target, tmp_path):
 
 def test_fp8_modules_beside_nvfp4_in_comfy(tmp_path):
     """ComfyUI mixes them; those of FP8 are ordinary tensors here, as in modelopt."""
-    artifact = write_artifact(tmp_path / "a", "comfy", "nvfp4", modules("nvfp4", ("a",)))
+    artifact = artifact_of(tmp_path, "comfy", "nvfp4", "a")
     mark = b'{"format":"float8_e4m3fn"}'
     fp8 = {
         "b.weight": ("F8_E4M3", (16, 64), bytes(1024)),
@@ -310,12 +263,8 @@ def test_fp8_modules_beside_nvfp4_in_comfy(tmp_path):
 
 @pytest.mark.parametrize("number", ["00", "01", "9" * 5000])
 def test_experts_with_odd_numbers_are_no_experts(number, tmp_path):
-    made = {
-        f"{EXPERTS}.{n}.{member}": module_of(0, "mxfp4", (16, 64), None)
-        for n in ("0", number)
-        for member in GPT_OSS
-    }
-    artifact = write_artifact(tmp_path / "a", "quark", "mxfp4", made)
+    names = [f"{EXPERTS}.{n}.{member}" for n in ("0", number) for member in GPT_OSS]
+    artifact = artifact_of(tmp_path, "quark", "mxfp4", *names)
     assert refused(transcoded(artifact, tmp_path, "gpt-oss"), tmp_path)["code"] == "dialect-module"
 
 
@@ -324,30 +273,21 @@ def test_experts_with_odd_numbers_are_no_experts(number, tmp_path):
     ["pre_quant_scale", "weight_g_idx", "weight_zero_point", "svdquant_lora_a", "output_scale"],
 )
 def test_tensors_that_change_the_weights_are_never_passed_over(ending, tmp_path):
-    artifact = write_artifact(tmp_path / "a", "modelopt", "nvfp4", modules("nvfp4", ("a",)))
+    artifact = artifact_of(tmp_path, "modelopt", "nvfp4", "a")
     tensors = {**read_shard(artifact / "model.safetensors"), f"a.{ending}": ("F32", (1,), bytes(4))}
     config = json.loads((artifact / "config.json").read_text())
     folder = write_single(tmp_path / "with", tensors, config)
-    assert (
-        refused(transcoded(folder, tmp_path, "compressed-tensors"), tmp_path)["code"]
-        == "unsaid-tensors"
-    )
-    assert (
-        refused(run("dequantize", folder, "-o", tmp_path / "out", "--json"), tmp_path)["code"]
-        == "unsaid-tensors"
-    )
+    dequantized = run("dequantize", folder, "-o", tmp_path / "out", "--json")
+    for outcome in (dequantized, transcoded(folder, tmp_path, "compressed-tensors")):
+        assert refused(outcome, tmp_path)["code"] == "unsaid-tensors"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
 def test_values_under_an_odd_global_scale_are_never_written(value, tmp_path):
-    artifact = write_artifact(
-        tmp_path / "a", "modelopt", "nvfp4", modules("nvfp4", ("a",), multiplier=value)
-    )
-    for command in (
-        ("dequantize", artifact, "-o", tmp_path / "out", "--json"),
-        ("transcode", artifact, "-o", tmp_path / "out", "--dialect", "quark", "--json"),
-    ):
-        assert refused(run(*command), tmp_path)["code"] == "global-scale"
+    artifact = artifact_of(tmp_path, "modelopt", "nvfp4", "a", multiplier=value)
+    dequantized = run("dequantize", artifact, "-o", tmp_path / "out", "--json")
+    for outcome in (dequantized, transcoded(artifact, tmp_path, "quark")):
+        assert refused(outcome, tmp_path)["code"] == "global-scale"
 
 
 @pytest.mark.parametrize(
@@ -361,7 +301,6 @@ def test_values_under_an_odd_global_scale_are_never_written(value, tmp_path):
 def test_what_stays_is_never_taken_for_four_bit(dialect, name, tmp_path):
     chosen = "l.experts.0.w2.weight" if dialect == "deepseek" else "a.o_proj.weight"
     fmt = "mxfp4" if dialect == "deepseek" else "nvfp4"
-    outcome = quantized(
-        {chosen: weight(1), name: ("F32", (1,), bytes(4))}, tmp_path, dialect, "--format", fmt
-    )
+    tensors = {chosen: weight(1), name: ("F32", (1,), bytes(4))}
+    outcome = quantized(tensors, tmp_path, dialect, "--format", fmt)
     assert refused(outcome, tmp_path)["code"] == "name-collision"

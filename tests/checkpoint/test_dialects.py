@@ -192,12 +192,7 @@ def test_what_is_encoded_is_decoded(name, form, expected):
             bytes(wanted.packed),
             bytes(wanted.block_scales),
         )
-    assert (back.format, back.shape, back.global_scale, back.kind) == (
-        q.format,
-        SHAPE,
-        q.global_scale,
-        back.kind,
-    )
+    assert (back.format, back.shape, back.global_scale) == (q.format, SHAPE, q.global_scale)
     assert not form.format.has_global_scale or back.kind == q.kind
 
 
@@ -341,9 +336,8 @@ def test_the_file_of_comfy_names_its_modules(tmp_path):
     modules = {name: module_of(1, "nvfp4", (16, 32), 0.5) for name in ("a", "b")}
     artifact = write_artifact(tmp_path / "a", MO, "nvfp4", modules, is_split=True)
     assert run("transcode", artifact, "-o", tmp_path / "b", "--dialect", "comfy", "-q").code == 0
-    assert (
-        run("transcode", tmp_path / "b", "-o", tmp_path / "c", "--dialect", "quark", "-q").code == 0
-    )
+    words = ("-o", tmp_path / "c", "--dialect", "quark", "-q")
+    assert run("transcode", tmp_path / "b", *words).code == 0
     named = {}
     for path in sorted((tmp_path / "b").glob("*.safetensors")):
         told = json.loads(metadata_of(path).get("_quantization_metadata", '{"layers": {}}'))
@@ -361,15 +355,8 @@ def metadata_of(path) -> dict[str, str]:
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
 
 
-MULTIPLIERS = [
-    1.0,
-    2.0**-126,
-    2.0**100,
-    3.0,
-    1e-5,
-    6.5e-4,
-    float(np.float32(3.4e38) / np.float32(2688)),
-]
+LARGEST = float(np.float32(3.4e38) / np.float32(2688))
+MULTIPLIERS = [1.0, 2.0**-126, 2.0**100, 3.0, 1e-5, 6.5e-4, LARGEST]
 
 
 def stored_global(name: str, multiplier: float, kind: str) -> bytes:
@@ -387,10 +374,8 @@ def test_the_other_kind_of_global_scale_is_one_rounding_of_its_reciprocal(name, 
     exponents = rng.uniform(-126, 115, 2000)
     drawn = (rng.uniform(1, 2, 2000) * 2.0**exponents).astype(np.float32)
     for value in (*np.array(MULTIPLIERS, np.float32), *drawn):
-        assert (
-            stored_global(name, float(value), kind)
-            == (np.float32(1) / value).astype("<f4").tobytes()
-        )
+        expected = (np.float32(1) / value).astype("<f4").tobytes()
+        assert stored_global(name, float(value), kind) == expected
 
 
 @pytest.mark.parametrize(
@@ -433,10 +418,8 @@ def test_no_global_scale_is_no_tensor():
     ],
 )
 def test_names_that_only_quantized_checkpoints_have(name, is_quantized):
-    dtype = "U8" if is_quantized else "BF16"
-    assert (
-        is_quantized_tensor(TensorRef(name, dtype, (4, 4), "model.safetensors", 0)) is is_quantized
-    )
+    ref = TensorRef(name, "U8" if is_quantized else "BF16", (4, 4), "model.safetensors", 0)
+    assert is_quantized_tensor(ref) is is_quantized
 
 
 @pytest.mark.parametrize(

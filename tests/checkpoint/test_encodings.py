@@ -43,6 +43,7 @@ LAYOUTS = [
 EVERY_LAYOUT = pytest.mark.parametrize(("order", "rows"), LAYOUTS)
 BLOCKS = (8, 16)
 FP8_RECORD = {"quant_method": "fp8", "weight_block_size": list(BLOCKS)}
+FP8_CONFIG = {**LLAMA, "quantization_config": FP8_RECORD}
 CODES_OF_NAN = (0x7F, 0xFF)  # of E4M3
 
 
@@ -202,24 +203,12 @@ def test_nan_is_found_in_the_right_expert_at_the_right_place(order, rows, tmp_pa
     bad = {f"{EXPERTS}.1.up_proj": (7, 40), f"{EXPERTS}.2.gate_proj": (31, 63)}
     for expert, member, (row, column) in ((1, 1, (7, 40)), (2, 0, (31, 63))):
         output = 2 * row + member if rows == "interleaved" else INNER * member + row
-        stack[(expert, output, column) if order == "out_in" else (expert, column, output)] = (
-            math.nan
-        )
+        place = (expert, output, column) if order == "out_in" else (expert, column, output)
+        stack[place] = math.nan
     tensors = {f"{EXPERTS}.gate_up_proj": ("F32", stack.shape, stack.tobytes())}
     source, out = write_single(tmp_path / "m", tensors), tmp_path / "out"
-    command = (
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        out,
-        "--stack-order",
-        order,
-        "--stack-rows",
-        rows,
-        "--json",
-    )
+    layout = ("--stack-order", order, "--stack-rows", rows)
+    command = ("quantize", source, "--format", "nvfp4", "-o", out, *layout, "--json")
     error = run(*command).json["error"]
     for module, place in bad.items():
         assert f"{module} has 1 value that is NaN, at {list(place)}" in error["message"]
@@ -256,21 +245,28 @@ def fp8_values(
     ).numpy()
 
 
+def in_blocks(codes: np.ndarray, scales: Any) -> dict[str, Tensor]:
+    """The tensors of FP8 codes under scales of blocks."""
+    return {
+        f"{MODULE}.weight": ("F8_E4M3", codes.shape, codes.tobytes()),
+        f"{MODULE}.weight_scale_inv": scale_tensor(scales, tuple(scales.shape)),
+    }
+
+
 def test_what_is_fp8_already_does_not_go_through_fp8_again(tmp_path):
     """Other values would, under blocks of 128 x 128 in place of its own; where that is all there
     is, nobody asks for it.
     """
-    codes, scales = fp8_codes(16, 64), torch.tensor([[1.0, 0.3, 7.0, 0.011], [2.0, 1.0, 1e-3, 9.0]])
-    tensors = {
-        f"{MODULE}.weight": ("F8_E4M3", (16, 64), codes.tobytes()),
-        f"{MODULE}.weight_scale_inv": scale_tensor(scales, (2, 4)),
-    }
-    config, nvfp4 = {**LLAMA, "quantization_config": FP8_RECORD}, ("--format", "nvfp4")
-    alone = write_single(tmp_path / "alone", tensors, config)
+    scales, nvfp4 = (
+        torch.tensor([[1.0, 0.3, 7.0, 0.011], [2.0, 1.0, 1e-3, 9.0]]),
+        ("--format", "nvfp4"),
+    )
+    tensors = in_blocks(fp8_codes(16, 64), scales)
+    alone = write_single(tmp_path / "alone", tensors, FP8_CONFIG)
     refused = run("quantize", alone, *nvfp4, "-o", tmp_path / "out", "--via", "fp8", "--json")
     assert (refused.code, refused.json["error"]["code"]) == (2, "idle-option")
     tensors["model.layers.0.self_attn.o_proj.weight"] = ("BF16", (16, 64), bf16(16, 64))
-    source = write_single(tmp_path / "m", tensors, config)
+    source = write_single(tmp_path / "m", tensors, FP8_CONFIG)
     results = []
     for name, options in (("through", ("--via", "fp8")), ("plain", ())):
         assert run("quantize", source, *nvfp4, "-o", tmp_path / name, *options).code == 0
@@ -307,81 +303,29 @@ def random_scales(rows: int, columns: int, dtype: Any = torch.float32) -> Any:
     )
 
 
-FP8_KINDS = {  # ending, scales, their shape, block, record, word
-    "blocks": (".weight_scale_inv", random_scales(3, 3), (3, 3), BLOCKS, FP8_RECORD, "fp8 8x16"),
-    "blocks bf16": (
-        ".weight_scale",
-        random_scales(3, 3, torch.bfloat16),
-        (3, 3),
-        BLOCKS,
-        FP8_RECORD,
-        "fp8 8x16",
-    ),
-    "blocks e8m0": (
-        ".scale",
-        random_scales(3, 3, torch.float8_e8m0fnu),
-        (3, 3),
-        BLOCKS,
-        FP8_RECORD,
-        "fp8 8x16",
-    ),
-    "blocks of ct": (
-        ".weight_scale",
-        random_scales(3, 3),
-        (3, 3),
-        BLOCKS,
-        ct_record(num_bits=8, type="float", strategy="block", block_structure=list(BLOCKS)),
-        "fp8 8x16",
-    ),
-    "groups": (
-        ".weight_scale",
-        random_scales(21, 5, torch.float8_e8m0fnu).view(torch.uint8),
-        (21, 5),
-        (1, 8),
-        ct_record(num_bits=8, type="float", strategy="group", group_size=8),
-        "fp8 1x8",
-    ),
-    "rows": (
-        ".weight_scale",
-        random_scales(21, 1),
-        (21, 1),
-        (1, 40),
-        {"quant_method": "fp8"},
-        "fp8 rows",
-    ),
-    "rows flat": (
-        ".weight_scale",
-        random_scales(21, 1, torch.float16),
-        (21,),
-        (1, 40),
-        {"quant_method": "fp8"},
-        "fp8 rows",
-    ),
-    "whole": (
-        ".weight_scale",
-        random_scales(1, 1),
-        (),
-        (21, 40),
-        {"quant_method": "modelopt"},
-        "fp8",
-    ),
-    "whole of 1": (
-        ".weight_scale",
-        random_scales(1, 1),
-        (1,),
-        (21, 40),
-        {"quant_method": "modelopt"},
-        "fp8",
-    ),
-    "comfy": (".scale_weight", random_scales(1, 1), (), (21, 40), None, "fp8"),
+SCALE, E8M0 = ".weight_scale", torch.float8_e8m0fnu
+ROWS_RECORD, WHOLE_RECORD = {"quant_method": "fp8"}, {"quant_method": "modelopt"}
+CT_BLOCKS = ct_record(num_bits=8, type="float", strategy="block", block_structure=list(BLOCKS))
+CT_GROUPS = ct_record(num_bits=8, type="float", strategy="group", group_size=8)
+FP8_KINDS = {  # ending; rows, columns and dtype of scales; their shape, block, record, word
+    "blocks": (".weight_scale_inv", (3, 3), (3, 3), BLOCKS, FP8_RECORD, "fp8 8x16"),
+    "blocks bf16": (SCALE, (3, 3, torch.bfloat16), (3, 3), BLOCKS, FP8_RECORD, "fp8 8x16"),
+    "blocks e8m0": (".scale", (3, 3, E8M0), (3, 3), BLOCKS, FP8_RECORD, "fp8 8x16"),
+    "blocks of ct": (SCALE, (3, 3), (3, 3), BLOCKS, CT_BLOCKS, "fp8 8x16"),
+    "groups": (SCALE, (21, 5, E8M0), (21, 5), (1, 8), CT_GROUPS, "fp8 1x8"),
+    "rows": (SCALE, (21, 1), (21, 1), (1, 40), ROWS_RECORD, "fp8 rows"),
+    "rows flat": (SCALE, (21, 1, torch.float16), (21,), (1, 40), ROWS_RECORD, "fp8 rows"),
+    "whole": (SCALE, (1, 1), (), (21, 40), WHOLE_RECORD, "fp8"),
+    "whole of 1": (SCALE, (1, 1), (1,), (21, 40), WHOLE_RECORD, "fp8"),
+    "comfy": (".scale_weight", (1, 1), (), (21, 40), None, "fp8"),
 }
 
 
 @pytest.mark.parametrize("kind", FP8_KINDS)
 def test_fp8_is_worth_what_torch_says(kind, tmp_path):
-    ending, scales, shape, block, record, word = FP8_KINDS[kind]
-    codes = fp8_codes()
-    held = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    ending, drawn, shape, block, record, word = FP8_KINDS[kind]
+    codes, held = fp8_codes(), random_scales(*drawn)
+    scales = held.view(torch.uint8) if kind == "groups" else held  # as compressed-tensors has them
     tensors = {
         f"{MODULE}{ending}": scale_tensor(scales, shape),
         f"{MODULE}.weight": ("F8_E4M3", codes.shape, codes.tobytes()),
@@ -409,27 +353,24 @@ def test_fp8_without_scales_or_record_is_numbers_as_they_stand(dtype, judge, tmp
     check_amax(weights, expected)
 
 
+def check_same_result(packed: Path, values: np.ndarray, format: str) -> None:
+    """Quantizing a packed matrix gives the bytes that its values as floats give."""
+    tensors: dict[str, Tensor] = {f"{MODULE}.weight": ("F32", values.shape, values.tobytes())}
+    for folder in (packed, write_single(packed.parent / "floats", tensors)):
+        assert run("quantize", folder, "--format", format, "-o", f"{folder}-out").code == 0
+    assert read_folder(Path(f"{packed}-out")) == read_folder(packed.parent / "floats-out")
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_fp8_becomes_what_its_values_become(format, tmp_path):
     codes, scales = fp8_codes(40, 64), random_scales(5, 4)
     values = fp8_values(codes, scales, BLOCKS)
-    packed = {
-        f"{MODULE}.weight": ("F8_E4M3", codes.shape, codes.tobytes()),
-        f"{MODULE}.weight_scale_inv": scale_tensor(scales, (5, 4)),
-    }
-    config = {**LLAMA, "quantization_config": FP8_RECORD}
-    one, out = write_single(tmp_path / "packed", packed, config), tmp_path / "out"
-    other = write_single(
-        tmp_path / "floats", {f"{MODULE}.weight": ("F32", values.shape, values.tobytes())}
-    )
-    assert run("quantize", one, "--format", format, "-o", out).code == 0
-    assert run("quantize", other, "--format", format, "-o", tmp_path / "floats-out").code == 0
-    assert read_folder(out) == read_folder(tmp_path / "floats-out")
-    two = write_single(tmp_path / "two", {**packed, "other.weight": weight()}, config)
-    assert (
-        run("quantize", two, "--format", format, "-o", tmp_path / "kept", "--exclude", MODULE).code
-        == 0
-    )
+    packed = in_blocks(codes, scales)
+    one = write_single(tmp_path / "packed", packed, FP8_CONFIG)
+    check_same_result(one, values, format)
+    two = write_single(tmp_path / "two", {**packed, "other.weight": weight()}, FP8_CONFIG)
+    options = ("--format", format, "-o", tmp_path / "kept", "--exclude", MODULE)
+    assert run("quantize", two, *options).code == 0
     kept = torch.from_numpy(values).bfloat16().view(torch.uint8).numpy().tobytes()
     restored = read_folder(tmp_path / "kept")[f"{MODULE}.weight"]
     assert restored == ("BF16", values.shape, kept)
@@ -438,24 +379,13 @@ def test_fp8_becomes_what_its_values_become(format, tmp_path):
 def test_nan_among_fp8_codes_and_scales_is_placed(tmp_path):
     codes, scales = fp8_codes(40, 64), random_scales(5, 4)
     codes[13, 21] = 0x7F
-    tensors = {
-        f"{MODULE}.weight": ("F8_E4M3", codes.shape, codes.tobytes()),
-        f"{MODULE}.weight_scale_inv": scale_tensor(scales, (5, 4)),
-    }
-    source = write_single(tmp_path / "m", tensors, {**LLAMA, "quantization_config": FP8_RECORD})
-    error = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "--json").json[
-        "error"
-    ]
+    words = ("--format", "nvfp4", "-o", tmp_path / "out", "--json")
+    source = write_single(tmp_path / "m", in_blocks(codes, scales), FP8_CONFIG)
+    error = run("quantize", source, *words).json["error"]
     assert f"{MODULE}.weight has 1 value that is NaN, at [13, 21]" in error["message"]
     codes[13, 21], scales[2, 1] = 0x38, math.inf
-    tensors = {
-        f"{MODULE}.weight": ("F8_E4M3", codes.shape, codes.tobytes()),
-        f"{MODULE}.weight_scale_inv": scale_tensor(scales, (5, 4)),
-    }
-    source = write_single(tmp_path / "n", tensors, {**LLAMA, "quantization_config": FP8_RECORD})
-    error = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "b", "--json").json[
-        "error"
-    ]
+    source = write_single(tmp_path / "n", in_blocks(codes, scales), FP8_CONFIG)
+    error = run("quantize", source, *words).json["error"]
     assert re.search(
         r"has 128 values that are NaN or Inf, the first (Inf|NaN) at \[16, 16\]", error["message"]
     )
@@ -513,12 +443,7 @@ def test_integers_are_worth_what_compressed_tensors_says(bits, symmetric, group,
         values.shape,
     )
     check_panels(linear.coding.weights(linear, source), values)
-    other = write_single(
-        tmp_path / "floats", {f"{MODULE}.weight": ("F32", values.shape, values.tobytes())}
-    )
-    for folder in (one, other):
-        assert run("quantize", folder, "--format", "nvfp4", "-o", f"{folder}-out").code == 0
-    assert read_folder(tmp_path / "packed-out") == read_folder(tmp_path / "floats-out")
+    check_same_result(one, values, "nvfp4")
 
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt", "mlx", "plain/128x4"])

@@ -75,22 +75,35 @@ def done(*arguments: object) -> Outcome:
     return outcome
 
 
-def there_and_back(source: Path, *options: object, fmt: str = "mxfp4") -> Path:
-    """The folder that dequantize makes of what quantize made."""
-    artifact, restored = source.parent / "artifact", source.parent / "restored"
-    done("quantize", source, "--format", fmt, "-o", artifact, *options)
-    done("dequantize", artifact, "-o", restored)
-    return restored
+def layout_options(order: str, rows: str) -> tuple[str, ...]:
+    return ("--stack-order", order, "--stack-rows", rows)
 
 
-def edit_record(artifact: Path, **changes: object) -> None:
-    """In every rule for stacks, and without the hashes of files that a person's edit makes
-    wrong.
-    """
-    file = artifact / "quantization_config.json"
-    record = json.loads(file.read_text())
-    record["stacks"] = [rule | changes for rule in record["stacks"]]
-    file.write_text(json.dumps(record))
+def quantized(folder: Path, *options: object, fmt: str = "mxfp4") -> Path:
+    """An artifact of gpt-oss in that folder."""
+    source = write_single(folder / "m", stacks(), GPT_OSS)
+    done("quantize", source, "--format", fmt, "-o", folder / "a", *options)
+    return folder / "a"
+
+
+def restored(artifact: Path) -> dict[str, Tensor]:
+    """The tensors that dequantize makes of an artifact."""
+    done("dequantize", artifact, "-o", artifact.parent / "restored")
+    return read_folder(artifact.parent / "restored")
+
+
+def there_and_back(source: Path, *options: object, fmt: str = "mxfp4") -> dict[str, Tensor]:
+    """The tensors that dequantize makes of what quantize made."""
+    done("quantize", source, "--format", fmt, "-o", source.parent / "artifact", *options)
+    return restored(source.parent / "artifact")
+
+
+def rewritten(artifact: Path, shards: dict[str, dict[str, Tensor]]) -> Path:
+    """The artifact with other tensors, in a folder beside it."""
+    files = {
+        file: (artifact / file).read_bytes() for file in ("config.json", "quantization_config.json")
+    }
+    return write_checkpoint(artifact.parent / "rewritten", shards, None, **files)
 
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "quark", "mlx", "plain", "gpt-oss"])
@@ -98,25 +111,16 @@ def edit_record(artifact: Path, **changes: object) -> None:
 def test_a_stack_comes_back_as_it_was(order: str, rows: str, dialect: str, tmp_path: Path) -> None:
     """Also from stacks of another order of rows: gpt-oss has its own."""
     source = write_single(tmp_path / "m", stacks(), CONFIG)
-    layout = ("--stack-order", order, "--stack-rows", rows)
-    assert read_folder(there_and_back(source, *layout, "--dialect", dialect)) == stacks()
+    options = (*layout_options(order, rows), "--dialect", dialect)
+    assert there_and_back(source, *options) == stacks()
 
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt", "comfy"])
 @pytest.mark.parametrize(("order", "rows"), LAYOUTS)
 def test_a_stack_comes_back_from_nvfp4(order: str, rows: str, dialect: str, tmp_path: Path) -> None:
     source = write_single(tmp_path / "m", stacks(), CONFIG)
-    options = (
-        "--stack-order",
-        order,
-        "--stack-rows",
-        rows,
-        "--scale-rule",
-        "amax",
-        "--dialect",
-        dialect,
-    )
-    assert read_folder(there_and_back(source, *options, fmt="nvfp4")) == stacks()
+    options = (*layout_options(order, rows), "--scale-rule", "amax", "--dialect", dialect)
+    assert there_and_back(source, *options, fmt="nvfp4") == stacks()
 
 
 @pytest.mark.parametrize("order", ["out_in", "in_out"])
@@ -126,8 +130,8 @@ def test_a_stack_comes_back_from_deepseek(order: str, tmp_path: Path) -> None:
         "layers.0.ffn.experts.w2": (COUNT, HIDDEN, 32),
     }
     source = write_single(tmp_path / "m", stacks(shapes), {**CONFIG, "hidden_size": 1})
-    options = ("--stack-order", order, "--stack-rows", "concatenated", "--dialect", "deepseek")
-    assert read_folder(there_and_back(source, *options)) == stacks(shapes)
+    options = (*layout_options(order, "concatenated"), "--dialect", "deepseek")
+    assert there_and_back(source, *options) == stacks(shapes)
 
 
 def test_experts_that_read_narrower_states_are_read(tmp_path: Path) -> None:
@@ -137,7 +141,7 @@ def test_experts_that_read_narrower_states_are_read(tmp_path: Path) -> None:
     text = {"hidden_size": 128, "moe_hidden_size": 32, "model_type": "muse_spark_text"}
     config = {"model_type": "muse_spark", "text_config": text}
     source = write_single(tmp_path / "m", stacks(shapes), config)
-    assert read_folder(there_and_back(source)) == stacks(shapes)
+    assert there_and_back(source) == stacks(shapes)
 
 
 def test_experts_below_each_other_come_back_so(tmp_path: Path) -> None:
@@ -147,49 +151,37 @@ def test_experts_below_each_other_come_back_so(tmp_path: Path) -> None:
         for leaf in ("w1", "v1", "w2")
     }
     config = {"model_type": "dbrx", "ffn_config": {"moe_num_experts": COUNT}}
-    assert read_folder(
-        there_and_back(write_single(tmp_path / "m", stacks(shapes), config))
-    ) == stacks(shapes)
+    source = write_single(tmp_path / "m", stacks(shapes), config)
+    assert there_and_back(source) == stacks(shapes)
 
 
 def test_experts_of_several_shards_come_back_into_one_stack(tmp_path: Path) -> None:
     """An artifact whose experts lie scattered: the stack is written where the first of them is."""
-    source = write_single(tmp_path / "m", stacks(), GPT_OSS)
-    done("quantize", source, "--format", "mxfp4", "-o", tmp_path / "a")
-    tensors = read_folder(tmp_path / "a")
+    artifact = quantized(tmp_path)
+    tensors = read_folder(artifact)
     names = sorted(tensors)
     shards = {
         f"model-{n + 1:05}-of-00003.safetensors": {name: tensors[name] for name in names[n::3]}
         for n in range(3)
     }
-    files = {
-        file: (tmp_path / "a" / file).read_bytes()
-        for file in ("config.json", "quantization_config.json")
-    }
-    scattered = write_checkpoint(tmp_path / "b", shards, None, **files)
+    scattered = rewritten(artifact, shards)
     forget_hashes(scattered)
-    done("dequantize", scattered, "-o", tmp_path / "r")
-    assert read_folder(tmp_path / "r") == stacks()
+    assert restored(scattered) == stacks()
 
 
 @pytest.mark.parametrize("way", ["compressed-tensors", "quark", "gpt-oss"])
 def test_transcoded_experts_come_back_into_their_stack(way: str, tmp_path: Path) -> None:
     source = write_single(tmp_path / "m", stacks(), CONFIG)
-    options = ("--stack-order", "out_in", "--stack-rows", "concatenated", "--format", "mxfp4")
-    done("quantize", source, *options, "--dialect", "plain", "-o", tmp_path / "a")
+    options = (*layout_options("out_in", "concatenated"), "--format", "mxfp4", "--dialect", "plain")
+    done("quantize", source, *options, "-o", tmp_path / "a")
     done("transcode", tmp_path / "a", "--dialect", way, "-o", tmp_path / "b")
-    done("dequantize", tmp_path / "b", "-o", tmp_path / "r")
-    assert read_folder(tmp_path / "r") == stacks()
+    assert restored(tmp_path / "b") == stacks()
 
 
 def test_an_artifact_that_is_quantized_again_keeps_what_its_stacks_were(tmp_path: Path) -> None:
-    source = write_single(tmp_path / "m", stacks(), GPT_OSS)
-    done("quantize", source, "--format", "mxfp4", "-o", tmp_path / "a")
-    done(
-        "quantize", tmp_path / "a", "--format", "mxfp4", "--dialect", "quark", "-o", tmp_path / "b"
-    )
-    done("dequantize", tmp_path / "b", "-o", tmp_path / "r")
-    assert read_folder(tmp_path / "r") == stacks()
+    options = ("--format", "mxfp4", "--dialect", "quark")
+    done("quantize", quantized(tmp_path), *options, "-o", tmp_path / "b")
+    assert restored(tmp_path / "b") == stacks()
 
 
 @pytest.mark.parametrize("command", ["quantize", "transcode"])
@@ -199,31 +191,11 @@ def test_published_stacks_of_four_bits_come_back_as_transformers_has_them(
     """gpt-oss as OpenAI publishes it, taken apart by another dialect; its record named no stack
     before.
     """
-    source = write_single(tmp_path / "m", stacks(), GPT_OSS)
-    done(
-        "quantize",
-        source,
-        "--format",
-        "mxfp4",
-        "--dialect",
-        "gpt-oss",
-        "-o",
-        tmp_path / "published",
-    )
-    (tmp_path / "published" / "quantization_config.json").unlink()
-    shutil.rmtree(tmp_path / "published" / ".fp4convert")
-    done(
-        command,
-        tmp_path / "published",
-        "--format",
-        "mxfp4",
-        "--dialect",
-        "quark",
-        "-o",
-        tmp_path / "a",
-    )
-    done("dequantize", tmp_path / "a", "-o", tmp_path / "r")
-    assert read_folder(tmp_path / "r") == stacks()
+    published = quantized(tmp_path, "--dialect", "gpt-oss")
+    (published / "quantization_config.json").unlink()
+    shutil.rmtree(published / ".fp4convert")
+    done(command, published, "--format", "mxfp4", "--dialect", "quark", "-o", tmp_path / "b")
+    assert restored(tmp_path / "b") == stacks()
 
 
 def test_experts_that_were_single_come_back_single_out_of_stacks(tmp_path: Path) -> None:
@@ -237,7 +209,7 @@ def test_experts_that_were_single_come_back_single_out_of_stacks(tmp_path: Path)
         }
     )
     source = write_single(tmp_path / "m", single, {**CONFIG, "model_type": "qwen3_moe"})
-    assert read_folder(there_and_back(source, "--dialect", "gpt-oss")) == single
+    assert there_and_back(source, "--dialect", "gpt-oss") == single
 
 
 def test_single_experts_beside_stacks_of_the_same_names_stay_single(tmp_path: Path) -> None:
@@ -248,7 +220,7 @@ def test_single_experts_beside_stacks_of_the_same_names_stay_single(tmp_path: Pa
         for leaf in leaves
     }
     tensors = stacks({**ROUTED, **single})
-    assert read_folder(there_and_back(write_single(tmp_path / "m", tensors, GPT_OSS))) == tensors
+    assert there_and_back(write_single(tmp_path / "m", tensors, GPT_OSS)) == tensors
 
 
 @pytest.mark.parametrize(
@@ -265,16 +237,7 @@ def test_matrices_that_stayed_come_back_in_their_stack_and_lose_nothing(
     order: str, rows: str, source_dtype: str, asked: str, result: str, tmp_path: Path
 ) -> None:
     source = write_single(tmp_path / "m", stacks(dtype=source_dtype), CONFIG)
-    options = (
-        "--stack-order",
-        order,
-        "--stack-rows",
-        rows,
-        "--format",
-        "mxfp4",
-        "--exclude",
-        "*.experts.1.*_proj",
-    )
+    options = (*layout_options(order, rows), "--format", "mxfp4", "--exclude", "*.experts.1.*_proj")
     done("quantize", source, *options, "-o", tmp_path / "a")
     outcome = run("dequantize", tmp_path / "a", "-o", tmp_path / "r", "--dtype", asked)
     assert outcome.code == 0, outcome.err
@@ -290,25 +253,15 @@ def test_matrices_that_stayed_come_back_in_their_stack_and_lose_nothing(
 
 def test_experts_in_fp8_come_back_into_the_stack_of_the_others(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text('[[format]]\nmodules = ["*.experts.1.*"]\nformat = "fp8"\n')
-    source = write_single(tmp_path / "m", stacks(), GPT_OSS)
-    restored = read_folder(there_and_back(source, "--recipe", tmp_path / "r.toml"))
-    assert {name: each[:2] for name, each in restored.items()} == {
+    found = restored(quantized(tmp_path, "--recipe", tmp_path / "r.toml"))
+    assert {name: each[:2] for name, each in found.items()} == {
         name: each[:2] for name, each in stacks().items()
     }
     for name in ROUTED:
-        ours, theirs = floats(restored[name]), floats(stacks()[name])
+        ours, theirs = floats(found[name]), floats(stacks()[name])
         assert np.array_equal(ours[[0, 2]], theirs[[0, 2]])
         assert not np.array_equal(ours[1], theirs[1])
         assert np.allclose(ours[1], theirs[1], rtol=1 / 14)
-
-
-def without(artifact: Path, ending: str) -> Path:
-    """The artifact without the tensors of that module."""
-    left = {name: each for name, each in read_folder(artifact).items() if f".{ending}." not in name}
-    files = {
-        file: (artifact / file).read_bytes() for file in ("config.json", "quantization_config.json")
-    }
-    return write_checkpoint(artifact.parent / "less", {"model.safetensors": left}, None, **files)
 
 
 @pytest.mark.parametrize(
@@ -317,41 +270,24 @@ def without(artifact: Path, ending: str) -> Path:
 )
 def test_a_stack_that_lacks_an_expert_is_refused(ending: str, tmp_path: Path) -> None:
     """The last one of a single stack, too, of which only the others tell."""
-    done(
-        "quantize",
-        write_single(tmp_path / "m", stacks(), GPT_OSS),
-        "--format",
-        "mxfp4",
-        "-o",
-        tmp_path / "a",
-    )
-    outcome = run("dequantize", without(tmp_path / "a", ending), "-o", tmp_path / "r", "--json")
-    assert outcome.code == 2
+    artifact = quantized(tmp_path)
+    left = {name: each for name, each in read_folder(artifact).items() if f".{ending}." not in name}
+    less = rewritten(artifact, {"model.safetensors": left})
+    outcome = run("dequantize", less, "-o", tmp_path / "r", "--json")
     error = outcome.json["error"]
-    assert error["code"] == "stack-experts"
+    assert (outcome.code, error["code"]) == (2, "stack-experts")
     assert ending in error["message"] or ending == "experts.2.down_proj"
     assert not (tmp_path / "r").exists()
 
 
 def test_experts_of_several_shapes_are_refused(tmp_path: Path) -> None:
-    done(
-        "quantize",
-        write_single(tmp_path / "m", stacks(), GPT_OSS),
-        "--format",
-        "mxfp4",
-        "-o",
-        tmp_path / "a",
-    )
-    tensors = read_folder(tmp_path / "a")
+    artifact = quantized(tmp_path)
+    tensors = read_folder(artifact)
     for part, columns in (("packed", HIDDEN // 2), ("scale", HIDDEN // 32)):
         dtype, _, data = tensors[f"{EXPERTS}.1.up_proj.weight_{part}"]
         tensors[f"{EXPERTS}.1.up_proj.weight_{part}"] = (dtype, (16, columns), data[: 16 * columns])
-    files = {
-        file: (tmp_path / "a" / file).read_bytes()
-        for file in ("config.json", "quantization_config.json")
-    }
-    write_checkpoint(tmp_path / "b", {"model.safetensors": tensors}, None, **files)
-    error = run("dequantize", tmp_path / "b", "-o", tmp_path / "r", "--json").json["error"]
+    odd = rewritten(artifact, {"model.safetensors": tensors})
+    error = run("dequantize", odd, "-o", tmp_path / "r", "--json").json["error"]
     assert error["code"] == "stack-experts"
     assert "1.up_proj is [16, 64]" in error["message"]
 
@@ -367,16 +303,11 @@ def test_experts_of_several_shapes_are_refused(tmp_path: Path) -> None:
 def test_a_rule_that_does_not_tell_the_stack_is_told_of(
     change: dict[str, object], tmp_path: Path
 ) -> None:
-    done(
-        "quantize",
-        write_single(tmp_path / "m", stacks(), GPT_OSS),
-        "--format",
-        "mxfp4",
-        "-o",
-        tmp_path / "a",
-    )
-    edit_record(tmp_path / "a", **change)
-    outcome = run("dequantize", tmp_path / "a", "-o", tmp_path / "r")
+    artifact = quantized(tmp_path)
+    file = artifact / "quantization_config.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"stacks": [rule | change for rule in record["stacks"]]}))
+    outcome = run("dequantize", artifact, "-o", tmp_path / "r")
     assert outcome.code == 0, outcome.err
     assert "experts are not stacked again" in outcome.err
     assert f"{EXPERTS}.0.gate_proj.weight" in read_folder(tmp_path / "r")
@@ -391,19 +322,12 @@ def test_how_a_stack_lies_is_in_the_keys_of_tasks(
     """Else a run that goes on would take finished shards of another order for its own: shapes are
     the same.
     """
-    done(
-        "quantize",
-        write_single(tmp_path / "m", stacks(), GPT_OSS),
-        "--format",
-        "mxfp4",
-        "-o",
-        tmp_path / "a",
-    )
-    before = keys_of(tmp_path / "a")
-    record = json.loads((tmp_path / "a" / "quantization_config.json").read_text())
+    artifact = quantized(tmp_path)
+    before, file = keys_of(artifact), artifact / "quantization_config.json"
+    record = json.loads(file.read_text())
     fused = [rule | change if len(rule["members"]) > 1 else rule for rule in record["stacks"]]
-    (tmp_path / "a" / "quantization_config.json").write_text(json.dumps(record | {"stacks": fused}))
-    keys = keys_of(tmp_path / "a")
+    file.write_text(json.dumps(record | {"stacks": fused}))
+    keys = keys_of(artifact)
     assert len(keys) == len(before) == 1
     assert keys != before
 

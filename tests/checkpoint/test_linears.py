@@ -7,6 +7,7 @@ What their rows are worth is in test_encodings.py.
 from __future__ import annotations
 
 import struct
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -85,90 +86,32 @@ def int_record(*bits: int) -> dict[str, object]:
 INT4 = int_record(4)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "config", "code", "words", "next_step"),
-    [
-        (
-            {f"{O_PROJ}.qweight": ("I32", (8, 8), bytes(256))},
-            LLAMA,
-            "already-quantized",
-            ["qweight' (I32 [8, 8])"],
-            ORIGINAL,
-        ),
-        (
-            {f"{O_PROJ}.qweight": ("I32", (8, 8), bytes(256))},
-            {**recorded({"quant_method": "gptq"}), "_name_or_path": "org/Base-1B"},
-            "already-quantized",
-            ["this is a checkpoint of GPTQ (config.json); ", "qweight' (I32 [8, 8])"],
-            f"{ORIGINAL.removesuffix('.')}: org/Base-1B.",
-        ),
+def fp8_with(**endings: Tensor) -> dict[str, Tensor]:
+    return {f"{Q_PROJ}.weight": fp8()} | {f"{Q_PROJ}.{name}": one for name, one in endings.items()}
+
+
+def integers_with(**endings: Tensor) -> dict[str, Tensor]:
+    return integers() | {f"{O_PROJ}.{name}": tensor for name, tensor in endings.items()}
+
+
+def integers_without(*endings: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in integers().items() if not name.endswith(endings)}
+
+
+QWEIGHT: dict[str, Tensor] = {f"{O_PROJ}.qweight": ("I32", (8, 8), bytes(256))}
+UNREADABLE = {  # tensors, config and words of the message, by error code
+    "already-quantized": [
+        (QWEIGHT, LLAMA, ["qweight' (I32 [8, 8])"]),
+        (QWEIGHT, recorded({"quant_method": "gptq"}), ["this is a checkpoint of GPTQ", "qweight'"]),
         (
             {"t": weight(), f"{O_PROJ}.weight_scale_inv": ones(1, 1)},
             LLAMA,
-            "already-quantized",
             ["weight_scale_inv"],
-            ORIGINAL,
         ),
         (
             {f"{O_PROJ}.weight_scale": ones(8, 1), f"{O_PROJ}.weight": ("I8", (8, 8), bytes(64))},
             LLAMA,
-            "already-quantized",
             [f"'{O_PROJ}.weight' (I8 [8, 8])"],
-            ORIGINAL,
-        ),
-        (
-            {f"{O_PROJ}.weight": weight()},
-            recorded({"quant_method": "awq"}),
-            "already-quantized",
-            [
-                "a checkpoint of AWQ",
-                "by 'awq'",
-                "no tensor is stored in a way that fp4convert reads",
-            ],
-            f"{ORIGINAL} If these are the original weights, remove quantization_config from"
-            " config.json.",
-        ),
-        (
-            {f"{O_PROJ}.weight": weight(), f"{O_PROJ}.pre_quant_scale": ones(64)},
-            LLAMA,
-            "unsaid-tensors",
-            ["1 tensors"],
-            ORIGINAL,
-        ),
-        (
-            {f"{Q_PROJ}.weight": fp8()},
-            FP8,
-            "scales-missing",
-            [f"expected {Q_PROJ}.weight_scale_inv or {Q_PROJ}.weight_scale"],
-            AGAIN,
-        ),
-        (
-            {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 3)},
-            FP8,
-            "scales-shape",
-            ["F32 [2, 3] for codes of [16, 32]", "config.json gives 8x16 of blocks"],
-            ORIGINAL,
-        ),
-        (
-            {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 2)},
-            recorded({"quant_method": "fp8"}),
-            "scales-shape",
-            ["F32 [2, 2] for codes of [16, 32]", "config.json gives no size of blocks"],
-            ORIGINAL,
-        ),
-        (
-            {
-                f"{Q_PROJ}.weight": fp8(),
-                f"{Q_PROJ}.weight_scale_inv": ones(2, 2),
-                f"{Q_PROJ}.weight_scale": ones(2, 2),
-            },
-            FP8,
-            "scales-shape",
-            [
-                f"scales of two names, {Q_PROJ}.weight_scale_inv and {Q_PROJ}.weight_scale; "
-                "expected one"
-            ],
-            ORIGINAL,
         ),
         (
             {
@@ -177,118 +120,112 @@ INT4 = int_record(4)
                 f"{EXPERTS}.gate_up_proj_scale": ones(2),
             },
             FP8,
-            "already-quantized",
             [f"'{EXPERTS}.gate_up_proj' (F8_E4M3 [2, 8, 16])"],
-            ORIGINAL,
         ),
         (
             {**SOUND_FP8, f"{LAYER}.moe.w13": fp8(), f"{LAYER}.moe.w13_scale": ones(1)},
             FP8,
-            "already-quantized",
             [f"'{LAYER}.moe.w13' (F8_E4M3 [16, 32])"],
-            ORIGINAL,
+        ),
+    ],
+    "unsaid-tensors": [
+        (
+            {f"{O_PROJ}.weight": weight(), f"{O_PROJ}.pre_quant_scale": ones(64)},
+            LLAMA,
+            ["1 tensors"],
         ),
         (
-            {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ("I32", (2, 2), bytes(16))},
-            FP8,
-            "scales-shape",
-            ["weight_scale_inv is I32 [2, 2]"],
-            ORIGINAL,
-        ),
-        (
-            {f"{O_PROJ}.weight_packed": integers()[f"{O_PROJ}.weight_packed"]},
+            integers_with(weight_g_idx=("I32", (64,), bytes(256))),
             INT4,
-            "scales-missing",
-            [f"{O_PROJ}.weight_scale"],
-            AGAIN,
-        ),
-        (
-            {**integers(), f"{O_PROJ}.weight_g_idx": ("I32", (64,), bytes(256))},
-            INT4,
-            "unsaid-tensors",
             ["has a weight_g_idx, by which its columns may have an order", "does not look whether"],
-            ORIGINAL,
+        ),
+    ],
+    "scales-missing": [
+        (fp8_with(), FP8, [f"expected {Q_PROJ}.weight_scale_inv or {Q_PROJ}.weight_scale"]),
+        (integers_without("scale", "shape"), INT4, [f"{O_PROJ}.weight_scale"]),
+        (integers_without("shape"), INT4, [f"{O_PROJ}.weight_shape is missing"]),
+    ],
+    "scales-shape": [
+        (
+            fp8_with(weight_scale_inv=ones(2, 3)),
+            FP8,
+            ["F32 [2, 3] for codes of [16, 32]", "config.json gives 8x16 of blocks"],
         ),
         (
-            {**integers(), f"{O_PROJ}.weight_scale": ones(16, 3)},
-            INT4,
-            "scales-shape",
-            ["weight_scale F32 [16, 3]"],
-            ORIGINAL,
+            fp8_with(weight_scale_inv=ones(2, 2)),
+            recorded({"quant_method": "fp8"}),
+            ["F32 [2, 2] for codes of [16, 32]", "config.json gives no size of blocks"],
         ),
         (
-            {**integers(), f"{O_PROJ}.weight_scale": ones(16)},
-            INT4,
-            "scales-shape",
-            ["weight_scale F32 [16]"],
-            ORIGINAL,
+            fp8_with(weight_scale_inv=ones(2, 2), weight_scale=ones(2, 2)),
+            FP8,
+            [f"two names, {Q_PROJ}.weight_scale_inv and {Q_PROJ}.weight_scale; expected one"],
         ),
         (
-            {**integers(), f"{O_PROJ}.weight_zero_point": ("I32", (16, 2), bytes(128))},
+            fp8_with(weight_scale_inv=("I32", (2, 2), bytes(16))),
+            FP8,
+            ["weight_scale_inv is I32 [2, 2]"],
+        ),
+        (integers_with(weight_scale=ones(16, 3)), INT4, ["weight_scale F32 [16, 3]"]),
+        (integers_with(weight_scale=ones(16)), INT4, ["weight_scale F32 [16]"]),
+        (
+            integers_with(weight_zero_point=("I32", (16, 2), bytes(128))),
             INT4,
-            "scales-shape",
             ["point I32 [16, 2]"],
-            ORIGINAL,
         ),
-        (
-            {**integers(), f"{O_PROJ}.weight_shape": ones(2)},
-            INT4,
-            "scales-shape",
-            ["weight_shape F32 [2]"],
-            ORIGINAL,
-        ),
+        (integers_with(weight_shape=ones(2)), INT4, ["weight_shape F32 [2]"]),
+    ],
+    "packed-bits": [
         (
             integers(),
             int_record(4, 8),
-            "packed-bits",
             ["['4', '8'] for num_bits", "expected one group of 4 or of 8"],
-            ORIGINAL,
         ),
-        (integers(), int_record(3), "packed-bits", ["['3'] for num_bits"], ORIGINAL),
-        (integers(), LLAMA, "packed-bits", ["[] for num_bits"], ORIGINAL),
+        (integers(), int_record(3), ["['3'] for num_bits"]),
+        (integers(), LLAMA, ["[] for num_bits"]),
     ],
+    "packed-shape": [
+        (
+            integers_with(weight_shape=("I64", (2,), struct.pack("<qq", 16, 60))),
+            INT4,
+            [f"{O_PROJ}.weight_shape says [16, 60], and the integers are of [16, 64]"],
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "tensors", "config", "words"),
+    [(code, *row) for code, rows in UNREADABLE.items() for row in rows],
 )
-def test_what_cannot_be_read_is_refused(tensors, config, code, words, next_step, tmp_path):
+def test_what_cannot_be_read_is_refused(code, tensors, config, words, tmp_path):
     folder = write_single(tmp_path / "m", tensors, config)
     with pytest.raises(InputError) as caught:
         linears_in(folder)
     error = caught.value
-    assert (error.code, error.next_step) == (code, next_step)
+    assert (error.code, error.next_step) == (code, AGAIN if code == "scales-missing" else ORIGINAL)
     assert all(word in error.message for word in words), error.message
     for extra in (("--dry-run",), ("-o", tmp_path / "out")):
-        assert (
-            run("quantize", folder, "--format", "nvfp4", "--json", *extra).json["error"]["code"]
-            == code
-        )
+        outcome = run("quantize", folder, "--format", "nvfp4", "--json", *extra)
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, code)
     assert not (tmp_path / "out").exists()
 
 
-def test_integers_without_their_shape_are_refused(tmp_path):
-    tensors = {name: tensor for name, tensor in integers().items() if not name.endswith("shape")}
-    with pytest.raises(InputError, match=f"{O_PROJ}.weight_shape is missing") as caught:
-        linears_in(write_single(tmp_path / "m", tensors, INT4))
-    assert (caught.value.code, caught.value.next_step) == ("scales-missing", AGAIN)
-
-
-def test_integers_that_contradict_their_own_shape_are_refused(tmp_path):
-    tensors = {**integers(), f"{O_PROJ}.weight_shape": ("I64", (2,), struct.pack("<qq", 16, 60))}
-    outcome = run(
-        "quantize",
-        write_single(tmp_path / "m", tensors, INT4),
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "out",
-        "--json",
+def test_the_next_step_names_the_base_model_or_the_record(tmp_path):
+    config = {**recorded({"quant_method": "gptq"}), "_name_or_path": "org/Base-1B"}
+    with pytest.raises(InputError) as caught:
+        linears_in(write_single(tmp_path / "gptq", QWEIGHT, config))
+    assert caught.value.next_step == f"{ORIGINAL.removesuffix('.')}: org/Base-1B."
+    tensors, config = {f"{O_PROJ}.weight": weight()}, recorded({"quant_method": "awq"})
+    with pytest.raises(
+        InputError, match=r"a checkpoint of AWQ .* by 'awq'; no tensor is"
+    ) as caught:
+        linears_in(write_single(tmp_path / "awq", tensors, config))
+    remedy = "If these are the original weights, remove quantization_config from config.json."
+    assert (caught.value.code, caught.value.next_step) == (
+        "already-quantized",
+        f"{ORIGINAL} {remedy}",
     )
-    error = outcome.json["error"]
-    assert (outcome.code, error["code"], error["tensor"]) == (
-        2,
-        "packed-shape",
-        f"{O_PROJ}.weight_shape",
-    )
-    assert "says [16, 60], and the integers are of [16, 64]" in error["message"]
-    assert error["next"] == ORIGINAL
 
 
 def test_a_four_bit_artifact_that_is_not_sound_is_no_source(tmp_path):
@@ -297,50 +234,22 @@ def test_a_four_bit_artifact_that_is_not_sound_is_no_source(tmp_path):
     )
     with pytest.raises(InputError, match="not sound") as caught:
         linears_in(folder)
-    assert (caught.value.code, caught.value.next_step) == (
-        "unsound-artifact",
-        "See: fp4convert inspect.",
-    )
+    assert caught.value.code == "unsound-artifact"
+    assert caught.value.next_step == "See: fp4convert inspect."
+
+
+GATE_UP, TALL, WIDE = "gate_up_proj", "of 64 rows and 32 columns", "of 32 rows and 64 columns"
+UNEVEN = "holds 2 matrices for each expert, of equally many rows"
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "order", "words", "next_step"),
     [
-        (
-            "gate_up_proj",
-            (2, 64, 32),
-            "out_in",
-            "experts of 64 rows and 32 columns",
-            "--stack-order in_out.",
-        ),
-        (
-            "gate_up_proj",
-            (2, 32, 64),
-            "in_out",
-            "experts of 64 rows and 32 columns",
-            "--stack-order out_in.",
-        ),
-        (
-            "down_proj",
-            (2, 32, 64),
-            "out_in",
-            "experts of 32 rows and 64 columns",
-            "--stack-order in_out.",
-        ),
-        (
-            "down_proj",
-            (2, 64, 32),
-            "in_out",
-            "experts of 32 rows and 64 columns",
-            "--stack-order out_in.",
-        ),
-        (
-            "gate_up_proj",
-            (2, 33, 64),
-            "out_in",
-            "holds 2 matrices for each expert, of equally many rows",
-            "--stack-rows.",
-        ),
+        (GATE_UP, (2, 64, 32), "out_in", f"experts {TALL}", "--stack-order in_out."),
+        (GATE_UP, (2, 32, 64), "in_out", f"experts {TALL}", "--stack-order out_in."),
+        ("down_proj", (2, 32, 64), "out_in", f"experts {WIDE}", "--stack-order in_out."),
+        ("down_proj", (2, 64, 32), "in_out", f"experts {WIDE}", "--stack-order out_in."),
+        (GATE_UP, (2, 33, 64), "out_in", UNEVEN, "--stack-rows."),
     ],
 )
 def test_a_stack_that_does_not_fit_its_rule_is_refused(
@@ -382,9 +291,7 @@ def test_experts_below_each_other_are_taken_apart(tmp_path):
     folder = write_single(tmp_path / "m", tensors, config)
     source, found = open_source(str(folder)), linears_in(folder).of
     parent = "transformer.blocks.0.ffn.experts.mlp"
-    for (name, (_, shape, data)), expert in (
-        (item, expert) for item in tensors.items() for expert in range(2)
-    ):
+    for (name, (_, shape, data)), expert in product(tensors.items(), range(2)):
         matrix = np.frombuffer(data, np.uint16).reshape(shape)[16 * expert : 16 * (expert + 1)]
         (module,) = [
             module for module in found if module.endswith(f"{expert}.{name[len(parent) + 1 :]}")

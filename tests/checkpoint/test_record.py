@@ -7,7 +7,7 @@ from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.modules import form_finder
 from fp4convert.checkpoint.record import (
-    Contents,
+    RecordContents,
     describe_form,
     describe_groups,
     groups_recorded,
@@ -57,7 +57,9 @@ REST = {
 
 def record_of(*groups: Group) -> dict[str, object]:
     target = Target("nvfp4", "compressed-tensors", "amax")
-    return make_record(target, Contents(groups, Ignored((), ("lm_head",)), {}), PRODUCER, ORIGIN)
+    return make_record(
+        target, RecordContents(groups, Ignored((), ("lm_head",)), {}), PRODUCER, ORIGIN
+    )
 
 
 def test_a_record_of_one_form_says_it_at_its_top():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4convert.checkpoint.encodings.fp8 import rounded_to_fp8
+from fp4convert.checkpoint.encodings.through_fp8 import rounded_to_fp8
 from fp4convert.numerics.matrices import Matrix
 
 

@@ -237,40 +237,33 @@ def test_codes_of_any_width_beside_a_scale_are_named_and_never_carried(
     assert not out.exists()
 
 
-def test_integers_without_a_scale_of_their_own_are_carried(tmp_path: Path) -> None:
-    attention = Q.removesuffix(".q_proj")
-    more: dict[str, Tensor] = {
-        f"{attention}.relative_position_index": ("I64", (4, 4), bytes(128)),
-        f"{attention}.logit_scale": FLOAT,
-        f"{attention}.scale": FLOAT,
-        f"{attention}.offsets": ("I32", (4, 4), bytes(64)),
-        f"{Q}.tid2eid": ("I32", (4, 4), bytes(64)),  # beside scales of the weight
-        "model.position_ids": ("I32", (1, 4), bytes(16)),
-        "model.position_scale": FLOAT,
-        "spiece_model": ("U8", (9,), bytes(9)),
-        "spiece_scale": FLOAT,
-    }
+ATTENTION = Q.removesuffix(".q_proj")
+INTEGERS: dict[str, Tensor] = {
+    f"{ATTENTION}.relative_position_index": ("I64", (4, 4), bytes(128)),
+    f"{ATTENTION}.logit_scale": FLOAT,
+    f"{ATTENTION}.scale": FLOAT,
+    f"{ATTENTION}.offsets": ("I32", (4, 4), bytes(64)),
+    f"{Q}.tid2eid": ("I32", (4, 4), bytes(64)),  # beside scales of the weight
+    "model.position_ids": ("I32", (1, 4), bytes(16)),
+    "model.position_scale": FLOAT,
+    "spiece_model": ("U8", (9,), bytes(9)),
+    "spiece_scale": FLOAT,
+}
+MASKS: dict[str, Tensor] = {  # GPT-2 and GPT-J keep causal masks; ComfyUI a tokenizer
+    "h.0.attn.bias": ("U8", (1, 1, 4, 4), bytes(16)),
+    "h.0.attn.masked_bias": ("U8", (1, 1, 4, 4), bytes(16)),
+    "h.0.attn.causal_mask": ("I8", (4, 4), bytes(16)),
+    "spiece_model": ("U8", (9,), bytes(9)),
+    "position_ids": ("I64", (1, 4), bytes(32)),
+}
+
+
+@pytest.mark.parametrize("more", [INTEGERS, MASKS], ids=["integers", "masks"])
+def test_integers_without_a_scale_of_their_own_are_carried(
+    more: dict[str, Tensor], tmp_path: Path
+) -> None:
     folder = artifact(tmp_path / "m", "compressed-tensors", more)
     assert "stack-unread" not in [code for _, code in found_by_inspect(folder)[0]]
-    for words in (("transcode", folder, "--dialect", "modelopt"), ("dequantize", folder)):
-        out = tmp_path / str(words[0])
-        done = run(*words, "-o", out, "-q")
-        assert done.code == 0, done.err
-        assert more.items() <= read_folder(out).items()
-
-
-def test_masks_and_vectors_of_bytes_are_carried(tmp_path: Path) -> None:
-    """GPT-2 and GPT-J keep causal masks; ComfyUI a tokenizer."""
-    more: dict[str, Tensor] = {
-        "h.0.attn.bias": ("U8", (1, 1, 4, 4), bytes(16)),
-        "h.0.attn.masked_bias": ("U8", (1, 1, 4, 4), bytes(16)),
-        "h.0.attn.causal_mask": ("I8", (4, 4), bytes(16)),
-        "spiece_model": ("U8", (9,), bytes(9)),
-        "position_ids": ("I64", (1, 4), bytes(32)),
-    }
-    folder = artifact(tmp_path / "m", "compressed-tensors", more)
-    findings, _ = found_by_inspect(folder)
-    assert "stack-unread" not in [code for _, code in findings]
     for words in (("transcode", folder, "--dialect", "modelopt"), ("dequantize", folder)):
         out = tmp_path / str(words[0])
         done = run(*words, "-o", out, "-q")

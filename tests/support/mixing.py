@@ -15,7 +15,7 @@ from fp4convert.checkpoint.dialects.base import Ignored, MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form, group_modules
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.tables import encode_int4
-from fp4convert.checkpoint.record import Contents, make_record
+from fp4convert.checkpoint.record import RecordContents, make_record
 from fp4convert.numerics.matrices import Quantized
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.checkpoint_files import RECORD
@@ -75,7 +75,7 @@ def write_mixed(
     ignored = Ignored(modules, ("lm_head",))
     records = dialect_named(str(target.dialect)).records(groups, ignored)
     records["config.json"] = {**config, **records.get("config.json", {})}
-    records[RECORD] = make_record(target, Contents(groups, ignored, {}), NOBODY, NOWHERE)
+    records[RECORD] = make_record(target, RecordContents(groups, ignored, {}), NOBODY, NOWHERE)
     for file, record in records.items():
         (folder / file).write_text(json.dumps(record))
     (folder / "model.safetensors").write_bytes(pack_shard({**kept, **spell(target, matrices)}))

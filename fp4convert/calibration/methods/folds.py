@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.calibration.methods.scaled_weights import Divided, Folded, VectorKind
+from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.encodings.base import Factors, Folding, Linear
-from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES

@@ -1,8 +1,8 @@
 """Match an adapter with its base model; merge it where weights are read.
 
 A merged weight has the bytes of PEFT's merge_and_unload on a CPU (PEFT 0.21, layer.py): W + s B A
-in float32, rounded once to the dtype of W; of embeddings s B A is rounded to it first.  What is
-packed is decoded, and the sum stays float32 until it is rounded to four bits.
+in float32, rounded once to the dtype of W; for embeddings s B A is rounded to it first.  Packed
+weights are decoded, and the sum stays float32 until it is rounded to four bits.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
-from fp4convert.checkpoint.adapters.peft import Adapter, Pair
-from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.encodings.base import Coding, CodingDefaults, Linear
-from fp4convert.checkpoint.encodings.floats import Floats
+from fp4convert.checkpoint.adapters.peft import Adapter, LoraPair
+from fp4convert.checkpoint.encodings.base import ChangedCoding, Coding, Linear
+from fp4convert.checkpoint.encodings.floats import as_row
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.backends.cpu import Cpu
@@ -35,17 +33,6 @@ MOST_NEAR = 5000  # modules: among more a search takes too long
 Shape = tuple[int, ...]
 
 
-class AdapterChange(Protocol):
-    """What becomes of values that an adapter changes."""
-
-    def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
-        """Return changed rows, not rounded yet.
-
-        own    float32 rows from `first` on, as the model has them
-        dtype  to which they are rounded
-        """
-
-
 @dataclass(frozen=True, eq=False)
 class LowRank:
     """W + scaling * left right, in the order in which W is stored.
@@ -60,6 +47,10 @@ class LowRank:
     is_rounded_first: bool = False
 
     def apply(self, own: Float32s, first: int, dtype: str) -> Float32s:
+        """Return changed rows from `first` on, not rounded yet.
+
+        dtype  that the result will be rounded to
+        """
         product = Cpu().multiply(self.left[first : first + len(own)], self.right)
         with np.errstate(over="ignore"):  # Inf is refused where it is rounded
             delta = product * np.float32(self.scaling)
@@ -67,7 +58,7 @@ class LowRank:
 
     @cached_property
     def directions(self) -> Directions:
-        """Return the inputs that it answers, and how errors along them pull."""
+        """Return the directions of inputs that the change responds to."""
         return directions_of(self.right)
 
     @cached_property
@@ -78,7 +69,7 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """Values of the adapter's own, in place of the model's."""
+    """The adapter's values, in place of the model's."""
 
     values: Float32s = field(repr=False)
 
@@ -88,7 +79,7 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Added:
-    """The model's values, and others: of a bias, as one row."""
+    """The model's bias, as one row, plus the adapter's."""
 
     values: Float32s = field(repr=False)
 
@@ -97,26 +88,17 @@ class Added:
             return own + self.values
 
 
+AdapterChange = LowRank | Whole | Added
+
+
 @dataclass(frozen=True, slots=True)
-class MergedCoding(CodingDefaults):
+class MergedCoding(ChangedCoding):
     """A matrix, or a vector as one row, that an adapter changes."""
 
     stored: Coding
     by: AdapterChange
     change = "merged with the adapter"
     format = None
-
-    @property
-    def word(self) -> str:
-        return self.stored.word
-
-    @property
-    def is_packed(self) -> bool:
-        return self.stored.is_packed
-
-    @property
-    def artifact(self) -> Artifact | None:
-        return self.stored.artifact
 
     def is_decoded_by_cpu(self, linear: Linear) -> bool:
         return True  # and merged
@@ -149,16 +131,12 @@ class MergedRows(RowReader):
 
 
 def merge_adapter(linears: Linears, adapter: Adapter, checkpoint: Checkpoint) -> Linears:
-    """Put linear layers, and vectors beside them, under an adapter.
-
-    Raises InputError for what the model does not have, or has in another shape, and for embeddings
-    that the model uses twice
-    """
+    """Apply an adapter to linear layers, and to the vectors beside them."""
     return _Merger(linears, adapter, checkpoint).merged()
 
 
 class _Merger:
-    """Finds the model's tensors by the adapter's names."""
+    """Matches the adapter's names with tensors of the model."""
 
     def __init__(self, linears: Linears, adapter: Adapter, checkpoint: Checkpoint) -> None:
         self._linears, self._adapter, self._config = linears, adapter, checkpoint.config
@@ -199,22 +177,21 @@ class _Merger:
         )
 
     def _name(self, module: str) -> str:
-        """Return what the model calls a module of the adapter."""
+        """Return the model's name for a module of the adapter."""
         if module in self._linears.of or not module.startswith(self._old):
             return module
         return self._new + module.removeprefix(self._old)
 
-    def _vector(self, name: str, told: str, shape: Shape) -> Linear:
+    def _vector(self, name: str, adapters_name: str, shape: Shape) -> Linear:
         """Return a tensor that is no matrix of a linear layer, as one row."""
         ref = self._refs.get(name)
         if ref is None or ref.dtype not in FLOAT_TYPES:
-            raise self._unmatched(told)
-        self._check_shape(told, shape, ref.shape)
-        coding = Floats(FLOAT_TYPES[ref.dtype].word)
-        return self._linears.vectors.get(name) or Linear(name, (1, ref.elements), coding, (ref,))
+            raise self._unmatched(adapters_name)
+        self._check_shape(adapters_name, shape, ref.shape)
+        return self._linears.vectors.get(name) or as_row(ref)
 
-    def _low_rank(self, module: str, pair: Pair, shape: tuple[int, int]) -> LowRank:
-        """Turn a pair as the model stores its matrix."""
+    def _low_rank(self, module: str, pair: LoraPair, shape: tuple[int, int]) -> LowRank:
+        """Orient a pair as the model stores its matrix."""
         straight, turned = (len(pair.b), pair.a.shape[1]), (pair.a.shape[1], len(pair.b))
         is_turned = pair.is_embedding or (self._adapter.is_transposed and shape == turned)
         self._check_shape(module, turned if is_turned else straight, shape)
@@ -231,10 +208,8 @@ class _Merger:
     def _unmatched(self, name: str) -> InputError:
         detail = f"{self._adapter.name}: {name} changes what the model does not have"
         near = did_you_mean(name, self._linears.of) if len(self._linears.of) < MOST_NEAR else ""
-        expected = "expected a tensor of the model for each of the adapter's"
-        return InputError(
-            "adapter-mismatch", f"{detail}; {expected}{near}", self._next_step(), name
-        )
+        detail = f"{detail}; expected a tensor of the model for each of the adapter's{near}"
+        return InputError("adapter-mismatch", detail, self._next_step(), name)
 
     def _next_step(self) -> str:
         base = self._adapter.base
@@ -251,11 +226,9 @@ class _Merger:
             saved = {name.rpartition(".")[0] for name in self._adapter.tensors}
             last = {name.rpartition(".")[2] for name in saved}
             has_both = not last.isdisjoint(HEADS) and not last.isdisjoint(TABLES)
-            why = (
-                "and the adapter has one for each"
-                if has_both
-                else "which it was not made to change"
-            )
+            why = "which it was not made to change"
+            if has_both:
+                why = "and the adapter has one for each"
             detail = f"{self._adapter.name}: {module} is one matrix with {other}, {why}"
             step = "Give both a tensor of their own, with tie_word_embeddings false, and try again."
             raise InputError("adapter-tied", detail, step, module)
@@ -264,10 +237,10 @@ class _Merger:
 def _find_prefixes(
     named: Collection[str], known: Mapping[str, None], adapter: Adapter
 ) -> tuple[str, str]:
-    """Find what the adapter's names begin with, and the model's instead.
+    """Return the adapter's prefix of names, and the model's.
 
-    As of GPT-2, whose checkpoint leaves out `transformer.`; told by the first name that the model
-    does not have, where exactly one of the model ends alike, from its first number on at least.
+    They differ for GPT-2, whose checkpoint leaves out `transformer.`. The first name that the model
+    lacks decides, where exactly one of the model's has its ending, from its first number on.
     """
     missing = next((name for name in named if name not in known), None)
     if missing is None:

@@ -1,4 +1,4 @@
-"""Read a LoRA adapter in PEFT's layout; refuse what is no plain LoRA.
+"""Read a LoRA adapter in PEFT's layout; refuse other kinds.
 
 adapter_config.json     kind, rank and alpha, by patterns of modules where they differ
 adapter_model.safetensors:
@@ -7,8 +7,8 @@ adapter_model.safetensors:
   M.lora_embedding_A    (rank, entries), and M.lora_embedding_B (width, rank): W + s (B A)^T
   anything else         a tensor that takes the place of the model's: modules_to_save, biases
 Names begin with base_model.model.; s = alpha / rank, or alpha / sqrt(rank) with use_rslora.
-Source: PEFT 0.21, peft/tuners/lora (layer.py, config.py) and peft/utils/save_and_load.py.  What
-becomes of the pairs is the business of merging.py.
+Source: PEFT 0.21, peft/tuners/lora (layer.py, config.py) and peft/utils/save_and_load.py.
+merging.py applies the pairs.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s
 from fp4convert.recipes.patterns import matches
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import open_source, read_reference
-from fp4convert.storage.safetensors import TensorRef, read_header
+from fp4convert.storage.safetensors import read_header
 from fp4convert.storage.source import Access, Source, read_whole, stopping
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIXES = ("base_model.model.", "base_model.")
-WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save)(?=\.)")  # in the names of whole tensors
-FACTORS = re.compile(
+WHOLE_LAYER = re.compile(r"\.(?:base_layer|modules_to_save)(?=\.)")  # in names of whole tensors
+LORA_NAMES = re.compile(
     r"(.+)\.(?:lora_(?P<layer>[AB])\.weight|lora_embedding_(?P<table>[AB])|lora_B\.(?P<bias>bias))"
 )
 ODD = re.compile(r"\.(lora_\w+|token_adapter|trainable_tokens\w*)\b")  # of other kinds
-MATRIX_DIMENSIONS = 2
 DEFAULT = 8  # rank and alpha
 ALONE = "Merge it with PEFT (merge_and_unload, save_pretrained) and quantize the result."
-# Keys of adapter_config.json that change no merged weight, or that the tensors tell themselves.
+# Keys of adapter_config.json that change no merged weight, or repeat facts of the tensors.
 SILENT = frozenset(
     {
         *("task_type", "inference_mode", "auto_mapping", "peft_version", "base_model_class"),
@@ -57,7 +57,7 @@ TAKEN = frozenset(
         *("fan_in_fan_out", "lora_bias", "init_lora_weights"),
     }
 )
-# What other keys mean where they are set.
+# Meanings of other keys.
 KINDS = {
     "use_dora": "DoRA, which also scales the rows",
     "use_qalora": "QALoRA, which pools the inputs",
@@ -76,10 +76,10 @@ KINDS = {
 BEGINNINGS = ("true", "false", "gaussian", "orthogonal", "eva")
 
 
-class Pair(NamedTuple):
+class LoraPair(NamedTuple):
     """Low-rank factors of one module; the change is scaling * B A.
 
-    is_embedding  it is transposed, and rounded to the weight's dtype before it is added
+    is_embedding  the change is transposed, and rounded to the weight's dtype before it is added
     """
 
     a: Float32s
@@ -92,15 +92,15 @@ class Pair(NamedTuple):
 class Adapter:
     """An adapter in memory, its names as the model has them.
 
-    name            what a person calls it
+    name            of its folder or repository
     repo, revision  Hub repository and commit; None for a folder
-    base            the model that it was made for, as its config says
-    scale           that a person gave, beside its own
+    base            the model that it was made for, from its config
+    scale           of the command line, a factor beside its own scaling
     sha256          of its files, by name
     pairs           by module
-    biases          what is added to biases, by module
-    tensors         whole tensors that take the place of the model's, by name
-    is_transposed   fan_in_fan_out: of matrices that are stored as (in, out)
+    biases          to add to the model's, by module
+    tensors         to replace the model's, by name
+    is_transposed   fan_in_fan_out: matrices are stored as (in, out)
     """
 
     name: str
@@ -109,19 +109,19 @@ class Adapter:
     base: str | None
     scale: float
     sha256: Mapping[str, str]
-    pairs: Mapping[str, Pair] = field(repr=False)
+    pairs: Mapping[str, LoraPair] = field(repr=False)
     biases: Mapping[str, Float32s] = field(repr=False)
     tensors: Mapping[str, Float32s] = field(repr=False)
     is_transposed: bool = False
 
     @property
     def key(self) -> str:
-        """Return the hash that stands for all that it changes."""
-        told = json.dumps([dict(sorted(self.sha256.items())), self.scale])
-        return hashlib.sha256(told.encode()).hexdigest()
+        """Return the hash of its files and its scale."""
+        contents = json.dumps([dict(sorted(self.sha256.items())), self.scale])
+        return hashlib.sha256(contents.encode()).hexdigest()
 
     def as_record(self) -> dict[str, object]:
-        """Return what our own record says of it."""
+        """Return its entry in our own record."""
         return {
             "repo": self.repo,
             "revision": self.revision,
@@ -131,12 +131,11 @@ class Adapter:
 
 
 def open_adapter(reference: str, scale: float, access: Access) -> Adapter:
-    """Read the adapter of that name, on this disk or on the Hub.
+    """Read an adapter from this disk or from the Hub.
 
-    scale    multiplies its own
-    access   whose token counts
-    Raises   InputError where it is none, or one that cannot be merged exactly; what open_source
-             raises
+    scale    factor beside its own scaling
+    access   its token and `tell` are used
+    Raises   InputError for an adapter that cannot be merged exactly
     """
     if not (math.isfinite(scale) and scale != 0):
         detail = f"--lora-scale {scale:g}; expected a number other than 0"
@@ -149,28 +148,23 @@ def open_adapter(reference: str, scale: float, access: Access) -> Adapter:
     settings = parse_json_object(config, f"{source.name}/{CONFIG}", has_constants=True)
     _refuse_kinds(settings, source.name)
     tensors = dict(_read_tensors(weights, f"{source.name}/{WEIGHTS}"))
+    scalings = _Scalings(settings, scale, f"{source.name}/{CONFIG}")
     files = {CONFIG: config, WEIGHTS: weights}
     base, checkpoint = settings.get("base_model_name_or_path"), source.checkpoint
-    empty = Adapter(
-        name=source.name,
-        repo=checkpoint.repo,
-        revision=checkpoint.revision,
-        base=base if isinstance(base, str) and base else None,
-        scale=scale,
-        sha256={name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-        pairs={},
-        biases={},
-        tensors={},
+    return Adapter(
+        source.name,
+        checkpoint.repo,
+        checkpoint.revision,
+        base if isinstance(base, str) and base else None,
+        scale,
+        {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        *_sort(source.name, tensors, scalings),
         is_transposed=bool(settings.get("fan_in_fan_out")),
     )
-    return _sort(empty, tensors, _Scalings(settings, scale, f"{source.name}/{CONFIG}"))
 
 
 def open_recorded(reference: str, record: Mapping[str, object], access: Access) -> Adapter:
-    """Open the adapter that an artifact's record tells of, with its scale.
-
-    Raises   InputError where the record tells of none, or of another; what open_adapter raises
-    """
+    """Open the adapter of an artifact's record, with its scale."""
     known = record.get("adapter")
     if not isinstance(known, dict):
         detail = "the artifact's record tells of no adapter; expected one, for --lora"
@@ -184,22 +178,21 @@ def open_recorded(reference: str, record: Mapping[str, object], access: Access) 
 
 
 def _read_files(source: Source, reference: str) -> tuple[bytes, bytes]:
-    """Read the two files of an adapter; InputError where it has others."""
-    if not source.has_file(CONFIG):
-        detail = f"{reference} has no {CONFIG}; expected an adapter as PEFT saves it"
-        raise InputError("adapter-files", detail)
-    if not source.has_file(WEIGHTS):
-        if source.has_file(PICKLE):
+    """Read the two files of an adapter."""
+    for file in (CONFIG, WEIGHTS):
+        if source.has_file(file):
+            continue
+        if file == WEIGHTS and source.has_file(PICKLE):
             detail = f"{reference} has its weights in {PICKLE}, which runs code when it is loaded"
             step = "Load it with PEFT in a sandbox, and save it again: save_pretrained."
             raise InputError("pickle", f"{detail}; expected {WEIGHTS}", step)
-        detail = f"{reference} has no {WEIGHTS}; expected an adapter as PEFT saves it"
+        detail = f"{reference} has no {file}; expected an adapter as PEFT saves it"
         raise InputError("adapter-files", detail)
     return read_whole(source, CONFIG), read_whole(source, WEIGHTS)
 
 
 def _refuse_kinds(settings: Mapping[str, object], name: str) -> None:
-    """Raise InputError for what plain LoRA does not have."""
+    """Raise InputError for settings beyond plain LoRA."""
     kind = settings.get("peft_type")
     if kind != "LORA":
         detail = f"{name}: peft_type is {kind!r}; expected 'LORA'"
@@ -211,8 +204,8 @@ def _refuse_kinds(settings: Mapping[str, object], name: str) -> None:
         raise InputError("adapter-kind", f"{detail}; expected one of {BEGINNINGS}", step)
     for key, value in settings.items():
         if value and key not in SILENT | TAKEN:
-            what = KINDS.get(key, "which fp4convert does not know")
-            detail = f"{name}: {key} is set ({what}); expected plain LoRA"
+            meaning = KINDS.get(key, "which fp4convert does not know")
+            detail = f"{name}: {key} is set ({meaning}); expected plain LoRA"
             raise InputError("adapter-kind", detail, ALONE)
 
 
@@ -223,55 +216,48 @@ def _read_tensors(data: bytes, where: str) -> Iterator[tuple[str, Float32s]]:
         if ref.dtype not in FLOAT_DTYPES:
             detail = f"{where}: {ref.name} is {ref.dtype}; expected {', '.join(FLOAT_DTYPES)}"
             raise InputError("adapter-tensors", detail, tensor=ref.name)
-        yield _bare(ref.name), _values(data, ref, where)
+        stored = np.frombuffer(data[ref.start : ref.start + ref.nbytes], FLOAT_DTYPES[ref.dtype])
+        values: Float32s = stored.astype(np.float32).reshape(ref.shape)
+        if not np.isfinite(values).all():
+            detail = f"{where}: {ref.name} has NaN or Inf; expected finite numbers"
+            raise InputError("adapter-tensors", detail, tensor=ref.name)
+        prefix = next((each for each in PREFIXES if ref.name.startswith(each)), "")
+        yield ref.name.removeprefix(prefix), values
 
 
-def _bare(name: str) -> str:
-    """Return the name without what PEFT puts before it."""
-    prefix = next((each for each in PREFIXES if name.startswith(each)), "")
-    return name.removeprefix(prefix)
-
-
-def _values(data: bytes, ref: TensorRef, where: str) -> Float32s:
-    stored = np.frombuffer(data[ref.start : ref.start + ref.nbytes], FLOAT_DTYPES[ref.dtype])
-    values: Float32s = stored.astype(np.float32).reshape(ref.shape)
-    if not np.isfinite(values).all():
-        detail = f"{where}: {ref.name} has NaN or Inf; expected finite numbers"
-        raise InputError("adapter-tensors", detail, tensor=ref.name)
-    return values
-
-
-def _sort(empty: Adapter, tensors: Mapping[str, Float32s], scalings: _Scalings) -> Adapter:
-    """Sort tensors by what they are: pairs, biases, whole tensors."""
+def _sort(
+    adapter: str, tensors: Mapping[str, Float32s], scalings: _Scalings
+) -> tuple[dict[str, LoraPair], dict[str, Float32s], dict[str, Float32s]]:
+    """Sort tensors into pairs, biases and whole tensors."""
     sides: dict[str, dict[str, Float32s]] = {}
     biases, whole = {}, {}
     for name, values in tensors.items():
-        found = FACTORS.fullmatch(name)
-        if found and found["bias"]:
-            biases[found[1]] = values
-        elif found:
-            side = found["layer"] or f"embedding_{found['table']}"
-            sides.setdefault(found[1], {})[side] = values
+        match = LORA_NAMES.fullmatch(name)
+        if match and match["bias"]:
+            biases[match[1]] = values
+        elif match:
+            side = match["layer"] or f"embedding_{match['table']}"
+            sides.setdefault(match[1], {})[side] = values
         elif odd := ODD.search(name):
-            detail = f"{empty.name}: {name} belongs to {odd[1]}; expected plain LoRA"
+            detail = f"{adapter}: {name} belongs to {odd[1]}; expected plain LoRA"
             raise InputError("adapter-kind", detail, ALONE, name)
         else:
-            whole[WRAPPERS.sub("", name)] = values
+            whole[WHOLE_LAYER.sub("", name)] = values
     if not tensors:
-        detail = f"{empty.name}: {WEIGHTS} holds no tensors; expected pairs of lora_A and lora_B"
+        detail = f"{adapter}: {WEIGHTS} holds no tensors; expected pairs of lora_A and lora_B"
         raise InputError("adapter-tensors", detail)
     for module in biases.keys() - sides.keys():
-        detail = f"{empty.name}: {module} has a bias of lora_B and no factors; expected both"
+        detail = f"{adapter}: {module} has a bias of lora_B and no factors; expected both"
         raise InputError("adapter-tensors", detail, tensor=module)
-    pairs = {module: _pair(empty.name, module, own, scalings) for module, own in sides.items()}
+    pairs = {module: _pair(adapter, module, both, scalings) for module, both in sides.items()}
     added = {
         module: values * np.float32(pairs[module].scaling) for module, values in biases.items()
     }
-    return replace(empty, pairs=pairs, biases=added, tensors=whole)
+    return pairs, added, whole
 
 
-def _pair(name: str, module: str, sides: Mapping[str, Float32s], scalings: _Scalings) -> Pair:
-    """Make a pair of its two sides; InputError where they are none."""
+def _pair(name: str, module: str, sides: Mapping[str, Float32s], scalings: _Scalings) -> LoraPair:
+    """Make a pair of its two sides; InputError where they do not fit."""
     is_embedding = sides.keys() == {"embedding_A", "embedding_B"}
     shapes = ", ".join(f"{side} {list(values.shape)}" for side, values in sorted(sides.items()))
     if sides.keys() != {"A", "B"} and not is_embedding:
@@ -286,13 +272,13 @@ def _pair(name: str, module: str, sides: Mapping[str, Float32s], scalings: _Scal
         detail = f"{name}: {module} has {shapes}; expected A [{rank}, columns], B [rows, {rank}]"
         detail += f", for {CONFIG} says that its rank is {rank}"
         raise InputError("adapter-tensors", detail, tensor=module)
-    return Pair(a, b, scalings.of(module), is_embedding)
+    return LoraPair(a, b, scalings.of(module), is_embedding)
 
 
 class _Scalings(NamedTuple):
     """Finds ranks and scalings by adapter_config.json, as PEFT does.
 
-    The first pattern counts that fits the end of a module's name.
+    Of patterns, the first that fits the end of a module's name counts.
     """
 
     settings: Mapping[str, Any]
@@ -307,7 +293,7 @@ class _Scalings(NamedTuple):
         return rank
 
     def of(self, module: str) -> float:
-        """Return the scaling of a module, times what a person gave."""
+        """Return the scaling of a module, times that of the command line."""
         alpha = self._find("alpha_pattern", "lora_alpha", module)
         if type(alpha) not in (int, float) or not math.isfinite(alpha):
             detail = f"{self.where}: lora_alpha of {module} is {alpha!r}; expected a number"
@@ -317,13 +303,12 @@ class _Scalings(NamedTuple):
         return float(own * self.scale)
 
     def _find(self, patterns: str, default: str, module: str) -> Any:
-        found = self.settings.get(patterns) or {}
-        try:
-            for pattern, value in found.items():
-                if matches(rf"re:(.*\.)?({pattern})$", module):
-                    return value
-        except (AttributeError, TypeError):
-            detail = f"{self.where}: {patterns} is {str(found)[:100]!r}"
+        declared = self.settings.get(patterns) or {}
+        if not isinstance(declared, dict):
+            detail = f"{self.where}: {patterns} is {str(declared)[:100]!r}"
             expected = "expected numbers by patterns of modules"
-            raise InputError("adapter-tensors", f"{detail}; {expected}") from None
+            raise InputError("adapter-tensors", f"{detail}; {expected}")
+        for pattern, value in declared.items():
+            if matches(rf"re:(.*\.)?({pattern})$", module):
+                return value
         return self.settings.get(default, DEFAULT)

@@ -1,6 +1,6 @@
-"""What every dialect offers: the protocol Dialect, and defaults.
+"""The protocol Dialect, its defaults, and the types that dialects share.
 
-Every module that registry.py names is a Dialect. Nothing above knows the ending of a tensor's name.
+Every module that registry.py names is a Dialect; only dialects know the endings of tensors' names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Json = dict[str, object]
 
 
 class Clues(NamedTuple):
-    """What a folder of weights says of itself.
+    """The configs and headers of a folder of weights.
 
     config           config.json
     hf_quant_config  hf_quant_config.json, which some producers write beside or instead
@@ -45,10 +45,7 @@ class Clues(NamedTuple):
     @property
     def record(self) -> Json:
         """Return quantization_config of config.json, or of a model nested in it."""
-        for config in (
-            self.config,
-            *(part for part in self.config.values() if isinstance(part, dict)),
-        ):
+        for config in (self.config, *map(json_object, self.config.values())):
             for key in ("quantization_config", "compression_config"):
                 if isinstance(declared := config.get(key), dict):
                     return declared
@@ -56,20 +53,20 @@ class Clues(NamedTuple):
 
     @property
     def is_recorded(self) -> bool:
-        """Tell whether a record of an engine says that it is quantized."""
+        """Return whether an engine's record declares quantization."""
         return bool(self.record or self.hf_quant_config)
 
 
 class Packed(NamedTuple):
     """A quantized module as it is stored.
 
-    refs          what its matrix is decoded from, the packed codes first
+    refs          tensors that its matrix is decoded from, the packed codes first
     shape         (rows, columns)
-    companions    its other tensors, such as an input scale, which only a quantized module has
-    stem          what its tensors are named after: the module, or the stack that it is a part of
+    companions    other tensors of quantized modules, such as an input scale
+    stem          beginning of its tensors' names: the module, or the stack that it is a part of
     stored_shape  of the matrix, or stack of matrices, of that name
-    places        where its rows are in it
-    form          what its tensors mean
+    places        its rows in that matrix
+    form          meaning of its tensors
     """
 
     refs: tuple[TensorRef, ...]
@@ -91,8 +88,8 @@ class Ignored(NamedTuple):
 
     modules   every module of the checkpoint that stays
     patterns  globs (or "re:" expressions) that fit many of them, and tied heads that the checkpoint
-              lacks; a pattern still holds where an engine puts a prefix before the names
-    renamed   what engines call modules by other names, also quantized ones
+              lacks; they still fit where an engine puts a prefix before the names
+    renamed   engines' names of modules, kept and quantized
     """
 
     modules: tuple[str, ...]
@@ -104,51 +101,48 @@ class Ignored(NamedTuple):
         return [module for module in self.modules if not matches_any(self.patterns, module)]
 
     def with_engine_names(self) -> tuple[str, ...]:
-        """Return the modules by every name of theirs.
-
-        Names of quantized modules are left out.
-        """
+        """Return all names of the modules that no quantized module has."""
         kept = set(self.modules)
-        made = {
+        quantized = {
             name
             for module, names in self.renamed.items()
             if module not in kept
             for name in (module, *names)
         }
         others = (name for module in self.modules for name in self.renamed.get(module, ()))
-        return tuple(dict.fromkeys((*self.modules, *(name for name in others if name not in made))))
+        return tuple(
+            dict.fromkeys((*self.modules, *(name for name in others if name not in quantized)))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a dialect can say, and what its engines do.
+    """Features of a dialect and of its engines.
 
-    writes             the formats it is written in
-    activations        formats in which it can say that engines quantize activations to four bits
-    container          the kind of file that holds it: safetensors or gguf
-    layouts            the scale layouts it can say, its own first
+    writes             formats that can be written
+    activations        formats whose activations engines can quantize to four bits
+    container          kind of file: safetensors or gguf
+    layouts            scale layouts, the default first
     nibble_order       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
-    scalars            its global scale and input scale
+    scalars            global scale and input scale
     shares_scales      engines multiply a scale group as one matrix, with one global scale
-    ignores_by_name    records name the modules that stay; else what has no scales stays
-    holds_embeddings   its engines read quantized embeddings
+    ignores_by_name    records name the modules that stay; else modules without scales stay
+    holds_embeddings   engines read quantized embeddings
     highest_scale      largest byte of a block scale that engines read right, by format; any
                        byte for a format that is not named
     packed             ending of the tensor of packed codes
-    suffixes           endings of a quantized module's tensors, as registry.py has them
-    companions         endings of its other tensors, which mean nothing to ordinary weights
+    suffixes           endings of a quantized module's tensors, from registry.py
+    companions         endings of other tensors, which ordinary weights do not have
     implied            endings of scales that are 1 where a module has none
-    labels             endings of tensors that tell engines what a module is, of any length
-    cache_scales       scales of a cache of keys and values by what it holds, "fp8" or "nvfp4";
-                       empty: it can say none
-    mixes              formats that it holds beside each other; empty: one format at a time
-    fp8                how it stores FP8 matrices beside four-bit ones
+    labels             endings of tensors that name a module's format for engines, of any length
+    cache_scales       scales of a cache of keys and values by its format, "fp8" or "nvfp4"
+    mixes              formats that can stand beside each other; empty: one format at a time
+    fp8                table of FP8 matrices
     q8_0               matrices that stay can be Q8_0
-    floats             patterns of tensors that its engines read as floats alone
-    unread_stacks      what follows a stack's name in that of its scales, of stacks that its engines
-                       read and nothing here does
-    correction         how it stores low-rank corrections, which every module of it has; its engines
-                       then quantize activations to four bits, and look each module's name up
+    floats             patterns of tensors that engines read as floats alone
+    unread_stacks      endings of the scales of stacks that engines read and nothing here does
+    correction         table of low-rank corrections, which every module has; engines then quantize
+                       activations to four bits, and look up each module's name
     """
 
     writes: tuple[Format, ...]
@@ -176,11 +170,11 @@ class Traits:
 
     @property
     def global_scale_kind(self) -> Kind | None:
-        """Return how global scales are stored; None: there is no place for one."""
+        """Return the kind of stored global scales; None: there are none."""
         return self.scalars.kind if self.scalars.global_scale else None
 
     def scales_of_cache(self, kind: str | None) -> CacheScales | None:
-        """Return how scales of a cache are stored; of int8 caches as of FP8."""
+        """Return the scales of a cache; int8 caches have those of FP8."""
         return self.cache_scales.get(kind, self.cache_scales.get("fp8")) if kind else None
 
     def eight_beside(self, fmt: Format) -> Format | None:
@@ -192,8 +186,8 @@ class Traits:
 class Dialect(Protocol):
     """Names, places and records of artifacts; a module with these names.
 
-    A stem is what the tensors of one stored matrix are named after. Its shape is (rows, columns),
-    and longer for a stack.
+    A stem begins the names of the tensors of one stored matrix, whose shape is (rows, columns), and
+    longer for a stack.
     """
 
     TRAITS: Traits
@@ -202,16 +196,16 @@ class Dialect(Protocol):
     def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
         """Return the matrices to store for modules of those shapes.
 
-        Raises InputError for modules that this dialect has no place for.
+        Raises InputError for modules that have no place
         """
 
     @staticmethod
     def slots(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
-        """Tell which modules' rows a stored matrix of that shape holds."""
+        """List the modules' rows in a stored matrix of that shape."""
 
     @staticmethod
     def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
-        """Say why a module of whole blocks has no place; None where it has one."""
+        """Explain why a module of whole blocks has no place; None: it has one."""
 
     @staticmethod
     def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
@@ -219,61 +213,52 @@ class Dialect(Protocol):
 
     @staticmethod
     def notes(forms: Mapping[str, Form]) -> dict[str, str]:
-        """Return what engines read in the metadata of a file.
-
-        forms  of the stems in it
-        """
+        """Return a file's metadata for engines, by the forms of its stems."""
 
     @staticmethod
     def encode(
         stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
     ) -> Iterator[Part]:
-        """Yield bytes to append to outputs, by name.
-
-        panels  whole rows, one panel after the other
-        """
+        """Yield bytes to append to outputs, by name; panels are whole rows."""
 
     @staticmethod
     def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-        """Find the stems that a tensor says to be quantized, in order."""
+        """List the stems whose tensors show that they are quantized, in order."""
 
     @staticmethod
     def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
-        """Return the shape of the matrix of packed codes; None: there is none."""
+        """Return the shape of the matrix of packed codes; None: codes do not fit."""
 
     @staticmethod
     def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
-        """Return the matrix of a stem, a stack's matrices below each other.
-
-        read  gives the bytes of a tensor by its name
-        """
+        """Return the matrix of a stem, a stack's matrices below each other."""
 
     @staticmethod
     def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
-        """Make what engines read: an object for each file name.
+        """Make the engines' records, an object for each file name.
 
-        The keys of config.json's object take their places in the model's own config.json.
+        config.json's object is merged into the model's config.json.
 
-        groups  of at least one form; of several where the dialect mixes them
+        groups  at least one; several where the dialect mixes forms
         """
 
     @staticmethod
     def recognise(clues: Clues) -> tuple[Group, ...]:
-        """Read which forms a folder declares; none where it is no such artifact."""
+        """Read the forms that a folder declares; () for no such artifact."""
 
     @staticmethod
     def judge(clues: Clues) -> Iterator[Finding]:
-        """Find what is wrong with such records by themselves."""
+        """Find faults of the engines' records."""
 
     @staticmethod
     def ignores(clues: Clues) -> Callable[[str], bool]:
-        """Make a test of whether engines take a module for an ordinary one."""
+        """Return a test of whether engines take a module for an ordinary one."""
 
 
 class MatrixEncoder(NamedTuple):
-    """A dialect with the form of a stored matrix, which makes all its bytes.
+    """Encodes a stored matrix of a form in a dialect.
 
-    input_scales  of the matrices of a stack, where they have one each
+    input_scales  one for each matrix of a stack
     """
 
     dialect: Dialect
@@ -286,7 +271,7 @@ class MatrixEncoder(NamedTuple):
     ) -> Iterator[Part]:
         """Return the bytes to append to the outputs of a stem, by name.
 
-        Asks for the first panel at once; without one not even the scalars are written.
+        Asks for the first panel at once; without panels nothing is written.
         """
         first = next(panels, None)
         if first is None:
@@ -297,8 +282,8 @@ class MatrixEncoder(NamedTuple):
         self, stem: str, shape: tuple[int, ...], panels: Iterable[Quantized]
     ) -> Iterator[Part]:
         """Yield the scalars of each matrix of a stack, then its panels."""
-        for number, own in groupby(_numbered(panels, shape[-2]), key=itemgetter(0)):
-            matrix = (q for _, q in own)
+        for number, numbered in groupby(_numbered(panels, shape[-2]), key=itemgetter(0)):
+            matrix = (q for _, q in numbered)
             first, input_scale = next(matrix), None
             if self.form.has_input_scale:
                 input_scale = self.input_scales[number] if self.input_scales else self.input_scale
@@ -307,7 +292,7 @@ class MatrixEncoder(NamedTuple):
 
 
 def _numbered(panels: Iterable[Quantized], height: int) -> Iterator[tuple[int, Quantized]]:
-    """Say of each panel which matrix of a stack it is of."""
+    """Number panels by their matrix in a stack."""
     row = 0
     for q in panels:
         yield row // height, q
@@ -317,6 +302,12 @@ def _numbered(panels: Iterable[Quantized], height: int) -> Iterator[tuple[int, Q
 def each_alone(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
     """Serve as `stems` where every module is stored by itself."""
     return dict(shapes)
+
+
+def shape_of_all(shapes: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
+    """Return the one shape of all matrices of a stack; None: they have none."""
+    kinds = set(shapes)
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def whole(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
@@ -348,9 +339,9 @@ def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> l
 
 
 def stems_of_scales(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
-    """List the stems with such scales, but for FP8 modules, in order.
+    """List the stems with such scales, without FP8 modules, in order.
 
-    The scales of an FP8 module may have the same names; its .weight tells.
+    FP8 modules may have scales of these names, but their .weight is FP8.
     """
     return [
         stem
@@ -360,23 +351,31 @@ def stems_of_scales(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) 
 
 
 def doubt_stacks(stacks: Sequence[TensorRef]) -> Iterator[Finding]:
-    """Yield a doubt for stacks of experts in a dialect that reads none."""
+    """Yield a warning on stacks of experts that the dialect does not read."""
     if stacks:
         detail = f"{len(stacks)} stacks of experts are not checked"
         yield Finding("warning", "stack-unread", None, f"{detail}, the first {stacks[0].name}")
 
 
 def strings(value: object) -> list[str]:
-    """Return the strings of a list in somebody's JSON; nothing for no list."""
+    """Return the strings of a list in somebody's JSON; [] for anything else."""
     return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
 
 
-def schemes_of(record: Mapping[str, object]) -> list[Json]:
-    """Return what a record says of every group of modules.
+def json_object(value: object) -> Json:
+    """Return an object in somebody's JSON; {} for anything else."""
+    return value if isinstance(value, dict) else {}
 
-    compressed-tensors and ModelOpt list them alike.
-    """
-    groups = record.get("config_groups")
-    if not isinstance(groups, dict):
-        return []
+
+def positive_pair(value: object) -> tuple[int, int] | None:
+    """Return a list of two whole numbers above 0 in somebody's JSON."""
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    is_pair = all(type(size) is int and size > 0 for size in value)
+    return (value[0], value[1]) if is_pair else None
+
+
+def schemes_of(record: Mapping[str, object]) -> list[Json]:
+    """Return the groups of a record of compressed-tensors or ModelOpt."""
+    groups = json_object(record.get("config_groups"))
     return [scheme for scheme in groups.values() if isinstance(scheme, dict)]

@@ -41,6 +41,8 @@ from fp4convert.checkpoint.dialects.base import (
 from fp4convert.checkpoint.dialects.forms import (
     ACTIVATIONS_FP4,
     ACTIVATIONS_FP8,
+    MXFP8_BLOCK,
+    MXFP8_FORM,
     Form,
     Granularity,
     Group,
@@ -57,7 +59,6 @@ from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 SCALARS = Scalars(".weight_scale_2", ".input_scale")
 ORDER = ORDERS["128x4"]
-MXFP8_BLOCK = (1, MXFP8.block_size)
 _WORDS = {NVFP4: NVFP4.name, FP8: "float8_e4m3fn", MXFP8: MXFP8.name}
 _ROWS = {NVFP4: 16, MXFP8: 32}  # that ComfyUI pads to
 
@@ -69,7 +70,7 @@ def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int,
 
 
 def _mark(form: Form) -> tuple[str, bytes]:
-    """Return the tensor that says to ComfyUI what a module is."""
+    """Return the tensor that names a module's format for ComfyUI."""
     return COMFY_MARK, json.dumps({"format": _WORDS[form.format]}, separators=(",", ":")).encode()
 
 
@@ -110,16 +111,13 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
         return TABLE.outputs(stem, shape, form)
     rows, columns = shape
     ending, mark = _mark(form)
-    specs = (
+    scales = ORDER.padded((rows, columns // form.format.block_size))
+    return (
         TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2)),
-        TensorSpec(
-            f"{stem}.weight_scale",
-            "F8_E4M3",
-            ORDER.padded((rows, columns // form.format.block_size)),
-        ),
+        TensorSpec(f"{stem}.weight_scale", "F8_E4M3", scales),
         TensorSpec(stem + ending, "U8", (len(mark),)),
+        *SCALARS.specs(stem, form),
     )
-    return (*specs, *SCALARS.specs(stem, form))
 
 
 def notes(forms: Mapping[str, Form]) -> dict[str, str]:
@@ -143,7 +141,7 @@ def encode(
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Leave out layers of other types, which are marked too."""
+    """Find modules of NVFP4 by their mark and dtype, or their global scale."""
     marked = [
         stem
         for stem in stems_named(tensors, (COMFY_MARK,))
@@ -155,20 +153,19 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     packed = read(f"{stem}.weight")
-    shape_of_scales = (rows, columns // form.format.block_size)
-    block_scales = ORDER.restore_lazily(lambda: read(f"{stem}.weight_scale")[:], shape_of_scales)
+    blocks = columns // form.format.block_size
+    block_scales = ORDER.restore_lazily(lambda: read(f"{stem}.weight_scale")[:], (rows, blocks))
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
         codes = swap_nibbles(packed[first * columns // 2 : last * columns // 2])
         return codes, block_scales(first, last)
 
-    global_scale = SCALARS.decode_global(stem, form, read)
-    matrix = (rows, columns)
-    return Fetched(form.format, matrix, global_scale, SCALARS.kind, fetch, block_scales)
+    multiplier = SCALARS.decode_global(stem, form, read)
+    return Fetched(form.format, (rows, columns), multiplier, SCALARS.kind, fetch, block_scales)
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    """Tell what marked modules are by the dtypes of their tensors."""
+    """Read the forms of marked modules from the dtypes of their tensors."""
     found = [
         (form, [stem])
         for stem in stems_named(clues.tensors, (COMFY_MARK,))
@@ -190,7 +187,5 @@ def _form(stem: str, tensors: Mapping[str, TensorRef]) -> Form | None:
         return Form(NVFP4, ACTIVATIONS_FP4 if has_input else 16, "128x4")
     if weight is None or scales is None or weight.dtype != "F8_E4M3":
         return None
-    if scales.dtype == "U8":
-        own = Form(MXFP8, ACTIVATIONS_FP8, "128x4", granularity=MXFP8_BLOCK)
-        return replace(own, stored_scales="U8")
-    return Form(FP8, ACTIVATIONS_FP8, "128x4", granularity="tensor")
+    eight_bits = MXFP8_FORM if scales.dtype == "U8" else Form(FP8, granularity="tensor")
+    return replace(eight_bits, activations=ACTIVATIONS_FP8, scale_layout="128x4")

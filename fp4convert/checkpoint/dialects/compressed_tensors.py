@@ -32,7 +32,9 @@ from fp4convert.checkpoint.dialects.base import (
     Json,
     Traits,
     each_alone,
+    json_object,
     nothing,
+    positive_pair,
     schemes_of,
     stems_named,
     strings,
@@ -51,13 +53,7 @@ from fp4convert.checkpoint.dialects.forms import (
     with_values,
 )
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
-from fp4convert.checkpoint.dialects.tables import (
-    CacheScales,
-    Fp8Table,
-    Scalars,
-    Table,
-    scale_grid,
-)
+from fp4convert.checkpoint.dialects.tables import CacheScales, Fp8Table, Scalars, Table, scale_grid
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import (
     E4M3_MAX,
@@ -147,23 +143,18 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     formats = [_word(group.form.format) for group in groups]
-    schemes = [_scheme(group.form, ["Linear"]) for group in groups]
-    if len(groups) > 1:
-        known = {
-            *ignored.modules,
-            *ignored.patterns,
-            *(module for group in groups for module in group.modules),
-        }
+    if len(groups) == 1:
+        schemes = [_scheme(groups[0].form, ["Linear"])]
+    else:
+        quantized = [module for group in groups for module in group.modules]
+        known = {*ignored.modules, *ignored.patterns, *quantized}
         named = [
             with_values(_with_names(group.modules, ignored.renamed), known) for group in groups
         ]
-        others = [
-            [module for other in named if other is not own for module in other] for own in named
-        ]
-        schemes = [
-            {**_scheme(group.form, targets_of(own, rest, _PREFIX)), "format": name}
-            for group, own, rest, name in zip(groups, named, others, formats, strict=True)
-        ]
+        schemes = []
+        for (form, _), names, word in zip(groups, named, formats, strict=True):
+            others = [module for other in named if other is not names for module in other]
+            schemes.append({**_scheme(form, targets_of(names, others, _PREFIX)), "format": word})
     record: Json = {
         "quant_method": METHOD,
         "format": formats[0] if len(set(formats)) == 1 else "mixed-precision",
@@ -184,54 +175,50 @@ def _word(fmt: Format) -> str:
 
 def _scheme(form: Form, targets: list[str]) -> Json:
     """Describe a group of modules: their names, weights and activations."""
-    fmt, weights, inputs = form.format, dict[str, object](), dict[str, object]()
+    fmt = form.format
     if fmt.is_fp4:
-        weights |= {
+        weights: Json = {
             "num_bits": 4,
             "type": "float",
             "symmetric": True,
             "strategy": "tensor_group" if fmt is NVFP4 else "group",
             "group_size": fmt.block_size,
             "dynamic": False,
-            "scale_dtype": "torch.float8_e4m3fn" if fmt is NVFP4 else "torch.uint8",
+            "scale_dtype": _SCALE_DTYPES[fmt.name][0],
         }
-        inputs |= {**weights, "dynamic": True}
+        inputs: Json = {**weights, "dynamic": True}
         if fmt is NVFP4:
             inputs |= {"dynamic": "local", "observer": "static_minmax"}
-        return {
-            "targets": targets,
-            "weights": weights,
-            "input_activations": inputs if form.activations == ACTIVATIONS_FP4 else None,
-        }
-    # FP8, MXFP8 and int4: the strategy is what one scale stands for.
-    bits, kind = (4, "int") if fmt is INT4 else (8, "float")
-    weights |= {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
-    if fmt is MXFP8:
-        weights["scale_dtype"] = "torch.uint8"
-    inputs |= {**weights, "dynamic": True, "strategy": "token"}
-    match form.granularity:
-        case "tensor":
-            weights["strategy"] = "tensor"
-            if form.is_static:
-                inputs |= {"dynamic": False, "strategy": "tensor"}
-        case (1, int(columns)):
-            weights |= {"strategy": "group", "group_size": columns}
-            if fmt is MXFP8:
+    else:
+        bits, kind = (4, "int") if fmt is INT4 else (8, "float")
+        weights = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
+        if fmt is MXFP8:
+            weights["scale_dtype"] = _SCALE_DTYPES[fmt.name][0]
+        inputs = {**weights, "dynamic": True, "strategy": "token"}
+        match form.granularity:
+            case "tensor":
+                weights["strategy"] = "tensor"
+                if form.is_static:
+                    inputs |= {"dynamic": False, "strategy": "tensor"}
+            case (1, int(columns)):
+                weights |= {"strategy": "group", "group_size": columns}
+                if fmt is MXFP8:
+                    inputs |= {"strategy": "group", "group_size": columns}
+            case (int(rows), int(columns)):
+                weights |= {"strategy": "block", "block_structure": [rows, columns]}
                 inputs |= {"strategy": "group", "group_size": columns}
-        case (int(rows), int(columns)):
-            weights |= {"strategy": "block", "block_structure": [rows, columns]}
-            inputs |= {"strategy": "group", "group_size": columns}
-        case _:
-            weights["strategy"] = "channel"
+            case _:
+                weights["strategy"] = "channel"
+    is_quantized = form.activations == (ACTIVATIONS_FP4 if fmt.is_fp4 else ACTIVATIONS_FP8)
     return {
         "targets": targets,
         "weights": weights,
-        "input_activations": inputs if form.activations == ACTIVATIONS_FP8 else None,
+        "input_activations": inputs if is_quantized else None,
     }
 
 
 def _with_names(modules: Iterable[str], renamed: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield modules, and behind each what engines call it."""
+    """Yield modules, each before its names in engines."""
     for module in modules:
         yield module
         yield from renamed.get(module, ())
@@ -240,30 +227,26 @@ def _with_names(modules: Iterable[str], renamed: Mapping[str, tuple[str, ...]]) 
 def _declare(ignored: Ignored, groups: Sequence[Group]) -> list[str]:
     """Write `ignore`: exact names, and expressions after "re:".
 
-    A module apart, and a pattern of some layer, is also named under whatever an engine has before
-    its layers.
+    A module apart, and a pattern of some layer, is also written for any beginning that an engine
+    puts before its layers.
     """
     quantized = [module for group in groups for module in group.modules]
     known = (*ignored.modules, *ignored.patterns, *quantized)
-    kept, patterns = (with_values(each, known) for each in (ignored.apart(), ignored.patterns))
-    names = [name for name in kept if not name.startswith("re:")]
+    kept, patterns = (with_values(names, known) for names in (ignored.apart(), ignored.patterns))
+    exact = [name for name in kept if not name.startswith("re:")]
     cores = {from_layers(module) for module in quantized}
     # A name from its layers on, where no quantized module has that name elsewhere.
     apart = (name if from_layers(name) in cores else from_layers(name) for name in kept)
     prefixed = [f"re:{_PREFIX}{re.escape(core)}$" for core in dict.fromkeys(apart)]
-    # Globs with layer numbers, for whatever stands before the layers.
+    # Globs with layer numbers, for any beginning before the layers.
     of_layers = []
     for pattern in patterns:
         if (core := from_layers(pattern)) != pattern:
             inner = _expression(f"{core}*").removeprefix("re:").removesuffix(".*$")
             of_layers.append(f"re:{_PREFIX}{inner}$")
     clear = [each for each in of_layers if not any(matches(each, module) for module in quantized)]
-    declared = [
-        *names,
-        *prefixed,
-        *(_expression(pattern) for pattern in patterns),
-        *dict.fromkeys(clear),
-    ]
+    globs = [_expression(pattern) for pattern in patterns]
+    declared = [*exact, *prefixed, *globs, *dict.fromkeys(clear)]
     return [*declared, *_declare_renamed(ignored, quantized, declared)]
 
 
@@ -277,34 +260,28 @@ def _declare_renamed(
     """
     entries = frozenset(declared)
     expressions = tuple(entry for entry in declared if entry.startswith("re:"))
-    strays = {
-        module: names
+    strays = [
+        (module, name)
         for module in ignored.modules
-        if (
-            names := [
-                name
-                for name in ignored.renamed.get(module, ())
-                if name not in entries and not matches_any(expressions, name)
-            ]
-        )
-    }
+        for name in ignored.renamed.get(module, ())
+        if name not in entries and not matches_any(expressions, name)
+    ]
     if not strays:
         return []
-    made = tuple(_with_names(quantized, ignored.renamed))
-    # Under another beginning of its name only an expression that has none finds a module.
+    # An expression with a beginning of its own does not find a module under another beginning.
     anywhere = tuple(each for each in expressions if each.startswith(("re:.*", f"re:{_PREFIX}")))
     exact = [
-        module for module in strays if module not in entries and not matches_any(anywhere, module)
+        module
+        for module in dict.fromkeys(module for module, _ in strays)
+        if module not in entries and not matches_any(anywhere, module)
     ]
-    others = [name for names in strays.values() for name in names if name not in made]
-    return [*exact, *targets_of(others, made, _PREFIX)]
+    quantized_names = tuple(_with_names(quantized, ignored.renamed))
+    others = [name for _, name in strays if name not in quantized_names]
+    return [*exact, *targets_of(others, quantized_names, _PREFIX)]
 
 
 def _expression(pattern: str) -> str:
-    """Turn a glob into an expression that engines match from the start.
-
-    A name without wildcards stays as it is.
-    """
+    """Turn a glob into an expression; a name without wildcards stays."""
     if pattern.startswith("re:") or not set(pattern) & set("*?["):
         return pattern
     wildcards = {"*": ".*", "?": "."}
@@ -326,36 +303,30 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     if record.get("quant_method") != METHOD:
         return ()
     cache, kv_cache = record.get("kv_cache_scheme"), None
-    if isinstance(cache, dict):  # fp8, nvfp4, or what else it says, such as int8
+    if isinstance(cache, dict):  # fp8, nvfp4, or others such as int8
         kind = "fp" if cache.get("type") == "float" else cache.get("type")
         kv_cache = f"{kind}{cache.get('num_bits')}"
         blocks = cache.get("group_size"), cache.get("strategy")
         kv_cache = NVFP4.name if kv_cache == "fp4" and blocks == _STRATEGIES[0] else kv_cache
     schemes = [(_form(record, scheme, kv_cache), scheme) for scheme in schemes_of(record)]
-    found = [(form, scheme) for form, scheme in schemes if form]
+    found = [(form, strings(scheme.get("targets"))) for form, scheme in schemes if form]
     if not found:
         bare = _form(record, {}, kv_cache)
         return everywhere(bare if bare and bare.format.is_fp4 else None)
     if all(form == found[0][0] for form, _ in found):
         return everywhere(found[0][0])
     groups = []
-    for form, scheme in found:
-        # Names of classes hold for all that no other group names.
-        patterns = (
-            "*" if target[:1].isupper() and "." not in target else target
-            for target in strings(scheme.get("targets"))
-        )
-        groups.append((form, list(dict.fromkeys(patterns))))
+    for form, targets in found:
+        # Names of classes hold for all modules that no other group names.
+        names = ("*" if name[:1].isupper() and "." not in name else name for name in targets)
+        groups.append((form, dict.fromkeys(names)))
     return merge_groups(groups)
 
 
 def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
-    """Read what a group says of its modules; None: nothing that can be read."""
+    """Read the form of a group's modules; None for one that is not read."""
     declared = str(scheme.get("format") or record.get("format", ""))
-    weights, inputs = (
-        numbers if isinstance(numbers, dict) else {}
-        for numbers in (scheme.get("weights"), scheme.get("input_activations"))
-    )
+    weights, inputs = (json_object(scheme.get(key)) for key in ("weights", "input_activations"))
     bits = inputs.get("num_bits")
     fmt = next((known for known in (NVFP4, MXFP4) if declared == _word(known)), None)
     beside = {"8 float": FP8, "4 int": INT4}.get(f"{weights.get('num_bits')} {weights.get('type')}")
@@ -364,8 +335,7 @@ def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
         beside = MXFP8
     if fmt and (beside is None or scheme.get("format")):
         return Form(fmt, ACTIVATIONS_FP4 if bits == ACTIVATIONS_FP4 else 16, kv_cache=kv_cache)
-    # What one scale stands for; other strategies are not read.
-    granularity: Granularity
+    granularity: Granularity | None
     match weights:
         case {"strategy": "tensor"}:
             granularity = "tensor"
@@ -373,13 +343,11 @@ def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
             granularity = "row"
         case {"strategy": "group", "group_size": int(size)} if size > 0:
             granularity = (1, size)
-        case {"strategy": "block", "block_structure": [int(rows), int(columns)]} if all(
-            type(size) is int and size > 0 for size in (rows, columns)
-        ):
-            granularity = (rows, columns)
+        case {"strategy": "block", "block_structure": structure}:
+            granularity = positive_pair(structure)
         case _:
             return None
-    if beside is None:
+    if beside is None or granularity is None:
         return None
     if scheme.get("format") and declared not in (_word(beside), *_SPANNING):
         return None
@@ -397,7 +365,7 @@ def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
 
 
 def judge(clues: Clues) -> Iterator[Finding]:
-    """Find what engines load without a word, and compute garbage with."""
+    """Find faults with which engines load, and compute garbage."""
     record = clues.record
     if record.get("quant_method") != METHOD:
         return
@@ -409,11 +377,10 @@ def judge(clues: Clues) -> Iterator[Finding]:
         yield Finding("error", "record-transform", None, detail)
     names = (NVFP4.name, MXFP4.name)
     for scheme in schemes_of(record):
-        own = str(scheme.get("format") or record.get("format", ""))
-        if not own.endswith("-pack-quantized") or not own.startswith(names):
+        fmt = str(scheme.get("format") or record.get("format", ""))
+        if not fmt.endswith("-pack-quantized") or not fmt.startswith(names):
             continue
-        declared = scheme.get("weights")
-        weights = declared if isinstance(declared, dict) else {}
+        weights = json_object(scheme.get("weights"))
         size, strategy = weights.get("group_size"), weights.get("strategy")
         if (size, strategy) not in _STRATEGIES:
             detail = f"a group of modules has strategy {strategy!r} and group_size {size!r}"
@@ -425,9 +392,10 @@ def judge(clues: Clues) -> Iterator[Finding]:
             detail = f"a group of modules has num_bits {bits!r}, type {kind!r}"
             detail = f'{detail} and symmetric {symmetric!r}; expected 4, "float" and true'
             yield Finding("error", "record-strategy", None, detail)
-        if (scale_dtype := weights.get("scale_dtype")) not in (None, *_SCALE_DTYPES[own[:5]]):
+        scale_dtype, known = weights.get("scale_dtype"), _SCALE_DTYPES[fmt[:5]]
+        if scale_dtype not in (None, *known):
             detail = f"a group of modules has scale_dtype {scale_dtype!r}"
-            expected = f"expected {_SCALE_DTYPES[own[:5]][0]!r}, or none"
+            expected = f"expected {known[0]!r}, or none"
             yield Finding("error", "record-strategy", None, f"{detail}; {expected}")
         unknown = [*(scheme.keys() - _SCHEME_KEYS), *(weights.keys() - _WEIGHT_KEYS)]
         if unknown:
@@ -440,10 +408,7 @@ def judge(clues: Clues) -> Iterator[Finding]:
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:
-    """Read `ignore`: names, names of classes, and expressions after "re:".
-
-    Expressions are matched from the start.
-    """
+    """Read `ignore`: names, names of classes, and expressions after "re:"."""
     patterns = strings(clues.record.get("ignore"))
     names = frozenset(patterns)
     expressions = tuple(pattern for pattern in patterns if pattern.startswith("re:"))

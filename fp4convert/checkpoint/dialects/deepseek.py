@@ -35,6 +35,7 @@ from fp4convert.checkpoint.dialects.base import (
     ignores_none,
     no_doubts,
     nothing,
+    positive_pair,
     stems_of_scales,
     whole,
 )
@@ -104,8 +105,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
         return ()
     if clues.config.get("expert_dtype") == "fp4":
         return everywhere(Form(MXFP4))
-    match clues.record.get("weight_block_size"):
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
-            if any(name.endswith(".weight_scale_inv") for name in clues.tensors):
-                return everywhere(Form(FP8, ACTIVATIONS_FP8, granularity=(rows, columns)))
-    return ()
+    block = positive_pair(clues.record.get("weight_block_size"))
+    if block is None or not any(name.endswith(".weight_scale_inv") for name in clues.tensors):
+        return ()
+    return everywhere(Form(FP8, ACTIVATIONS_FP8, granularity=block))

@@ -10,10 +10,11 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from fp4convert.numerics.formats import Format
+from fp4convert.numerics.formats import MXFP8, Format
 
-# What one scale stands for: "tensor", "row", or (rows, columns) of a block.
+# Elements that share a scale: "tensor", "row", or (rows, columns) of a block.
 Granularity = str | tuple[int, int]
+MXFP8_BLOCK = (1, MXFP8.block_size)
 ACTIVATIONS_FP4, ACTIVATIONS_FP8 = 4, 8
 SCALE_DTYPES = ("F32", "BF16", "F16")  # of FP8 and int4 scales
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that counts layers or experts
@@ -22,18 +23,17 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an artifact says of its weights, or of some, beside their names.
+    """The meaning of the tensors of some modules.
 
     activations   16: only weights are quantized; 4 or 8: engines quantize activations to so many
                   bits, NVFP4 with an input scale
-    scale_layout  in which order block scales lie; a name in scale_layouts.py
-    kv_cache      "fp8" or "nvfp4" where engines keep the cache of keys and values so, or None
-    shapes        (rows, columns) of the modules whose tensors cannot tell
+    scale_layout  order of the block scales; a name in scale_layouts.py
+    kv_cache      format of the cache of keys and values, "fp8" or "nvfp4"; None: not quantized
+    shapes        (rows, columns) of modules whose tensors do not give them
     granularity   of FP8, MXFP8 and int4
     stored_scales safetensors' dtype of the scales of these
-    rank          of the low-rank correction beside the codes, which then are of what it leaves;
-                  None where there is none
-    is_static     of FP8, where the dialect leaves it open: a scale of activations stands beside it
+    rank          of the low-rank correction beside the codes; None: there is none
+    is_static     FP8 in a dialect that leaves it open: a scale of activations is stored, too
     """
 
     format: Format
@@ -48,7 +48,7 @@ class Form:
 
     @property
     def has_input_scale(self) -> bool:
-        """Tell whether a static scale of activations stands beside the weights.
+        """Return whether a four-bit module has a stored scale of activations.
 
         Engines that read corrections scale activations as they come.
         """
@@ -67,11 +67,13 @@ def granularity_word(granularity: Granularity) -> str:
     return granularity if isinstance(granularity, str) else "x".join(map(str, granularity))
 
 
+MXFP8_FORM = Form(MXFP8, granularity=MXFP8_BLOCK, stored_scales="U8")
+
+
 class Group(NamedTuple):
     """Modules of one form, as a record names them.
 
-    modules  names; as they are read, also patterns, of which "*" stands for all that no other
-             group names
+    modules  names; in groups that are read also patterns, "*" for all that no other group names
     """
 
     form: Form
@@ -80,12 +82,12 @@ class Group(NamedTuple):
 
 def group_modules(forms: Iterable[tuple[str, Form]]) -> tuple[Group, ...]:
     """Group modules by their form, in the order of first appearance."""
-    gathered: list[tuple[Form, list[str]]] = []
+    gathered: list[tuple[Form, list[str]]] = []  # a form's hash leaves `shapes` out
     for form, run in groupby(forms, itemgetter(1)):
-        own = next((modules for known, modules in gathered if known == form), None)
-        if own is None:
-            gathered.append((form, own := []))
-        own += [module for module, _ in run]
+        names = next((modules for known, modules in gathered if known == form), None)
+        if names is None:
+            gathered.append((form, names := []))
+        names += [module for module, _ in run]
     return tuple(Group(form, tuple(modules)) for form, modules in gathered)
 
 
@@ -105,8 +107,8 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
 
     Modules whose names differ in numbers alone share one expression where it fits no other.
 
-    prefix  an expression for what engines may put before a name, or instead of what stands before
-            its layers; left out where another name would fit with it
+    prefix  expression for the beginning of a name, up to its layers, in an engine; left out where
+            another name would fit with it
     """
     others = list(others)
     fitting, strange = defaultdict(list), {_NUMBER.sub("0", other) for other in others}
@@ -126,34 +128,34 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
         is_clear = bool(prefix) and not {_NUMBER.sub("0", core)} & (strange | endings)
         texts = _NUMBER.split(core if is_clear else names[0])
         targets.append(before + r"\d+".join(map(re.escape, texts)) + "$")
-    return _joined(targets)
+    return _with_fused_targets(targets)
 
 
 def _endings(names: Iterable[str]) -> set[str]:
-    """Return what stands behind each dot of names."""
+    """Return the ends of names behind each dot."""
     return {name[dot + 1 :] for name in names for dot, letter in enumerate(name) if letter == "."}
 
 
-def _joined(targets: Iterable[str]) -> list[str]:
+def _with_fused_targets(targets: Iterable[str]) -> list[str]:
     """Let a part's expression fit the fused matrix too.
 
     transformers warns of an expression that fits none of its modules.
     """
-    made = dict.fromkeys(targets)
+    joined = list(dict.fromkeys(targets))
     for whole, (part, *_) in _FUSED.items():
-        for target in [each for each in made if each.endswith(f"{whole}$")]:
+        for target in [known for known in joined if known.endswith(f"{whole}$")]:
             stem = target.removesuffix(f"{whole}$")
-            if (alone := f"{stem}{part}$") in made:
-                both = f"{stem}(?:{part}|{whole})$"
-                made = {both if each == alone else each: None for each in made if each != target}
-    return list(made)
+            if (alone := f"{stem}{part}$") in joined:
+                joined[joined.index(alone)] = f"{stem}(?:{part}|{whole})$"
+                joined.remove(target)
+    return joined
 
 
 def with_fused(names: Iterable[str]) -> tuple[str, ...]:
-    """Add the names of the matrices that engines make of several.
+    """Add the names of the matrices that engines fuse out of these.
 
-    SGLang looks for these, and where its class of a model does not say what it fuses, for no others
-    (0.5.23). Of experts nobody does.
+    SGLang 0.5.23 looks for these names, and for no others where its class of a model lists no
+    fusions. No engine does so for experts.
 
     names  modules, or globs, that are treated alike
     """
@@ -172,8 +174,8 @@ def with_fused(names: Iterable[str]) -> tuple[str, ...]:
 def with_values(modules: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
     """Name the values of layers that have keys alone, where others have both.
 
-    Some layers of Gemma 4 have keys alone. vLLM asks what the record says of the values too, and
-    refuses what a pattern for other layers says, or nothing (0.33).
+    Some layers of Gemma 4 have keys alone. vLLM 0.33 looks the values up, too, and refuses a record
+    that lacks them or has the pattern of other layers for them.
 
     known  all modules, quantized or kept
     """
@@ -186,20 +188,20 @@ def with_values(modules: Iterable[str], known: Iterable[str]) -> tuple[str, ...]
     if not values or (known := set(known)).issuperset(values.values()):
         return tuple(dict.fromkeys(modules))
     patterns = {_NUMBER.sub("0", module) for module in known}
-    made: dict[str, None] = {}
+    listed: dict[str, None] = {}
     for module in modules:
-        made[module] = None
+        listed[module] = None
         value = values.get(module, module)
         if value not in known and _NUMBER.sub("0", value) in patterns:
-            made[value] = None
-    return tuple(made)
+            listed[value] = None
+    return tuple(listed)
 
 
 def from_layers(module: str) -> str:
-    """Cut off what stands before the layers in a module's name.
+    """Return a module's name from its layers on.
 
-    Engines call that by other names for models of several parts; a name that counts nothing stays.
-    model.language_model.layers.3.mlp.up_proj -> layers.3.mlp.up_proj
+    model.language_model.layers.3.mlp.up_proj -> layers.3.mlp.up_proj; a name without numbers stays.
+    Engines have other beginnings for models of several parts.
     """
     number = _NUMBER.search(module)
     if number is None or number.start() == 0:

@@ -28,11 +28,12 @@ from fp4convert.checkpoint.dialects.base import (
     doubt_stacks,
     ignores_none,
     nothing,
+    shape_of_all,
     whole,
 )
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
 from fp4convert.checkpoint.dialects.registry import GGUF_TYPES
-from fp4convert.checkpoint.dialects.stacks import Rows, Slot
+from fp4convert.checkpoint.dialects.stacks import STACK_DIMENSIONS, Rows, Slot
 from fp4convert.checkpoint.dialects.tables import (
     SCALAR_NBYTES,
     Part,
@@ -75,13 +76,12 @@ TRAITS = Traits(
 )
 notes, ignores, records = nothing, ignores_none, nothing
 _TYPES = {word: format_named(word.lower()) for word in GGUF_TYPES}
-_SCALED = (  # what llama.cpp loads a .scale for; any other one makes it refuse the file
+_SCALED = (  # llama.cpp loads a .scale for these, and refuses a file with any other
     *(f".attn_{name}" for name in ("q", "k", "v", "qkv", "output", "gate")),
     *(f".ffn_{name}{kind}" for name in ("gate", "up", "down") for kind in ("", "_shexp", "_exps")),
 )
 _STACK = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps")
 _EXPERT = re.compile(rf"({_STACK.pattern})\.(0|[1-9]\d{{0,8}})")
-STACK_DIMENSIONS = 3
 _BLOCKS_PER_RUN = {MXFP4: 1, NVFP4: 4}
 _RUN_NBYTES = {  # of scales, and of codes
     fmt: (blocks, blocks * fmt.block_size // 2) for fmt, blocks in _BLOCKS_PER_RUN.items()
@@ -89,7 +89,7 @@ _RUN_NBYTES = {  # of scales, and of codes
 
 
 def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """Make a stack of experts; all of them must be there, of one shape."""
+    """Stack the experts of a layer; all must be there, of one shape."""
     found: dict[str, tuple[int, ...]] = {}
     experts: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
     for module, shape in shapes.items():
@@ -99,9 +99,8 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
         else:
             found[module] = shape
     for stem, members in experts.items():
-        kinds = {members.get(number) for number in range(len(members))}
-        matrix = kinds.pop()
-        if kinds or matrix is None:
+        matrix = shape_of_all(members.get(number) for number in range(len(members)))
+        if matrix is None:
             detail = f"{stem}: dialect gguf stores all experts as one stack"
             detail = f"{detail}; expected every one of them, and all of one shape"
             raise ChoiceError("dialect-module", detail, tensor=stem)
@@ -120,11 +119,9 @@ def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
     if form.format.has_global_scale and not (expert[1] if expert else module).endswith(_SCALED):
         return "no place for a global scale in llama.cpp"
     columns = _BLOCKS_PER_RUN[form.format] * form.format.block_size
-    return (
-        f"{shape[1]} columns, not a multiple of the {columns} of GGUF's type"
-        if shape[1] % columns
-        else None
-    )
+    if shape[1] % columns == 0:
+        return None
+    return f"{shape[1]} columns, not a multiple of the {columns} of GGUF's type"
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
@@ -133,10 +130,7 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
     scalars = SCALARS.specs(stem, form)
     if len(shape) == STACK_DIMENSIONS:
         scalars = (spec._replace(shape=(shape[0],)) for spec in scalars)
-    return (
-        TensorSpec(f"{stem}.weight", form.format.name.upper(), (*above, row_nbytes)),
-        *scalars,
-    )
+    return (TensorSpec(f"{stem}.weight", form.format.name.upper(), (*above, row_nbytes)), *scalars)
 
 
 def encode(
@@ -158,7 +152,7 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 
 
 def _is_unread(ref: TensorRef) -> bool:
-    """Tell whether it is a stack, and not of experts as llama.cpp names them."""
+    """Return whether it is a stack without llama.cpp's name of experts."""
     is_stack = len(ref.shape) != 2
     return is_stack and not _STACK.fullmatch(ref.name.removesuffix(".weight"))
 
@@ -199,7 +193,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 
 def _form(tensors: Mapping[str, TensorRef]) -> Form | None:
-    """Return the form that types and scales of tensors tell."""
+    """Return the form of the tensors' types and scales."""
     for name, fmt in reversed(_TYPES.items()):
         found = [ref.name.removesuffix(".weight") for ref in tensors.values() if ref.dtype == name]
         if found:

@@ -26,6 +26,7 @@ from fp4convert.checkpoint.dialects.base import (
     Traits,
     no_doubts,
     nothing,
+    shape_of_all,
     stems_named,
     strings,
 )
@@ -39,10 +40,7 @@ from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 METHOD = METHODS["gpt-oss"]
 TRAITS = Traits(
-    writes=(MXFP4,),
-    scalars=Scalars(None),
-    packed="_blocks",
-    suffixes=SUFFIXES["gpt-oss"],
+    writes=(MXFP4,), scalars=Scalars(None), packed="_blocks", suffixes=SUFFIXES["gpt-oss"]
 )
 TABLE = Table(("_blocks", "U8"), "_scales", {MXFP4: "U8"}, TRAITS.scalars)
 find, encode, decode = partial(stems_named, endings=TRAITS.suffixes), TABLE.encode, TABLE.decode
@@ -54,7 +52,7 @@ _BLOCK_NBYTES = MXFP4.block_size // 2
 
 
 def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """Make two stacks for each layer; all experts must be there, of one shape."""
+    """Stack the experts of a layer; all must be there, of one shape."""
     experts: dict[str, dict[int, dict[str, tuple[int, int]]]] = defaultdict(
         lambda: defaultdict(dict)
     )
@@ -67,13 +65,12 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for parent, members in experts.items():
         for stack, names in _MEMBERS.items():
-            kinds = {
+            shape = shape_of_all(
                 members.get(number, {}).get(name)
                 for number in range(len(members))
                 for name in names
-            }
-            shape = kinds.pop()
-            if kinds or shape is None:
+            )
+            if shape is None:
                 detail = f"{parent}: dialect gpt-oss stacks the {stack} of all experts"
                 detail = f"{detail}; expected every one, and all of one shape"
                 raise ChoiceError("dialect-module", detail, tensor=parent)
@@ -125,10 +122,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:
-    """Read `modules_to_not_convert`: names, and "*" in them fits anything.
-
-    An entry fits a beginning of a module's name, up to a dot or the end.
-    """
+    """Read `modules_to_not_convert`: beginnings of names, with wildcards "*"."""
     names = strings(clues.record.get("modules_to_not_convert"))
     few = [name for name in names if name.count("*") <= MOST_STARS]
     expressions = [re.compile(re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)") for name in few]

@@ -8,10 +8,10 @@
 Experts are stacks: M is "X.switch_mlp.gate_proj" and its kin, the number of experts before the
 rows. As modules they have the names of transformers' checkpoints: X.experts.N.gate_proj; w1, w3
 and w2 where X ends with block_sparse_moe. Written they are one by one. Routers may be integers:
-encodings/mlx_affine.py.
+encodings/int4.py.
 
-There is no global scale: an NVFP4 block's step is its E4M3 scale alone. What has a global scale
-other than 1 cannot be said. Records: config.json's "quantization", and the same again as
+There is no global scale: an NVFP4 block's step is its E4M3 scale alone. Modules with a global scale
+other than 1 have no place. Records: config.json's "quantization", and the same again as
 "quantization_config"; a module that it names has a format of its own, and one without scales is an
 ordinary one.
 Source: mlx 0.32, mx.quantize; mlx-lm 0.32, utils.load_model.  Readers: mlx-lm.
@@ -29,34 +29,34 @@ from fp4convert.checkpoint.dialects.base import (
     Traits,
     doubt_stacks,
     each_alone,
+    json_object,
     nothing,
     stems_named,
     whole,
 )
-from fp4convert.checkpoint.dialects.forms import Form, Granularity, Group, merge_groups
-from fp4convert.checkpoint.dialects.registry import SUFFIXES
-from fp4convert.checkpoint.dialects.stacks import Rows, Slot
-from fp4convert.checkpoint.dialects.tables import (
-    Fp8Table,
-    Scalars,
-    Table,
-    scale_grid,
-    whole_blocks,
+from fp4convert.checkpoint.dialects.forms import (
+    MXFP8_BLOCK,
+    MXFP8_FORM,
+    Form,
+    Granularity,
+    Group,
+    merge_groups,
 )
+from fp4convert.checkpoint.dialects.registry import MLX_KEYS, SUFFIXES
+from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS, STACK_DIMENSIONS, Rows, Slot
+from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid, whole_blocks
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FORMATS, MXFP4, MXFP8, NVFP4, Format
 from fp4convert.storage.safetensors import TensorRef
 
-MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 STACK = re.compile(r"(.*)\.switch_mlp\.(gate|up|down)_proj")
 MIXTRALS = "block_sparse_moe"
 MIXTRALS_LEAVES = {"gate": "w1", "up": "w3", "down": "w2"}
 MXFP8_WORDS = 8  # to a scale
-_MXFP8_BLOCK = (1, MXFP8.block_size)
 
 
 def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...] | None:
-    return scale_grid(shape, granularity) if granularity == _MXFP8_BLOCK else None
+    return scale_grid(shape, granularity) if granularity == MXFP8_BLOCK else None
 
 
 TRAITS = Traits(
@@ -66,9 +66,9 @@ TRAITS = Traits(
     suffixes=SUFFIXES["mlx"],
     mixes=(NVFP4, MXFP4, MXFP8),
     fp8=Fp8Table(
-        _MXFP8_BLOCK,
+        MXFP8_BLOCK,
         _scale_shape,
-        activations={_MXFP8_BLOCK: 16},
+        activations={MXFP8_BLOCK: 16},
         codes=("U32", 4),
         scales=".scales",
     ),
@@ -76,9 +76,7 @@ TRAITS = Traits(
 SCALE_DTYPES = {NVFP4: "U8", MXFP4: "U8"}
 TABLE = Table((".weight", "U32"), ".scales", SCALE_DTYPES, TRAITS.scalars, 8, TRAITS.fp8)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
-stems, unfit = each_alone, TABLE.unfit
-notes = nothing
-KEYS = ("quantization", "quantization_config")  # of config.json; mlx-lm reads the first
+stems, unfit, notes = each_alone, TABLE.unfit, nothing
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
@@ -121,46 +119,40 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
 
 
 def _numbers(fmt: Format) -> Json:
-    """Say what a format is in mlx-lm's words."""
+    """Describe a format in mlx-lm's words."""
     bits = 4 if fmt.is_fp4 else 8
     return {"group_size": fmt.block_size, "bits": bits, "mode": fmt.name}
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    """Read what holds for all modules, and what single ones have instead."""
-    declared = clues.config.get("quantization", clues.record)
-    numbers = declared if isinstance(declared, dict) else {}
-    said = [("*", numbers), *numbers.items()]
-    found = [(form, name) for name, own in said if (form := _form(own))]
-    if not any(name == "*" for _, name in found):
-        return ()
-    return merge_groups((form, [name]) for form, name in found)
+    """Read the form of all modules, and those of single modules."""
+    numbers = json_object(clues.config.get("quantization", clues.record))
+    found = [
+        (form, [name])
+        for name, declared in [("*", numbers), *numbers.items()]
+        if (form := _form(json_object(declared)))
+    ]
+    return merge_groups(found) if any(names == ["*"] for _, names in found) else ()
 
 
-def _form(numbers: object) -> Form | None:
-    """Return the form that such numbers say; None for one that is not read."""
-    if not isinstance(numbers, dict):
-        return None
+def _form(numbers: Json) -> Form | None:
+    """Return the form of such numbers; None for one that is not read."""
     fmt = FORMATS.get(str(numbers.get("mode")))
     if fmt not in TRAITS.writes or any(numbers.get(key) != n for key, n in _numbers(fmt).items()):
         return None
-    return Form(fmt, granularity=_MXFP8_BLOCK, stored_scales="U8") if fmt is MXFP8 else Form(fmt)
+    return MXFP8_FORM if fmt is MXFP8 else Form(fmt)
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:
-    """Read which modules config.json says are not quantized, by `false`."""
-    names = {name for numbers in _said(clues) for name, value in numbers.items() if value is False}
+    """Read which modules config.json leaves unquantized, by `false`."""
+    records = [json_object(clues.config.get(key)) for key in MLX_KEYS]
+    names = {name for record in records for name, value in record.items() if value is False}
     return names.__contains__
 
 
-def _said(clues: Clues) -> list[Json]:
-    """List what config.json says of the quantization."""
-    return [numbers for key in KEYS if isinstance(numbers := clues.config.get(key), dict)]
-
-
 def judge(clues: Clues) -> Iterator[Finding]:
-    said = _said(clues)
-    if said and any(each != said[0] for each in said):
+    found = [declared for key in MLX_KEYS if isinstance(declared := clues.config.get(key), dict)]
+    if any(declared != found[0] for declared in found):
         detail = "quantization and quantization_config of config.json differ; expected two alike"
         yield Finding("error", "records-disagree", None, detail)
     yield from doubt_stacks(

@@ -36,6 +36,7 @@ from fp4convert.checkpoint.dialects.base import (
     Json,
     Traits,
     each_alone,
+    json_object,
     nothing,
     schemes_of,
     stems_of_scales,
@@ -45,6 +46,8 @@ from fp4convert.checkpoint.dialects.base import (
 from fp4convert.checkpoint.dialects.forms import (
     ACTIVATIONS_FP4,
     ACTIVATIONS_FP8,
+    MXFP8_BLOCK,
+    MXFP8_FORM,
     Form,
     Granularity,
     Group,
@@ -53,13 +56,7 @@ from fp4convert.checkpoint.dialects.forms import (
     parents_of,
 )
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
-from fp4convert.checkpoint.dialects.tables import (
-    CacheScales,
-    Fp8Table,
-    Scalars,
-    Table,
-    scale_grid,
-)
+from fp4convert.checkpoint.dialects.tables import CacheScales, Fp8Table, Scalars, Table, scale_grid
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import E4M3_MAX, FP8, MXFP4, MXFP8, NVFP4
 from fp4convert.storage.checkpoint_files import ENGINE_RECORD
@@ -68,7 +65,7 @@ _FP8_ACTIVATIONS: dict[Granularity, int] = {
     "tensor": ACTIVATIONS_FP8,
     "row": ACTIVATIONS_FP8,
     (128, 128): 16,
-    (1, MXFP8.block_size): ACTIVATIONS_FP8,
+    MXFP8_BLOCK: ACTIVATIONS_FP8,
 }
 
 
@@ -78,7 +75,7 @@ def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int,
         "tensor": (),
         "row": (rows,),
         (128, 128): (rows, 1, columns, 1),
-        (1, MXFP8.block_size): (rows, columns),
+        MXFP8_BLOCK: (rows, columns),
     }.get(granularity)
 
 
@@ -115,7 +112,7 @@ _FP8_ALGORITHMS: dict[Granularity, str] = {
     "tensor": "FP8",
     "row": "FP8_PER_CHANNEL_PER_TOKEN",
     (128, 128): "FP8_PB_WO",
-    (1, MXFP8.block_size): MXFP8.name.upper(),
+    MXFP8_BLOCK: MXFP8.name.upper(),
 }
 _MX_ALGORITHMS = ("mxfp4", "MXFP4", "W4A8_MXFP4_FP8")
 
@@ -129,17 +126,18 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         for name in (*ignored.with_engine_names(), *globs)
     ]
     producer = {"name": "modelopt", "version": "0.47.0"}
-    form, is_mixed = groups[0].form, len(groups) > 1
-    algorithm = "MIXED_PRECISION" if is_mixed else _algorithm(form)
+    is_mixed, kv_cache = len(groups) > 1, groups[0].form.kv_cache
+    algorithm = "MIXED_PRECISION" if is_mixed else _algorithm(groups[0].form)
     schemes = [
         _scheme(group.form, sorted(group.modules) if is_mixed else ["Linear"]) for group in groups
     ]
-    layers: Json = {}  # what quantized_layers says of every module
-    for group in groups:
-        own, fmt = {"quant_algo": _algorithm(group.form)}, group.form.format
-        size = {"group_size": fmt.block_size} if fmt.block_size else {}
-        named = (name for each in group.modules for name in (each, *ignored.renamed.get(each, ())))
-        layers |= {name: {**own, **size} for name in named}
+    layers: Json = {}
+    for form, modules in groups:
+        entry: Json = {"quant_algo": _algorithm(form)}
+        if form.format.block_size:
+            entry["group_size"] = form.format.block_size
+        names = (name for each in modules for name in (each, *ignored.renamed.get(each, ())))
+        layers |= {name: dict(entry) for name in names}
     mixed: Json = {"quantized_layers": dict(sorted(layers.items()))} if is_mixed else {}
     record: Json = {
         "quant_method": METHOD,
@@ -149,10 +147,10 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         "ignore": patterns,
         "producer": producer,
     }
-    if form.kv_cache == "fp8":
+    if kv_cache == "fp8":
         record["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
-    elif form.kv_cache:
-        record["kv_cache_scheme"] = form.kv_cache.upper()
+    elif kv_cache:
+        record["kv_cache_scheme"] = kv_cache.upper()
     formats = sorted((group.form.format for group in groups), key=lambda fmt: not fmt.is_fp4)
     sizes = [fmt.block_size for fmt in formats if fmt.block_size]
     return {
@@ -161,7 +159,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
             "producer": producer,
             "quantization": {
                 "quant_algo": algorithm,
-                "kv_cache_quant_algo": form.kv_cache.upper() if form.kv_cache else None,
+                "kv_cache_quant_algo": kv_cache.upper() if kv_cache else None,
                 **({"group_size": sizes[0]} if sizes else {}),
                 "exclude_modules": patterns,
                 **mixed,
@@ -171,7 +169,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
 
 
 def _algorithm(form: Form) -> str:
-    """Name a form; of FP8 by what one scale stands for."""
+    """Name the algorithm of a form; of FP8 by its granularity."""
     if form.format.is_fp4:
         return _ALGORITHMS[form.activations]
     return _FP8_ALGORITHMS[form.granularity or "tensor"]
@@ -179,36 +177,24 @@ def _algorithm(form: Form) -> str:
 
 def _scheme(form: Form, targets: list[str]) -> Json:
     """Describe a group of modules: their names, weights and activations."""
-    scheme: Json = {"targets": targets}
-    if form.format.is_fp4:
-        size = form.format.block_size
-        numbers: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": size}
-        scheme["weights"] = numbers
-        if form.has_input_scale:
-            scheme["input_activations"] = dict(numbers)
-        return scheme
-    inputs: Json = {"dynamic": False, "num_bits": 8, "type": "float"}
-    if form.format is MXFP8:
-        inputs["group_size"] = MXFP8.block_size
-    match form.granularity:
-        case (1, _):
-            scheme["weights"] = dict(inputs)
-        case (int(rows), int(columns)):
-            structure = [rows, columns]
-            scheme["weights"] = {**inputs, "strategy": "block", "block_structure": structure}
-            return scheme
-        case "row":
-            scheme["weights"] = {**inputs, "strategy": "channel"}
-        case _:
-            scheme["weights"] = dict(inputs)
-    return {**scheme, "input_activations": inputs}
+    bits = 4 if form.format.is_fp4 else 8
+    numbers: Json = {"dynamic": False, "num_bits": bits, "type": "float"}
+    if form.format.block_size:
+        numbers["group_size"] = form.format.block_size
+    weights, has_inputs = dict(numbers), form.has_input_scale or not form.format.is_fp4
+    if form.granularity == "row":
+        weights["strategy"] = "channel"
+    elif isinstance(form.granularity, tuple) and form.format is FP8:
+        weights |= {"strategy": "block", "block_structure": list(form.granularity)}
+        has_inputs = False
+    inputs = {"input_activations": numbers} if has_inputs else {}
+    return {"targets": targets, "weights": weights, **inputs}
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
     """Read config.json's record, or else hf_quant_config.json.
 
-    Engines take the algorithm NVFP4 for weights alone where no group of modules has
-    input_activations.
+    Where no group of modules has input_activations, engines quantize weights alone under NVFP4.
     """
     record = clues.record
     if not record:
@@ -225,21 +211,19 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 
 def _groups(record: Json) -> tuple[Group, ...]:
-    """Read the algorithm, or those of the single modules."""
+    """Read the algorithm of all modules, or of each."""
     kv_cache = _cache_asked(record)
     if record.get("quant_algo") != "MIXED_PRECISION":
         return everywhere(_form(record.get("quant_algo"), kv_cache))
-    layers = record.get("quantized_layers")
     known: list[tuple[str, Form]] = []
-    for name, entry in layers.items() if isinstance(layers, dict) else ():
-        form = _form(entry.get("quant_algo"), kv_cache) if isinstance(entry, dict) else None
-        if form:
+    for name, entry in json_object(record.get("quantized_layers")).items():
+        if form := _form(json_object(entry).get("quant_algo"), kv_cache):
             known += [(name, form), (f"{name}.*", form)]
     return group_modules(known)
 
 
 def _cache_asked(record: Json) -> str | None:
-    """Read what the cache holds, in either record; None for unknown words."""
+    """Read the format of the cache from either record; None for unknown words."""
     scheme = record.get("kv_cache_scheme") or record.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
         is_four_bit = scheme.get("num_bits") == 4 and scheme.get("type") == "float"
@@ -257,20 +241,14 @@ def _form(algorithm: object, kv_cache: str | None) -> Form | None:
             return Form(NVFP4, activations, kv_cache=kv_cache)
     for granularity, name in _FP8_ALGORITHMS.items():
         if str(algorithm).upper() == name:
-            bits, is_mx = _FP8_ACTIVATIONS[granularity], name == MXFP8.name.upper()
-            return Form(
-                MXFP8 if is_mx else FP8,
-                bits,
-                kv_cache=kv_cache,
-                granularity=granularity,
-                stored_scales="U8" if is_mx else "F32",
-            )
+            is_mx = granularity == MXFP8_BLOCK
+            form = MXFP8_FORM if is_mx else Form(FP8, granularity=granularity)
+            return replace(form, activations=_FP8_ACTIVATIONS[granularity], kv_cache=kv_cache)
     return None
 
 
 def _nested(clues: Clues) -> Json:
-    nested = clues.hf_quant_config.get("quantization")
-    return nested if isinstance(nested, dict) else {}
+    return json_object(clues.hf_quant_config.get("quantization"))
 
 
 def judge(clues: Clues) -> Iterator[Finding]:
@@ -310,18 +288,16 @@ def judge(clues: Clues) -> Iterator[Finding]:
 def ignores(clues: Clues) -> Callable[[str], bool]:
     """Read `ignore`, and the modules that MIXED_PRECISION names.
 
-    Entries are wildcards, and engines also look for each as a part of the name; what
-    quantized_layers does not name is ignored too.
+    Entries are wildcards, which engines also match as parts of names. With quantized_layers, all
+    other modules are ignored, too.
     """
     record, nested = clues.record, _nested(clues)
     listed = record.get("quantized_layers", nested.get("quantized_layers"))
     patterns = strings(record.get("ignore")) or strings(nested.get("exclude_modules"))
 
     def is_ignored(module: str) -> bool:
-        if isinstance(listed, dict):
-            names = (module, *parents_of(module))
-            if not any(name in listed for name in names):
-                return True
+        if isinstance(listed, dict) and listed.keys().isdisjoint((module, *parents_of(module))):
+            return True
         return any(pattern in module or fnmatchcase(module, pattern) for pattern in patterns)
 
     return is_ignored

@@ -3,9 +3,9 @@
   M.qweight        I8       [rows, columns / 2], in the order of the kernels' tiles
   M.wscales        F8_E4M3  [columns / 16, rows], likewise
   M.wtscale        BF16     [1], a multiplier
-  M.wcscales       BF16     [rows], what rows of the codes' values are multiplied with: 1
-  M.smooth_factor  BF16     [columns], what inputs are divided by before they meet the codes
-  M.proj_down      BF16     [columns, rank], what inputs are multiplied with as they are
+  M.wcscales       BF16     [rows], factors of the rows of the codes' values: 1
+  M.smooth_factor  BF16     [columns], divisors of the inputs of the codes
+  M.proj_down      BF16     [columns, rank], multiplied with inputs that are not divided
   M.proj_up        BF16     [rows, rank]
   M.bias           BF16     [rows], where the layer has one
 
@@ -39,6 +39,7 @@ from fp4convert.checkpoint.dialects.base import (
     Json,
     Traits,
     each_alone,
+    json_object,
     nothing,
     stems_named,
     strings,
@@ -233,14 +234,14 @@ def judge(clues: Clues) -> Iterator[Finding]:
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:
-    """Take what is no target for an ordinary layer."""
+    """Take modules that are no targets for ordinary layers."""
     targets = frozenset(strings(_section(clues).get("targets")))
     return lambda module: module not in targets
 
 
 def _section(clues: Clues) -> Json:
     section = clues.record.get(_SECTION) if clues.record.get("quant_method") == _METHOD else None
-    return section if isinstance(section, dict) else {}
+    return json_object(section)
 
 
 TRAITS = Traits(

@@ -13,12 +13,13 @@ In the layouts that join codes and scales there is no M.block_scale:
   appended        M.weight is U8 [all codes, then all scales], and our record holds the shapes
 
 No engine reads it: it is for people who feed kernels themselves. quantization_config.json alone
-says what it is.
+describes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -37,7 +38,7 @@ from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS as ORDERS
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS, interleave, split_runs
-from fp4convert.storage.safetensors import TensorRef, TensorSpec
+from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
 
 SCALARS = Scalars(".global_scale", ".input_scale", is_apart=True)
 TRAITS = Traits(
@@ -58,22 +59,21 @@ records, judge, ignores = nothing, no_doubts, ignores_none
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
     rows, columns = shape
-    blocks, block_nbytes = columns // form.format.block_size, form.format.block_size // 2
-    scale_dtype = SCALE_DTYPES[form.format]
+    blocks = columns // form.format.block_size
+    joined_nbytes = blocks * (form.format.block_size // 2 + 1)  # of a row's codes and scales
+    packed, scales = TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2)), []
     if form.scale_layout == "interleaved":
-        specs = [TensorSpec(f"{stem}.weight", "U8", (rows, blocks * (block_nbytes + 1)))]
+        packed = packed._replace(shape=(rows, joined_nbytes))
     elif form.scale_layout == "appended":
-        specs = [TensorSpec(f"{stem}.weight", "U8", (rows * blocks * (block_nbytes + 1),))]
-    elif form.scale_layout == "linear":
-        specs = [TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2))]
-        specs.append(TensorSpec(f"{stem}.block_scale", scale_dtype, (rows, blocks), is_apart=True))
+        packed = packed._replace(shape=(rows * joined_nbytes,))
     else:
-        padded_rows, padded_blocks = ORDERS[form.scale_layout].padded((rows, blocks))
-        specs = [TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2))]
-        specs.append(
-            TensorSpec(f"{stem}.block_scale", "U8", (padded_rows * padded_blocks,), is_apart=True)
-        )
-    return (*specs, *SCALARS.specs(stem, form))
+        dtype = SCALE_DTYPES[form.format]
+        spec = TensorSpec(f"{stem}.block_scale", dtype, (rows, blocks), is_apart=True)
+        if form.scale_layout != "linear":
+            padded = ORDERS[form.scale_layout].padded((rows, blocks))
+            spec = spec._replace(dtype="U8", shape=(math.prod(padded),))
+        scales = [spec]
+    return (packed, *scales, *SCALARS.specs(stem, form))
 
 
 def encode(
@@ -99,15 +99,10 @@ def encode(
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Find modules by their scales, or by the type of their weights.
-
-    Where codes and scales are joined, only the type tells modules of MXFP4.
-    """
-    packed = {
-        name.removesuffix(".weight")
-        for name, ref in tensors.items()
-        if ref.dtype == "U8" and name.endswith(".weight")
-    }
+    """Find modules by their scales, or by the dtype of joined codes."""
+    packed = stems_named(
+        {name: ref for name, ref in tensors.items() if ref.dtype == "U8"}, (WEIGHT,)
+    )
     return sorted({*stems_named(tensors, TRAITS.suffixes), *packed})
 
 
@@ -133,34 +128,31 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     if form.scale_layout == "interleaved":
         width = stored.nbytes // rows
 
-        def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+        def fetch_joined(first: int, last: int) -> tuple[memoryview, memoryview]:
             joined = stored[first * width : last * width]
             packed, scales = split_runs(joined, form.format.block_size // 2, 1)
             return packed, scales
 
-        return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
+        return Fetched(form.format, (rows, columns), multiplier, SCALARS.kind, fetch_joined)
+    fetch_scales: Callable[[int, int], memoryview]
     if form.scale_layout == "appended":
         split = rows * half
 
-        def fetch_apart(first: int, last: int) -> tuple[memoryview, memoryview]:
-            scales = stored[split + first * blocks : split + last * blocks]
-            return stored[first * half : last * half], scales
+        def fetch_appended(first: int, last: int) -> memoryview:
+            return stored[split + first * blocks : split + last * blocks]
 
-        return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_apart)
-    block_scales = ORDERS[form.scale_layout].restore_lazily(
-        lambda: read(f"{stem}.block_scale")[:], (rows, blocks)
-    )
+        fetch_scales = fetch_appended
+    else:
+        fetch_scales = ORDERS[form.scale_layout].restore_lazily(
+            lambda: read(f"{stem}.block_scale")[:], (rows, blocks)
+        )
 
-    return Fetched(
-        form.format,
-        (rows, columns),
-        multiplier,
-        "multiplier",
-        lambda first, last: (stored[first * half : last * half], block_scales(first, last)),
-        block_scales,
-    )
+    def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+        return stored[first * half : last * half], fetch_scales(first, last)
+
+    return Fetched(form.format, (rows, columns), multiplier, SCALARS.kind, fetch, fetch_scales)
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    """Recognise nothing: our own record says what it is."""
+    """Recognise nothing: only our own record describes it."""
     return ()

@@ -24,6 +24,7 @@ from fp4convert.checkpoint.dialects.base import (
     Json,
     Traits,
     each_alone,
+    json_object,
     nothing,
     stems_of_scales,
     strings,
@@ -88,7 +89,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
 
 
 def _spec(form: Form, is_dynamic: bool) -> object:
-    """Describe a four-bit tensor; for nvfp4 the blocks, then their scales."""
+    """Describe four-bit blocks; for nvfp4 [blocks, their scales]."""
     is_mx = form.format is MXFP4
     blocks = {
         "dtype": "fp4",
@@ -126,12 +127,11 @@ def _spec(form: Form, is_dynamic: bool) -> object:
 def recognise(clues: Clues) -> tuple[Group, ...]:
     if clues.record.get("quant_method") != METHOD:
         return ()
-    declared = clues.record.get("global_quant_config")
-    scheme = declared if isinstance(declared, dict) else {}
-    # A description is that of the blocks, or a list of two: blocks, then their scales.
+    scheme = json_object(clues.record.get("global_quant_config"))
+    # A description of the blocks, or a list of two: blocks, then their scales.
     stages = [scheme.get(key) for key in ("weight", "input_tensors")]
     first = [spec[0] if isinstance(spec, list) and spec else spec for spec in stages]
-    weights, inputs = (spec if isinstance(spec, dict) else {} for spec in first)
+    weights, inputs = map(json_object, first)
     if weights.get("dtype") != "fp4":
         return ()
     size = weights.get("group_size")
@@ -151,10 +151,7 @@ def judge(clues: Clues) -> Iterator[Finding]:
 
 
 def _by_wildcard(clues: Clues) -> list[str]:
-    """List ordinary matrices that only a wildcard excludes.
-
-    Not embeddings and heads.
-    """
+    """List linear layers that only a wildcard excludes."""
     patterns = strings(clues.record.get("exclude"))
     wildcards = tuple(pattern for pattern in patterns if set(pattern) & set("*?["))
     if not wildcards:

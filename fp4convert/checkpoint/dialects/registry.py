@@ -1,6 +1,6 @@
-"""The dialects by name, and what tells their tensors and records apart.
+"""The dialects by name, and the marks of their tensors and records.
 
-This module loads a dialect's own module only when that dialect is asked for.
+A dialect's module is loaded when it is asked for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ METHODS = {  # quant_method in the record of an engine
     "deepseek": "fp8",
     "nunchaku": "nunchaku_lite",
 }
-COMFY_MARK = ".comfy_quant"  # ends the tensor that says to ComfyUI what a module is
+MLX_KEYS = ("quantization", "quantization_config")  # of config.json; mlx-lm reads the first
+COMFY_MARK = ".comfy_quant"  # ends the tensor that names a module's format for ComfyUI
 SUFFIXES = {  # endings of a quantized module's tensors, which no unquantized checkpoint has
     "compressed-tensors": (".weight_packed", ".weight_scale", ".weight_global_scale"),
     "modelopt": (".weight_scale", ".weight_scale_2"),
@@ -50,7 +51,7 @@ SUFFIXES = {  # endings of a quantized module's tensors, which no unquantized ch
     "comfy": (COMFY_MARK, ".weight_scale_2"),
     "nunchaku": (".wscales", ".wtscale"),
     "plain": (".block_scale", ".global_scale"),
-    # deepseek: ".scale" ends names of ordinary norms too; gguf: the type of M.weight tells
+    # deepseek: ".scale" ends names of ordinary norms too; gguf: M.weight has a type of its own
 }
 GGUF_TYPES = ("MXFP4", "NVFP4")  # of tensors in a GGUF file
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32")
@@ -85,9 +86,9 @@ def dialect_named(name: str) -> Dialect:
 
 
 def recognise(clues: Clues) -> Iterator[tuple[str, tuple[Group, ...]]]:
-    """Yield the dialects that a folder is of, with the forms it declares.
+    """Yield the dialects of a folder, with the forms that it declares.
 
-    Only dialects that a record or a tensor points to are asked; each of them decides for itself.
+    Records and names of tensors suggest dialects; each then decides for itself.
     """
     record, tensors = clues.record, clues.tensors
     suspects = {name for name, method in METHODS.items() if method == record.get("quant_method")}
@@ -105,7 +106,7 @@ def recognise(clues: Clues) -> Iterator[tuple[str, tuple[Group, ...]]]:
 
 
 def is_quantized_tensor(ref: TensorRef) -> bool:
-    """Tell whether only an already quantized checkpoint has such a tensor."""
+    """Return whether only quantized checkpoints have such a tensor."""
     is_matrix = ref.name.endswith(_PACKED_ENDINGS) and len(ref.shape) > 1
     is_float = ref.dtype in FLOAT_TYPES
     return (

@@ -1,8 +1,7 @@
-"""Find whose rows a stored stack of matrices holds.
+"""Locate the rows of modules in a stored stack of matrices.
 
 gpt-oss keeps all experts of a layer in one tensor, gate and up row by row in turn; GGUF keeps the
-two halves of every head of q and k in turn. Rows move whole: nothing here looks at a code or a
-scale.
+two halves of every head of q and k in turn. Rows move whole; codes and scales stay as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from fp4convert.numerics.matrices import (
     row_panels,
 )
 
+MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
+
 
 class Rows(NamedTuple):
     """Rows first..last-1 of a module."""
@@ -31,9 +32,9 @@ class Rows(NamedTuple):
 
 
 class StridedRows(NamedTuple):
-    """Where rows of a module are in the matrix that stores them.
+    """Rows of a module: `height` of them from `start` on.
 
-    `height` rows of the module from `start` on are rows first, first + step, ... of that matrix.
+    They are rows first, first + step, ... of the matrix that stores them.
     """
 
     start: int
@@ -59,15 +60,12 @@ def places_of(slots: Sequence[Slot]) -> dict[str, tuple[StridedRows, ...]]:
 
 
 def gather(stored: Blocks, shape: tuple[int, int], places: tuple[StridedRows, ...]) -> Blocks:
-    """Return the blocks of a module, out of the matrix that stores it.
-
-    shape  of the module
-    """
+    """Return the blocks of a module of that shape, out of a stored matrix."""
     if places == (StridedRows(0, 0, 1, stored.shape[0]),):
         return stored
 
     def spans(first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yield first, end and step of the stored rows that hold these."""
+        """Yield first, end and step of the stored rows that hold the module's."""
         for rows in places:
             begin, end = (min(max(row - rows.start, 0), rows.height) for row in (first, last))
             if begin < end:
@@ -95,7 +93,7 @@ def gather(stored: Blocks, shape: tuple[int, int], places: tuple[StridedRows, ..
 
 
 def take_rows(blocks: Blocks, rows: Rows) -> Blocks:
-    """Return those rows of a module whose blocks are given."""
+    """Return the blocks of some rows of a module."""
     height = rows.last - rows.first
     if (rows.first, rows.last) == (0, blocks.shape[0]):
         return blocks
@@ -103,10 +101,7 @@ def take_rows(blocks: Blocks, rows: Rows) -> Blocks:
 
 
 def alternate(members: Sequence[Blocks]) -> Iterator[Quantized]:
-    """Yield panels of a matrix in which rows of the members take turns.
-
-    members  of one height
-    """
+    """Yield panels of a matrix in which rows of equal members take turns."""
     if len(members) == 1:
         yield from (members[0].rows(first, last) for first, last in row_panels(members[0].shape))
         return

@@ -1,7 +1,7 @@
 """Tensors of one matrix, for dialects that store them alike.
 
-A dialect is a Table where packed codes and linear block scales are a tensor each; others use its
-Scalars alone. Fp8Table says the same of FP8 matrices, which some hold beside four-bit ones.
+Dialects with a tensor of packed codes and one of linear block scales use a Table; others use its
+Scalars alone. Fp8Table describes FP8 matrices, which some hold beside four-bit ones.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class CacheScales(NamedTuple):
     """How the two scales of a cache of keys and values are stored.
 
     endings  of their names below an attention: of keys, of values
-    divisor  what is stored is a multiplier, the largest |key| or |value| / divisor
-    known    who else writes or reads them otherwise, for a note; "" for nobody
+    divisor  the stored multiplier is the largest |key| or |value| / divisor
+    known    tools that write or read them otherwise, for a note; "" for none
     """
 
     endings: tuple[str, str]
@@ -44,14 +44,14 @@ class CacheScales(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The scalars that stand once per matrix.
+    """The scalars of a matrix.
 
     global_scale  ending of the global scale's name; None: there is no place for one, and it is 1
     input_scale   ending of the name of the scale of activations, or None
     shape         of both: () or (1,)
-    kind          whether both are multipliers or divisors
-    is_apart      they stand in the file for scales alone
-    dtype         of both: F32, or BF16 for multipliers, which hold no float32 but its upper half
+    kind          of both: multiplier or divisor
+    is_apart      they lie in the file for scales alone
+    dtype         of both: F32, or BF16 for multipliers, the upper half of a float32
     """
 
     global_scale: str | None
@@ -69,24 +69,20 @@ class Scalars(NamedTuple):
             yield TensorSpec(stem + self.input_scale, "F32", self.shape, self.is_apart)
 
     def encode(self, stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-        """Yield the bytes of the scalars; InputError where one cannot be said.
+        """Yield the bytes of the scalars; InputError where there is no place.
 
         input_scale  a multiplier, or None
         """
         if q.global_scale is not None and self.global_scale:
-            is_inverse = q.kind != self.kind
-            stored = encode_scalar(q.global_scale, is_inverse)
+            stored = encode_scalar(q.global_scale, q.kind != self.kind)
             yield stem + self.global_scale, stored if self.dtype == "F32" else _upper_half(stored)
         elif q.global_scale not in (None, 1.0):
-            found = f"{stem} has the global scale {q.global_scale:g}, stored as a {q.kind}"
-            detail = f"{found}; this dialect has no place for one, expected 1"
-            next_step = (
-                "Quantize the original weights to this dialect, or dequantize the artifact first."
-            )
-            raise InputError("dialect-global-scale", detail, next_step, stem)
+            detail = f"{stem} has the global scale {q.global_scale:g}, stored as a {q.kind}; this"
+            detail = f"{detail} dialect has no place for one, expected 1"
+            next_step = "Quantize the original weights to this dialect, or dequantize the artifact"
+            raise InputError("dialect-global-scale", detail, f"{next_step} first.", stem)
         if input_scale is not None and self.input_scale:
-            is_inverse = self.kind == "divisor"
-            yield stem + self.input_scale, encode_scalar(input_scale, is_inverse)
+            yield stem + self.input_scale, encode_scalar(input_scale, self.kind == "divisor")
 
     def decode_global(self, stem: str, form: Form, read: Read) -> float | None:
         """Read the stored global scale, where the format has one."""
@@ -106,24 +102,21 @@ class Scalars(NamedTuple):
         return module + self.input_scale
 
     def as_multiplier(self, stored: float) -> float:
-        """Turn what is stored into a multiplier, not rounded."""
+        """Turn a stored scale of activations into a multiplier, not rounded."""
         if self.kind == "multiplier":
             return stored
         return 1 / stored if stored else math.inf
 
 
 def _upper_half(stored: memoryview) -> memoryview:
-    """Return the bytes of a bf16; its float32 is made so that nothing is lost."""
+    """Return the bf16 of a float32 that was rounded so that nothing is lost."""
     if any(stored[:2]):
         raise RuntimeError(f"the global scale {decode_scalar(stored)} is no bf16")
     return stored[2:]
 
 
 def scale_grid(shape: tuple[int, int], granularity: Granularity) -> tuple[int, int]:
-    """Return (rows, columns) of the scales of a matrix of that shape.
-
-    Part of a block has a scale too.
-    """
+    """Return (rows, columns) of the scales; a partial block has one, too."""
     if granularity == "tensor":
         return (1, 1)
     if granularity == "row":
@@ -144,17 +137,17 @@ def _divided(shape: tuple[int, ...], *divisors: int) -> tuple[tuple[int, ...], .
 class Fp8Table:
     """Tensors of FP8 and MXFP8 matrices: M.weight and M.weight_scale.
 
-    made         what one scale stands for where weights become FP8 here
-    scale_shape  of the scales' tensor, by granularity; None for one that the dialect cannot say
+    made         granularity of weights that become FP8 here
+    scale_shape  of the scales' tensor, by granularity; None for one that the dialect cannot hold
     input_scale  ending of the static scale of activations, which engines want with one scale for a
                  matrix; None: there is none
-    is_open      engines do without it, too: Form.is_static tells
+    is_open      it is optional: Form.is_static decides
     activations  bits to which engines quantize activations, by granularity, where they do not leave
                  the choice
     codes        dtype of M.weight, and how many codes are in one item of it
     scales       ending of the scales' name
     arrange      puts scales of (rows, columns) blocks in the order in which they are stored
-    mark         name's ending and bytes of a tensor that tells engines what a module is
+    mark         name's ending and bytes of a tensor that names a module's format for engines
     """
 
     made: Granularity
@@ -168,19 +161,19 @@ class Fp8Table:
     mark: Callable[[Form], tuple[str, bytes]] | None = None
 
     def has_input_scale(self, form: Form) -> bool:
-        """Tell whether a static scale of activations stands beside such a matrix."""
+        """Return whether such a matrix has a static scale of activations."""
         is_one = form.format is FP8 and form.granularity == "tensor"
         is_wanted = form.is_static or not self.is_open
         return self.input_scale is not None and is_one and is_wanted
 
     def unfit(self, shape: tuple[int, int], form: Form) -> str | None:
-        """Do what Dialect.unfit says."""
+        """Implement Dialect.unfit."""
         if form.granularity is None or self.scale_shape(shape, form.granularity) is None:
             return f"FP8 with scales of {granularity_word(form.granularity or 'no known kind')}"
         return None
 
     def outputs(self, stem: str, shape: tuple[int, int], form: Form) -> tuple[TensorSpec, ...]:
-        """Do what Dialect.outputs says."""
+        """Implement Dialect.outputs."""
         grid = self.scale_shape(shape, form.granularity) if form.granularity else None
         if grid is None:
             reason = self.unfit(shape, form)
@@ -207,8 +200,7 @@ class Fp8Table:
     ) -> Iterator[Part]:
         """Yield bytes to append to outputs, by name.
 
-        panels  codes of whole rows and scales as they are stored, one pair after the other; either
-                may be empty
+        panels  pairs of stored codes of whole rows and stored scales; either may be empty
         """
         if self.input_scale and self.has_input_scale(form):
             yield stem + self.input_scale, encode_scalar(input_scale)
@@ -229,11 +221,10 @@ class Table(NamedTuple):
     """Tensors of a matrix: packed codes and linear block scales.
 
     packed          ending and dtype of the packed codes
-    codes_per_item  how many of them are in one item of that dtype
+    codes_per_item  codes in one item of that dtype
     block_scales    ending of the block scales' name
-    scale_dtypes    their dtype, by format
-    fp8             how FP8 matrices stand beside four-bit ones; int4 ones are packed as
-                    compressed-tensors does it
+    scale_dtypes    dtype of the block scales, by format
+    fp8             table of FP8 matrices; int4 is packed as in compressed-tensors
     """
 
     packed: tuple[str, str]
@@ -244,11 +235,11 @@ class Table(NamedTuple):
     fp8: Fp8Table | None = None
 
     def unfit(self, module: str, shape: tuple[int, int], form: Form) -> str | None:
-        """Do what Dialect.unfit says."""
+        """Implement Dialect.unfit."""
         return self.fp8.unfit(shape, form) if self.fp8 and form.format.is_fp8 else None
 
     def outputs(self, stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
-        """Do what Dialect.outputs says."""
+        """Implement Dialect.outputs."""
         *above, columns = shape
         (ending, dtype), scales_name = self.packed, stem + self.block_scales
         if self.fp8 and form.format.is_fp8:
@@ -268,7 +259,7 @@ class Table(NamedTuple):
         )
 
     def stored_shape(self, stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
-        """Do what Dialect.stored_shape says."""
+        """Implement Dialect.stored_shape."""
         if len(packed.shape) != 2:
             return None
         rows, items = packed.shape
@@ -281,13 +272,13 @@ class Table(NamedTuple):
     def encode(
         self, stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
     ) -> Iterator[Part]:
-        """Do what Dialect.encode says."""
+        """Implement Dialect.encode."""
         for rows in panels:
             yield stem + self.packed[0], rows.packed
             yield stem + self.block_scales, rows.block_scales
 
     def decode(self, stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
-        """Do what Dialect.decode says."""
+        """Implement Dialect.decode."""
         *above, columns = shape
         stored, scales = read(stem + self.packed[0]), read(stem + self.block_scales)
         global_scale = self.scalars.decode_global(stem, form, read)
@@ -305,13 +296,13 @@ class Table(NamedTuple):
 
 
 class CorrectionTable(NamedTuple):
-    """How low-rank corrections stand beside four-bit codes.
+    """How low-rank corrections are stored beside four-bit codes.
 
-    rank    of those that are made
+    rank    of written corrections
     encode  (stem, correction) -> bytes to append to outputs, by name
     decode  (stem, shape, read) -> the correction
-    bias    ending of the bias, which then lies in the order of the kernels
-    order   values -> where each of the stored ones stands in the ordinary vector
+    bias    ending of the bias, which is stored in the order of the kernels
+    order   number of values -> index in the ordinary vector of each stored value
     """
 
     rank: int
@@ -324,9 +315,9 @@ class CorrectionTable(NamedTuple):
 def encode_int4(
     stem: str, shape: tuple[int, ...], panels: Iterable[tuple[memoryview, memoryview]]
 ) -> Iterator[Part]:
-    """Yield the bytes of packed integers as compressed-tensors names them.
+    """Yield the bytes of packed integers by their names in compressed-tensors.
 
-    panels  as Fp8Table.encode has them
+    panels  as in Fp8Table.encode
     """
     for codes, scales in panels:
         if codes.nbytes:
@@ -337,15 +328,12 @@ def encode_int4(
 
 
 def whole_blocks(shape: tuple[int, ...], form: Form) -> tuple[int, ...] | None:
-    """Return the shape where it holds blocks and no part of one, else None."""
+    """Return the shape if it holds whole blocks alone, else None."""
     return shape if math.prod(shape) and shape[-1] % form.format.block_size == 0 else None
 
 
 def is_reversible(scalar: float | None) -> bool:
-    """Tell whether inverting a float32 twice, in float32, gives it again.
-
-    True of nothing, too.
-    """
+    """Return whether inverting a float32 twice gives it again; True for None."""
     if scalar is None:
         return True
     there = decode_scalar(encode_scalar(scalar, is_inverse=True))
@@ -359,8 +347,8 @@ def encode_scalar(value: float, is_inverse: bool = False) -> memoryview:
     Raises  InputError for a reciprocal that is no positive normal float32
     """
     if is_inverse and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
-        found = f"a scale is {value:g}, whose reciprocal is not a float32"
-        detail = f"{found}; expected a positive number that has one"
+        detail = f"a scale is {value:g}, whose reciprocal is not a float32; expected a positive"
+        detail = f"{detail} number that has one"
         next_step = "Dequantize the artifact, and quantize the result."
         raise InputError("scale-without-inverse", detail, next_step)
     return memoryview(struct.pack("<f", 1 / value if is_inverse else value))

@@ -1,11 +1,17 @@
-"""Forms of what is made, and checks that its dialect can hold them."""
+"""Forms of modules to write, and checks that a dialect can hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from fp4convert.checkpoint.dialects.base import Dialect
-from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity
+from fp4convert.checkpoint.dialects.forms import (
+    ACTIVATIONS_FP4,
+    ACTIVATIONS_FP8,
+    MXFP8_BLOCK,
+    Form,
+    Granularity,
+)
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.errors import ChoiceError
 from fp4convert.numerics.formats import FP8, MXFP8, Format, format_named
@@ -13,15 +19,15 @@ from fp4convert.recipes.recipe import Target
 
 
 def dialect_to_write(target: Target) -> Dialect:
-    """Return the dialect of what is made.
+    """Return the dialect to write.
 
-    Raises ChoiceError where it cannot say the format, layout, activations or cache
+    Raises ChoiceError where it cannot hold the format, layout, activations or cache
     """
     name, form = str(target.dialect), form_of(target)
     dialect = dialect_named(name)
     traits = dialect.TRAITS
     if form.format not in traits.writes:
-        able = ", ".join(known.name for known in traits.writes)
+        able = ", ".join(fmt.name for fmt in traits.writes)
         detail = f"dialect {name} cannot hold {form.format.name}; it holds {able}"
         raise ChoiceError("dialect-format", detail)
     if target.scale_layout is not None and target.scale_layout not in traits.layouts:
@@ -33,8 +39,8 @@ def dialect_to_write(target: Target) -> Dialect:
     if not is_known or form.activations != target.activations:
         words = {ACTIVATIONS_FP4: "four", ACTIVATIONS_FP8: "eight"}
         word = words.get(target.activations, "sixteen")
-        detail = f"dialect {name} cannot record {word}-bit activations of {form.format.name}"
-        detail = f"--activations {target.activations}: {detail}"
+        detail = f"--activations {target.activations}: dialect {name} cannot record {word}-bit"
+        detail = f"{detail} activations of {form.format.name}"
         usual = usual_activations(form.format, name)
         next_step = f"Choose another --dialect, or --activations {usual}."
         raise ChoiceError("dialect-activations", detail, next_step)
@@ -43,28 +49,24 @@ def dialect_to_write(target: Target) -> Dialect:
         next_step = "Leave --activations out; or choose another --dialect."
         raise ChoiceError("dialect-activations", f"{detail}; expected 4", next_step)
     if target.kv_cache and target.kv_cache not in traits.cache_scales:
-        detail = f"an {target.kv_cache} KV cache was asked for"
-        detail = f"{detail}, which dialect {name} cannot record"
+        detail = f"an {target.kv_cache} KV cache was asked for, which dialect {name} cannot record"
         next_step = "Choose another --dialect: compressed-tensors or modelopt."
         raise ChoiceError("dialect-cache", detail, next_step)
     return dialect
 
 
 def form_of(target: Target) -> Form:
-    """Return the form of what is made."""
+    """Return the form of most modules to write."""
     return module_form(target, target.format)
 
 
 def module_form(target: Target, fmt: str) -> Form:
-    """Return the form of a module that becomes that format.
-
-    The format need not be the artifact's own. Raises InputError for an unknown one
-    """
+    """Return the form of a module that becomes that format."""
     chosen, traits = format_named(fmt), dialect_named(str(target.dialect)).TRAITS
     if chosen is FP8:
         return fp8_form(target, traits.fp8.made if traits.fp8 else "tensor")
     if chosen is MXFP8:
-        return fp8_form(target, (1, MXFP8.block_size), "U8", MXFP8)
+        return fp8_form(target, MXFP8_BLOCK, "U8", MXFP8)
     bits = ACTIVATIONS_FP4 if target.activations == ACTIVATIONS_FP4 else 16
     layout = target.scale_layout or traits.layouts[0]
     rank = traits.correction.rank if traits.correction else None
@@ -78,9 +80,9 @@ def fp8_form(
     fmt: Format = FP8,
     is_static: bool = False,
 ) -> Form:
-    """Return the form of a matrix that becomes FP8 or MXFP8, or stays it.
+    """Return the form of a matrix that becomes or stays FP8 or MXFP8.
 
-    is_static  a scale of activations stands beside it
+    is_static  it has a scale of activations
     """
     traits = dialect_named(str(target.dialect)).TRAITS
     wanted = 16 if target.activations == 16 else ACTIVATIONS_FP8
@@ -98,14 +100,14 @@ def fp8_form(
 
 
 def usual_activations(fmt: Format, dialect: str) -> int:
-    """Return the bits of activations where nobody says them.
+    """Return the default bits of activations.
 
-    16; for eight-bit weights 8 where the dialect can say it; 4 beside low-rank corrections
+    16; for eight-bit weights 8 where the dialect can record it; 4 beside low-rank corrections
     """
     if dialect_named(dialect).TRAITS.correction:
         return ACTIVATIONS_FP4
-    asked = Target(fmt.name, dialect, activations=ACTIVATIONS_FP8 if fmt.is_fp8 else 16)
-    return form_of(asked).activations
+    target = Target(fmt.name, dialect, activations=ACTIVATIONS_FP8 if fmt.is_fp8 else 16)
+    return form_of(target).activations
 
 
 def check_forms(target: Target, forms: Iterable[Form]) -> None:
@@ -116,8 +118,8 @@ def check_forms(target: Target, forms: Iterable[Form]) -> None:
         if form in seen:
             continue
         seen.append(form)
-        if any(each.format not in mixes for each in seen):
-            words = " and ".join(sorted({each.word for each in seen}))
+        if any(known.format not in mixes for known in seen):
+            words = " and ".join(sorted({known.word for known in seen}))
             able = " and ".join(fmt.name for fmt in mixes) or "one format in an artifact"
             detail = f"modules would become {words}, which dialect {name} cannot hold together"
             next_step = "Choose another --dialect, or one format for all modules."

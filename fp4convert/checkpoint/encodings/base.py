@@ -1,17 +1,8 @@
-"""Describe a linear layer and its encoding: Linear, Coding, Folding.
-
-floats   as it is, or a part of a stack of experts that is transposed or whose rows take turns
-fp8      E4M3 codes under scales of blocks, rows or the whole
-int4     compressed-tensors' packed integers under scales of groups
-fp4      any dialect's four-bit blocks
-gguf_blocks  llama.cpp's own types of blocks: Q8_0, Q4_K and others
-mlx_affine   MLX's integers of 4 or 8 bits, scale * code + bias
-corrected  the same beside a low-rank correction
-"""
+"""Describe a linear layer and its encoding: Linear, Coding, Folding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -20,7 +11,7 @@ import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.errors import NumericError
+from fp4convert.errors import InputError, NumericError
 from fp4convert.numerics.codec import Float32s, find_not_finite_values
 from fp4convert.numerics.error_sums import SOURCE
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
@@ -30,7 +21,6 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef, total_nbytes
 from fp4convert.storage.source import Source
 
-FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 PACKED_DTYPE = "I32"
 CACHE_SCALES = (
     ".k_scale",
@@ -45,12 +35,11 @@ CACHE_SCALES = (
 
 
 class Factors(NamedTuple):
-    """What one fold multiplies with, float32, positive and finite.
+    """Factors of one fold: float32, positive and finite.
 
-    columns  of every linear layer that reads the output
-    made     one for each output where it is made; fewer than columns where heads are repeated
-    reach    the largest input of each reader afterwards, over that before, by module; each sees
-             tokens of its own
+    columns  multiply the columns of every linear layer that reads the output
+    made     divide the output; fewer than columns where heads are repeated
+    reach    largest input of each reading module after the fold, over that before it
     """
 
     columns: Float32s
@@ -60,12 +49,12 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """One fold, as a tensor that it changes knows it.
+    """One fold, as the tensors that it changes refer to it.
 
     name    of the module that is divided
-    key     equal keys mean factors found in the same tensors
-    beside  of every file that they are found in, one tensor
-    find    the factors, which may take reading weights
+    key     equal for folds whose factors come from the same tensors
+    beside  one tensor of every file that the factors are computed from
+    find    computes the factors; may read weights
     """
 
     name: str
@@ -75,11 +64,11 @@ class Folding:
 
 
 class CodingDefaults(Protocol):
-    """What a coding answers where its own class says nothing."""
+    """Default answers of a coding."""
 
     @property
     def artifact(self) -> Artifact | None:
-        """Return the artifact that holds it; None where no records tell of it."""
+        """Return the artifact that holds the weights; None: no artifact does."""
         return None
 
     @property
@@ -99,7 +88,7 @@ class CodingDefaults(Protocol):
 
     @property
     def change(self) -> str:
-        """Say what changes its values on their way, "" for nothing."""
+        """Name the change that its values undergo; "" for none."""
         return ""
 
     @property
@@ -109,26 +98,26 @@ class CodingDefaults(Protocol):
 
     @property
     def becomes(self) -> str | None:
-        """Return the dtype that its values take when it stays; None: as stored."""
+        """Return the dtype that kept values take; None: the stored dtype."""
         return None
 
     @property
     def is_gguf_type(self) -> bool:
-        """Tell whether it is of a type of llama.cpp's, rounded to few bits."""
+        """Return whether it is one of llama.cpp's quantized types."""
         return False
 
     @property
     def is_at_home(self) -> bool:
-        """Tell whether it may stay as it is, though it is packed."""
+        """Return whether it can stay unchanged, though it is packed."""
         return False
 
     @property
     def is_spread(self) -> bool:
-        """Tell whether one row lies spread over the whole stored matrix."""
+        """Return whether each row is spread over the whole stored matrix."""
         return False
 
     def is_decoded_by_cpu(self, linear: Linear) -> bool:
-        """Tell whether a GPU cannot make its values of what is stored."""
+        """Return whether only the CPU can decode it."""
         return False
 
     def check(self, linear: Linear, source: Source) -> None:
@@ -136,37 +125,32 @@ class CodingDefaults(Protocol):
         return
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        """Return its rows as floats; nothing is read before they are asked for."""
+        """Return its rows as floats; reads nothing until rows are asked for."""
 
     def blocks(self, linear: Linear) -> Blocks | None:
-        """Return its codes and scales as stored; None where it has no blocks."""
+        """Return its codes and scales as stored; None: it has no blocks."""
         return None
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        """Return the form in which it can stay as it is in what is made.
-
-        None where it is an ordinary tensor, or the dialect has no form for it.
-        """
+        """Return the form in which the target can keep it; None: it cannot."""
         return None
 
     def kept(
         self, linear: Linear, source: Source, form: Form
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Read its codes and its scales in that form, piece by piece.
-
-        Either may be empty; nothing comes where it has no form.
-        """
+        """Yield its codes and its scales in that form; either may be empty."""
         return iter(())
 
 
 class Coding(CodingDefaults, Protocol):
-    """What the bytes of a matrix mean.
+    """The meaning of a matrix's bytes.
 
-    word       what a person calls it: bf16, fp8 128x128, int4 32, mxfp4
-    is_packed  whether it is not what an ordinary checkpoint holds
+    word       name for people: bf16, fp8 128x128, int4 32, mxfp4
+    is_packed  ordinary checkpoints do not hold it
     format     of the codes; None where no module can become it, or factors change the values
-    These stand apart from the defaults: a dataclass would take an inherited property for the
-    default of its field of that name.
+
+    These are not among the defaults: a dataclass takes an inherited property for the default of
+    its field of that name.
     """
 
     @property
@@ -179,15 +163,32 @@ class Coding(CodingDefaults, Protocol):
     def format(self) -> Format | None: ...
 
 
+class ChangedCoding(CodingDefaults, Protocol):
+    """A coding that changes the values of another coding."""
+
+    stored: Coding
+
+    @property
+    def word(self) -> str:
+        return self.stored.word
+
+    @property
+    def is_packed(self) -> bool:
+        return self.stored.is_packed
+
+    @property
+    def artifact(self) -> Artifact | None:
+        return self.stored.artifact
+
+
 class Linear(NamedTuple):
-    """The matrix of one linear layer at its address; holds no data.
+    """The matrix of one linear layer and its addresses; holds no data.
 
     shape   (rows, columns), as (out_features, in_features)
-    refs    what it is decoded from, the codes first; a matrix of a stack has an address of its own
-    idle    other tensors that only its engine has a use for; they do not travel with its values
-    stack   the tensor that it is a part of, with matrices of other modules; None where it has its
-            own
-    share   one of how many equal parts of what the refs hold it is
+    refs    tensors that it is decoded from, the codes first; of a stack only its own matrix
+    idle    other tensors, which only engines use; they do not travel with its values
+    stack   the tensor that holds it beside matrices of other modules; None: it has its own
+    share   how many such matrices of equal size the refs hold
     """
 
     module: str
@@ -200,10 +201,7 @@ class Linear(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name it as a person looks for it.
-
-        By its tensor, or by the module where the tensor holds others too.
-        """
+        """Name its tensor, or its module where the tensor holds others too."""
         return self.module if self.stack else self.refs[0].name
 
     @property
@@ -212,17 +210,30 @@ class Linear(NamedTuple):
 
     @property
     def home(self) -> TensorRef:
-        """Return the stored tensor whose place its outputs take."""
+        """Return the stored tensor that its outputs replace."""
         return self.stack or self.refs[0]
 
 
 def is_fp8(linear: Linear) -> bool:
-    """Tell whether its codes are E4M3 already."""
+    """Return whether its codes are E4M3 already."""
     return linear.coding.format is not None and linear.coding.format.is_fp8
 
 
+def stored_beside(
+    tensors: Mapping[str, TensorRef], module: str, endings: Iterable[str]
+) -> tuple[TensorRef, ...]:
+    """Return the tensors of a module with these endings, in their order."""
+    return tuple(ref for ending in endings if (ref := tensors.get(module + ending)))
+
+
+def scales_missing(detail: str, tensor: str) -> InputError:
+    """Return the error for codes without the tensors that give them values."""
+    next_step = "Download the checkpoint again; all its shards are needed."
+    return InputError("scales-missing", detail, next_step, tensor)
+
+
 def input_scale_of(linear: Linear) -> TensorRef | None:
-    """Return the static scale of its activations that stands beside it."""
+    """Return the stored static scale of its activations, if any."""
     for ref in linear.idle:
         if ref.name.endswith(".input_scale") and ref.dtype in FLOAT_TYPES and ref.elements == 1:
             return ref
@@ -230,10 +241,7 @@ def input_scale_of(linear: Linear) -> TensorRef | None:
 
 
 def scales_not_finite(module: str, found: str) -> NumericError:
-    """Return the error for scales that say nothing of weights.
-
-    found  such as "3 of its 8 scales are not finite"
-    """
+    """Return the error for scales such as "3 of its 8 scales are not finite"."""
     detail = f"{module}: {found}; expected numbers"
     next_step = "Start from the original weights; see: fp4convert inspect."
     return NumericError("scale-not-finite", detail, next_step, module)
@@ -246,16 +254,16 @@ def check_scales_finite(linear: Linear, scales: Float32s) -> None:
 
 
 def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextManager[None]:
-    """Hold memory while these are read more than once.
+    """Wait for memory, and hold it while these are read more than once.
 
-    Waits until the source has memory for them.  The first is of the shard that is streamed.
+    linears  the first is of the shard that is streamed
     """
     whole = dict.fromkeys(ref for linear in linears if linear.share == 1 for ref in linear.refs)
     return source.room_for(sum(linear.nbytes for linear in linears), list(whole))
 
 
 def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
-    """Count NaN and Inf in a matrix; None where all are finite."""
+    """Return the error for a matrix with NaN or Inf; None: all is finite."""
     found = find_not_finite_values(linear.coding.weights(linear, source))
     if not found:
         return None

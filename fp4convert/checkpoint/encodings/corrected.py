@@ -1,6 +1,6 @@
 """Read four-bit codes beside low-rank corrections, and biases in tiles.
 
-Codes are of what a correction leaves: of (W - up down), columns multiplied with the smooth factors.
+The codes hold (W - up down), its columns multiplied with the smooth factors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.tables import CorrectionTable
 from fp4convert.checkpoint.encodings.base import Coding, CodingDefaults, Linear
-from fp4convert.checkpoint.encodings.floats import FLOATS
+from fp4convert.checkpoint.encodings.floats import as_row
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s, as_floats, as_matrix
 from fp4convert.numerics.formats import FLOAT_TYPES
@@ -27,7 +27,7 @@ BIAS_DTYPE = "BF16"  # of biases in tiles
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Residual(RowReader):
-    """What a correction leaves of weights, as its codes are to hold it."""
+    """The rest of weights that the codes beside a correction hold."""
 
     stored: Weights
     correction: Correction = field(repr=False)
@@ -43,27 +43,27 @@ class Residual(RowReader):
 
 
 def residual_of(x: Float32s, correction: Correction, first: int) -> Float32s:
-    """Return what a correction leaves of rows, the first of that number."""
+    """Return the rest of rows `first`, first + 1, ... for the codes to hold."""
     smooth, down, up, channels = correction
-    own = slice(first, first + len(x))
-    left = (x - Cpu().multiply(up[own], down)) * smooth
-    return left if channels is None else left / channels[own, None]
+    rows = slice(first, first + len(x))
+    left = (x - Cpu().multiply(up[rows], down)) * smooth
+    return left if channels is None else left / channels[rows, None]
 
 
 def corrected(values: Float32s, correction: Correction, first: int) -> Float32s:
-    """Return what rows of codes' values are worth beside their correction."""
+    """Undo `residual_of` on values of codes."""
     smooth, down, up, channels = correction
-    own = slice(first, first + len(values))
+    rows = slice(first, first + len(values))
     if channels is not None:
-        values = values * channels[own, None]
-    return values / smooth + Cpu().multiply(up[own], down)
+        values = values * channels[rows, None]
+    return values / smooth + Cpu().multiply(up[rows], down)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corrected(CodingDefaults):
     """Four-bit blocks with a low-rank correction.
 
-    It has no `blocks` that say its values, and no format that a module could keep.
+    It has no `blocks`, which would not give its values, and no format that a module could keep.
     """
 
     artifact: Artifact = field(repr=False)
@@ -76,7 +76,7 @@ class Corrected(CodingDefaults):
         return f"nvfp4 + rank {self.rank}"
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        """Return what codes and correction are worth together, as float32."""
+        """Return the values of codes and correction together, as float32."""
         blocks = self.artifact.decode(linear.module)
         correction = self.artifact.correction(linear.module)
         if correction is None:
@@ -91,7 +91,7 @@ class Corrected(CodingDefaults):
 
 @dataclass(frozen=True, slots=True)
 class InTiles(CodingDefaults):
-    """A bias, as one row, put into the order of tiles, or out of it."""
+    """A bias, as one row, permuted into tiles, or back."""
 
     stored: Coding
     table: CorrectionTable = field(repr=False)
@@ -129,35 +129,26 @@ def biases_in_tiles(
     table: CorrectionTable,
     known: Mapping[str, Linear],
 ) -> Iterator[tuple[str, Linear]]:
-    """Yield the biases of those modules by name, to be put into tiles.
+    """Yield the biases of those modules by name, to be permuted into tiles.
 
-    known  vectors that something changes before
+    known  vectors that are changed first
     """
     for module in modules:
         name = module + table.bias
         ref = tensors.get(name)
         if ref is not None and ref.dtype in FLOAT_TYPES and len(ref.shape) == 1:
-            own = known.get(name) or _as_row(ref)
-            yield name, Linear(name, own.shape, InTiles(own.coding, table), own.refs)
+            bias = known.get(name) or as_row(ref)
+            yield name, Linear(name, bias.shape, InTiles(bias.coding, table), bias.refs)
 
 
 def biases_stored(artifact: Artifact) -> dict[str, Linear]:
-    """Find the biases that an artifact holds in tiles, as they were before."""
+    """Return the biases that an artifact holds in tiles, in ordinary order."""
     table = artifact.spelling.TRAITS.correction
     if table is None:
         return {}
     refs = (artifact.tensors.get(module + table.bias) for module in artifact.modules)
+    rows = [as_row(ref) for ref in refs if ref is not None and ref.dtype in FLOAT_TYPES]
     return {
-        ref.name: Linear(
-            ref.name,
-            (1, ref.elements),
-            InTiles(FLOATS[ref.dtype], table, is_restored=True),
-            (ref,),
-        )
-        for ref in refs
-        if ref is not None and ref.dtype in FLOAT_TYPES
+        row.module: row._replace(coding=InTiles(row.coding, table, is_restored=True))
+        for row in rows
     }
-
-
-def _as_row(ref: TensorRef) -> Linear:
-    return Linear(ref.name, (1, ref.elements), FLOATS[ref.dtype], (ref,))

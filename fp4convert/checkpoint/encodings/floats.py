@@ -1,8 +1,8 @@
-"""Find and read matrices of BF16, F16 or F32, and stacks of experts.
+"""Find and read matrices of floats or GGUF's types, and stacks.
 
 A stack is [experts, out, in], or [experts, in, out]; fused matrices stand below each other, or take
-turns row by row (column by column where they are transposed). What lies in whole rows is read where
-it lies; the rest is put into rows panel by panel.
+turns row by row (column by column where they are transposed). Whole rows are read in place; others
+are gathered panel by panel.
 """
 
 from __future__ import annotations
@@ -16,32 +16,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.numerics.matrices import (
-    FetchedWeights,
-    Matrix,
-    RowReader,
-    StoredRows,
-    Weights,
-)
+from fp4convert.numerics.matrices import FetchedWeights, Matrix, RowReader, StoredRows, Weights
 from fp4convert.recipes.rules import StackRule
+from fp4convert.storage.checkpoint_files import GGUF
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
-MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 DOUBLE = "F64"  # whose matrices are not read
 AS_FLOAT32 = f"{DOUBLE} is not read; save it as float32 first: model.float().save_pretrained(DIR)."
 UPLOADED_NBYTES = 4  # for an element, with the columns stepped over
-OUTPUT_MEMBERS = (
-    "down_proj",
-    "w2",
-    "output_linear",
-    "fc2",
-    "wo",
-)  # their rows are the hidden vector
+OUTPUT_MEMBERS = ("down_proj", "w2", "output_linear", "fc2", "wo")  # rows: the hidden vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +53,7 @@ class Floats(CodingDefaults):
         ref = linear.refs[0]
         if not self.is_transposed:
             return _Rows(source, ref, linear.shape, self.first, self.step)
-        read = cache(partial(source.read, ref))  # the stored matrix, which every panel needs whole
+        read = cache(partial(source.read, ref))  # every panel needs the whole stored matrix
 
         def fetch(first: int, last: int) -> Matrix:
             begin, end = (self.first + column * self.step for column in (first, last))
@@ -90,7 +80,7 @@ class Floats(CodingDefaults):
 
 @dataclass(frozen=True, slots=True)
 class _Rows(RowReader):
-    """Rows start, start + step, ... of a stored matrix, as they lie."""
+    """Rows start, start + step, ... of a stored matrix."""
 
     source: Source
     ref: TensorRef
@@ -108,7 +98,7 @@ class _Rows(RowReader):
 
     def rows(self, first: int, last: int) -> Matrix:
         if self.step > 1:
-            data = np.ascontiguousarray(self._taking_turns(first, last)).reshape(-1).data
+            data = np.ascontiguousarray(self._every_step(first, last)).reshape(-1).data
         else:
             width = self._row_nbytes
             begin, end = ((self.start + row) * width for row in (first, last))
@@ -118,22 +108,27 @@ class _Rows(RowReader):
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         if self.step > 1:
             own = np.frombuffer(buffer, np.uint8).reshape(last - first, self._row_nbytes)
-            own[:] = self._taking_turns(first, last)
+            own[:] = self._every_step(first, last)
         else:
             self.source.read_into(self.ref, (self.start + first) * self._row_nbytes, buffer)
 
-    def _taking_turns(self, first: int, last: int) -> NDArray[np.uint8]:
-        """Return the bytes of rows between those of others, where they lie."""
+    def _every_step(self, first: int, last: int) -> NDArray[np.uint8]:
+        """Return a view of every step-th stored row, as bytes."""
         begin, end = self.start + first * self.step, self.start + (last - 1) * self.step + 1
         width = self._row_nbytes
         data = self.source.read_range(self.ref, begin * width, end * width)
         return np.frombuffer(data, np.uint8).reshape(end - begin, width)[:: self.step]
 
 
+def as_row(ref: TensorRef) -> Linear:
+    """Return a vector of floats as a matrix of one row."""
+    return Linear(ref.name, (1, ref.elements), FLOATS[ref.dtype], (ref,))
+
+
 def advise_on_types(refs: Iterable[TensorRef], otherwise: str) -> str:
     """Return the next step where no linear layer is found.
 
-    otherwise  that of sources whose matrices are of other types than F64
+    otherwise  that of sources without matrices of F64
     """
     is_double = any(ref.dtype == DOUBLE and len(ref.shape) >= MATRIX_DIMENSIONS for ref in refs)
     return AS_FLOAT32 if is_double else otherwise
@@ -142,7 +137,7 @@ def advise_on_types(refs: Iterable[TensorRef], otherwise: str) -> str:
 def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weights]:
     """Yield weights with the values of all these layers, in any order.
 
-    What together is one stored matrix is read as it lies.
+    Layers that fill a whole tensor are read in one piece.
     """
     sharing: dict[TensorRef, list[Linear]] = defaultdict(list)
     for linear in linears:
@@ -162,7 +157,7 @@ def find_floats(
 ) -> dict[str, Linear]:
     """Find matrices named ".weight", and those of stacks with a rule.
 
-    hidden  what config.json calls a hidden size, to tell when a rule has the order of a stack wrong
+    hidden  hidden sizes of config.json, which tell when a rule has the order of a stack wrong
     """
     found: dict[str, Linear] = {}
     stacked: dict[str, Linear] = {}
@@ -171,7 +166,7 @@ def find_floats(
             continue
         if len(ref.shape) == MATRIX_DIMENSIONS and ref.name.endswith(WEIGHT):
             module = ref.name.removesuffix(WEIGHT)
-            shape: Any = ref.shape  # of two sizes, and no copy for each of 100,000 modules
+            shape: Any = ref.shape  # no copy for each of 100,000 modules
             found[module] = Linear(module, shape, FLOATS[ref.dtype], (ref,))
         elif len(ref.shape) in (MATRIX_DIMENSIONS, STACK_DIMENSIONS) and (
             rule := rule_for(ref.name, ref.shape)
@@ -191,10 +186,10 @@ def find_floats(
 
 
 def _view_stack(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> TensorRef:
-    """View a stack as (experts, ...), which may be stored as one matrix.
+    """Return a stack as (experts, ...); it may be stored as one matrix.
 
-    Raises InputError where experts would read, or write, vectors of another size than the model
-    has: two spellings of one family.
+    Raises InputError where experts would not fit the model's hidden size, as where two producers of
+    one family store stacks in different orders.
     """
     stack = ref
     if len(ref.shape) == MATRIX_DIMENSIONS:  # all experts below each other
@@ -205,10 +200,8 @@ def _view_stack(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> Ten
                 f" each other; {rule.experts_key} of config.json is {rule.experts}, expected as"
                 " many rows of each"
             )
-            next_step = (
-                f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
-            )
-            raise InputError("stack-shape", detail, next_step, ref.name)
+            next_step = f"Download the checkpoint again, or correct {rule.experts_key} in its"
+            raise InputError("stack-shape", detail, f"{next_step} config.json.", ref.name)
         stack = ref._replace(shape=(rule.experts, rows // rule.experts, columns))
     _, outer, inner = stack.shape
     rows, columns = (inner, outer) if rule.is_transposed else (outer, inner)
@@ -253,6 +246,68 @@ def _split_stack(stored: TensorRef, stack: TensorRef, rule: StackRule) -> Iterat
                 begin = start + number * shape[0] * shape[1] * element_nbytes
                 part = matrix._replace(shape=shape, start=begin)
                 yield Linear(module, shape, kind, (part,), stack=stored)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufBlocks(CodingDefaults):
+    """Whole rows of blocks of a type of llama.cpp: Q8_0, Q4_K and others.
+
+    is_at_home  it lies in a GGUF file, and can stay there
+    """
+
+    dtype: str
+    is_at_home: bool
+    is_packed = True
+    is_gguf_type = True
+    format = None
+
+    @property
+    def word(self) -> str:
+        return self.dtype.lower()
+
+    def is_decoded_by_cpu(self, linear: Linear) -> bool:
+        return True
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        from fp4convert.storage.gguf_types import decode
+
+        ref = linear.refs[0]
+        width = ref.nbytes // linear.shape[0]
+
+        def fetch(first: int, last: int) -> Matrix:
+            stored = source.read_range(ref, first * width, last * width)
+            values = decode(stored, self.dtype).reshape(last - first, linear.shape[1])
+            return as_matrix(np.ascontiguousarray(values))
+
+        return FetchedWeights("F32", linear.shape, fetch)
+
+
+def find_gguf_blocks(
+    tensors: Mapping[str, TensorRef], rule_for: Callable[[str, tuple[int, ...]], StackRule | None]
+) -> dict[str, Linear]:
+    """Find matrices of llama.cpp's types, and those of stacks with a rule.
+
+    llama.cpp stores one matrix for each expert.
+    """
+    from fp4convert.storage.gguf_types import BLOCK_TYPES, shape_in_weights
+
+    found: dict[str, Linear] = {}
+    for ref in tensors.values():
+        if ref.dtype not in BLOCK_TYPES or not ref.name.endswith(WEIGHT):
+            continue
+        shape = shape_in_weights(ref.dtype, ref.shape)
+        coding = GgufBlocks(ref.dtype, ref.file.endswith(GGUF))
+        if len(shape) == MATRIX_DIMENSIONS:
+            module = ref.name.removesuffix(WEIGHT)
+            found[module] = Linear(module, (shape[0], shape[1]), coding, (ref,))
+        elif len(shape) == STACK_DIMENSIONS and (rule := rule_for(ref.name, shape)):
+            experts, rows, columns = shape
+            for number in range(experts):
+                start = ref.start + number * (ref.nbytes // experts)
+                part = ref._replace(name=f"{ref.name}[{number}]", shape=ref.shape[1:], start=start)
+                module = rule.module(ref.name, number, rule.members[0])
+                found[module] = Linear(module, (rows, columns), coding, (part,), stack=ref)
+    return found
 
 
 FLOATS = {dtype: Floats(kind.word) for dtype, kind in FLOAT_TYPES.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ class FourBit(CodingDefaults):
         return self.format.name
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        """Return what the blocks are worth, as float32."""
+        """Return the values of the blocks, as float32."""
         blocks = self.blocks(linear)
 
         def stored(first: int, last: int) -> StoredRows:
@@ -64,25 +65,14 @@ class FourBit(CodingDefaults):
 
 def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:
     """Find every four-bit module of an artifact."""
-    parts: dict[str, int] = {}
-    for packed in artifact.modules.values():
-        parts[packed.stem] = parts.get(packed.stem, 0) + 1
+    parts = Counter(packed.stem for packed in artifact.modules.values())
     found = {}
     for module, packed in artifact.modules.items():
         idle = tuple(ref for ref in packed.companions if ref not in packed.refs)
         share = parts[packed.stem]
         stack = packed.refs[0] if share > 1 else None
-        found[module] = Linear(
-            module,
-            packed.shape,
-            _coding_of(artifact, packed.form),
-            packed.refs,
-            idle,
-            stack,
-            share,
-        )
+        coding: Coding = FourBit(artifact, packed.form.format)
+        if packed.form.rank is not None:
+            coding = Corrected(artifact, packed.form.rank)
+        found[module] = Linear(module, packed.shape, coding, packed.refs, idle, stack, share)
     return found
-
-
-def _coding_of(artifact: Artifact, form: Form) -> Coding:
-    return FourBit(artifact, form.format) if form.rank is None else Corrected(artifact, form.rank)

@@ -10,9 +10,9 @@
   M.weight_scale      U8, E8M0 [rows, columns / 32]: MXFP8
   M.scale_weight      F32 [] of the whole: files for ComfyUI
 
-How large a block is, the record says: weight_block_size, or block_structure or group_size of a
-group of compressed-tensors. Codes without any scale are numbers as they stand, where no record says
-otherwise and no float of another name lies beside them. Source: transformers 5.23,
+The record has the size of a block: weight_block_size, or block_structure or group_size of a group
+of compressed-tensors. Codes without a record, and without any float beside them, are values
+themselves. Source: transformers 5.23,
 integrations/finegrained_fp8; compressed-tensors 0.20, compressors; ModelOpt 0.47, torch/export.
 """
 
@@ -24,27 +24,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp4convert.checkpoint.artifact import UNSAID_ENDINGS, Artifact
-from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, positive_pair, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
 from fp4convert.checkpoint.encodings.base import (
     CACHE_SCALES,
-    FP8_DTYPES,
     CodingDefaults,
     Linear,
     check_scales_finite,
     input_scale_of,
+    scales_missing,
+    stored_beside,
 )
-from fp4convert.checkpoint.unread import find_beside
+from fp4convert.checkpoint.unread import UNSAID_ENDINGS, find_beside
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
 from fp4convert.numerics.formats import FP8, MXFP8, Format
-from fp4convert.numerics.fp8_int import Grid, encode_e8m0, through_fp8
+from fp4convert.numerics.fp8_int import FP8_DTYPES, Grid, encode_e8m0
 from fp4convert.numerics.fp8_rounding import Block
 from fp4convert.numerics.matrices import (
-    FetchedWeights,
     Matrix,
     RowReader,
     StoredReader,
@@ -61,30 +61,23 @@ E8M0_DTYPES = ("F8_E8M0", "U8")
 SCALE_DTYPES = (*FLOAT_DTYPES, *E8M0_DTYPES)
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".scale_weight")
 IDLE = (
-    ".input_scale",
-    ".activation_scale",
-    ".scale_input",
-    ".k_scale",
-    ".v_scale",
-    ".output_scale",
+    *(".input_scale", ".activation_scale", ".scale_input"),
+    *(".k_scale", ".v_scale", ".output_scale"),
 )
-# Of activations, of a cache, and of what an embedding gives.
+# Of activations, of a cache, and of an embedding's output.
 OTHER_SCALE = re.compile(r"act|input|output|embed|prob|_[qkv]_|[._](?:[qkv]|kv|in|out|x|y)_")
 BIAS = "bias"  # ends e_score_correction_bias, too
 BITS = 8
 DECODED_BY_GPU = "F8_E4M3"
-VIA_BLOCK = (128, 128)
-VIA_COLUMNS = (
-    2048  # rounded together: what is held meanwhile does not grow with the width of a matrix
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8(CodingDefaults):
-    """Codes and the scales of blocks of that many rows and columns.
+    """E4M3 or E5M2 codes under a scale for each block.
 
-    layout    in which the scales of blocks lie
-    artifact  whose records tell of it; None where names do
+    block     rows and columns that share a scale
+    layout    of the scales
+    artifact  whose records describe it; None: the names of tensors do
     """
 
     word: str
@@ -119,10 +112,8 @@ class Fp8(CodingDefaults):
     ) -> Iterator[tuple[memoryview, memoryview]]:
         codes, scales = linear.refs
         for part in row_panels(linear.shape):
-            yield (
-                source.read_range(codes, *(row * linear.shape[1] for row in part)),
-                memoryview(b""),
-            )
+            stored = source.read_range(codes, *(row * linear.shape[1] for row in part))
+            yield stored, memoryview(b"")
         rows = self.read_scales(source, scales, linear.shape, (0, linear.shape[0]))
         check_scales_finite(linear, rows.scales)
         yield memoryview(b""), as_stored(rows.scales, form)
@@ -130,7 +121,7 @@ class Fp8(CodingDefaults):
     def read_scales(
         self, source: Source, ref: TensorRef, shape: tuple[int, int], rows: tuple[int, int]
     ) -> Grid:
-        """Read the scales of rows (first, last + 1) of a matrix of that shape."""
+        """Read the scales of rows (first, end) of a matrix of that shape."""
         height, width = (min(own, whole) for own, whole in zip(self.block, shape, strict=True))
         across, (first, last) = -(-shape[1] // width), rows
         above, below = first // height, -(-last // height)
@@ -193,31 +184,8 @@ class _Scaled(RowReader):
         return self.coding.read_scales(self.source, self.scales, self.shape, (first, last))
 
 
-def rounded_to_fp8(weights: Weights) -> Weights:
-    """Return weights rounded to FP8 under scales of 128x128 blocks.
-
-    As float32: what a checkpoint that went that way still knows.
-    """
-    whole_height, width = weights.shape
-    height = VIA_BLOCK[0]
-
-    def fetch(first: int, last: int) -> Matrix:
-        rounded = np.empty((last - first, width), np.float32)
-        for begin in range(first // height * height, last, height):
-            stored = weights.rows(begin, min(begin + height, whole_height))
-            values = np.frombuffer(stored.data, FLOAT_DTYPES[stored.dtype]).reshape(stored.shape)
-            wanted = slice(max(first - begin, 0), last - begin)  # of the rows of these blocks
-            for left in range(0, width, VIA_COLUMNS):
-                columns = slice(left, left + VIA_COLUMNS)
-                part = through_fp8(values[:, columns].astype(np.float32), VIA_BLOCK)[wanted]
-                rounded[max(begin - first, 0) :][: len(part), columns] = part
-        return as_matrix(rounded)
-
-    return FetchedWeights("F32", weights.shape, fetch)
-
-
 def decode_scales(stored: memoryview, dtype: str) -> Float32s:
-    """Read scales of that dtype as float32, flat; exact."""
+    """Return scales of that dtype as flat float32; exact."""
     flat = np.frombuffer(stored, np.uint8)
     if dtype in E8M0_DTYPES:
         return decode_e8m0(flat)
@@ -232,10 +200,7 @@ def as_stored(scales: Float32s, form: Form) -> memoryview:
 
 
 def block_of(form: Form, shape: tuple[int, int]) -> Block:
-    """Return the rows and columns that share a scale.
-
-    shape  of the matrix
-    """
+    """Return the rows and columns that share a scale in such a matrix."""
     words: dict[object, Block] = {"tensor": shape, "row": (1, shape[1])}
     granularity = form.granularity
     return granularity if isinstance(granularity, tuple) else words[granularity]
@@ -253,9 +218,9 @@ def find_fp8(
 ) -> dict[str, Linear]:
     """Find every matrix of FP8 codes.
 
-    known      modules that records tell of, which are left out
-    is_strict  raise InputError where its scales are missing, have a name that is not read, or are
-               none of its shape; else leave such a matrix out
+    known      modules of a record, which are left out
+    is_strict  raise InputError for scales that are missing, have a name that is not read, or do not
+               fit; else leave such a matrix out
     """
     blocks, found = tuple(_declared_blocks(clues.record)), {}
     matrices = {
@@ -279,9 +244,9 @@ def find_fp8(
 def _unread_floats(clues: Clues, matrices: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
     """Find a float that nothing reads beside each matrix.
 
-    Beside one that has scales, only what may be another scale of it.
+    Beside a matrix with scales, only possible other scales count.
     """
-    # What is read, scales that multiply no weight, and what is refused for another reason.
+    # Scales that are read, that multiply no weight, or that are refused elsewhere.
     harmless = {*SCALES, *IDLE, *UNSAID_ENDINGS}
     found: dict[str, TensorRef] = {}
     for one in find_beside(clues.tensors, [ref.name for ref in matrices.values()]):
@@ -298,7 +263,7 @@ def _unread_floats(clues: Clues, matrices: Mapping[str, TensorRef]) -> dict[str,
 
 
 def _refuse_unread(ref: TensorRef, module: str, beside: TensorRef) -> None:
-    """Raise InputError: the matrix may be codes under a scale of that name."""
+    """Raise InputError: the tensor beside the codes may be their scale."""
     detail = (
         f"{ref.file}: {ref.name} is FP8, and fp4convert does not read {beside.name}"
         f" ({beside.dtype} {list(beside.shape)}) beside it; expected only {module}{SCALES[1]} or"
@@ -313,23 +278,13 @@ def _refuse_unread(ref: TensorRef, module: str, beside: TensorRef) -> None:
 
 def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]) -> Linear:
     rows, columns = ref.shape
-    scales = [
-        clues.tensors[module + ending] for ending in SCALES if module + ending in clues.tensors
-    ]
-    idle = tuple(
-        clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors
-    )
+    scales, idle = (stored_beside(clues.tensors, module, endings) for endings in (SCALES, IDLE))
     if not scales and clues.is_recorded:
         detail = (
             f"{ref.file}: {ref.name} is FP8, and has no scales; expected {module}{SCALES[0]} or"
             f" {module}{SCALES[1]}"
         )
-        raise InputError(
-            "scales-missing",
-            detail,
-            "Download the checkpoint again; all its shards are needed.",
-            ref.name,
-        )
+        raise scales_missing(detail, ref.name)
     if not scales:
         return Linear(module, (rows, columns), Fp8("fp8", (rows, columns)), (ref,), idle)
     if len(scales) > 1:
@@ -343,17 +298,10 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         sizes = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
         detail = (
             f"{scales[0].file}: {scales[0].name} is {scales[0].dtype} {list(scales[0].shape)} for"
-            f" codes of {[rows, columns]}"
+            f" codes of {[rows, columns]}; expected a float for the matrix, for each row, or for"
+            f" each block (config.json gives {sizes} of blocks)"
         )
-        expected = (
-            "expected a float for the matrix, for each row, or for each block (config.json gives"
-            f" {sizes} of blocks)"
-        )
-        raise InputError(
-            "scales-shape",
-            f"{detail}; {expected}",
-            tensor=scales[0].name,
-        )
+        raise InputError("scales-shape", detail, tensor=scales[0].name)
     kind = {(rows, columns): "", (1, columns): " rows"}.get(block, f" {block[0]}x{block[1]}")
     coding = Fp8(f"fp8{kind}", block)
     if scales[0].dtype in E8M0_DTYPES and block == (1, MXFP8.block_size):
@@ -364,7 +312,7 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
 def _block_of(
     scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]
 ) -> Block | None:
-    """Find what shares a scale; None where nothing fits.
+    """Return the block that shares a scale; None where nothing fits.
 
     scales  shape of the scales of a matrix of that shape
     """
@@ -380,19 +328,14 @@ def _block_of(
 
 
 def _declared_blocks(record: Json) -> Iterator[Block]:
-    """Find the sizes of blocks that a record of any engine gives."""
+    """Yield the sizes of blocks that a record of any engine gives."""
     schemes = [scheme.get("weights") for scheme in schemes_of(record)]
     known = [scheme for scheme in schemes if isinstance(scheme, dict)]
-    rows_of = [[1, scheme.get("group_size")] for scheme in known if scheme.get("num_bits") == BITS]
     declared = [
         record.get("weight_block_size"),
         *(scheme.get("block_structure") for scheme in known),
-        *rows_of,
+        *([1, scheme.get("group_size")] for scheme in known if scheme.get("num_bits") == BITS),
     ]
     for block in declared:
-        if (
-            isinstance(block, list)
-            and len(block) == 2
-            and all(type(size) is int and size > 0 for size in block)
-        ):
-            yield block[0], block[1]
+        if block_size := positive_pair(block):
+            yield block_size
