@@ -18,7 +18,7 @@ from folding_models import MODELS, build, outputs, write_as
 from paths import ROOT
 from tiny_models import read_tensors
 
-from fp4convert.calibration.methods.awq_smooth import storable
+from fp4convert.calibration.methods.awq import storable
 from fp4convert.calibration.methods.folds import Fold
 from fp4convert.calibration.methods.scaled_weights import divided, quotients
 from fp4convert.checkpoint.dialects.registry import dialect_named
