@@ -238,7 +238,8 @@ def _read_config(folder: Path, transformers: Any) -> Any:
     except Exception as error:  # of many kinds: each class of configs checks itself in its own way
         reason = error
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = _known_class(transformers, stored.get("architectures"))
+    names = stored.get("architectures")
+    kind = _known_class(transformers, names) if isinstance(names, list) else None
     is_new = stored.pop("model_type", None) not in transformers.CONFIG_MAPPING
     # The code that comes with it may be of the same class, and of another than transformers'.
     codes = {str(code).rpartition(".")[2] for code in (stored.pop("auto_map", None) or {}).values()}
@@ -254,8 +255,7 @@ def _read_config(folder: Path, transformers: Any) -> Any:
 
 def _known_class(transformers: Any, architectures: Any) -> Any:
     """Return the class of a model by the first of its architectures, or None."""
-    names = architectures if isinstance(architectures, list | tuple) else ()
-    kind = getattr(transformers, str(next(iter(names), "")), None)
+    kind = getattr(transformers, str(next(iter(architectures or ()), "")), None)
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     return kind if is_model else None
 
