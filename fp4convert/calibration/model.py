@@ -284,7 +284,7 @@ def import_transformers() -> Any:
 
 @torch.no_grad()
 def _compute_buffers(model: Any, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint stores: rotations, numbers of positions."""
+    """Compute the buffers that no checkpoint stores, as of rotations."""
     from transformers import PreTrainedModel
 
     owners: dict[str, Any] = {"": model}
@@ -308,7 +308,7 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
 def _plan_reads(
     source: Source, known: Linears, recipe: Recipe, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Plan the reading of the tensors that an unquantized checkpoint would have.
+    """Plan the reading of the tensors of an unquantized checkpoint.
 
     dtypes   of stacks of experts that are put together, by a module of theirs
     Returns  name -> its reader, and module -> name of the tensor that holds it
@@ -394,7 +394,7 @@ def _dtype_of(linear: Linear, is_exact: bool) -> torch.dtype:
 def _narrow_experts(
     model: Any, seats: Mapping[str, Seat], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Hold stacks of experts as they are stored; an expert is widened when it computes."""
+    """Hold stacks of experts, most of a model, in their stored dtype."""
     known = {id(experts.owner) for experts in find_experts(model)}
     for module, seat in seats.items():
         owner = model.get_submodule(seat.path)
@@ -406,7 +406,7 @@ def _narrow_experts(
 
 
 def _find_layers(model: Any) -> dict[str, int]:
-    """Find the paths of the layers: the members of the outermost lists of modules."""
+    """Find the layers: the members of the outermost lists of modules."""
     found: list[str] = []
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{layer}.") for layer in found)
