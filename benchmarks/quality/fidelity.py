@@ -31,7 +31,7 @@ HERE = {
 }
 ELSEWHERE = ("fouroversix", "llmcompressor")
 CALIBRATED = {"llmcompressor_gptq": ".venv-peers", "autoround": ".venv-autoround"}  # where they are
-FOLDING = ("awq", "smooth")  # methods that MiniLM has too few places for
+FOLDING = "awq"  # MiniLM has too few places for it
 RULES = {"nvfp4": ("amax", "four-over-six", "mse"), "mxfp4": ("floor", "even", "ceil", "mse")}
 ENDING = ".safetensors"  # of calibrations; no folder's name may have it
 SENTENCES = 300  # that MiniLM is calibrated with
@@ -242,7 +242,6 @@ def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
         ways = {
             "importance": ("--scale-rule", "importance"),
             "awq, rule mse": ("--method", "awq", "--scale-rule", "mse"),
-            "smooth, rule mse": ("--method", "smooth", "--scale-rule", "mse"),
             "gptq": ("--method", "gptq"),
         }
         for way, options in ways.items():

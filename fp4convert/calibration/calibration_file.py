@@ -146,10 +146,8 @@ def _read_parts(path: Path, sums: Mapping[str, str]) -> list[TensorRef]:
     if other or not sums:
         detail = f"{path} is an index that names no parts; expected files in its folder"
         if other:
-            detail = (
-                f"{path} is an index, and {other[0]} in its folder belongs to another calibration"
-            )
-            detail += ": its sha256 differs"
+            detail = f"{path} is an index, and {other[0]} in its folder belongs to another"
+            detail += " calibration: its sha256 differs"
         next_step = "Keep the index and its parts in one folder, or calibrate again."
         raise InputError("calibration-file", detail, next_step)
     return tensors

@@ -346,7 +346,7 @@ def stops_of(
         for _, empty in chains:
             empty()
         found = {forward.layer for chain, _ in chains for forward in chain.forwards}
-        path = min(filter(None, found), key=layers.index, default=None)
+        path = min(filter(None, found), key=layers.__getitem__, default=None)
         if path is None:
             return
         for chain, _ in chains:

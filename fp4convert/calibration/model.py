@@ -8,9 +8,8 @@ comes with a checkpoint is never run.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from fp4convert.calibration.experts import find_experts
 from fp4convert.checkpoint.adapters.merging import merge_adapter
 from fp4convert.checkpoint.adapters.peft import ALONE, Adapter
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.expert_stacks import ExpertStack, find_stacks, rules_of
+from fp4convert.checkpoint.expert_stacks import ExpertStack, artifact_of, find_stacks, rules_of
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4
@@ -30,21 +29,13 @@ from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
 TORCH_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U8": torch.uint8, "BOOL": torch.bool},
 }
 REASON_LENGTH = 200  # of the words of another package in a message
 NEXT = (
-    "Calibrate with the tools of its authors; without a calibration, fp4convert quantize needs"
-    " no model code."
+    "Calibrate with the tools of its authors; quantize without --calibration needs no model code."
 )
 CHECK_CONFIG = "Check config.json: architectures and sizes."
 
@@ -76,28 +67,24 @@ class Lazy:
 class Skeleton:
     """A model without values, but for the parts that are filled.
 
-    model      of transformers, in eval mode
-    layers     paths of the layers, each filled and run by itself: what the model has lists of, of
-               text, of vision, of an encoder and a decoder
-    linears    of the source, by module
-    seats      module -> where it is in the model; those that the model does not have are absent
-    stored     parameter of the model -> names in the checkpoint that it is made of
-    tensors    name in the checkpoint -> what reads it
-    device     where filled parts are
+    model    of transformers, in eval mode
+    layers   path of a layer -> its number; each is filled and run by itself: members of the model's
+             lists, of text, of vision, of an encoder and a decoder
+    linears  of the source, by module
+    seats    module -> its place in the model; absent for modules that the model does not have
+    stored   parameter of the model -> names in the checkpoint that it is made of
+    tensors  name in the checkpoint -> its reader
+    device   of filled parts
     """
 
     model: Any
-    layers: tuple[str, ...]
+    layers: dict[str, int]
     linears: Mapping[str, Linear]
     seats: dict[str, Seat]
     stored: dict[str, list[str]]
     tensors: dict[str, Lazy]
     device: torch.device
-    _mapping: list[Any] = field(default_factory=list)
-    _known_layers: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        self._known_layers = frozenset(self.layers)
+    _mapping: list[Any]
 
     def module(self, path: str) -> Any:
         """Return the module of that path; the model itself for none."""
@@ -109,6 +96,7 @@ class Skeleton:
         is_deep  those of the modules inside it, too
         Raises   InputError where the checkpoint lacks one, or has it in another shape
         """
+        kind = f"{type(self.model).__name__} of transformers"
         names = self.state(path, is_deep).keys()
         wanted = [key for name in names for key in self.stored.get(name, ())]
         if wanted:
@@ -122,8 +110,7 @@ class Skeleton:
             found, _ = convert_and_load_state_dict_in_model(self.model, state, config)
             problems = [*found.mismatched_keys, *found.conversion_errors.items(), *found.error_msgs]
             if problems:
-                detail = f"weights do not fit {type(self.model).__name__} of transformers"
-                detail += f": {str(problems[0])[:200]}"
+                detail = f"weights do not fit {kind}: {str(problems[0])[:200]}"
                 raise InputError("calibration-weights", detail, CHECK_CONFIG)
         # A tied parameter is the one that the checkpoint stores for both.
         tied = self.model.all_tied_weights_keys
@@ -135,18 +122,18 @@ class Skeleton:
                 self.module(owner)._parameters[own] = self.module(home)._parameters[there]
         empty = sorted(name for name, tensor in self.state(path, is_deep).items() if tensor.is_meta)
         if empty:
-            detail = f"the checkpoint has no weights for {empty[0]!r}"
-            detail += f", which {type(self.model).__name__} of transformers needs"
+            detail = f"the checkpoint has no weights for {empty[0]!r}, which {kind} needs"
             raise InputError("calibration-weights", detail, CHECK_CONFIG, empty[0])
 
     def state(self, path: str, is_deep: bool) -> dict[str, torch.Tensor]:
         """Gather parameters and persistent buffers by name in the model."""
-        module, found = self.module(path), {}
-        for inner, part in module.named_modules() if is_deep else [("", module)]:
-            for name, tensor in {**part._parameters, **part._buffers}.items():
-                if tensor is not None and name not in part._non_persistent_buffers_set:
-                    found[".".join(filter(None, (path, inner, name)))] = tensor
-        return found
+        module = self.module(path)
+        return {
+            ".".join(filter(None, (path, inner, name))): tensor
+            for inner, part in (module.named_modules() if is_deep else [("", module)])
+            for name, tensor in {**part._parameters, **part._buffers}.items()
+            if tensor is not None and name not in part._non_persistent_buffers_set
+        }
 
     def empty(self, path: str, is_deep: bool = True) -> None:
         """Take the values of a module's parameters away."""
@@ -154,9 +141,7 @@ class Skeleton:
         for part in module.modules() if is_deep else (module,):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    part._parameters[name] = torch.nn.Parameter(
-                        torch.empty_like(parameter, device="meta"), requires_grad=False
-                    )
+                    part._parameters[name] = _frozen(torch.empty_like(parameter, device="meta"))
 
     def nbytes(self, path: str) -> int:
         """Count the bytes of the parameters below a path."""
@@ -166,7 +151,11 @@ class Skeleton:
         """Return the layer that a path is in, or is; None outside of all."""
         parts = path.split(".")
         above = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        return next((name for name in above if name in self._known_layers), None)
+        return next((name for name in above if name in self.layers), None)
+
+
+def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def open_skeleton(
@@ -188,8 +177,7 @@ def open_skeleton(
     recipe = model_recipe(source.checkpoint.config)
     found = find_linears(source, recipe)
     found = merge_adapter(found, adapter, source.checkpoint) if adapter else found
-    linears = found.of
-    dtypes = {module: _dtype_of(linear, is_exact) for module, linear in linears.items()}
+    dtypes = {module: _dtype_of(linear, is_exact) for module, linear in found.of.items()}
     tensors, homes = _plan_reads(source, found, recipe, dtypes)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -200,24 +188,23 @@ def open_skeleton(
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state, prefix = model.state_dict(), model.base_model_prefix
     targets: dict[str, str] = {}
-    stored: dict[str, list[str]] = defaultdict(list)
+    stored: dict[str, list[str]] = {}
     for name in tensors:
         target, _ = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, _ = rename_source_key(name, [], [], prefix, state)
         if target in state:
             targets[name] = target
-            stored[target].append(name)
-    # Where each linear layer is.
+            stored.setdefault(target, []).append(name)
     seats = {}
     for module, home in homes.items():
         if home in targets:
             path, _, parameter = targets[home].rpartition(".")
-            expert = None if parameter == "weight" else _expert_of(module)
-            seats[module] = Seat(path, parameter, expert)
+            numbers = [int(part) for part in module.split(".") if part.isdecimal()]
+            seats[module] = Seat(path, parameter, None if parameter == "weight" else numbers[-1])
     _narrow_experts(model, seats, dtypes)
     layers = _find_layers(model)
-    return Skeleton(model, layers, linears, seats, dict(stored), tensors, device, mapping)
+    return Skeleton(model, layers, found.of, seats, stored, tensors, device, mapping)
 
 
 def _build_model(folder: Path, device: torch.device) -> Any:
@@ -228,9 +215,8 @@ def _build_model(folder: Path, device: torch.device) -> Any:
         if part is not None:
             part.use_cache = False
     try:
-        # The class by the first of the architectures, or by the type of the config.
         kind = _known_class(transformers, config.architectures)
-        kind = kind or transformers.AutoModelForCausalLM
+        kind = kind or transformers.AutoModelForCausalLM  # by the type of the config
         make = getattr(kind, "_from_config", None) or kind.from_config
         dtype = torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
         with torch.device("meta"):
@@ -262,16 +248,14 @@ def _read_config(folder: Path, transformers: Any) -> Any:
             return kind.config_class(**stored)
         except Exception as error:  # of as many
             reason = error
-    detail = "config.json describes a model that transformers"
-    detail += f" {transformers.__version__} does not know:"
-    detail += f" {reason_of(reason)}".replace(str(folder), "config.json")
-    raise InputError("calibration-model", detail, NEXT)
+    detail = f"config.json describes a model that transformers {transformers.__version__} does not"
+    why = reason_of(reason).replace(str(folder), "config.json")
+    raise InputError("calibration-model", f"{detail} know: {why}", NEXT)
 
 
 def _known_class(transformers: Any, architectures: Any) -> Any:
     """Return the class of a model by the first of its architectures, or None."""
-    name = next(iter(architectures or ()), "")
-    kind = getattr(transformers, str(name), None)
+    kind = getattr(transformers, str(next(iter(architectures or ()), "")), None)
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     return kind if is_model else None
 
@@ -300,22 +284,21 @@ def import_transformers() -> Any:
 
 @torch.no_grad()
 def _compute_buffers(model: Any, device: torch.device) -> None:
-    """Compute what a checkpoint does not store.
-
-    These are the frequencies of rotations and the numbers of positions.
-    """
+    """Compute the buffers that no checkpoint stores, as of rotations."""
     from transformers import PreTrainedModel
 
     owners: dict[str, Any] = {"": model}
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             owners[path] = module
-        names = module._non_persistent_buffers_set
-        names = [name for name in names if module._buffers.get(name) is not None]
+        buffers = module._buffers
+        names = [
+            name for name in module._non_persistent_buffers_set if buffers.get(name) is not None
+        ]
         if not names:
             continue
         for name in names:
-            module._buffers[name] = torch.zeros_like(module._buffers[name], device=device)
+            buffers[name] = torch.zeros_like(buffers[name], device=device)
         # The nearest model that the module is in knows how to compute them.
         above = [owner for owner in owners if not owner or f"{path}.".startswith(f"{owner}.")]
         with torch.device(device):
@@ -323,20 +306,17 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
 
 
 def _plan_reads(
-    source: Source,
-    known: Linears,
-    recipe: Recipe,
-    dtypes: Mapping[str, torch.dtype],
+    source: Source, known: Linears, recipe: Recipe, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Plan how every tensor of an unquantized checkpoint would be read.
+    """Plan the reading of the tensors of an unquantized checkpoint.
 
     dtypes   of stacks of experts that are put together, by a module of theirs
-    Returns  name -> what reads it, and module -> name of the tensor that holds it
+    Returns  name -> its reader, and module -> name of the tensor that holds it
     """
     linears, homes, found = known.of, {}, {}
     packed: set[str] = set()
     for name, vector in known.vectors.items():
-        found[name] = Lazy(partial(_decode_vector, vector, source))
+        found[name] = Lazy(partial(_decode, vector, source, vector.refs[0].shape))
     for module, linear in linears.items():
         if not linear.coding.is_packed:
             homes[module] = linear.home.name
@@ -346,8 +326,7 @@ def _plan_reads(
         packed.update(ref.name for ref in (linear.home, *linear.refs, *linear.idle))
         homes[module] = f"{module}.weight"
         found[homes[module]] = Lazy(partial(_decode, linear, source))
-    artifacts = (linear.coding.artifact for linear in linears.values())
-    artifact = next((each for each in artifacts if each is not None), None)
+    artifact = artifact_of(linears)
     rules = rules_of(artifact, recipe) if artifact else ()
     for stack in find_stacks(linears.values(), rules)[0]:
         dtype = dtypes[stack.modules[0]]
@@ -370,11 +349,13 @@ def read_tensor(ref: TensorRef, source: Source) -> torch.Tensor:
     return torch.frombuffer(data, dtype=TORCH_DTYPES[ref.dtype]).reshape(ref.shape)
 
 
-def _decode(linear: Linear, source: Source) -> torch.Tensor:
+def _decode(linear: Linear, source: Source, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Decode a linear layer; None for its own shape."""
+    shape = linear.shape if shape is None else shape
     weights = linear.coding.weights(linear, source)
     data = bytearray(linear.shape[0] * linear.shape[1] * FLOAT_TYPES[weights.dtype].nbytes)
     weights.copy_rows(0, linear.shape[0], memoryview(data))
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[weights.dtype]).reshape(linear.shape)
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[weights.dtype]).reshape(shape)
 
 
 def _decode_alone(linear: Linear, source: Source) -> torch.Tensor:
@@ -389,27 +370,20 @@ def _decode_alone(linear: Linear, source: Source) -> torch.Tensor:
     return _decode(linear, source)
 
 
-def _decode_vector(vector: Linear, source: Source) -> torch.Tensor:
-    return _decode(vector, source).reshape(vector.refs[0].shape)
-
-
 def _decode_stack(stack: ExpertStack, source: Source, dtype: torch.dtype) -> torch.Tensor:
     """Decode packed experts to the stack that an unquantized checkpoint has."""
     made = {linear.module: _decode(linear, source).to(dtype) for linear in stack.linears}
-    parts = []
-    for slot in stack.slots:
-        rows = [made[one.module][one.first : one.last] for one in slot]
-        parts.append(torch.stack(rows, 1).flatten(0, 1))
-    joined = torch.cat(parts)
+    slots = ([made[one.module][one.first : one.last] for one in slot] for slot in stack.slots)
+    joined = torch.cat([torch.stack(rows, 1).flatten(0, 1) for rows in slots])
     whole = joined.reshape(stack.shape[0], -1, joined.shape[-1])
     whole = whole.transpose(1, 2) if stack.is_transposed else whole
     return whole.flatten(0, 1) if stack.is_flat else whole
 
 
 def _dtype_of(linear: Linear, is_exact: bool) -> torch.dtype:
-    """Choose in which dtype the experts of a stack are held.
+    """Choose the dtype of the experts of a stack in memory.
 
-    In that in which they are stored; packed ones in bfloat16, in which all values of MXFP4 are.
+    It is the stored one; bfloat16 for packed ones, which holds all values of MXFP4.
     """
     stored = linear.refs[0].dtype
     if not linear.coding.is_packed:
@@ -417,39 +391,28 @@ def _dtype_of(linear: Linear, is_exact: bool) -> torch.dtype:
     return torch.float32 if is_exact and linear.coding.format is not MXFP4 else torch.bfloat16
 
 
-def _expert_of(module: str) -> int:
-    """Return the number of an expert: the last one in its name."""
-    return int(next(part for part in reversed(module.split(".")) if part.isdecimal()))
-
-
 def _narrow_experts(
     model: Any, seats: Mapping[str, Seat], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Hold stacks of experts in the dtype in which they are stored.
-
-    They are most of a model, and each expert is widened when it computes.
-    """
+    """Hold stacks of experts, most of a model, in their stored dtype."""
     known = {id(experts.owner) for experts in find_experts(model)}
     for module, seat in seats.items():
         owner = model.get_submodule(seat.path)
         if seat.expert is None or id(owner) not in known:
-            continue  # of others nobody knows how they compute
+            continue  # the computation of other stacks is unknown
         parameter = owner._parameters[seat.parameter]
         if parameter.dtype != dtypes[module]:
-            owner._parameters[seat.parameter] = torch.nn.Parameter(
-                parameter.to(dtypes[module]), requires_grad=False
-            )
+            owner._parameters[seat.parameter] = _frozen(parameter.to(dtypes[module]))
 
 
-def _find_layers(model: Any) -> tuple[str, ...]:
-    """Find the paths of the layers: what is in the outermost lists of modules."""
+def _find_layers(model: Any) -> dict[str, int]:
+    """Find the layers: the members of the outermost lists of modules."""
     found: list[str] = []
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and not any(
-            path.startswith(f"{layer}.") for layer in found
-        ):
+        is_inside = any(path.startswith(f"{layer}.") for layer in found)
+        if isinstance(module, torch.nn.ModuleList) and not is_inside:
             found += (f"{path}.{name}" for name, _ in module.named_children())
     if not found:
         detail = f"{type(model).__name__} of transformers has no list of layers"
         raise InputError("calibration-model", f"{detail}; expected one", NEXT)
-    return tuple(found)
+    return {path: number for number, path in enumerate(found)}

@@ -110,9 +110,9 @@ class LossRun:
             layer = self.skeleton.layer_above(seat.path)
             if layer is not None and self.recipe.reason_to_keep(module) is None:
                 found[layer, part_of(module, self.recipe)].append(module)
-        order = self.skeleton.layers.index
+        order = self.skeleton.layers
         parts = (Part(layer, tuple(modules)) for (layer, _), modules in found.items())
-        return sorted(parts, key=lambda part: order(part.layer))
+        return sorted(parts, key=lambda part: order[part.layer])
 
     def rounds(self) -> list[list[Lane]]:
         """Divide the runs so that hidden states take bounded room."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 NAMED_MODULES = 3  # in a warning that many could stand in
@@ -70,18 +70,6 @@ class Calibrated:
         return found
 
     def as_json(self) -> dict[str, object]:
-        return {
-            "output": str(self.output),
-            "output_bytes": self.output_bytes,
-            "samples_asked": self.samples_asked,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "linears": self.linears,
-            "experts": self.experts,
-            "unrouted": list(self.unrouted),
-            "unwatched": list(self.unwatched),
-            "opaque": list(self.opaque),
-            "sha256": self.sha256,
-            "seconds": self.seconds,
-            "warnings": self.warnings,
-        }
+        lists = {name: list(getattr(self, name)) for name in ("unrouted", "unwatched", "opaque")}
+        output = str(self.output)
+        return {**asdict(self), "output": output, **lists, "warnings": self.warnings}

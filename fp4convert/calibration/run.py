@@ -23,12 +23,7 @@ from fp4convert.calibration.layers import Chain
 from fp4convert.calibration.model import NEXT, Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.moments import merge_statistics
 from fp4convert.calibration.multimodal import listens
-from fp4convert.calibration.observers import (
-    UNROUTED_TOKENS,
-    Watch,
-    find_unwatched,
-    watching,
-)
+from fp4convert.calibration.observers import UNROUTED_TOKENS, Watch, find_unwatched, watching
 from fp4convert.calibration.output_losses import LossRun, as_arrays, measure_losses
 from fp4convert.calibration.result import Calibrated
 from fp4convert.calibration.samples import (
@@ -245,11 +240,6 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     return samples
 
 
-def _shape_of(chain: Chain) -> dict[str, int]:
-    """Describe the output of a finished layer for a continued run."""
-    return {"is_plain": chain.is_plain, "arity": chain.arity}
-
-
 @dataclass(slots=True)
 class _LayerRun:
     """The layers of one model, run one after the other.
@@ -286,7 +276,8 @@ class _LayerRun:
             for number, path in enumerate(stops):
                 if number >= len(done):
                     unrouted = self._run_layer(chain, watch, path)
-                    self._write_part(number, path, watch, unrouted, _shape_of(chain))
+                    shape = {"is_plain": chain.is_plain, "arity": chain.arity}
+                    self._write_part(number, path, watch, unrouted, shape)
                 elif is_plain:
                     is_last = number == len(done) - 1
                     for batch in range(len(inputs)):

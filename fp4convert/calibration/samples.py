@@ -21,13 +21,7 @@ from numpy.typing import NDArray
 
 from fp4convert.calibration.layers import MODEL_ERRORS, filled_on_demand, mapped
 from fp4convert.calibration.model import Skeleton, import_transformers, reason_of
-from fp4convert.calibration.multimodal import (
-    SPOKEN,
-    Mixed,
-    listens,
-    open_processor,
-    read_mixed,
-)
+from fp4convert.calibration.multimodal import SPOKEN, Mixed, listens, open_processor, read_mixed
 from fp4convert.calibration.observers import Watch, watching
 from fp4convert.calibration.records import read_records, read_texts
 from fp4convert.errors import InputError
@@ -191,7 +185,7 @@ def _position_limit(skeleton: Skeleton, tokenizer: Any) -> int | None:
     """Return the limit of tokens of the model, or None if unknown."""
     config = skeleton.model.config.get_text_config()
     names = ("max_position_embeddings", "max_target_positions")
-    limits = [*(getattr(config, name, None) for name in names)]
+    limits = [getattr(config, name, None) for name in names]
     limits.append(getattr(tokenizer, "model_max_length", None))
     return min((int(limit) for limit in limits if limit), default=None)
 

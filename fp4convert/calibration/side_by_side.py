@@ -33,8 +33,8 @@ from fp4convert.calibration.samples import (
     write_samples,
 )
 from fp4convert.checkpoint.adapters.peft import Adapter
-from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8
+from fp4convert.checkpoint.expert_stacks import artifact_of
 from fp4convert.errors import InputError
 from fp4convert.progress import Phases, tokens_text
 from fp4convert.storage.disk import temporary_folder
@@ -229,14 +229,15 @@ class _Run:
 
     def measure(self, windows: int) -> Measured:
         """Run both models, a layer of both at a time."""
-        layers = self.models[SOURCE].layers if self.task.is_by_layer else ()
+        layers = tuple(self.models[SOURCE].layers) if self.task.is_by_layer else ()
         self._lanes = list(_lanes_of(layers))
         self._found = [[] for _ in self._lanes]
-        artifact = _artifact_of(self.models[ARTIFACT])
+        artifact = artifact_of(self.models[ARTIFACT].linears)
         self._rounding = rounding_of(self.models[ARTIFACT], artifact)
         if self._rounding.kind and self._rounding.cache is None:
             self.task.tell(f"a KV cache in {self._rounding.kind} is not computed with")
-        if eight_bit := _eight_bit_inputs(artifact):
+        packed = artifact.packed if artifact else {}
+        if eight_bit := [n for n, p in packed.items() if p.form.activations == ACTIVATIONS_FP8]:
             words = f"{len(eight_bit)} linear layers have 8-bit activations in engines, and 16-bit"
             self.task.tell(f"{words} ones here; the first is {eight_bit[0]}")
         self._run_layers()
@@ -340,18 +341,6 @@ class _Run:
         if place == ARTIFACT:
             self._agrees.append(agrees)
             self._losses.append(np.stack(losses))
-
-
-def _artifact_of(skeleton: Skeleton) -> Artifact | None:
-    """Return the artifact that four-bit linear layers are of."""
-    found = (linear.coding.artifact for linear in skeleton.linears.values())
-    return next((each for each in found if each is not None), None)
-
-
-def _eight_bit_inputs(artifact: Artifact | None) -> list[str]:
-    """List the modules with inputs that engines quantize to eight bits."""
-    packed = artifact.packed if artifact else {}
-    return [name for name, each in packed.items() if each.form.activations == ACTIVATIONS_FP8]
 
 
 def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:

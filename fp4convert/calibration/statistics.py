@@ -166,10 +166,8 @@ class Calibration(NamedTuple):
 
         moe  `model.layers.0.mlp`, above its `experts`
         """
-        tokens, saliency = (
-            self._read_checked(moe, "expert_tokens"),
-            self._read_checked(moe, "expert_saliency"),
-        )
+        tokens = self._read_checked(moe, "expert_tokens")
+        saliency = self._read_checked(moe, "expert_saliency")
         if tokens.shape == saliency.shape and saliency[tokens == 0].any():
             detail = "is above 0 for an expert that no token was routed to"
             raise self.refusal(self.find(moe, "expert_saliency"), detail)

@@ -58,6 +58,11 @@ class ExpertStack(NamedTuple):
         return (experts * outer, inner) if self.is_flat else (experts, outer, inner)
 
 
+def artifact_of(linears: Mapping[str, Linear]) -> Artifact | None:
+    """Return the artifact that linear layers are read from, if any."""
+    return next(filter(None, (linear.coding.artifact for linear in linears.values())), None)
+
+
 def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
     """Return the rules of stacks in an artifact's source.
 
@@ -290,6 +295,5 @@ def rules_read(linears: Mapping[str, Linear], recipe: Recipe) -> tuple[StackRule
     )
     if rules and are_stacked(alone, rules):
         rules = tuple(rule._replace(tensors=(ref.name,)) for ref, rule in used)
-    artifacts = (linear.coding.artifact for linear in linears.values())
-    artifact = next(filter(None, artifacts), None)
+    artifact = artifact_of(linears)
     return (*(rules_of(artifact, recipe) if artifact else ()), *rules)

@@ -115,7 +115,7 @@ def quantize(
         it of the model. One of: same, keep.
     pad_for_tp: Add zeros so that so many ranks of tensor parallelism get whole blocks.
     method: rtn (default) needs no data; all others need --calibration, gptq one with --gram. With
-        --lora gptq is the default, and needs none. One of: rtn, gptq, awq, smooth.
+        --lora gptq is the default, and needs none. One of: rtn, gptq, awq.
     damping: With --method gptq: share of H's mean diagonal that is added to it. Default: 0.05.
     passes: With --method gptq: how often codes and block scales are gone over afterwards. Default:
         3.

@@ -29,7 +29,7 @@ from fp4convert.makers.maker import Tools
 from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.table import callers
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import FOLDING, FORMATS
+from fp4convert.numerics.formats import AWQ, FORMATS
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.plan import Plan
@@ -93,7 +93,7 @@ def plan_with(request: Request, formats: tuple[FormatRule, ...] = ()) -> Plan:
     checkpoint, linears, scalars = request.source.checkpoint, request.linears, request.scalars
     method, calibration = recipe.target.method, scalars.calibration
     with uncollected():
-        if calibration is None or method not in FOLDING:
+        if calibration is None or method != AWQ:
             return plan_quantize(checkpoint, recipe, linears, scalars)
         from fp4convert.planning.fold_plan import fold_layers
 

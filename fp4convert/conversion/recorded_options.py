@@ -183,6 +183,8 @@ def _is_written(declared: Declared, entry: object) -> bool:
         )
     if declared.name in FILES and isinstance(entry, str):  # a recipe of ours
         return declared.option.is_recipe and entry.isidentifier()
+    if declared.option.words and str(entry) not in declared.option.words:
+        return False
     kinds = (str,) if declared.option.is_several else get_args(declared.type) or (declared.type,)
     return any(isinstance(entry, kind) for kind in kinds if isinstance(kind, type))
 

@@ -24,8 +24,8 @@ from fp4convert.conversion.artifact_job import (
 from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.numerics.formats import (
+    AWQ,
     DAMPING,
-    FOLDING,
     FORMATS,
     GPTQ,
     IMPORTANCE,
@@ -128,7 +128,7 @@ def take_apart(source: Source, options: QuantizeOptions) -> Request:
     recipe, linears, scalars = _understand(source, options)
     folds = _own_folds(source)
     if folds and options.lora:
-        detail = f"{source.name} is quantized, and its weights hold factors of AWQ or SmoothQuant"
+        detail = f"{source.name} is quantized, and its weights hold factors of folds (AWQ)"
         detail = f"{detail}, which --lora was not trained beside; expected weights without them"
         raise InputError("adapter-folded", detail)
     is_fitted = (options.target_size, options.target_bits) != (None, None)
@@ -221,7 +221,7 @@ def _adapter_for(options: QuantizeOptions) -> Adapter | None:
     Raises  InputError for a method that takes weights as they are, too
     """
     adapter = chosen_adapter(options.lora, options.lora_scale, options.access())
-    words = {"--method": options.method in FOLDING and options.method, "--via": options.via}
+    words = {"--method": options.method == AWQ and AWQ, "--via": options.via}
     for option, word in words.items():
         if adapter and word:
             detail = f"{option} {word} changes the weights, too, and would drown what --lora merges"

@@ -29,8 +29,8 @@ CODES = 16  # of four bits
 ROW_SUMS = 5  # that tell what a row has lost: error_sums.py
 IMPORTANCE = "importance"  # the scale rule that weighs errors with the second moments of the inputs
 GRAMS = ("none", "diag", "block:N", "full")  # products of inputs that a calibration can keep
-METHODS = RTN, GPTQ, *FOLDING = "rtn", "gptq", "awq", "smooth"  # of rounding, the default first
-UNAIDED = (RTN,)  # methods that need no statistics; those of FOLDING multiply columns
+METHODS = RTN, GPTQ, AWQ = "rtn", "gptq", "awq"  # of rounding, the default first
+UNAIDED = (RTN,)  # methods that need no statistics; AWQ multiplies columns
 DAMPING, PASSES = 0.05, 3  # of gptq, where nobody says
 
 FP4_CODES, FP8_CODES = "fp4_e2m1", "fp8_e4m3"  # the element dtypes of four and of eight bits

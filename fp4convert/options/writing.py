@@ -162,7 +162,6 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             " With --lora gptq is the default, and needs none.",
             METHODS,
             panel=QUALITY,
-            synonyms={"smoothquant": METHODS[3]},
         ),
     ] = None
     damping: Annotated[

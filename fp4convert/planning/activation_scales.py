@@ -243,7 +243,7 @@ def _open(reference: str, source: Source) -> Artifact:
         ) from None
     is_source = artifact.source.checkpoint.stamps == source.checkpoint.stamps
     if folds_recorded(artifact.record) and not is_source:
-        detail = f"{OPTION} {reference}: it holds factors of AWQ or SmoothQuant, and its scales are"
+        detail = f"{OPTION} {reference}: it holds factors of folds (AWQ), and its scales are"
         detail = f"{detail} for inputs that its norms divide by them; expected scales without folds"
         next_step = "Give an artifact without folds, or the calibration file that it was made with."
         raise InputError("input-scale-folded", detail, next_step)

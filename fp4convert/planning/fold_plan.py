@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp4convert.calibration.methods.awq_smooth import Smoother
+from fp4convert.calibration.methods.awq import AwqSearch
 from fp4convert.calibration.methods.folds import (
     FindFactors,
     Fold,
@@ -70,8 +70,8 @@ def fold_layers(
         rounds = f"--via {target.via} rounds weights before anything else"
         detail = f"{rounds}, and --method {target.method} multiplies them first"
         raise InputError("method-via", f"{detail}; expected one of them", "Leave --via out.")
-    smoother = Smoother(target, calibration, not is_unscaled)
-    return use_folds(checkpoint, recipe, linears, dialect_to_write(target), smoother.factors)
+    search = AwqSearch(target, calibration, not is_unscaled)
+    return use_folds(checkpoint, recipe, linears, dialect_to_write(target), search.factors)
 
 
 def use_folds(

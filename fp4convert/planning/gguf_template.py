@@ -38,7 +38,7 @@ PLACELESS = "the GGUF file has no place for it"
 NMSE_LIMIT = 0.1  # four-bit weights are about 0.01 from their own, and about 2 from any others
 OTHER_WEIGHTS = (
     "Give a GGUF file of the same model: --template FILE.gguf. Where factors were folded into"
-    " weights and norms (awq, smooth), none fits: quantize the GGUF file itself."
+    " weights and norms (awq), none fits: quantize the GGUF file itself."
 )
 
 

@@ -21,7 +21,7 @@ from fp4convert.checkpoint.dialects.tables import decode_scalar, encode_scalar
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import global_scale_of
-from fp4convert.numerics.formats import FOLDING, NVFP4, Format, Kind, global_range
+from fp4convert.numerics.formats import AWQ, NVFP4, Format, Kind, global_range
 from fp4convert.planning.decisions import Verdict
 from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import ScaleGroup, Target
@@ -148,16 +148,16 @@ def _json_numbers(path: str) -> dict[str, float]:
 
 def _check_folds(artifact: Artifact, origin: str, target: Target) -> None:
     """Raise InputError where folds made other weights than they make here."""
-    made = artifact.record.get("method") if folds_recorded(artifact.record) else None
-    if made is not None and made not in FOLDING:  # by the artifact that it was made of
-        made = " or ".join(FOLDING)
-    wanted = target.method if target.method in FOLDING else None
+    made = "as they are"
+    if folds_recorded(artifact.record):  # else by the artifact that it was made of
+        is_awq = artifact.record.get("method") == AWQ
+        made = "multiplied by --method awq" if is_awq else "multiplied by other factors"
+    wanted = "multiplied by --method awq" if target.method == AWQ else "as they are"
     if made == wanted:
         return
-    words = [f"multiplied by --method {one}" if one else "as they are" for one in (made, wanted)]
     raise InputError(
         "global-scale-folded",
-        f"{origin}: its scales are of weights {words[0]}; expected those of weights {words[1]}",
+        f"{origin}: its scales are of weights {made}; expected those of weights {wanted}",
         f"Give an artifact that was made by the same method. {MEASURE}",
     )
 

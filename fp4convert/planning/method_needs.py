@@ -5,7 +5,6 @@ gptq    columns one after the other, those that follow making up for the error o
         (gptq.py); of a linear layer that saw too few tokens for that, as rtn
 awq     as rtn, of columns multiplied by what keeps the outputs closest, and folded into what makes
         their inputs
-smooth  the same by the largest inputs and weights
 The rule `importance` takes statistics of the inputs by every method.
 """
 
@@ -18,7 +17,7 @@ from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.calibration.statistics import Calibration, check_linears, has_few_tokens
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError, describe_missing, did_you_mean
-from fp4convert.numerics.formats import FOLDING, FORMATS, GPTQ, IMPORTANCE, METHODS, UNAIDED
+from fp4convert.numerics.formats import AWQ, FORMATS, GPTQ, IMPORTANCE, METHODS, UNAIDED
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.steps import Step
 from fp4convert.recipes.patterns import exclude_option
@@ -72,20 +71,16 @@ def check_statistics(
     method, is_weighed = plan.target.method, plan.target.scale_rule == IMPORTANCE
     linears: list[Linear] = []
     if takes_statistics(plan.target):
-        is_every = method not in FOLDING or is_weighed
+        is_every = method != AWQ or is_weighed
         every = (linear for step in rounded(plan) for linear in step.linears)
         linears = [linear for linear in every if is_every or linear.coding.columns]
     check_linears(calibration, linears)
     if method == GPTQ:
         _check_grams(calibration, linears)
     # what method and rule take of them must be there
-    taken: list[Callable[[str], object]] = []
-    if method != "smooth" or is_weighed:
-        taken.append(calibration.moments)
-    if method == "awq":
+    taken: list[Callable[[str], object]] = [calibration.moments]
+    if method == AWQ:
         taken += [calibration.mean_magnitudes, calibration.tokens_of]
-    if method == "smooth":
-        taken.append(calibration.channel_amax)
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
         for statistic in taken:
             statistic(module)

@@ -18,7 +18,7 @@ from folding_models import MODELS, build, outputs, write_as
 from paths import ROOT
 from tiny_models import read_tensors
 
-from fp4convert.calibration.methods.awq_smooth import storable
+from fp4convert.calibration.methods.awq import storable
 from fp4convert.calibration.methods.folds import Fold
 from fp4convert.calibration.methods.scaled_weights import divided, quotients
 from fp4convert.checkpoint.dialects.registry import dialect_named
@@ -42,9 +42,8 @@ LATENT = (
     "self_attn.kv_a_layernorm",
     "post_attention_layernorm",
 )
-LAYERS: dict[
-    str, tuple[tuple[str, ...], tuple[str, ...]]
-] = {  # typed by hand from transformers' forward functions
+# Typed by hand from transformers' forward functions.
+LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), (GATED, GATED)),
     **dict.fromkeys(("gemma2", "gemma3"), (FEEDFORWARD, FEEDFORWARD)),
     "phi": (ATTENTION, ATTENTION),
@@ -144,10 +143,8 @@ def test_a_folded_model_computes_what_it_did(model, tmp_path):
     tensors = read_tensors(folder)
     changed = folded(source, merged(source), tensors)
     assert sum(not changed[name].equal(tensors[name]) for name in tensors) >= 4
-    before, after = (
-        outputs(name, folder),
-        outputs(name, write_as(folder, changed, tmp_path / "folded")),
-    )
+    before = outputs(name, folder)
+    after = outputs(name, write_as(folder, changed, tmp_path / "folded"))
     assert before.std() > 0.01
     assert (before - after).abs().max() < 1e-5 * before.abs().max()
 
@@ -173,9 +170,8 @@ def test_every_tensor_that_a_fold_changes_has_to_change(
     ]
     assert touched
     for number, each in enumerate(touched):
-        after = outputs(
-            name, write_as(folder, {**changed, each: tensors[each]}, tmp_path / str(number))
-        )
+        mixed = {**changed, each: tensors[each]}
+        after = outputs(name, write_as(folder, mixed, tmp_path / str(number)))
         assert (before - after).abs().max() > 1e-4 * before.abs().max(), each
 
 
@@ -266,14 +262,10 @@ def test_a_reader_that_stays_asks_for_powers_of_two_and_is_multiplied(tmp_path):
             assert (mantissas == 0.5).all()
     kept = found.linears.of["model.layers.0.self_attn.k_proj"]
     (folding,) = kept.coding.foldings
-    values = np.frombuffer(kept.coding.weights(kept, source).rows(0, 64).data, np.float32).reshape(
-        64, 64
-    )
-    stored = (
-        np.frombuffer(source.read(kept.refs[0]), ml_dtypes.bfloat16)
-        .astype(np.float32)
-        .reshape(64, 64)
-    )
+    rows = kept.coding.weights(kept, source).rows(0, 64).data
+    values = np.frombuffer(rows, np.float32).reshape(64, 64)
+    stored = np.frombuffer(source.read(kept.refs[0]), ml_dtypes.bfloat16)
+    stored = stored.astype(np.float32).reshape(64, 64)
     assert (values == stored * folding.find(source).columns).all()
     assert (values == values.astype(ml_dtypes.bfloat16).astype(np.float32)).all()
 
@@ -283,16 +275,14 @@ def test_a_bias_is_divided_without_rounding(biased, tmp_path):
     """By powers of two; the bias of a norm makes its factors such, too."""
     outputs_of = {"input_layernorm": 64, "self_attn.v_proj": 64, "mlp.up_proj": 96}
     name = f"model.layers.0.{biased}.bias"
-    source = open_source(
-        str(write_single(tmp_path / "m", {**TENSORS, name: bf16_norm(outputs_of[biased])}, LLAMA))
-    )
+    tensors = {**TENSORS, name: bf16_norm(outputs_of[biased])}
+    source = open_source(str(write_single(tmp_path / "m", tensors, LLAMA)))
     found = merged(source, RecipeOptions())
     assert {fold.name: fold.is_exact for fold in found.folds}[f"model.layers.0.{biased}"]
     linear = found.linears.vectors[name]
     before = values_of(bf16_norm(outputs_of[biased]))
-    after = np.frombuffer(
-        linear.coding.weights(linear, source).rows(0, 1).data, ml_dtypes.bfloat16
-    ).astype(np.float64)
+    row = linear.coding.weights(linear, source).rows(0, 1).data
+    after = np.frombuffer(row, ml_dtypes.bfloat16).astype(np.float64)
     (folding,) = linear.coding.foldings
     assert (after * folding.find(source).made == before).all()
     assert (after != before).any()
@@ -316,12 +306,10 @@ def test_a_divided_norm_and_its_factors_give_the_norm_back(kind, dtype):
 
 
 def test_a_model_without_folds_is_refused(tmp_path):
-    source = open_source(
-        str(write_single(tmp_path / "m", TENSORS, {"model_type": "never_heard_of"}))
-    )
-    with pytest.raises(
-        InputError, match="no fold is known for model type never_heard_of"
-    ) as caught:
+    unknown = {"model_type": "never_heard_of"}
+    source = open_source(str(write_single(tmp_path / "m", TENSORS, unknown)))
+    why = "no fold is known for model type never_heard_of"
+    with pytest.raises(InputError, match=why) as caught:
         merged(source, RecipeOptions())
     assert "\n" not in caught.value.message
     source = open_source(str(write_single(tmp_path / "n", TENSORS, LLAMA)))

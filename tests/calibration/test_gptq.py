@@ -50,9 +50,8 @@ def whole(blocks, columns):
 
 
 def values_of(codes, steps):
-    return E2M1[codes] * np.repeat(
-        steps.astype(np.float64), codes.shape[1] // steps.shape[1], axis=1
-    )
+    wide = np.repeat(steps.astype(np.float64), codes.shape[1] // steps.shape[1], axis=1)
+    return E2M1[codes] * wide
 
 
 def output_error(codes, steps, w, h):
@@ -79,9 +78,9 @@ def test_the_whole_matrix_as_the_paper_has_it(fmt, columns, rows):
     found = gptq.round_columns(w, steps, gptq.factorize(blocks, columns, "cpu"))
     expected = gptq_by_the_paper(w, blocks[0].astype(np.float64), steps)
     assert np.array_equal(found, expected)
-    assert output_error(found, steps, w, x.T @ x / len(x)) < 0.7 * output_error(
-        nearest_codes(w, steps), steps, w, x.T @ x / len(x)
-    )
+    h = x.T @ x / len(x)
+    nearest_error = output_error(nearest_codes(w, steps), steps, w, h)
+    assert output_error(found, steps, w, h) < 0.7 * nearest_error
 
 
 def nearest_codes(w, steps):
@@ -100,13 +99,8 @@ def test_blocks_along_the_diagonal_as_the_paper_has_that_matrix(fmt, columns, wi
     w, x, steps = case_of(fmt, columns)
     blocks = gram_of(x, width)
     found = gptq.round_columns(w, steps, gptq.factorize(blocks, columns, "cpu"))
-    check_equal(
-        found,
-        gptq_by_the_paper(w, whole(blocks, columns).astype(np.float64), steps),
-        steps,
-        w,
-        x.T @ x / len(x),
-    )
+    expected = gptq_by_the_paper(w, whole(blocks, columns).astype(np.float64), steps)
+    check_equal(found, expected, steps, w, x.T @ x / len(x))
 
 
 @BOTH
@@ -116,9 +110,8 @@ def test_many_columns_lazily_and_in_parts_of_the_inverse(fmt, monkeypatch):
     monkeypatch.setattr(gptq, "INVERSE_COLUMNS", 100)
     blocks = gram_of(x)
     found = gptq.round_columns(w, steps, gptq.factorize(blocks, 288, "cpu"))
-    check_equal(
-        found, gptq_by_the_paper(w, blocks[0].astype(np.float64), steps), steps, w, x.T @ x / len(x)
-    )
+    expected = gptq_by_the_paper(w, blocks[0].astype(np.float64), steps)
+    check_equal(found, expected, steps, w, x.T @ x / len(x))
 
 
 @pytest.mark.sweep(2)
@@ -153,10 +146,8 @@ def test_inputs_that_know_nothing_of_each_other_are_rounded_to_the_nearest(fmt, 
     w, _, steps = case_of(fmt)
     for diagonal in (1.0, 1e-6, 3e7, 0.0):
         blocks = np.repeat(diagonal * np.eye(width, dtype=np.float32)[None], 192 // width, axis=0)
-        assert np.array_equal(
-            gptq.round_columns(w, steps, gptq.factorize(blocks, 192, "cpu")),
-            nearest_codes(w, steps),
-        )
+        found = gptq.round_columns(w, steps, gptq.factorize(blocks, 192, "cpu"))
+        assert np.array_equal(found, nearest_codes(w, steps))
 
 
 @BOTH
@@ -215,34 +206,10 @@ def test_a_matrix_that_is_not_positive_definite_is_refused(lowest):
 
 def test_codes_are_those_of_the_codec():
     """Every midpoint and its neighbours, both signs, subnormals, what saturates, and infinity."""
-    points = np.array(
-        [
-            0,
-            0.25,
-            0.5,
-            0.75,
-            1,
-            1.25,
-            1.5,
-            1.75,
-            2,
-            2.5,
-            3,
-            3.5,
-            4,
-            5,
-            6,
-            7,
-            1e30,
-            np.inf,
-            1e-45,
-            1e-38,
-        ],
-        np.float32,
-    )
-    around = np.concatenate(
-        [points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(9))]
-    )
+    ends = [1e30, np.inf, 1e-45, 1e-38]
+    points = np.r_[0:2:0.25, 2:4:0.5, 4:8, ends].astype(np.float32)
+    below, above = (np.nextafter(points, np.float32(side)) for side in (0, 9))
+    around = np.concatenate([points, below, above])
     q = np.concatenate([around, -around])
     steps = np.ones((len(q), 1), np.float32)
     factor = gptq.factorize(np.eye(16, dtype=np.float32)[None], 16, "cpu")
@@ -293,9 +260,6 @@ with gptq.one_thread():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_memory_of_a_factor_is_what_is_foretold():
-    measured = int(
-        subprocess.run(
-            [sys.executable, "-c", PEAK], check=True, capture_output=True, text=True
-        ).stdout
-    )
+    command = [sys.executable, "-c", PEAK]
+    measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert 0.5 * gptq.held_nbytes(3072, 3072) < measured < 1.1 * gptq.held_nbytes(3072, 3072)

@@ -73,27 +73,16 @@ def run_whole(
             )
     for ids in samples:
         with torch.no_grad():
-            out = model(
-                input_ids=torch.tensor([ids]),
-                use_cache=True,
-                past_key_values=None if is_encoder else DynamicCache(),
-            )
+            cache = None if is_encoder else DynamicCache()
+            out = model(input_ids=torch.tensor([ids]), use_cache=True, past_key_values=cache)
         cached += [] if is_encoder else [out.past_key_values]
     largest = []
     for layer in range(model.config.num_hidden_layers if cached else 0):
-        pairs = [
-            (
-                cache.layers[layer].keys.abs().max().item(),
-                cache.layers[layer].values.abs().max().item(),
-            )
-            for cache in cached
-        ]
+        kept = [cache.layers[layer] for cache in cached]
+        pairs = [(each.keys.abs().max().item(), each.values.abs().max().item()) for each in kept]
         largest.append(dict(zip("kv", np.max(pairs, 0), strict=True)))
-    return (
-        {name: torch.cat(parts).numpy().astype(np.float64) for name, parts in inputs.items()},
-        calls,
-        largest,
-    )
+    given = {n: torch.cat(parts).numpy().astype(np.float64) for n, parts in inputs.items()}
+    return given, calls, largest
 
 
 def assert_statistics(found: dict[str, np.ndarray], module: str, x: np.ndarray) -> None:
@@ -133,9 +122,8 @@ def test_a_layer_at_a_time_agrees_with_the_whole_model(tmp_path, name):
             np.testing.assert_allclose(
                 found[f"model.layers.{layer}.self_attn.{kind}_amax"], amax, rtol=RTOL
             )
-    assert any(kind.endswith("k_amax") for kind in found) == (
-        name != "DeepseekV3"
-    )  # latent attention caches neither
+    # latent attention caches neither
+    assert any(kind.endswith("k_amax") for kind in found) == (name != "DeepseekV3")
     for path, made in calls.items():
         check_experts(found, path, made)
     assert (len(calls) > 0) == (name in ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"))

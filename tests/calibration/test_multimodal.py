@@ -171,9 +171,8 @@ def test_logits_are_those_of_the_whole_model(family: Family, records: Path, tmp_
     assert len(batches) == len(judged) == 3
     for batch, forward in zip(batches, chain.forwards, strict=True):
         expected = judged[tuple(batch.ids[0].tolist())]
-        assert float((forward.made.logits - expected).abs().max()) <= RTOL * float(
-            expected.abs().max()
-        )
+        off = float((forward.made.logits - expected).abs().max())
+        assert off <= RTOL * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("family", SIGHTED, ids=str)
@@ -182,11 +181,8 @@ def test_figures_are_those_of_whole_models(family: Family, records: Path, tmp_pa
     """Of all tokens but those in whose places an image is put."""
     import torch
 
-    source, artifact, restored = (
-        make_sighted(family, tmp_path / "m"),
-        tmp_path / "a",
-        tmp_path / "r",
-    )
+    source = make_sighted(family, tmp_path / "m")
+    artifact, restored = tmp_path / "a", tmp_path / "r"
     assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
     assert run("dequantize", artifact, "-o", restored, "--dtype", "fp32").code == 0
     found = run("evaluate", artifact, "--source", source, "--chat", records, "--json")
@@ -201,11 +197,8 @@ def test_figures_are_those_of_whole_models(family: Family, records: Path, tmp_pa
         is_text = targets != 150
         kl.append((p.exp() * (p - q)).sum(-1)[is_text])
         losses.append(torch.nn.functional.nll_loss(p, targets, reduction="none")[is_text])
-    assert (
-        found.json["tokens"]
-        == sum(map(len, kl))
-        < sum(each["input_ids"].numel() - 1 for each in inputs)
-    )
+    targets_of_all = sum(each["input_ids"].numel() - 1 for each in inputs)
+    assert found.json["tokens"] == sum(map(len, kl)) < targets_of_all
     assert found.json["kl"]["mean"] == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)
     perplexity = float(torch.cat(losses).mean().exp())
     assert found.json["ppl"]["source"] == pytest.approx(perplexity, rel=1e-6)
@@ -266,9 +259,8 @@ def test_whisper_hears(spoken: Path, tmp_path: Path) -> None:
         losses.append(torch.nn.functional.nll_loss(p, tokens[0], reduction="none"))
     assert figures.json["tokens"] == 8
     assert figures.json["kl"]["mean"] == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)
-    assert figures.json["ppl"]["source"] == pytest.approx(
-        float(torch.cat(losses).mean().exp()), rel=1e-6
-    )
+    perplexity = float(torch.cat(losses).mean().exp())
+    assert figures.json["ppl"]["source"] == pytest.approx(perplexity, rel=1e-6)
 
 
 class Death(BaseException):

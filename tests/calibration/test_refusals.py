@@ -34,6 +34,12 @@ def refuse(folder: Path, *options: object) -> dict:
     return error
 
 
+def store(folder: Path, tensors: dict) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def edit(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -56,27 +62,19 @@ def test_a_tokenizer_that_is_absent(llama, words):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_activations_that_are_not_finite_are_named(llama, words, value):
-    from safetensors.torch import save_file
-
     tensors = read_tensors(llama)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
-    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    store(llama, tensors)
     error = refuse(llama, "--text", words)
-    assert (error["code"], error["exit"], error["tensor"]) == (
-        "calibration-nan",
-        2,
-        "model.layers.1.mlp.down_proj",
-    )
+    assert (error["code"], error["exit"]) == ("calibration-nan", 2)
+    assert error["tensor"] == "model.layers.1.mlp.down_proj"
     assert "sample 0" in error["message"]
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(llama, words, tmp_path):
     (llama / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    edit(
-        llama,
-        model_type="own",
-        auto_map={"AutoConfig": "modeling_own.Own", "AutoModelForCausalLM": "modeling_own.Own"},
-    )
+    code = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_own.Own")
+    edit(llama, model_type="own", auto_map=code)
     error = refuse(llama, "--text", words)
     assert (error["code"], error["exit"]) == ("calibration-model", 2)
     assert "never run" in error["message"]
@@ -117,17 +115,11 @@ def test_configs_that_transformers_takes_no_model_from(llama, words, changes, wo
 
 
 def test_weights_that_the_model_needs_and_are_not_there(llama, words):
-    from safetensors.torch import save_file
-
-    tensors = read_tensors(llama)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    tensors, name = read_tensors(llama), "model.layers.1.mlp.up_proj.weight"
+    del tensors[name]
+    store(llama, tensors)
     error = refuse(llama, "--text", words)
-    assert (error["code"], error["exit"], error["tensor"]) == (
-        "calibration-weights",
-        2,
-        "model.layers.1.mlp.up_proj.weight",
-    )
+    assert (error["code"], error["exit"], error["tensor"]) == ("calibration-weights", 2, name)
     edit(llama, intermediate_size=64)
     assert refuse(llama, "--text", words)["code"] == "calibration-weights"
 
@@ -135,11 +127,8 @@ def test_weights_that_the_model_needs_and_are_not_there(llama, words):
 @pytest.mark.parametrize("part", ["", "model.layers.1.self_attn."])
 def test_weights_of_float64_are_not_read(llama, words, part):
     """In all of the model, or in all of an attention, whose cache is calibrated under its name."""
-    from safetensors.torch import save_file
-
     tensors = read_tensors(llama)
-    tensors = {k: v.double() if k.startswith(part) else v for k, v in tensors.items()}
-    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    store(llama, {k: v.double() if k.startswith(part) else v for k, v in tensors.items()})
     error = refuse(llama, "--text", words)
     assert error["code"] == "calibration-model"
     assert "save it as float32 first" in error["next"]
@@ -223,13 +212,14 @@ def test_conversations_that_cannot_be_written(template, line, why, llama, tmp_pa
 
 
 def test_options_that_cannot_be(llama, words):
-    assert refuse(llama, "--text", words, "--gram", "block:0")["code"] == "unknown-gram"
-    assert refuse(llama, "--text", words, "--gram", "half")["code"] == "unknown-gram"
-    assert refuse(llama, "--text", words, "--device", "tpu")["code"] == "no-device"
-    assert refuse(llama, "--text", words, "--device", "cuda:99")["code"] == "no-device"
-    assert refuse(llama, "--text", words, "--sequence-length", 1)["code"] == "bad-number"
-    assert refuse(llama, "--text", words, "--sequence-length", 41)["code"] == "bad-number"
-    assert refuse(llama, "--text", words, "--samples", 0)["code"] == "bad-number"
+    for option, values, code in (
+        ("--gram", ("block:0", "half"), "unknown-gram"),
+        ("--device", ("tpu", "cuda:99"), "no-device"),
+        ("--sequence-length", (1, 41), "bad-number"),
+        ("--samples", (0,), "bad-number"),
+    ):
+        for value in values:
+            assert refuse(llama, "--text", words, option, value)["code"] == code
 
 
 def test_an_encoder_writes_no_text(tmp_path):
@@ -248,39 +238,20 @@ def test_experts_that_cannot_be_looked_into(tmp_path, words, monkeypatch):
     monkeypatch.delitem(KINDS, "DbrxExperts")
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 32}
     attention = {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}
-    experts = {
-        "ffn_hidden_size": 96,
-        "moe_num_experts": 4,
-        "moe_top_k": 2,
-        "ffn_act_fn": {"name": "silu"},
-        "hidden_size": 64,
-    }
+    experts = {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}
+    experts["ffn_act_fn"] = {"name": "silu"}
     folder, file = tmp_path / "dbrx", tmp_path / "c.safetensors"
     config = transformers.DbrxConfig(**sizes, attn_config=attention, ffn_config=experts)
     transformers.DbrxForCausalLM(config).save_pretrained(folder)
     write_tokenizer(folder)
-    found = run(
-        "calibrate",
-        folder,
-        "-o",
-        file,
-        "--text",
-        words,
-        "--sequence-length",
-        32,
-        "--samples",
-        6,
-        "--json",
-    ).json
+    given = ("--text", words, "--sequence-length", 32, "--samples", 6)
+    found = run("calibrate", folder, "-o", file, *given, "--json").json
     assert [warning.partition(" (")[0] for warning in found["warnings"]] == ["24 linear layers"]
     assert "calibrate cannot observe; prune does not take this file" in found["warnings"][0]
-    error = run(
-        "prune", folder, "-o", tmp_path / "p", "--calibration", file, "--keep", 2, "--json"
-    ).json["error"]
+    given = ("--calibration", file, "--keep", 2)
+    error = run("prune", folder, "-o", tmp_path / "p", *given, "--json").json["error"]
     assert (error["code"], error["exit"]) == ("calibration-missing", 2)
-    assert error["message"].endswith(
-        "fp4convert calibrate cannot observe the experts of dbrx models"
-    )
+    assert error["message"].endswith("calibrate cannot observe the experts of dbrx models")
     assert not (tmp_path / "p").exists()
 
 

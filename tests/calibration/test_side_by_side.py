@@ -46,6 +46,13 @@ def evaluate(artifact: Path, source: Path, text: Path, *options: object) -> Outc
     return run("evaluate", artifact, *named, *options, "--json")
 
 
+def make_pair(folder: Path, fmt: str, **sizes: int) -> tuple[Path, Path]:
+    """A Llama, and an artifact of it."""
+    source, artifact = make_model(folder / "m", "Llama", **sizes), folder / "a"
+    assert run("quantize", source, "--format", fmt, "-o", artifact).code == 0
+    return source, artifact
+
+
 def judge(family: Family, source: Path, artifact: Path) -> dict[str, float]:
     """Whole models by transformers, and formulas of torch."""
     import torch
@@ -104,11 +111,8 @@ def text(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_gates_that_are_missed_are_in_sarif(is_packed: bool, tmp_path: Path, text: Path) -> None:
     """Of a four-bit artifact, and of the very weights of the source."""
-    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
-    if is_packed:
-        assert run("quantize", source, "--format", "mxfp4", "-o", artifact).code == 0
-    else:
-        shutil.copytree(source, artifact)
+    source, artifact = make_pair(tmp_path, "mxfp4")
+    artifact = artifact if is_packed else shutil.copytree(source, tmp_path / "twin")
     limits = ("--max-kl", 0, "--min-top1", 1, "--max-ppl-ratio", 0)
     file = tmp_path / "found.sarif"
     found = evaluate(artifact, source, text, *limits, "--sarif", file)
@@ -121,8 +125,7 @@ def test_gates_that_are_missed_are_in_sarif(is_packed: bool, tmp_path: Path, tex
 
 
 def test_the_page_has_the_figures(tmp_path: Path, text: Path) -> None:
-    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
-    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    source, artifact = make_pair(tmp_path, "nvfp4")
     page = tmp_path / "page.html"
     found = evaluate(artifact, source, text, "--by-layer", "--max-kl", 0, "--report", page)
     assert found.code == 6
@@ -180,8 +183,7 @@ def test_what_each_layer_costs_is_beside_the_others(tmp_path: Path, text: Path) 
 
 
 def test_options_of_a_text_need_one(tmp_path: Path) -> None:
-    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
-    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    source, artifact = make_pair(tmp_path, "nvfp4")
     options = (("--samples", 4), ("--sequence-length", 16), ("--hold", 2), ("--device", "cpu"))
     for option in (*options, ("--by-layer",)):
         refused = run("compare", artifact, artifact, "--source", source, *option, "--json")
@@ -191,8 +193,7 @@ def test_options_of_a_text_need_one(tmp_path: Path) -> None:
 
 def test_the_card_has_the_figures(tmp_path: Path, text: Path) -> None:
     """A section, which a later run replaces; what else is there stays as it is."""
-    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
-    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    source, artifact = make_pair(tmp_path, "nvfp4")
     digest = run("inspect", artifact, "--json").json
     card = artifact / "README.md"
     card.write_bytes(b"# Mine\r\n\r\nwords\r\n")
@@ -293,8 +294,7 @@ def test_the_figures_do_not_depend_on_batches(
     """But for the rounding of float32."""
     from fp4convert.calibration import samples, side_by_side
 
-    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
-    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    source, artifact = make_pair(tmp_path, "nvfp4")
     together = evaluate(artifact, source, text).json
     monkeypatch.setattr(samples, "BATCH_TOKENS", LENGTH)
     monkeypatch.setattr(side_by_side, "CHUNK_NBYTES", 8 * 32 * 5)
@@ -307,8 +307,7 @@ def test_the_figures_do_not_depend_on_threads(tmp_path: Path, text: Path) -> Non
     """torch shares a product of this size among its threads; and rounds otherwise with fewer."""
     import torch
 
-    source, artifact = make_model(tmp_path / "m", "Llama", hidden_size=512), tmp_path / "a"
-    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    source, artifact = make_pair(tmp_path, "nvfp4", hidden_size=512)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -348,10 +347,8 @@ def test_another_model_is_refused(tmp_path: Path, text: Path) -> None:
         assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")
         assert "--pad-for-tp" not in refused.json["error"]["next"]
     padded = make_model(tmp_path / "padded", "Llama", intermediate_size=1024)
-    assert (
-        "--pad-for-tp, evaluate the artifact"
-        in evaluate(padded, source, text).json["error"]["next"]
-    )
+    refused = evaluate(padded, source, text)
+    assert "--pad-for-tp, evaluate the artifact" in refused.json["error"]["next"]
     encoder = make_model(tmp_path / "bert", "Bert")
     refused = evaluate(encoder, encoder, text)
     assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from fp4convert.calibration.calibration_file import open_calibration
 from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
-from fp4convert.calibration.statistics import check_source
+from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.calibration.workdir import join_parts, part_notes, write_part
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
@@ -30,45 +30,46 @@ def source(tmp_path):
     return open_source(str(write_llama(tmp_path / "llama")))
 
 
+@pytest.fixture
+def opened(tmp_path, source):
+    """Write statistics, and open the file."""
+
+    def write(statistics: dict, **notes: str):
+        return open_calibration(
+            write_calibration(tmp_path / "c.safetensors", source, statistics, **notes)
+        )
+
+    return write
+
+
 def refusal(call, *arguments) -> InputError:
     with pytest.raises(InputError) as caught:
         call(*arguments)
     return caught.value
 
 
-def test_statistics_are_read_by_module_and_by_the_module_that_holds_them(tmp_path, source):
-    path = write_calibration(
-        tmp_path / "c.safetensors", source, statistics_of(Q, X), inputs=json.dumps({K: Q})
-    )
-    calibration = open_calibration(path)
+def test_statistics_are_read_by_module_and_by_the_module_that_holds_them(opened):
+    calibration = opened(statistics_of(Q, X), inputs=json.dumps({K: Q}))
     for module in (Q, K):
         assert calibration.has(module)
         assert calibration.amax(module) == np.abs(X).max()
         np.testing.assert_allclose(calibration.moments(module), np.square(X).mean(0), rtol=1e-6)
-        np.testing.assert_allclose(
-            calibration.mean_magnitudes(module), np.abs(X).mean(0), rtol=1e-6
-        )
+        magnitudes = calibration.mean_magnitudes(module)
+        np.testing.assert_allclose(magnitudes, np.abs(X).mean(0), rtol=1e-6)
         np.testing.assert_array_equal(calibration.channel_amax(module), np.abs(X).max(0))
         assert calibration.tokens_of(module) == 50
         assert calibration.gram(module) is None
     assert not calibration.has(DOWN)
-    assert (
-        calibration.samples,
-        calibration.tokens,
-        calibration.gram_kind,
-        calibration.unrouted,
-    ) == (4, 64, "diag", ())
+    assert (calibration.samples, calibration.tokens) == (4, 64)
+    assert (calibration.gram_kind, calibration.unrouted) == ("diag", ())
 
 
 @pytest.mark.parametrize("is_half", [False, True])
 @pytest.mark.parametrize(
     ("block", "shape"), [(64, (1, 64, 64)), (32, (2, 32, 32)), (48, (2, 48, 48))]
 )
-def test_a_gram_matrix_comes_back_in_its_blocks(tmp_path, source, block, shape, is_half):
-    path = write_calibration(
-        tmp_path / "c.safetensors", source, statistics_of(Q, X, block, is_half)
-    )
-    gram = open_calibration(path).gram(Q)
+def test_a_gram_matrix_comes_back_in_its_blocks(opened, block, shape, is_half):
+    gram = opened(statistics_of(Q, X, block, is_half)).gram(Q)
     assert (gram.columns, gram.blocks.shape, gram.blocks.dtype) == (64, shape, np.float32)
     wide = X.astype(np.float64)
     whole = wide.T @ wide / 50
@@ -81,25 +82,21 @@ def test_a_gram_matrix_comes_back_in_its_blocks(tmp_path, source, block, shape, 
     )
 
 
-def test_experts_and_the_cache_are_read(tmp_path, source):
+def test_experts_and_the_cache_are_read(opened):
     tensors = {
         "m.mlp.expert_tokens": np.array([3, 0], np.int64),
         "m.mlp.expert_saliency": np.array([0.5, 0], np.float32),
         "m.self_attn.k_amax": np.float32(7.5).reshape(()),
         "m.self_attn.v_amax": np.float32(0.25).reshape(()),
     }
-    calibration = open_calibration(
-        write_calibration(
-            tmp_path / "c.safetensors", source, tensors, unrouted='["m.mlp.experts.1"]'
-        )
-    )
+    calibration = opened(tensors, unrouted='["m.mlp.experts.1"]')
     assert calibration.experts("m.mlp").tokens.tolist() == [3, 0]
     assert calibration.experts("m.mlp").saliency.tolist() == [0.5, 0]
     assert calibration.cache_amax("m.self_attn") == (7.5, 0.25)
     assert calibration.unrouted == ("m.mlp.experts.1",)
 
 
-def test_a_calibration_of_this_checkpoint_passes(tmp_path, source):
+def test_a_calibration_of_this_checkpoint_passes(opened, source):
     linears = find_linears(source, build_recipe(Target("nvfp4"), LLAMA)).of
     columns = {module: linear.shape[1] for module, linear in linears.items()}
     tensors = {
@@ -107,29 +104,23 @@ def test_a_calibration_of_this_checkpoint_passes(tmp_path, source):
         for m, c in columns.items()
         for k, v in statistics_of(m, np.ones((2, c), np.float32)).items()
     }
-    opened = open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors))
-    check_source(opened, source, linears.values())
+    check_source(opened(tensors), source, linears.values())
     short = {**tensors, f"{DOWN}.input_channel_amax": np.ones(64, np.float32)}
-    opened = open_calibration(write_calibration(tmp_path / "s", source, short))
-    error = refusal(check_source, opened, source, linears.values())
+    error = refusal(check_source, opened(short), source, linears.values())
     assert (error.code, error.exit_code, error.tensor) == ("calibration-shape", 2, DOWN)
     del tensors[f"{DOWN}.input_channel_amax"]
-    opened = open_calibration(write_calibration(tmp_path / "d", source, tensors))
-    error = refusal(check_source, opened, source, linears.values())
+    error = refusal(check_source, opened(tensors), source, linears.values())
     assert (error.code, error.tensor) == ("calibration-missing", DOWN)
 
 
-def test_what_is_missing_is_answered_by_its_kind(tmp_path, source):
+def test_what_is_missing_is_answered_by_its_kind(opened):
     again = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
-    unreached = (
-        f"Calibrate again with text that reaches it, or quantize without it: --exclude {DOWN}"
-    )
+    unreached = "Calibrate again with text that reaches it"
+    unreached += f", or quantize without it: --exclude {DOWN}"
     tensors = statistics_of(Q, X)
     del tensors[f"{Q}.input_sq_mean"]
     for gram, remedy in (("none", "Calibrate again with --gram diag."), ("block:32", again)):
-        calibration = open_calibration(
-            write_calibration(tmp_path / gram[:4], source, tensors, gram=gram)
-        )
+        calibration = opened(tensors, gram=gram)
         found = {
             (calibration.moments, Q): remedy,  # a file of --gram none has none, of any layer
             (calibration.moments, DOWN): unreached,
@@ -142,14 +133,10 @@ def test_what_is_missing_is_answered_by_its_kind(tmp_path, source):
             assert (error.code, error.next_step) == ("calibration-missing", expected)
 
 
-def test_another_model_and_other_weights_are_told_apart(tmp_path, source):
-    calibration = open_calibration(
-        write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X))
-    )
+def test_another_model_and_other_weights_are_told_apart(tmp_path, opened):
+    calibration = opened(statistics_of(Q, X))
     folder = write_llama(tmp_path / "tuned")
-    assert (
-        check_source(calibration, open_source(str(folder))) is None
-    )  # a copy elsewhere is the same checkpoint
+    check_source(calibration, open_source(str(folder)))  # a copy elsewhere is the same checkpoint
     shard = folder / FIRST
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -177,29 +164,21 @@ def shards_of(source):
 
 
 @pytest.mark.parametrize(
-    "kind", ["input_amax", "input_sq_mean", "input_abs_mean", "input_channel_amax", "input_gram"]
+    ("kind", "reader"),
+    [
+        ("input_amax", Calibration.amax),
+        ("input_sq_mean", Calibration.moments),
+        ("input_abs_mean", Calibration.mean_magnitudes),
+        ("input_channel_amax", Calibration.channel_amax),
+        ("input_gram", Calibration.gram),
+    ],
 )
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0])
-def test_impossible_statistics_are_named(tmp_path, source, kind, bad):
+def test_impossible_statistics_are_named(opened, kind, reader, bad):
     tensors = statistics_of(Q, X, block=64)
     tensors[f"{Q}.{kind}"] = tensors[f"{Q}.{kind}"].copy()
     tensors[f"{Q}.{kind}"].reshape(-1)[0] = bad
-    calibration = open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors))
-    getters = [
-        calibration.amax,
-        calibration.moments,
-        calibration.mean_magnitudes,
-        calibration.channel_amax,
-        calibration.gram,
-    ]
-    getter = dict(
-        zip(
-            ["input_amax", "input_sq_mean", "input_abs_mean", "input_channel_amax", "input_gram"],
-            getters,
-            strict=True,
-        )
-    )
-    error = refusal(getter[kind], Q)
+    error = refusal(reader, opened(tensors), Q)
     assert (error.code, error.tensor) == ("calibration-values", f"{Q}.{kind}")
 
 
@@ -207,31 +186,25 @@ def test_what_is_no_calibration_is_refused(tmp_path, source):
     assert refusal(open_calibration, tmp_path / "absent").code == "calibration-file"
     assert refusal(open_calibration, tmp_path).code == "calibration-file"
     save_file({"x": X}, tmp_path / "weights.safetensors")
-    assert refusal(open_calibration, tmp_path / "weights.safetensors").code == "calibration-file"
-    assert (
-        refusal(open_calibration, tmp_path / "weights.safetensors").next_step
-        == "Give a file that fp4convert calibrate made."
-    )
+    error = refusal(open_calibration, tmp_path / "weights.safetensors")
+    assert error.code == "calibration-file"
+    assert error.next_step == "Give a file that fp4convert calibrate made."
     for other in ("1", "3"):
-        path = write_calibration(
-            tmp_path / "n.safetensors", source, statistics_of(Q, X), version=other
-        )
+        file = tmp_path / "n.safetensors"
+        path = write_calibration(file, source, statistics_of(Q, X), version=other)
         error = refusal(open_calibration, path)
         assert f"version '{other}'" in error.message
         assert error.next_step == "Calibrate again: fp4convert calibrate SOURCE -o FILE."
     odd_notes = (("samples", "many"), ("tokens", "1" * 5000), ("inputs", "[]"), ("inputs", "{"))
     for key, value in odd_notes:
-        odd = write_calibration(
-            tmp_path / "o.safetensors", source, statistics_of(Q, X), **{key: value}
-        )
+        file = tmp_path / "o.safetensors"
+        odd = write_calibration(file, source, statistics_of(Q, X), **{key: value})
         assert refusal(open_calibration, odd).code == "calibration-file"
     whole = write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X)).read_bytes()
     (tmp_path / "c.safetensors").write_bytes(whole[:-1])
     truncated = refusal(open_calibration, tmp_path / "c.safetensors")
-    assert (truncated.code, truncated.next_step.endswith("or calibrate again.")) == (
-        "truncated",
-        True,
-    )
+    assert truncated.code == "truncated"
+    assert truncated.next_step.endswith("or calibrate again.")
     (tmp_path / "i.json").write_text('{"metadata": {}}')  # as the index of a sharded checkpoint
     error = refusal(open_calibration, tmp_path / "i.json")
     assert (error.code, error.next_step) == (
@@ -277,12 +250,8 @@ def test_parts_become_one_file_that_safetensors_reads(tmp_path, source):
         assert opened.metadata() == notes
     assert open_calibration(tmp_path / "c.safetensors").sha256 == sha256
     assert join_parts(tmp_path / "d.safetensors", files[::-1], notes)[0] == sha256
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "c.safetensors",
-        "d.safetensors",
-        "llama",
-        "parts",
-    ]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["c.safetensors", "d.safetensors", "llama", "parts"]
 
 
 def test_beyond_a_size_the_file_is_an_index_of_parts(tmp_path, source):
@@ -293,10 +262,8 @@ def test_beyond_a_size_the_file_is_an_index_of_parts(tmp_path, source):
     calibration = open_calibration(tmp_path / "c.safetensors")
     names = ["c-00001-of-00002.safetensors", "c-00002-of-00002.safetensors"]
     assert list(json.loads(calibration.notes["parts"])) == names
-    assert (
-        calibration.gram(DOWN).blocks.tolist()
-        == statistics_of(DOWN, X, block=32)[f"{DOWN}.input_gram"].tolist()
-    )
+    expected = statistics_of(DOWN, X, block=32)[f"{DOWN}.input_gram"]
+    assert calibration.gram(DOWN).blocks.tolist() == expected.tolist()
     (tmp_path / names[0]).write_bytes((tmp_path / "c.safetensors").read_bytes())
     assert refusal(open_calibration, tmp_path / "c.safetensors").exit_code == 2
     (tmp_path / names[0]).unlink()
@@ -312,25 +279,21 @@ def test_a_part_of_another_calibration_is_noticed(tmp_path, source):
     assert refusal(open_calibration, tmp_path / "c.safetensors").code == "calibration-file"
 
 
-@pytest.mark.parametrize("kind", ["input_sq_mean", "input_abs_mean"])
+@pytest.mark.parametrize(
+    ("kind", "reader"),
+    [("input_sq_mean", Calibration.moments), ("input_abs_mean", Calibration.mean_magnitudes)],
+)
 @pytest.mark.parametrize("shape", [(), (1,), (63,), (64, 1)])
-def test_statistics_of_another_number_of_columns_are_refused(tmp_path, source, kind, shape):
+def test_statistics_of_another_number_of_columns_are_refused(opened, kind, reader, shape):
     statistics = {**statistics_of(Q, X), f"{Q}.{kind}": np.ones(shape, np.float32)}
-    calibration = open_calibration(
-        write_calibration(tmp_path / "c.safetensors", source, statistics)
-    )
-    getter = {"input_sq_mean": calibration.moments, "input_abs_mean": calibration.mean_magnitudes}[
-        kind
-    ]
-    error = refusal(getter, Q)
+    error = refusal(reader, opened(statistics), Q)
     assert (error.code, error.exit_code) == ("calibration-values", 2)
     assert f"{Q}.{kind}" in error.message
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (1, 32, 64), (1, 32, 32), (3, 32, 32)])
-def test_a_gram_matrix_of_other_columns_is_refused(tmp_path, source, shape):
+def test_a_gram_matrix_of_other_columns_is_refused(opened, shape):
     statistics = {**statistics_of(Q, X), f"{Q}.input_gram": np.zeros(shape, np.float32)}
-    path = write_calibration(tmp_path / "c.safetensors", source, statistics)
-    error = refusal(open_calibration(path).gram, Q)
+    error = refusal(opened(statistics).gram, Q)
     assert (error.code, error.tensor) == ("calibration-values", f"{Q}.input_gram")
     assert error.message.endswith("expected square blocks that cover 64 columns")

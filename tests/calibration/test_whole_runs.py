@@ -33,19 +33,37 @@ def left_beside(output: Path) -> list[str]:
     return sorted(path.name for path in output.parent.glob(f".{output.name}*"))
 
 
+def samples_of(output: Path, llama: Path, *options: object) -> list:
+    """The samples that a calibration keeps."""
+    from fp4convert.calibration import run as calibration_run
+
+    kept, save = [], calibration_run.save_samples
+
+    def keep(path: Path, found: list) -> None:
+        kept.extend(found)
+        save(path, found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration_run, "save_samples", keep)
+        assert calibrate(llama, output, *options).code == 0
+    return kept
+
+
+def check_alike(first: Path, second: Path) -> None:
+    ours, theirs = load_file(first), load_file(second)
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[name])
+
+
 def test_the_same_file_from_the_same_input(tmp_path, llama, words):
     first = calibrate(llama, tmp_path / "a.safetensors", "--text", words).json
     second = calibrate(llama, tmp_path / "b.safetensors", "--text", words).json
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    assert (
-        first["sha256"] == second["sha256"] == open_calibration(tmp_path / "a.safetensors").sha256
-    )
-    assert (first["samples"], first["tokens"], first["linears"], first["experts"]) == (
-        6,
-        192,
-        22,
-        0,
-    )
+    sha256 = open_calibration(tmp_path / "a.safetensors").sha256
+    assert first["sha256"] == second["sha256"] == sha256
+    counts = {"samples": 6, "tokens": 192, "linears": 22, "experts": 0}
+    assert {name: first[name] for name in counts} == counts
     (warning,) = first["warnings"]
     assert "6 of 128 samples, 192 tokens" in warning
     enough = calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--samples", 6).json
@@ -57,18 +75,10 @@ def test_the_same_file_from_the_same_input(tmp_path, llama, words):
 def test_what_is_there_is_kept_unless_forced(tmp_path, llama, words):
     output = tmp_path / "a.safetensors"
     output.write_bytes(b"mine")
-    refused = calibrate(llama, output, "--text", words)
-    assert (refused.code, refused.json["error"]["code"], output.read_bytes()) == (
-        5,
-        "output-exists",
-        b"mine",
-    )
-    foreign = calibrate(llama, output, "--text", words, "--force")
-    assert (foreign.code, foreign.json["error"]["code"], output.read_bytes()) == (
-        5,
-        "foreign-output",
-        b"mine",
-    )
+    for options, code in (((), "output-exists"), (("--force",), "foreign-output")):
+        refused = calibrate(llama, output, "--text", words, *options)
+        assert (refused.code, refused.json["error"]["code"]) == (5, code)
+        assert output.read_bytes() == b"mine"
     output.unlink()
     assert calibrate(llama, output, "--text", words, "--samples", 3).code == 0
     assert calibrate(llama, output, "--text", words, "--force").code == 0
@@ -134,10 +144,8 @@ def test_an_interrupt_leaves_what_the_next_run_takes(tmp_path, llama, words, mon
     assert (other.code, set(ran)) == (0, {0, 1, 2})
     ran.clear()
     again = calibrate(llama, output, "--text", words)
-    assert (again.code, set(ran)) == (
-        0,
-        {"write_part": {1, 2}, "join_parts": set(), "save_samples": {0, 1, 2}}[point],
-    )
+    expected = {"write_part": {1, 2}, "join_parts": set(), "save_samples": {0, 1, 2}}[point]
+    assert (again.code, set(ran)) == (0, expected)
     assert output.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
@@ -174,16 +182,7 @@ def test_own_text_is_what_the_model_would_say(tmp_path, llama):
     import torch
     import transformers
 
-    from fp4convert.calibration import run as calibration_run
-
-    kept, save = [], calibration_run.save_samples
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            calibration_run,
-            "save_samples",
-            lambda path, samples: (kept.extend(samples), save(path, samples)),
-        )
-        assert calibrate(llama, tmp_path / "a.safetensors", "--self-generate", 4).code == 0
+    kept = samples_of(tmp_path / "a.safetensors", llama, "--self-generate", 4)
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype="float32").eval()
     ids = torch.from_numpy(np.stack([sample.ids for sample in kept]))
     assert ids[:, 0].tolist() == [1] * 4
@@ -191,25 +190,20 @@ def test_own_text_is_what_the_model_would_say(tmp_path, llama):
         logits = model(input_ids=ids).logits
     generator = torch.Generator().manual_seed(0)
     for place in range(LENGTH - 1):
-        drawn = torch.multinomial(
-            torch.softmax(logits[:, place].float(), -1), 1, generator=generator
-        )
+        shares = torch.softmax(logits[:, place].float(), -1)
+        drawn = torch.multinomial(shares, 1, generator=generator)
         assert torch.equal(drawn[:, 0], ids[:, place + 1])
 
 
 def test_records_of_a_data_set(tmp_path, llama):
     data = tmp_path / "data.jsonl"
-    data.write_text(
-        "\n".join(json.dumps({"text": TEXT[start : start + 48]}) for start in range(0, 192, 48))
-        + "\n\n"
-    )
+    records = [json.dumps({"text": TEXT[start : start + 48]}) for start in range(0, 192, 48)]
+    data.write_text("\n".join(records) + "\n\n")
     assert calibrate(llama, tmp_path / "a.safetensors", "--dataset", data).json["tokens"] == 192
     words = tmp_path / "words.txt"
     words.write_text(TEXT)
     assert calibrate(llama, tmp_path / "b.safetensors", "--text", words).code == 0
-    first, second = (load_file(tmp_path / f"{name}.safetensors") for name in "ab")
-    for name, array in first.items():
-        np.testing.assert_array_equal(array, second[name])
+    check_alike(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
@@ -230,22 +224,11 @@ def test_conversations_are_written_by_the_models_own_template(key, tmp_path, lla
     for option, file in (("--chat", data), ("--text", words)):
         out = tmp_path / f"{option[2:]}.safetensors"
         assert calibrate(source, out, option, file).code == 0
-    first, second = (load_file(tmp_path / f"{name}.safetensors") for name in ("chat", "text"))
-    for name, array in first.items():
-        np.testing.assert_array_equal(array, second[name])
+    check_alike(tmp_path / "chat.safetensors", tmp_path / "text.safetensors")
 
 
 def test_samples_are_spread_evenly_over_the_text(tmp_path, llama, words):
-    from fp4convert.calibration import run as calibration_run
-
-    kept, save = [], calibration_run.save_samples
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            calibration_run,
-            "save_samples",
-            lambda path, found: (kept.extend(found), save(path, found)),
-        )
-        calibrate(llama, tmp_path / "a.safetensors", "--text", words, "--samples", 2)
+    kept = samples_of(tmp_path / "a.safetensors", llama, "--text", words, "--samples", 2)
     assert [sample.ids.tolist() for sample in kept] == [
         tokens_of(TEXT[:LENGTH]),
         tokens_of(TEXT[3 * LENGTH : 4 * LENGTH]),
@@ -262,11 +245,8 @@ def test_packed_weights_are_what_they_stand_for(tmp_path, words):
     (folder / "model.safetensors").unlink()
     twin = make_model(tmp_path / "twin", "Llama")
     (twin / "model.safetensors").unlink()
-    save_file(
-        {name: tensor.float().contiguous() for name, tensor in judged.items()},
-        twin / "w.safetensors",
-        {"format": "pt"},
-    )
+    floats = {name: tensor.float().contiguous() for name, tensor in judged.items()}
+    save_file(floats, twin / "w.safetensors", {"format": "pt"})
     for source, name in ((folder, "a"), (twin, "b")):
         assert calibrate(source, tmp_path / f"{name}.safetensors", "--text", words).code == 0
     first, second = (load_file(tmp_path / f"{name}.safetensors") for name in "ab")
@@ -290,11 +270,8 @@ def test_gptoss_as_it_is_published(tmp_path):
         if not name.endswith(("_blocks", "_scales"))
     }
     twin.mkdir()
-    save_file(
-        {**tensors, **{k: v.contiguous() for k, v in expected_weights(native).items()}},
-        twin / "m.safetensors",
-        {"format": "pt"},
-    )
+    stacks = {k: v.contiguous() for k, v in expected_weights(native).items()}
+    save_file({**tensors, **stacks}, twin / "m.safetensors", {"format": "pt"})
     config = json.loads((native / "config.json").read_text())
     del config["quantization_config"]
     (twin / "config.json").write_text(json.dumps(config))
@@ -311,9 +288,7 @@ def test_from_a_hub_it_says_the_same(tmp_path, llama, words, hub):
     hub.add("someone/tiny", llama)
     assert calibrate("someone/tiny", tmp_path / "a.safetensors", "--text", words).code == 0
     assert calibrate(llama, tmp_path / "b.safetensors", "--text", words).code == 0
-    first, second = (load_file(tmp_path / f"{name}.safetensors") for name in "ab")
-    for name, array in first.items():
-        np.testing.assert_array_equal(array, second[name])
+    check_alike(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     calibration = open_calibration(tmp_path / "a.safetensors")
     check_source(calibration, open_source(str(llama)))
     assert json.loads(calibration.notes["source"])["repo"] == "someone/tiny"

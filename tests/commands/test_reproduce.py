@@ -44,7 +44,7 @@ HOSTILE = (  # in a record: what no quantize of ours writes there
     *(("input_scale", {"taken": 5}), ("global_scale", {"repo": "../x", "taken": "a"})),
     *(("global_scale", {"folder": True}), ("calibration", {"sha256": "a", "path": "/etc/passwd"})),
     *(("lora", "/etc/passwd"), ("keep_packed", "yes"), ("passes", 1.5), ("damping", "0.1")),
-    *(("lora", []), ("exclude", [])),
+    *(("lora", []), ("exclude", []), ("method", "smooth"), ("scale_rule", "best")),
     *(("input_scale", [1]), ("target_size", "x"), ("target_bits", []), ("subfolder", {})),
 )
 

@@ -45,7 +45,6 @@ CHOICES = {
         "pad": ("--pad-for-tp", "16"),
         "gptq": GPTQ,
         "awq": ("--method", "awq", "--calibration", "{gram}"),
-        "smooth": ("--method", "smooth", "--calibration", "{gram}"),
         "damping": (*GPTQ, "--damping", "0.02"),
         "passes": (*GPTQ, "--passes", "1"),
         "importance": ("--calibration", "{gram}", "--scale-rule", "importance"),

@@ -312,7 +312,7 @@ def with_tokenizer(model: Path, folder: Path) -> Path:
 
 
 def test_an_artifact_with_factors_takes_no_adapter(models, tmp_path):
-    """It was trained beside weights that AWQ or SmoothQuant had not multiplied."""
+    """It was trained beside weights that AWQ had not multiplied."""
     quantize(models / "base", tmp_path / "q", *NVFP4)
     path = tmp_path / "q" / "quantization_config.json"
     into, heads = "model.layers.0.input_layernorm", {"repeats": 1, "width": 1}

@@ -154,12 +154,11 @@ def test_weights_that_go_through_fp8_get_the_scale_afterwards(factor, tmp_path):
     check_modelopts(tmp_path / "given", weights, scales)
 
 
-@pytest.mark.parametrize("method", ["awq", "smooth"])
-def test_folded_weights_get_the_scale(method, tmp_path):
+def test_folded_weights_get_the_scale(tmp_path):
     """The factors, which the given scales do not change, are told by the norms."""
     source = write_source(tmp_path / "m")
     statistics = calibrated(source, tmp_path / "c.safetensors")
-    options = ("--method", method, "--calibration", statistics)
+    options = ("--method", "awq", "--calibration", statistics)
     first = quantize(source, tmp_path / "first", *options)
     given = (*options, "--global-scale", tmp_path / "first")
     assert files_of(quantize(source, tmp_path / "a", *given)) == files_of(first)
@@ -180,14 +179,21 @@ def test_folded_weights_get_the_scale(method, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("awq", "rtn"), ("rtn", "smooth"), ("awq", "smooth")]
+    ("before", "recorded", "after"),
+    [
+        ("awq", "awq", "rtn"),
+        ("rtn", "rtn", "awq"),
+        ("awq", "smooth", "awq"),  # of an earlier version
+        ("awq", "rtn", "awq"),  # made of an artifact with folds
+    ],
 )
-def test_scales_of_other_weights_are_refused(before, after, tmp_path):
+def test_scales_of_other_weights_are_refused(before, recorded, after, tmp_path):
     source = write_source(tmp_path / "m")
     statistics = ("--calibration", calibrated(source, tmp_path / "c.safetensors"))
     options = {"rtn": (), "awq": ("--method", "awq", *statistics)}
-    options["smooth"] = ("--method", "smooth", *statistics)
     quantize(source, tmp_path / "first", *options[before])
+    path = tmp_path / "first" / "quantization_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "method": recorded}))
     words = ("--format", "nvfp4", "--json", "-o", tmp_path / "q", *options[after])
     done = run("quantize", source, *words, "--global-scale", tmp_path / "first")
     assert (done.code, done.json["error"]["code"]) == (2, "global-scale-folded"), done

@@ -22,7 +22,6 @@ from fp4convert.recipes.options import _folded, declared_in
         ("dialect", "compressed_tensors", "compressed-tensors"),
         ("dialect", "GGUF", "gguf"),
         ("method", "AWQ", "awq"),
-        ("method", "SmoothQuant", "smooth"),
         ("scale_rule", "four_over_six", "four-over-six"),
         ("kv_cache", "FP8_E4M3", "fp8"),
         ("transport", "XET", "xet"),

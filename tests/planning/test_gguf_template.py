@@ -181,11 +181,11 @@ def test_a_donor_of_another_model_is_refused(
 def test_of_other_weights_it_is_told_that_a_fold_leaves_no_donor(
     artifacts: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """One whose columns, or what is kept, are those before awq or smooth."""
+    """One whose columns, or what is kept, are those before awq."""
     arrays = model()
     donor = write_donor(tmp_path / "donor.gguf", {**arrays, name: 3 * arrays[name]})
     outcome = transcode(artifacts["nvfp4"], donor, tmp_path / "out")
-    assert "(awq, smooth), none fits: quantize the GGUF file" in outcome.json["error"]["next"]
+    assert "(awq), none fits: quantize the GGUF file" in outcome.json["error"]["next"]
 
 
 def test_a_quantized_donor_is_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Methods that use a calibration: GPTQ, AWQ, SmoothQuant.
+"""Methods that use a calibration: GPTQ, AWQ.
 
 Imports checkpoint and below; torch.
 """

@@ -48,8 +48,7 @@ def shards() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["awq", "smooth"])
-def test_a_folded_model_from_the_hub_is_the_folders(method, hub, tmp_path):
+def test_a_folded_model_from_the_hub_is_the_folders(hub, tmp_path):
     made = write_checkpoint(tmp_path / "made", shards(), {**LLAMA, **SIZES})
     hub.add("org/model", made)
     tensors = {}
@@ -70,7 +69,7 @@ def test_a_folded_model_from_the_hub_is_the_folders(method, hub, tmp_path):
                 "--format",
                 "nvfp4",
                 "--method",
-                method,
+                "awq",
                 "--calibration",
                 statistics,
                 *(() if source is made else ("--memory", "0.1")),

@@ -1,12 +1,9 @@
-"""Factors of folds, by AWQ or SmoothQuant.
+"""Factors of folds, by AWQ.
 
-The calibration file and the weights give them, fold by fold, on first use.
-
-awq     s = mean|x|^alpha / sqrt(max * min), with the alpha of 0, 0.05, ... 1 that leaves the least
-        error in the readers' outputs (Lin et al., arXiv 2306.00978, and its reference code for the
-        normalisation); 0 multiplies with 1: rounding alone.
-smooth  s = max|x|^0.5 / max|w|^0.5, over all tokens and all rows of the readers (Xiao et al., arXiv
-        2211.10438, equation 4).
+The calibration file and the weights give them, fold by fold, on first use:
+s = mean|x|^alpha / sqrt(max * min), with the alpha of 0, 0.05, ... 1 that leaves the least error in
+the readers' outputs (Lin et al., arXiv 2306.00978, and its reference code for the normalisation);
+0 multiplies with 1: rounding alone.
 
 The weight of a norm is divided and rounded to its dtype, and s is the quotient of both, so that the
 fold rounds nothing.  For a matrix or a bias that keeps its dtype, s is a power of two.
@@ -33,12 +30,10 @@ from fp4convert.checkpoint.encodings.base import Factors, Linear
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s, as_floats, as_matrix
 from fp4convert.numerics.formats import IMPORTANCE, format_named, global_range
-from fp4convert.numerics.matrices import row_panels
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
 
 ALPHAS = tuple(step / 20 for step in range(21))
-SMOOTH_ALPHA = 0.5
 # Of the weights of all readers of one output; rows from all over each of them.
 SEARCHED_ELEMENTS = 1 << 20
 SEARCHED_PRODUCTS = 1 << 28  # rows * columns^2, where a Gram matrix weighs the errors
@@ -47,7 +42,7 @@ LEAST_MAGNITUDE = 1e-4  # of a column, beside the largest: no column is divided 
 Doubles = NDArray[np.float64]
 
 
-class Smoother:
+class AwqSearch:
     """Finds the factors of folds once, for all threads."""
 
     def __init__(self, target: Target, calibration: Calibration, are_inputs_told: bool) -> None:
@@ -55,7 +50,6 @@ class Smoother:
 
         are_inputs_told  input scales come from observed inputs, which factors change
         """
-        self._method = target.method
         self._calibration = calibration
         self._are_inputs_told = are_inputs_told
         self._format = format_named(target.format)
@@ -74,11 +68,7 @@ class Smoother:
             lock = self._locks[fold.name]
         with lock:
             if fold.name not in self._found:
-                if self._method == "awq":
-                    wanted = self._search_awq(fold, source)
-                else:
-                    wanted = self._compute_smooth(fold, source)
-                factors = storable(fold, source, wanted)
+                factors = storable(fold, source, self._search(fold, source))
                 if self._are_inputs_told:
                     factors = factors._replace(reach=self._measure_reach(fold, factors))
                 self._found[fold.name] = factors
@@ -98,25 +88,7 @@ class Smoother:
                 found[linear.module] = after / before if before > 0 else 1.0
         return found
 
-    def _compute_smooth(self, fold: Fold, source: Source) -> Doubles:
-        """Compute max|x|^a / max|w|^(1 - a), a being SMOOTH_ALPHA.
-
-        1 where either is 0 or not finite.
-        """
-        # The largest |x| and |w| of every column.
-        inputs = weights = np.zeros(fold.rounded[0].shape[1], np.float32)
-        for linear in fold.rounded:
-            inputs = np.maximum(inputs, self._calibration.channel_amax(linear.module))
-            matrix = linear.coding.weights(linear, source)
-            for panel in row_panels(linear.shape):
-                amax = np.abs(as_floats(matrix.rows(*panel))).max(axis=0)
-                weights = np.maximum(weights, amax)
-        x, w = (fold.by_head(amax.astype(np.float64)).max(axis=1) for amax in (inputs, weights))
-        with np.errstate(all="ignore"):
-            wanted = x**SMOOTH_ALPHA / w ** (1 - SMOOTH_ALPHA)
-        return np.where((x > 0) & (w > 0) & np.isfinite(wanted), wanted, 1.0)
-
-    def _search_awq(self, fold: Fold, source: Source) -> Doubles:
+    def _search(self, fold: Fold, source: Source) -> Doubles:
         """Search the power of the inputs' magnitudes with the least error.
 
         Of equal ones the lowest.

@@ -1,10 +1,11 @@
-"""The factors of AWQ and SmoothQuant, and artifacts made with them: against the formulas in NumPy,
-and the codes of the codec.
+"""The factors of AWQ, and artifacts made with them: against the formula in NumPy, and the codes of
+the codec.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -12,7 +13,17 @@ import numpy as np
 import pytest
 from artifacts import artifact_values
 from calibrations import statistics_of, write_calibration
-from checkpoints import FIRST, SECOND, Tensor, read_folder, run, values_of, weight, write_checkpoint
+from checkpoints import (
+    FIRST,
+    SECOND,
+    Outcome,
+    Tensor,
+    read_folder,
+    run,
+    values_of,
+    weight,
+    write_checkpoint,
+)
 from folded_llama import (
     INPUTS,
     LAYER,
@@ -39,10 +50,6 @@ GROUPS = (
 )
 
 
-def rounded(weights: np.ndarray, amax: float | None = None) -> np.ndarray:
-    return codec.dequantize(codec.quantize(weights.astype(np.float32), NVFP4, "amax", amax))
-
-
 def bf16_of(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
@@ -52,15 +59,10 @@ def repeated(rows: np.ndarray) -> np.ndarray:
     return np.concatenate([rows[:32], rows[:32], rows[32:], rows[32:]])
 
 
-def tied(columns: np.ndarray, how: str) -> np.ndarray:
-    """Numbers of o's columns for v's rows."""
-    pairs = np.stack(
-        [
-            np.concatenate([columns[:32], columns[64:96]]),
-            np.concatenate([columns[32:64], columns[96:]]),
-        ]
-    )
-    return getattr(pairs, how)(axis=0)
+def tied_means(columns: np.ndarray) -> np.ndarray:
+    """Means of o's columns for v's rows."""
+    heads = columns.reshape(2, 2, 32)
+    return heads.mean(axis=1).reshape(-1)
 
 
 def stored(maker: str, wanted: np.ndarray, weights: Arrays) -> np.ndarray:
@@ -73,42 +75,49 @@ def stored(maker: str, wanted: np.ndarray, weights: Arrays) -> np.ndarray:
     return norm / bf16_of(norm / wanted.astype(np.float32))
 
 
-def smooth_factors(maker: str, weights: Arrays) -> np.ndarray:
-    """max|x|^0.5 / max|w|^0.5."""
-    x = np.abs(INPUTS[maker]).max(axis=0).astype(np.float64)
-    w = (
-        np.concatenate([np.abs(weights[reader]) for reader in READERS[maker]])
-        .max(axis=0)
-        .astype(np.float64)
-    )
-    if maker == "self_attn.v_proj":
-        x, w = tied(x, "max"), tied(w, "max")
-    return stored(maker, np.sqrt(x) / np.sqrt(w), weights)
+def error_of(w: np.ndarray, columns: np.ndarray, moments: np.ndarray | None = None) -> np.ndarray:
+    """What rounding changes of weights under factors, by rule amax, or by importance."""
+    rule, scaled = "amax" if moments is None else "importance", (w * columns).astype(np.float32)
+    q = codec.quantize(scaled, NVFP4, rule, None, divided_moments(moments, columns))
+    return codec.dequantize(q) / columns - w
 
 
-def awq_factors(maker: str, weights: Arrays) -> np.ndarray:
-    """Every alpha tried: the least error of what the readers put out for these very inputs."""
-    magnitudes = np.abs(INPUTS[maker].astype(np.float64)).mean(axis=0)
-    if maker == "self_attn.v_proj":
-        magnitudes = tied(magnitudes, "mean")
-    best: tuple[float, np.ndarray] | None = None
-    second = np.square(INPUTS[maker].astype(np.float64)).mean(axis=0)
+def divided_moments(moments: np.ndarray | None, columns: np.ndarray) -> np.ndarray | None:
+    if moments is None:
+        return None
+    return (moments.astype(np.float32) / columns.astype(np.float64) ** 2).astype(np.float32)
+
+
+def best_factors(
+    maker: str, magnitudes: np.ndarray, cost: Callable[[np.ndarray], float]
+) -> np.ndarray:
+    """Every alpha tried; of equal costs the lowest."""
+    candidates = []
     for step in range(21):
         powers = magnitudes ** (step / 20)
-        made_by = stored(maker, powers / np.sqrt(powers.max() * powers.min()), weights)
-        columns = repeated(made_by) if maker == "self_attn.v_proj" else made_by
-        errors = [
-            rounded(weights[reader] * columns) / columns - weights[reader]
-            for reader in READERS[maker]
-        ]
-        cost = sum(float((np.square(error.astype(np.float64)) * second).sum()) for error in errors)
-        if best is None or cost < best[0]:
-            best = cost, made_by
-    assert best is not None
-    return best[1]
+        wanted = powers / np.sqrt(powers.max() * powers.min())
+        candidates.append(stored(maker, wanted, stored_weights()))
+    return min(candidates, key=cost)
 
 
-FACTORS = {"smooth": smooth_factors, "awq": awq_factors}
+def awq_factors(maker: str, is_weighed: bool = False) -> np.ndarray:
+    """The least error of what the readers put out for these very inputs."""
+    weights, is_tied = stored_weights(), maker == "self_attn.v_proj"
+    x = INPUTS[maker].astype(np.float64)
+    magnitudes, second = np.abs(x).mean(axis=0), np.square(x).mean(axis=0)
+
+    def cost(factors: np.ndarray) -> float:
+        columns = repeated(factors) if is_tied else factors
+        moments = second if is_weighed else None
+        errors = [error_of(weights[reader], columns, moments) for reader in READERS[maker]]
+        return sum(float((np.square(error.astype(np.float64)) * second).sum()) for error in errors)
+
+    return best_factors(maker, tied_means(magnitudes) if is_tied else magnitudes, cost)
+
+
+def quantize(source: Path, out: Path, *options: object) -> Outcome:
+    words = ("quantize", source, "--format", "nvfp4", "--method", "awq", "-o", out, "--json")
+    return run(*words, *options)
 
 
 @pytest.fixture(scope="module")
@@ -121,27 +130,16 @@ def statistics(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return calibrated(source, tmp_path_factory.mktemp("statistics") / "c.safetensors")
 
 
-@pytest.fixture(scope="module", params=["smooth", "awq"])
-def artifact(
-    request: pytest.FixtureRequest,
-    source: Path,
-    statistics: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-):
-    """Method, folder, tensors, and the factors that formulas give."""
-    out = tmp_path_factory.mktemp(request.param) / "out"
-    tensors = made(source, out, request.param, statistics)
-    weights = stored_weights()
-    return (
-        request.param,
-        out,
-        tensors,
-        {maker: FACTORS[request.param](maker, weights) for maker in READERS},
-    )
+@pytest.fixture(scope="module")
+def artifact(source: Path, statistics: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Folder, tensors, and the factors that the formula gives."""
+    out = tmp_path_factory.mktemp("awq") / "out"
+    tensors = made(source, out, "awq", statistics)
+    return out, tensors, {maker: awq_factors(maker) for maker in READERS}
 
 
 def test_norms_are_divided_by_the_factors_of_the_formula(artifact):
-    _, _, tensors, factors = artifact
+    _, tensors, factors = artifact
     weights = stored_weights()
     for maker in ("input_layernorm", "post_attention_layernorm"):
         own = values_of(tensors[f"{LAYER}.{maker}.weight"]).astype(np.float32)
@@ -151,7 +149,7 @@ def test_norms_are_divided_by_the_factors_of_the_formula(artifact):
 
 def test_codes_are_those_of_the_codec_for_weights_under_the_factors(artifact):
     """One scale for a group, after the factors; never a rounding to bf16 between."""
-    _, _, tensors, factors = artifact
+    _, tensors, factors = artifact
     weights = stored_weights()
     columns = {reader: factors[maker] for maker, readers in READERS.items() for reader in readers}
     columns["self_attn.o_proj"] = repeated(columns["self_attn.o_proj"])
@@ -167,59 +165,42 @@ def test_codes_are_those_of_the_codec_for_weights_under_the_factors(artifact):
             assert tensors[f"{name}.weight_scale"][2] == bytes(q.block_scales), module
 
 
-def test_outputs_are_closer_by_awq_and_not_much_further_by_smooth(
-    artifact, source, statistics, tmp_path
-):
-    """Outputs for the inputs of the calibration, with the norm's share of the fold undone by the
-    inputs.
-
-    smooth makes inputs easier to round, which weights alone gain nothing by: at most 1.6 times the
-    error is a bound on harm.
-    """
-    method, _, tensors, factors = artifact
+def test_outputs_are_closer(artifact, source, statistics, tmp_path):
+    """For the inputs of the calibration, with the norm's share of the fold undone by the inputs."""
+    _, tensors, factors = artifact
     plain = made(source, tmp_path / "rtn", "rtn", statistics)
     weights = stored_weights()
     for maker, readers in READERS.items():
         columns = repeated(factors[maker]) if maker == "self_attn.v_proj" else factors[maker]
-        losses = {"rtn": 0.0, method: 0.0}
+        losses = {"rtn": 0.0, "awq": 0.0}
         for reader in readers:
             rows = factors[reader][:, None] if reader in READERS else 1
-            values = (
-                artifact_values(tensors, f"{LAYER}.{reader}", "compressed-tensors") * rows / columns
-            )
+            name = f"{LAYER}.{reader}"
+            values = artifact_values(tensors, name, "compressed-tensors") * rows / columns
             for how, found in (
-                ("rtn", artifact_values(plain, f"{LAYER}.{reader}", "compressed-tensors")),
-                (method, values),
+                ("rtn", artifact_values(plain, name, "compressed-tensors")),
+                ("awq", values),
             ):
                 losses[how] += float(np.square(INPUTS[maker] @ (found - weights[reader]).T).sum())
-        assert losses[method] < (1.0 if method == "awq" else 1.6) * losses["rtn"], maker
+        assert losses["awq"] < losses["rtn"], maker
 
 
 @pytest.mark.parametrize("block", [16, 64, 1000])
-def test_a_gram_matrix_weighs_the_errors_where_there_is_one(block, source, statistics, tmp_path):
+def test_a_gram_matrix_weighs_the_errors_where_there_is_one(block, source, tmp_path):
     """Of inputs that go together: the alpha is that of the error in the outputs themselves."""
-    made_by = made(
-        source, tmp_path / "out", "awq", calibrated(source, tmp_path / "c.safetensors", block)
-    )
-    weights = stored_weights()
+    statistics = calibrated(source, tmp_path / "c.safetensors", block)
+    tensors, weights = made(source, tmp_path / "out", "awq", statistics), stored_weights()
     maker = "post_attention_layernorm"
-    x = INPUTS[maker].astype(np.float64)
-    gram = x.T @ x / len(x)
-    places = np.arange(64) // block
-    gram = np.where(places[:, None] == places[None], gram, 0)
-    magnitudes, costs = np.abs(x).mean(axis=0), {}
-    for step in range(21):
-        powers = magnitudes ** (step / 20)
-        columns = stored(maker, powers / np.sqrt(powers.max() * powers.min()), weights)
-        errors = np.concatenate(
-            [
-                rounded(weights[reader] * columns) / columns - weights[reader]
-                for reader in READERS[maker]
-            ]
-        )
-        costs[float(np.einsum("ri,ij,rj->", errors, gram, errors))] = columns
-    own = values_of(made_by[f"{LAYER}.{maker}.weight"]).astype(np.float32)
-    assert (own == bf16_of(weights[maker] / costs[min(costs)])).all()
+    x, places = INPUTS[maker].astype(np.float64), np.arange(64) // block
+    gram = np.where(places[:, None] == places[None], x.T @ x / len(x), 0)
+
+    def cost(columns: np.ndarray) -> float:
+        errors = np.concatenate([error_of(weights[reader], columns) for reader in READERS[maker]])
+        return float(np.einsum("ri,ij,rj->", errors, gram, errors))
+
+    factors = best_factors(maker, np.abs(x).mean(axis=0), cost)
+    found = values_of(tensors[f"{LAYER}.{maker}.weight"]).astype(np.float32)
+    assert (found == bf16_of(weights[maker] / factors)).all()
 
 
 def test_readers_count_by_the_tokens_that_they_were_given(source, tmp_path):
@@ -234,36 +215,24 @@ def test_readers_count_by_the_tokens_that_they_were_given(source, tmp_path):
         for reader, x in given.items()
         for name, array in statistics_of(f"{LAYER}.{reader}", x).items()
     }
-    tensors = made(
-        source, tmp_path / "out", "awq", calibrated(source, tmp_path / "c.safetensors", **own)
-    )
-    weights, costs = stored_weights(), {}
+    statistics = calibrated(source, tmp_path / "c.safetensors", **own)
+    tensors, weights = made(source, tmp_path / "out", "awq", statistics), stored_weights()
     magnitudes = np.concatenate([np.abs(x.astype(np.float64)) for x in given.values()]).mean(axis=0)
-    for step in range(21):
-        powers = magnitudes ** (step / 20)
-        columns = stored(maker, powers / np.sqrt(powers.max() * powers.min()), weights)
-        errors = {
-            reader: rounded(weights[reader] * columns) / columns - weights[reader]
-            for reader in given
-        }
-        cost = sum(
-            float(
-                (
-                    np.square(errors[reader].astype(np.float64))
-                    * np.square(x.astype(np.float64)).sum(axis=0)
-                ).sum()
-            )
-            for reader, x in given.items()
-        )
-        costs[cost] = columns
-    own_norm = values_of(tensors[f"{LAYER}.{maker}.weight"]).astype(np.float32)
-    assert (own_norm == bf16_of(weights[maker] / costs[min(costs)])).all()
+
+    def cost(columns: np.ndarray) -> float:
+        total = 0.0
+        for reader, x in given.items():
+            error = error_of(weights[reader], columns).astype(np.float64)
+            total += float((np.square(error) * np.square(x.astype(np.float64)).sum(axis=0)).sum())
+        return total
+
+    found = values_of(tensors[f"{LAYER}.{maker}.weight"]).astype(np.float32)
+    assert (found == bf16_of(weights[maker] / best_factors(maker, magnitudes, cost))).all()
 
 
 def test_the_record_tells_the_folds_and_no_factor(artifact):
-    method, out, _, _ = artifact
-    record = json.loads((out / "quantization_config.json").read_text())
-    assert record["method"] == method
+    record = json.loads((artifact[0] / "quantization_config.json").read_text())
+    assert record["method"] == "awq"
     assert {name for fold in record["folds"] for name in fold["modules"]} == {
         f"{LAYER}.{maker}" for maker in READERS
     }
@@ -273,15 +242,13 @@ def test_the_record_tells_the_folds_and_no_factor(artifact):
 
 def test_bytes_depend_on_no_worker_and_no_shard(artifact, source, statistics, tmp_path):
     """Every task finds the factors of its folds by itself, from whichever shards."""
-    method, out, tensors, _ = artifact
+    out, tensors, _ = artifact
     alone = write_checkpoint(tmp_path / "alone", {"model.safetensors": TENSORS}, LLAMA)
-    assert (
-        made(alone, tmp_path / "one", method, calibrated(alone, tmp_path / "c.safetensors"))
-        == tensors
-    )
+    again = calibrated(alone, tmp_path / "c.safetensors")
+    assert made(alone, tmp_path / "one", "awq", again) == tensors
     for part in (1, 2):
         options = ("--workers", "1", "--shard-index", part - 1, "--num-shards", "2")
-        made(source, tmp_path / "parts", method, statistics, *options)
+        made(source, tmp_path / "parts", "awq", statistics, *options)
     assert run("merge", tmp_path / "parts", "-q").code == 0
     for file in (FIRST, SECOND, "quantization_config.json"):
         assert (tmp_path / "parts" / file).read_bytes() == (out / file).read_bytes()
@@ -289,47 +256,30 @@ def test_bytes_depend_on_no_worker_and_no_shard(artifact, source, statistics, tm
 
 def test_the_rule_importance_weighs_inputs_as_they_are_after_the_fold(source, statistics, tmp_path):
     """Second moments over the squares of the factors."""
-    outcome = run(
-        *(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "--scale-rule",
-            "importance",
-            "--method",
-            "smooth",
-        ),
-        *("--calibration", statistics, "-o", tmp_path / "weighed", "-q"),
-    )
+    out = tmp_path / "weighed"
+    outcome = quantize(source, out, "--scale-rule", "importance", "--calibration", statistics)
     assert outcome.code == 0, outcome.err
-    tensors, weights = read_folder(tmp_path / "weighed"), stored_weights()
-    factors = smooth_factors("post_attention_layernorm", weights)
-    moments = np.square(INPUTS["post_attention_layernorm"].astype(np.float64)).mean(axis=0)
-    gate, up = (weights[reader] * factors for reader in READERS["post_attention_layernorm"])
-    up = up / smooth_factors("mlp.up_proj", weights)[:, None]
+    tensors, weights = read_folder(out), stored_weights()
+    maker = "post_attention_layernorm"
+    factors = awq_factors(maker, is_weighed=True)
+    moments = np.square(INPUTS[maker].astype(np.float64)).mean(axis=0)
+    gate, up = (weights[reader] * factors for reader in READERS[maker])
+    up = up / awq_factors("mlp.up_proj", is_weighed=True)[:, None]
     amax = max(float(np.abs(gate).max()), float(np.abs(up).max()))
-    q = codec.quantize(
-        gate,
-        NVFP4,
-        "importance",
-        amax,
-        (moments.astype(np.float32) / factors.astype(np.float64) ** 2).astype(np.float32),
-    )
+    q = codec.quantize(gate, NVFP4, "importance", amax, divided_moments(moments, factors))
     assert tensors[f"{LAYER}.mlp.gate_proj.weight_scale"][2] == bytes(q.block_scales)
     assert tensors[f"{LAYER}.mlp.gate_proj.weight_packed"][2] == bytes(q.packed)
-    assert run("verify", tmp_path / "weighed", "--source", source, "--json").json["findings"] == []
+    assert run("verify", out, "--source", source, "--json").json["findings"] == []
 
 
 @pytest.mark.parametrize(("options", "follows"), [((), True), (("--input-scale", "0.5"), False)])
-def test_input_scales_follow_the_inputs(options, follows, source, statistics, tmp_path):
+def test_input_scales_follow_the_inputs(options, follows, artifact, source, statistics, tmp_path):
     """Those of a calibration: the largest input after it was divided; a number stays what was asked
     for.
     """
-    tensors = made(source, tmp_path / "out", "smooth", statistics, "--activations", "4", *options)
-    weights = stored_weights()
+    tensors = made(source, tmp_path / "out", "awq", statistics, "--activations", "4", *options)
     for maker, readers in READERS.items():
-        factors = smooth_factors(maker, weights)
+        factors = artifact[2][maker]
         columns = repeated(factors) if maker == "self_attn.v_proj" else factors
         largest = float((np.abs(INPUTS[maker]) / columns).max())
         for reader in readers:
@@ -363,8 +313,7 @@ EXPERTS: dict[str, Tensor] = {
 }
 
 
-@pytest.mark.parametrize("method", ["awq", "smooth"])
-def test_a_router_stays_and_sees_the_same_products(method, tmp_path):
+def test_a_router_stays_and_sees_the_same_products(tmp_path):
     """Its columns are multiplied by powers of two, which bf16 holds exactly; every expert gets the
     same factors.
     """
@@ -377,31 +326,16 @@ def test_a_router_stays_and_sees_the_same_products(method, tmp_path):
             tensors |= statistics_of(
                 name.removesuffix(".weight"), correlated(shape[1], seed=len(name))
             )
+    statistics = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), tensors)
     out = tmp_path / "out"
-    artifact = made(
-        source,
-        out,
-        method,
-        write_calibration(tmp_path / "c.safetensors", open_source(str(source)), tensors),
-    )
+    artifact = made(source, out, "awq", statistics)
     norm, gate = f"{LAYER}.post_attention_layernorm.weight", f"{LAYER}.mlp.gate.weight"
     before, after = values_of(EXPERTS[norm]), values_of(artifact[norm])
     factors = before / after
     assert set(np.frexp(factors)[0]) == {0.5}
     assert len(set(factors)) > 1
     assert (values_of(artifact[gate]) == values_of(EXPERTS[gate]) * factors).all()
-    planned = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--method",
-        method,
-        "--calibration",
-        tmp_path / "c.safetensors",
-        "--dry-run",
-        "--json",
-    )
+    planned = quantize(source, tmp_path / "plan", "--calibration", statistics, "--dry-run")
     actions = {step["name"]: step["action"] for step in planned.json["tensors"]}
     assert actions[gate] == actions[norm] == "fold"
     assert run("verify", out, "--source", source, "--json").json["findings"] == []
@@ -426,39 +360,24 @@ def test_columns_that_nothing_enters_and_rows_of_zeros_are_left_alone(tmp_path):
         for reader in readers:
             changes |= statistics_of(f"{LAYER}.{reader}", x)
     path = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), changes)
-    for method in ("awq", "smooth"):
-        made(source, tmp_path / method, method, path)
-        assert run("verify", tmp_path / method, "--source", source, "--json").json["findings"] == []
+    made(source, tmp_path / "out", "awq", path)
+    assert run("verify", tmp_path / "out", "--source", source, "--json").json["findings"] == []
 
 
-@pytest.mark.parametrize("method", ["awq", "smooth"])
-def test_weights_that_are_not_finite_are_told_by_their_names(method, tmp_path):
+def test_weights_that_are_not_finite_are_told_by_their_names(tmp_path):
     name = f"{LAYER}.mlp.up_proj.weight"
     kind, shape, data = TENSORS[name]
     broken = (kind, shape, data[:-2] + np.array([0x7FC0], "<u2").tobytes())
     source = write_checkpoint(
         tmp_path / "m", {"model.safetensors": {**TENSORS, name: broken}}, LLAMA
     )
-    outcome = run(
-        *(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "--method",
-            method,
-            "-o",
-            tmp_path / "out",
-            "--json",
-        ),
-        *("--calibration", calibrated(source, tmp_path / "c.safetensors")),
-    )
+    statistics = calibrated(source, tmp_path / "c.safetensors")
+    outcome = quantize(source, tmp_path / "out", "--calibration", statistics)
     assert outcome.code == 2
     assert outcome.json["error"]["tensor"] == name
     assert "1 value that is " in outcome.json["error"]["message"]
 
 
-@pytest.mark.parametrize("method", ["awq", "smooth"])
 @pytest.mark.parametrize(
     ("options", "config", "code"),
     [
@@ -471,61 +390,24 @@ def test_weights_that_are_not_finite_are_told_by_their_names(method, tmp_path):
         (("--via", "fp8"), {}, "method-via"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
-    method, options, config, code, tmp_path
-):
+def test_what_cannot_be_is_refused_before_anything_is_written(options, config, code, tmp_path):
     source = write_checkpoint(tmp_path / "m", {"model.safetensors": TENSORS}, {**LLAMA, **config})
     statistics = calibrated(source, tmp_path / "c.safetensors")
-    outcome = run(
-        *(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "--method",
-            method,
-            "-o",
-            tmp_path / "out",
-            "--json",
-        ),
-        *("--calibration", statistics, *options),
-    )
+    outcome = quantize(source, tmp_path / "out", "--calibration", statistics, *options)
     assert (outcome.code, outcome.json["error"]["code"]) == (2, code)
     assert "\n" not in outcome.json["error"]["message"]
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("method", "lacking"),
-    [
-        ("awq", "input_sq_mean"),
-        ("awq", "input_abs_mean"),
-        ("awq", "tokens"),
-        ("smooth", "input_channel_amax"),
-    ],
-)
-def test_statistics_that_are_lacking_are_told(method, lacking, source, tmp_path):
+@pytest.mark.parametrize("lacking", ["input_sq_mean", "input_abs_mean", "tokens"])
+def test_statistics_that_are_lacking_are_told(lacking, source, tmp_path):
     tensors: Arrays = {}
     for maker, readers in READERS.items():
         for reader in readers:
             tensors |= statistics_of(f"{LAYER}.{reader}", INPUTS[maker])
     del tensors[f"{LAYER}.mlp.up_proj.{lacking}"]
     path = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), tensors)
-    outcome = run(
-        *(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "--method",
-            method,
-            "-o",
-            tmp_path / "out",
-            "--json",
-            "--calibration",
-            path,
-        )
-    )
+    outcome = quantize(source, tmp_path / "out", "--calibration", path)
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "calibration-missing")
     assert f"{LAYER}.mlp.up_proj" in outcome.json["error"]["message"]
     assert not (tmp_path / "out").exists()
