@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.numerics.backends import cuda_stream
-from fp4convert.numerics.backends.cuda_buffers import ALIGNMENT, lay_out, refuse_memory
+from fp4convert.numerics.backends.cuda_kernels import ALIGNMENT, lay_out, refuse_memory
 from fp4convert.numerics.backends.cuda_stream import Lane, even_panels, one_behind
 from fp4convert.numerics.backends.entry_points import (
     compare_values_call,

@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.numerics.backends.cuda_buffers import (
+from fp4convert.numerics.backends.cuda_kernels import (
     ALIGNMENT,
     Buffer,
+    Kernels,
     aligned,
     lay_out,
     refuse_memory,
 )
-from fp4convert.numerics.backends.cuda_kernels import Kernels
 from fp4convert.numerics.backends.entry_points import (
     Call,
     Codes,

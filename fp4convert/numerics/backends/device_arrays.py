@@ -18,8 +18,7 @@ import numpy as np
 
 from fp4convert.errors import DeviceError, InputError
 from fp4convert.numerics.backends import gpus
-from fp4convert.numerics.backends.cuda_buffers import ALIGNMENT
-from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
+from fp4convert.numerics.backends.cuda_kernels import ALIGNMENT, Kernels, as_device_error
 from fp4convert.numerics.backends.entry_points import (
     Codes,
     Values,
