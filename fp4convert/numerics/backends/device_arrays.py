@@ -32,12 +32,12 @@ from fp4convert.numerics.backends.gpu_choice import usable_gpus
 from fp4convert.numerics.codec import (
     Float32s,
     check_importance,
-    check_range,
     global_scale_of,
     weigh,
 )
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.numerics.matrices import Canonical, Quantized
+from fp4convert.numerics.value_checks import check_range
 
 CUDA, CUDA_MANAGED = 2, 13  # DLDeviceType
 LEGACY_STREAM = 1  # as DLPack calls the default stream, which CUDA calls 0
