@@ -157,8 +157,8 @@ class Cpu:
         check_importance(rule, importance)
         amax = (np.array([group_amax], np.float32),) if fmt.has_global_scale else ()
         weights = () if importance is None else (weigh(importance, x.shape[1], fmt), x.shape[1])
-        choice = *amax, *rule_number(fmt, rule), *weights
         kernel = f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}"
+        choice = *amax, *rule_number(fmt, rule), *weights
         self._call(kernel, values, values.size, *choice, packed, block_scales)
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
