@@ -10,14 +10,13 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lazy_cuda import Machine
 from ptx import UnknownPtxError, compile_ptx, compile_text, translate
 from simt import KERNELS, launch
+from simt_gpu import ELF, Machine
 
 from fp4convert.numerics.backends import gpus, self_check
 
@@ -164,14 +163,9 @@ def test_an_operand_that_is_not_known_is_refused(wrong):
 
 def differences(machine: Machine, monkeypatch: pytest.MonkeyPatch, cache: Path) -> str:
     """What the self-check finds of the machine's kernels."""
-    monkeypatch.setitem(sys.modules, "cupy", machine.module())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    machine.install(monkeypatch, cache)
     monkeypatch.setattr("fp4convert.numerics.backends.cubins.compile_cubin", lambda *_: (ELF, ""))
     return self_check.find_difference(gpus.survey().gpus[0])
-
-
-ELF = b"\x7fELF" + bytes(60)  # without any table
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """backends/cuda.py without a GPU: the real kernels and the real pipeline, over streams that put
-everything off (lazy_cuda.py).
+everything off (simt_gpu.py).
 
 Decides that panels meet the right kernels in the right order, whatever the timing; what kernels
 give is decided elsewhere.

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import product
 
 import pytest
-from sass import Listing, Loops, disassemble, fast_instructions
+from ptx import Listing, Loops, disassemble, fast_instructions
 
 from fp4convert.errors import DeviceError, InputError
 from fp4convert.numerics.backends import cubins, entry_points

@@ -1,6 +1,6 @@
 """FP8 and MXFP8 on an imaginary GPU: the artifacts of the CPU.
 
-lazy_cuda.py stands in for CuPy, and kernels run on the host.
+simt_gpu.py stands in for CuPy, and kernels run on the host.
 """
 
 from __future__ import annotations

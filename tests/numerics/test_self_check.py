@@ -1,24 +1,23 @@
 """A GPU is checked before its first work: right kernels pass, wrong ones are named.
 
-The kernels run on the host, as lazy_cuda.py has them; some are broken on purpose.
+The kernels run on the host, as simt_gpu.py has them; some are broken on purpose.
 """
 
 from __future__ import annotations
 
 import ctypes
 import shutil
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 from checkpoints import run, write_llama
-from lazy_cuda import Machine
 from simt import KERNELS, compile_for_host
+from simt_gpu import ELF, Machine
 
 from fp4convert.conversion import device_choice
 from fp4convert.errors import DeviceError
-from fp4convert.numerics.backends import cubins, gpu_choice, gpus, open_backend, self_check
+from fp4convert.numerics.backends import cubins, gpu_choice, open_backend, self_check
 from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS
 
 COMPILE = cubins.compile_cubin
@@ -41,7 +40,6 @@ ENTRIES = {
         )
     ),
 }
-ELF = b"\x7fELF" + bytes(60)  # without any table
 EVERYWHERE = pytest.mark.slow
 # A wrong line, and the kernel whose bytes must tell: (file, what is there, what is put there).
 BROKEN = {
@@ -164,10 +162,8 @@ def machine(
     """One imaginary GPU that was never used before, and a compiler that takes no time."""
     made = Machine(dict(simt_libraries))
     monkeypatch.setattr(cubins, "compile_cubin", lambda *_: (ELF, ""))
-    monkeypatch.setitem(sys.modules, "cupy", made.module())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
     monkeypatch.setattr(self_check, "DRIVER", tmp_path / "driver")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made.install(monkeypatch, tmp_path / "cache", is_checked=True)
     return made
 
 
