@@ -180,7 +180,7 @@ def test_nothing_is_read_behind_an_input(simt: SimtKernels, dtype: str, fmt: For
             f"dequantize_{fmt.name}_{kind.word}": (codes, scales, n, *back, y),
         }
         for name, arguments in calls.items():
-            assert survives(partial(simt.call, n, (name, arguments))), (
+            assert survives(partial(simt.call, (name, arguments), n)), (
                 f"{name}, n = {n}: read behind an input"
             )
 

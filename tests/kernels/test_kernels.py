@@ -34,8 +34,8 @@ from adversarial import (
     matrix,
     rounded,
 )
-from cpu_levels import EVERY_DTYPE, EVERY_RULE, every_level
-from ptx import SOURCE_OR_PTX, ptx_kernels
+from cpu_levels import EVERY_DTYPE, EVERY_RULE
+from ptx import SOURCE_OR_PTX, every_backend
 from simt import SimtKernels
 
 from fp4convert.numerics import codec
@@ -53,12 +53,7 @@ Backends = dict[str, Cpu | SimtKernels]
 
 @pytest.fixture(scope="module", params=SOURCE_OR_PTX)
 def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Backends:
-    """The C kernels by level; the CUDA kernels with and without the instructions for E2M1."""
-    folder = tmp_path_factory.mktemp("kernels")
-    if request.param:
-        return {**ptx_kernels(folder)}
-    levels = {f"level {level}": cpu for level, cpu in every_level(folder).items()}
-    return {**levels, "simt": SimtKernels(folder), "simt, cvt": SimtKernels(folder, has_cvt=True)}
+    return every_backend(tmp_path_factory.mktemp("kernels"), request.param)
 
 
 def check(

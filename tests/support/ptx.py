@@ -18,9 +18,11 @@ from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
+from cpu_levels import every_level
 from paths import SUPPORT
 from simt import KERNELS, SimtKernels, compile_for_host
 
+from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.cubins import HEADERS, Target
 
 PLAIN, WITH_CVT = Target("compute_90", has_cvt=False), Target("compute_120a", has_cvt=True)
@@ -109,12 +111,20 @@ SOURCE_OR_PTX = [
 ]
 
 
-def ptx_kernels(folder: Path) -> dict[str, SimtKernels]:
-    """The elementwise kernels as NVRTC makes them of either kind of target."""
-    return {
-        target.arch: SimtKernels(folder, KERNELS, target.has_cvt, compile_ptx)
-        for target in (PLAIN, WITH_CVT)
-    }
+def every_backend(
+    folder: Path, is_ptx: bool, cvts: tuple[bool, ...] = (False, True)
+) -> dict[str, Cpu | SimtKernels]:
+    """The C kernels by level, and the CUDA kernels; or these as NVRTC makes them.
+
+    cvts  without and with the instructions for E2M1
+    """
+    if is_ptx:
+        targets = (PLAIN, WITH_CVT)
+        made = {one.arch: SimtKernels(folder, KERNELS, one.has_cvt, compile_ptx) for one in targets}
+        return {**made}
+    levels = {f"level {level}": cpu for level, cpu in every_level(folder).items()}
+    simt = {f"simt{', cvt' * cvt}": SimtKernels(folder, has_cvt=cvt) for cvt in cvts}
+    return {**levels, **simt}
 
 
 def translate(ptx: str) -> str:
