@@ -45,8 +45,7 @@ DEVICE_NBYTES = 12 * N
     scope="module",
 )
 def device(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Device]:
     made = request.getfixturevalue("simt_libraries") if request.param != "gpu" else {}
     with pytest.MonkeyPatch.context() as patched:

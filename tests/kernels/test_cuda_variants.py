@@ -60,10 +60,7 @@ def varied(folder: Path, defines: str, units: int) -> SimtKernels:
 
 
 @pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)
-@pytest.mark.parametrize(
-    ("units", "unroll"),
-    [(4, 1), pytest.param(1, 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("units", "unroll"), [(4, 1), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_every_variant_gives_the_same_bytes(
     units: int, unroll: int, fmt: Format, tmp_path: Path
 ) -> None:

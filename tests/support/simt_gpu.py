@@ -78,10 +78,7 @@ class Machine:
         self.current = threading.local()
 
     def install(
-        self,
-        patched: pytest.MonkeyPatch,
-        cache: Path | None = None,
-        is_checked: bool = False,
+        self, patched: pytest.MonkeyPatch, cache: Path | None = None, is_checked: bool = False
     ) -> None:
         """Put it into the place of CuPy; the driver shows it, and its first use is not checked.
 
