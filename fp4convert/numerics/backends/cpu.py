@@ -13,7 +13,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.numerics.backends import entry_points
 from fp4convert.numerics.backends.base import OWN, Given
+from fp4convert.numerics.backends.entry_points import Codes, Values
 from fp4convert.numerics.codec import (
     FLOAT_DTYPES,
     Bytes,
@@ -24,7 +26,7 @@ from fp4convert.numerics.codec import (
     weigh,
 )
 from fp4convert.numerics.descent import check_shapes, panel_rows, room_nbytes
-from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
+from fp4convert.numerics.formats import CODES, ROW_SUMS, Format
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8, grid_shape
 from fp4convert.numerics.low_rank import Pulls
 from fp4convert.numerics.matrices import (
@@ -137,9 +139,8 @@ class Cpu:
 
     def amax(self, x: Matrix) -> float:
         """Find the largest magnitude, exact; Inf or NaN where there is one."""
-        values = _aligned(x)
         bits = np.zeros(1, np.uint32)
-        self._call(f"amax_{FLOAT_TYPES[x.dtype].word}", values, values.size, bits)
+        self._run(entry_points.amax_call(_values(x), bits))
         return float(bits.view(np.float32)[0])
 
     def quantize(
@@ -151,15 +152,13 @@ class Cpu:
         importance: Float32s | None = None,
     ) -> Quantized:
         """Quantize the rows; equals codec.quantize."""
-        values = _aligned(x)
-        packed = np.empty(values.size // 2, np.uint8)
-        block_scales = np.empty(values.size // fmt.block_size, np.uint8)
+        values = _values(x)
+        packed = np.empty(values.n // 2, np.uint8)
+        block_scales = np.empty(values.n // fmt.block_size, np.uint8)
         check_importance(rule, importance)
-        amax = (np.array([group_amax], np.float32),) if fmt.has_global_scale else ()
         weights = () if importance is None else (weigh(importance, x.shape[1], fmt), x.shape[1])
-        kernel = f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}"
-        choice = *amax, *rule_number(fmt, rule), *weights
-        self._call(kernel, values, values.size, *choice, packed, block_scales)
+        amax, codes = np.array([group_amax], np.float32), Codes(fmt, packed, block_scales)
+        self._run(entry_points.quantize_call(values, codes, rule, amax, weights))
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
@@ -167,8 +166,7 @@ class Cpu:
         """Read the values as bytes of `dtype`; equals codec.dequantize."""
         check_range(q, dtype)
         values = np.empty(q.shape[0] * q.shape[1], FLOAT_DTYPES[dtype])
-        kernel = f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}"
-        self._call(kernel, *_parts_of(q), values.size, *_stored_scale(q), values)
+        self._run(entry_points.dequantize_call(_codes(q), Values(dtype, values, q.shape)))
         return values.view(np.uint8).data
 
     def values(self, q: Quantized) -> Float32s:
@@ -177,12 +175,10 @@ class Cpu:
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
         """Measure what rows lost by their codes; equals error_sums.compare."""
-        packed, block_scales = _parts_of(q)
+        codes = _codes(q)
         sums, counts = np.empty((x.shape[0], ROW_SUMS)), np.zeros(CODES, np.int64)
-        kernel = f"compare_{q.format.name}_{FLOAT_TYPES[x.dtype].word}"
-        codes = packed, block_scales, *_stored_scale(q)
-        self._call(kernel, _aligned(x), *x.shape, *codes, sums)
-        self._call("count_codes", packed, packed.size, counts)
+        self._run(entry_points.compare_call(_values(x), codes, sums))
+        self._run(entry_points.count_call(codes.packed, codes.packed.size, counts))
         return Compared(sums.reshape(-1).view(np.uint8).data, counts.view(np.uint8).data)
 
     def compare_values(self, x: Matrix, y: Float32s) -> Compared:
@@ -191,8 +187,7 @@ class Cpu:
         Equals error_sums.compare_values.
         """
         sums = np.empty((x.shape[0], ROW_SUMS))
-        kernel = f"compare_values_{FLOAT_TYPES[x.dtype].word}"
-        self._call(kernel, _aligned(x), *x.shape, _checked(y, x.shape), sums)
+        self._run(entry_points.compare_values_call(_values(x), _checked(y, x.shape), sums))
         return Compared(sums.reshape(-1).view(np.uint8).data, memoryview(b""))
 
     def decode_fp8(
@@ -234,21 +229,20 @@ class Cpu:
     def grid_amax(self, x: Matrix, grid: Grid) -> None:
         """Raise scales to amaxes of blocks; equals fp8_int.grid_amax."""
         amaxes, layout = native_grid(grid, x.shape)
-        self._call(f"grid_amax_{FLOAT_TYPES[x.dtype].word}", _aligned(x), layout, amaxes)
+        self._run(entry_points.grid_amax_call(_values(x), layout, amaxes))
 
     def quantize_fp8(self, x: Matrix, grid: Grid) -> Bytes:
         """Return (rows, columns) E4M3 codes; equals fp8_int.quantize_fp8."""
         codes = np.empty(x.shape, np.uint8)
-        kernel = f"quantize_fp8_{FLOAT_TYPES[x.dtype].word}"
-        self._call(kernel, _aligned(x), *native_grid(grid, x.shape), codes)
+        self._run(entry_points.quantize_fp8_call(_values(x), *native_grid(grid, x.shape), codes))
         return codes
 
     def fp8_costs(self, x: Matrix, grid: Grid, costs: Doubles) -> None:
         """Add costs of blocks; equals fp8_int.fp8_costs."""
         if costs.shape != grid.scales.shape or not costs.flags.c_contiguous:
             raise ValueError(f"costs of shape {costs.shape}; expected {grid.scales.shape}")
-        kernel = f"fp8_costs_{FLOAT_TYPES[x.dtype].word}"
-        self._call(kernel, _aligned(x), *native_grid(grid, x.shape), costs)
+        values, tables = _values(x), native_grid(grid, x.shape)
+        self._call(f"fp8_costs_{values.word}", values.address, *tables, costs)
 
     def transpose(self, stored: Matrix, columns: range) -> Matrix:
         """Return columns of a stored matrix as rows; equals fp8_int.transpose."""
@@ -309,13 +303,12 @@ class Cpu:
         (rows, columns), width = x.shape, h.shape[1]
         room = np.empty(room_nbytes(width) + 64, np.uint8)
         room = room[-room.ctypes.data % 64 :]
-        packed, block_scales = _parts_of(q)
-        found = np.empty_like(packed), np.empty_like(block_scales)
+        codes = _codes(q)
+        found = np.empty_like(codes.packed), np.empty_like(codes.block_scales)
         inputs = _checked(h.reshape(-1, width), (h.shape[0] * width, width))
         sizes = np.array([rows, columns, width, passes, panel_rows(width)], np.int64)
-        codes = *_stored_scale(q)[:1], packed, block_scales
-        kernel = f"descend_{q.format.name}"
-        self._call(kernel, _checked(x, q.shape), inputs, sizes, *codes, *found, room)
+        given = _checked(x, q.shape), inputs, sizes
+        self._run(entry_points.descend_call(given, codes, Codes(q.format, *found), room))
         packed, block_scales = (part.reshape(-1) for part in found)
         return replace(q, packed=packed.data, block_scales=block_scales.data, compared=None)
 
@@ -346,6 +339,9 @@ class Cpu:
         found, left = (part.swapaxes(1, 2).reshape(-1, part.shape[1]) for part in (values, sums))
         return found[:rows], left[:rows]
 
+    def _run(self, call: entry_points.Call) -> None:
+        self._call(call[0], *call[1])
+
     def _call(self, name: str, *arguments: Array | int) -> None:
         """Call an entry point; the library keeps what getattr finds, an item is made anew."""
         native = (
@@ -359,10 +355,10 @@ def _panels(weights: Weights) -> Iterator[Matrix]:
     return (weights.rows(first, last) for first, last in row_panels(weights.shape, READ_ELEMENTS))
 
 
-def _aligned(x: Matrix) -> Array:
-    """Return the values, flat; a copy where a header left them unaligned."""
-    values = np.frombuffer(x.data, FLOAT_DTYPES[x.dtype])
-    return values if values.flags.aligned else values.copy()
+def _values(x: Matrix) -> Values:
+    """Return the values, a copy where a header left them unaligned; ValueError as _held."""
+    values = np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).reshape(x.shape)
+    return Values(x.dtype, values if values.flags.aligned else values.copy(), x.shape)
 
 
 def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
@@ -370,16 +366,12 @@ def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
     return np.frombuffer(stored, np.uint8).reshape(shape)
 
 
-def _parts_of(q: Quantized) -> tuple[Array, Array]:
+def _codes(q: Quantized) -> Codes:
+    """Return codes, block scales and global scale; ValueError where they do not fit."""
     rows, columns = q.shape
     block_scales = _held(q.block_scales, (rows, columns // q.format.block_size))
-    return _held(q.packed, (rows, columns // 2)), block_scales
-
-
-def _stored_scale(q: Quantized) -> tuple[Array, int] | tuple[()]:
-    """Return what stands for the global scale among a kernel's arguments."""
     stored = np.array([q.global_scale or 0], np.float32)
-    return (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
+    return Codes(q.format, _held(q.packed, (rows, columns // 2)), block_scales, stored, q.kind)
 
 
 def native_grid(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.int64]]:
