@@ -134,7 +134,7 @@ def quantize(
     group_amax: float | None = None,
     importance: Float32s | None = None,
 ) -> Quantized:
-    """Return the codes and scales of a matrix, the same bytes on every backend.
+    """Return the codes and scales of a matrix; all backends give these.
 
     x           (rows, columns) float32, finite; columns % fmt.block_size == 0
     rule        one of fmt.scale_rules
@@ -189,7 +189,7 @@ def check_finite(amax: float) -> float:
 
 
 def check_importance(rule: str, importance: Float32s | None) -> None:
-    """Raise InputError for rule importance without any, ValueError for another rule with some."""
+    """Raise where rule importance has none, or another rule has some."""
     if rule == IMPORTANCE and importance is None:
         detail = "scale rule importance needs second moments of the inputs"
         raise InputError("no-importance", detail, "Give --calibration FILE, or importance=.")
@@ -226,7 +226,7 @@ def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
 
 
 def _costs(q: Float32s, factor: Float32s, weights: Float32s | None) -> Float32s:
-    """Compute factor * sum of squared errors of each block, by halves as the head says.
+    """Compute factor * sum of squared errors of each block, by halves.
 
     q        (blocks, elements) float32, x / step
     factor   the square of the block scale, or a power of 4
@@ -352,7 +352,7 @@ def _mxfp4_scales(blocks: Float32s, rule: str, weights: Float32s | None) -> Byte
 
 
 def _mxfp4_search(blocks: Float32s, e0: Integers, weights: Float32s | None) -> Integers:
-    """Find the exponent of least cost: e0 + 1, e0 or e0 - 1; with weights down to e0 - 40."""
+    """Find the exponent of least cost, from e0 + 1 down."""
     # No other exponent is better. The block's largest is 4 to 8 times 2^e0 (less where e0 is 0).
     # From e0 + 2 on it is at most 3.5 steps, so that the exponent below is as good, as in
     # _nvfp4_last. From e = e0 - 2 down its clipping costs at least 84 * 4^e more than under e + 1,
@@ -369,7 +369,7 @@ def _mxfp4_search(blocks: Float32s, e0: Integers, weights: Float32s | None) -> I
 
 
 def dequantize(q: Quantized) -> Float32s:
-    """Return (rows, columns) float32 values: e2m1(code) times the step of its block."""
+    """Return (rows, columns) float32: e2m1(code) * step of the block."""
     rows, columns = q.shape
     codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, columns // 2))
     step = block_steps(q).reshape(rows, -1, 1)
@@ -379,7 +379,7 @@ def dequantize(q: Quantized) -> Float32s:
 
 
 def block_steps(q: Quantized) -> Float32s:
-    """Return what one code unit is worth in each block: float32, flat; NaN for a NaN byte.
+    """Return what one code unit is worth in each block: float32, flat.
 
     fl(scales * multiplier) or fl(scales / divisor): the order in which engines compute.
     """

@@ -77,7 +77,7 @@ def check_shapes(x: Float32s, q: Quantized, h: Float32s) -> None:
 
 
 def aligned(h: Float32s, columns: int, fmt: Format) -> Float32s:
-    """Join blocks of H, (k, n, n), until none ends within a block of the format."""
+    """Join blocks of H until none ends within a block of the format."""
     count, width, _ = h.shape
     if count == 1:
         return h[:, :columns, :columns]
@@ -162,7 +162,7 @@ class _Descent:
         return np.where(is_less, self._codes, codes), np.where(is_less, self._scales, scales)
 
     def _choose(self, first: int, pulls: Float32s, h: Float32s, reach: int) -> NDArray[np.float64]:
-        """Choose scale and codes of a block in every row; return how its values change."""
+        """Choose scale and codes of a block; return how its values change."""
         here, block = slice(first, first + len(h)), first // len(h)
         values, own = self._values[:, here].copy(), self._scales[:, block].astype(np.int64)
         least = np.zeros(len(values), np.float32)
@@ -191,7 +191,7 @@ class _Descent:
 def _move(
     moved: NDArray[np.float64], changes: NDArray[np.float64], h: Float32s, columns: range
 ) -> None:
-    """Add the product of changes in these columns with H, one column after the other."""
+    """Add the product of changes in these columns with H, one by one."""
     for j in columns:
         rows = changes[:, j] != 0
         moved[rows] += changes[rows, j, None] * h[j].astype(np.float64)
@@ -200,7 +200,7 @@ def _move(
 def _sweep(
     values: Float32s, pulls: Float32s, h: Float32s, steps: Float32s
 ) -> tuple[Float32s, Bytes]:
-    """Round every column in turn under these steps; return the cost it adds, and codes."""
+    """Round every column in turn; return the cost that adds, and codes."""
     p, cost = pulls.copy(), np.zeros(len(values), np.float32)
     codes, inverse = np.empty(values.shape, np.uint8), np.float32(1) / np.diagonal(h)
     for j in range(len(h)):

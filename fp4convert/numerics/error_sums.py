@@ -188,7 +188,7 @@ class Account:
 
 
 def summarise_adapter(accounts: Iterable[Account]) -> dict[str, Any] | None:
-    """Summarise what is left of an adapter: mean and least dB, the worst; None without one."""
+    """Summarise what is left of an adapter, in dB; None without one."""
     known = [(db, one.name) for one in accounts if (db := one.adapter_db) is not None]
     if not known:
         return None
@@ -209,7 +209,7 @@ def summarise_exact(accounts: Iterable[Account]) -> dict[str, Any] | None:
 
 
 def compare(x: Float32s, q: Quantized) -> Compared:
-    """Compare a (rows, columns) finite matrix with its codes, bit for bit as kernels/compare.*."""
+    """Compare a finite matrix with its codes, as kernels/compare.* do."""
     step = block_steps(q).reshape(len(x), -1)
     rows = compare_values(x, dequantize(q), np.repeat(step, q.format.block_size, axis=1))
     return Compared(rows.reshape(-1).view(np.uint8).data, count_codes(q.packed).view(np.uint8).data)

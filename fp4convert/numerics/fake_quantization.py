@@ -77,7 +77,7 @@ def count_on_grid(x: Float32s, dtype: str, fmt: Format) -> tuple[int, int]:
 
 
 def find_telling(x: Float32s, fmt: Format) -> tuple[int, Float32s]:
-    """Count blocks that tell; return those that can be E2M1 values times a step."""
+    """Count blocks that tell; return those that may lie on a grid."""
     blocks = x.reshape(-1, fmt.block_size)
     ordered = np.sort(np.abs(blocks), axis=1)
     magnitudes = (np.diff(ordered, axis=1) > 0).sum(axis=1) + (ordered[:, 0] > 0)
@@ -134,7 +134,7 @@ def _most_shared(begin: Doubles, end: Doubles) -> tuple[float, int]:
 
 
 def count_exact(x: NDArray[np.generic], values: Float32s, block_size: int) -> tuple[int, int]:
-    """Count blocks that are not zero, and those whose values are x again in its dtype."""
+    """Count blocks that are not zero, and those that come back as x."""
     with np.errstate(over="ignore", under="ignore"):
         same = (values.astype(x.dtype) == x).reshape(-1, block_size).all(axis=1)
     counted = (x != 0).reshape(-1, block_size).any(axis=1)

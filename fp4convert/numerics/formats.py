@@ -80,7 +80,7 @@ STORED_FORMATS = {**FORMATS, INT4.name: INT4}  # that a module can be found in
 
 
 class FloatType(NamedTuple):
-    """A type of unquantized weights: users' word, config.json's, bytes, largest finite value."""
+    """A type of unquantized weights, with its largest finite value."""
 
     word: str
     config_name: str
@@ -130,14 +130,14 @@ def check_rule(fmt: Format, rule: str) -> str:
 
 
 def kernel_of(fmt: Format, rule: str) -> str:
-    """Name the kernel for a rule, less its dtype; InputError for a rule of another format."""
+    """Name the kernel for a rule, less its dtype."""
     is_searched = check_rule(fmt, rule) in ("mse", "four-over-six")
     kind = "weigh" if rule == IMPORTANCE else "search" if is_searched else "quantize"
     return f"{kind}_{fmt.name}"
 
 
 def rule_number(fmt: Format, rule: str) -> tuple[int, ...]:
-    """Return the number of a rule in kernels/fp4.h where its kernel has a choice."""
+    """Return the number that kernels/fp4.h has for a rule, or nothing."""
     is_lone = rule in ("amax", IMPORTANCE) or (rule == "mse" and not fmt.has_global_scale)
     return () if is_lone else (fmt.scale_rules.index(rule),)
 

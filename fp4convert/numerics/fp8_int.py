@@ -56,7 +56,7 @@ def each_scale(grid: Grid, shape: tuple[int, int]) -> Float32s:
 def decode_fp8(
     codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
 ) -> Float32s:
-    """Return (rows, columns) float32 values fl(code * scale); NaN codes stay NaN."""
+    """Return (rows, columns) float32 fl(code * scale); NaN stays NaN."""
     values = np.frombuffer(codes, FP8_DTYPES[dtype]).reshape(shape).astype(np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values * each_scale(grid, shape)
@@ -65,12 +65,12 @@ def decode_fp8(
 def amax_fp8(
     codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
 ) -> float:
-    """Find the largest magnitude of decode_fp8's values; not finite where one is not."""
+    """Find the largest magnitude of decode_fp8's values, also Inf or NaN."""
     return float(np.abs(decode_fp8(codes, shape, grid, dtype)).max(initial=0))
 
 
 def unpack_integers(packed: memoryview, shape: tuple[int, int], bits: int) -> Bytes:
-    """Unpack (rows, columns) codes of int32 items, the first code in the lowest bits."""
+    """Unpack (rows, columns) codes of int32 items, lowest bits first."""
     stored = np.frombuffer(packed, np.uint8).reshape(shape[0], -1)
     if bits == 4:
         stored = np.stack([stored & 15, stored >> 4], axis=-1).reshape(shape[0], -1)
@@ -84,8 +84,9 @@ def decode_integers(
     bits: int = 4,
     zero_points: Float32s | None = None,
 ) -> Float32s:
-    """Return (rows, columns) float32 values fl((code - 2**(bits - 1) - zero_point) * scale).
+    """Return (rows, columns) float32 values.
 
+    fl((code - 2**(bits - 1) - zero_point) * scale)
     packed       rows of whole int32 items, which hold 32 / bits codes each; what a row has beyond
                  its columns is padding
     bits         4 or 8
@@ -100,7 +101,7 @@ def decode_integers(
 
 
 def read_zero_points(packed: memoryview, shape: tuple[int, int], bits: int = 4) -> Float32s:
-    """Read (rows, groups) zero points; an int32 item holds those of 32 / bits rows."""
+    """Read (rows, groups) zero points, packed down the columns."""
     rows, groups = shape
     items = np.frombuffer(packed, "<i4").reshape(-1, groups)
     codes = unpack_integers(np.ascontiguousarray(items.T).view(np.uint8).data, (groups, rows), bits)
@@ -108,7 +109,7 @@ def read_zero_points(packed: memoryview, shape: tuple[int, int], bits: int = 4) 
 
 
 def grid_amax(x: Matrix, grid: Grid) -> None:
-    """Raise each scale of a grid to the largest magnitude of its block, also Inf or NaN."""
+    """Raise scales to the largest magnitudes of blocks, also Inf or NaN."""
     np.maximum.at(grid.scales, _places(x.shape, grid), np.abs(as_floats(x)))
 
 
@@ -119,7 +120,7 @@ def _places(shape: tuple[int, int], grid: Grid) -> tuple[Integers, Integers]:
 
 
 def fp8_scales_of(amax: Float32s) -> Float32s:
-    """Compute what one unit of E4M3 is worth: amax / 448 of a block, and 1 where that is 0."""
+    """Compute the scales amax / 448, and 1 where that is 0."""
     with np.errstate(under="ignore"):
         quotients = np.asarray(amax, np.float32) / f32(E4M3_MAX)
     return np.where(quotients == 0, f32(1), quotients)
@@ -181,7 +182,7 @@ def fp8_costs(x: Matrix, grid: Grid, costs: Float64s) -> None:
 
 
 def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:
-    """Return fl(e4m3(x / scale) * scale) under scale = amax / 448 of each block.
+    """Return fl(e4m3(x / scale) * scale), scale = amax / 448 of a block.
 
     x  (rows, columns), from the first row of a block on; blocks at the edges may be cut
     """
@@ -198,7 +199,7 @@ def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:
 
 
 def transpose(stored: Matrix, columns: range) -> Matrix:
-    """Return columns of a stored matrix, of 1, 2 or 4 bytes an element, as rows."""
+    """Return columns of a stored matrix of any dtype as rows."""
     rows, width = stored.shape
     raw = np.frombuffer(stored.data, np.uint8)
     values = raw.reshape(rows, width, -1)[:, columns.start : columns.stop : columns.step]

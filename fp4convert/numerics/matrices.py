@@ -46,7 +46,7 @@ StoredReader = Callable[[int, int], StoredRows]
 
 
 class RowReader(Protocol):
-    """What reads whole rows; weights replace a body where they know a faster way."""
+    """What reads whole rows; some weights know a faster way."""
 
     def rows(self, first: int, last: int) -> Matrix:
         """Read rows first..last-1; read-only, valid while their source is open."""
@@ -60,7 +60,7 @@ class RowReader(Protocol):
         return None
 
     def stored_reader(self) -> StoredReader | None:
-        """Return what reads rows as they are stored; None where a GPU cannot decode them."""
+        """Return what reads stored rows; None where no GPU can decode them."""
         return None
 
 
@@ -140,8 +140,9 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True)
 class Canonical(Generic[Part]):
-    """One matrix, or some whole rows: row-major, low nibble first, linear scales.
+    """One matrix, or some whole rows of one, in canonical form.
 
+    Row-major, low nibble first, linear scales.
     packed        rows * columns / 2 bytes; element 2i in bits 0-3, element 2i+1 in bits 4-7
     block_scales  rows * columns / block_size bytes, E4M3 or E8M0
     global_scale  the stored float32, as an exact Python float; None where the format has none
@@ -217,7 +218,7 @@ def _revived(
 
 
 class Blocks(Protocol):
-    """A four-bit matrix somewhere, read by whole rows as often as is wanted; Quantized is one."""
+    """A four-bit matrix, read by whole rows as often as is wanted."""
 
     @property
     def format(self) -> Format: ...
@@ -266,7 +267,7 @@ class Fetched(NamedTuple):
 
 
 def row_panels(shape: tuple[int, int], elements: int = PANEL_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Cut a matrix into ranges of whole rows, (first, last + 1), of about so many elements."""
+    """Cut a matrix into (first, last + 1) rows of about so many elements."""
     rows, columns = shape
     height = max(1, elements // columns)
     return ((first, min(first + height, rows)) for first in range(0, rows, height))

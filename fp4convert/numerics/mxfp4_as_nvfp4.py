@@ -32,7 +32,7 @@ class Recast(NamedTuple):
 
 
 def largest_exponent(q: Quantized) -> int:
-    """Find the largest e of block scales 2^e of values other than zero; NOTHING without one.
+    """Find the largest e of scales 2^e of blocks that are not all zeros.
 
     Raises  NumericError where a scale is NaN, for which a global scale of 2^k leaves no place
     """
@@ -43,7 +43,7 @@ def largest_exponent(q: Quantized) -> int:
 
 
 def global_exponent(largest: int) -> int:
-    """Return k of the global scale 2^k, for the largest exponent of a scale group."""
+    """Return k of the global scale 2^k, for the group's largest exponent."""
     return max(largest - HIGHEST, -126) if largest > NOTHING else 0
 
 

@@ -94,7 +94,7 @@ class Layout(NamedTuple):
     def restore_lazily(
         self, read: Callable[[], memoryview], shape: tuple[int, int]
     ) -> Callable[[int, int], memoryview]:
-        """Return a reader of rows (first, last + 1), which restores all when it is first asked."""
+        """Return a reader of rows, which restores all when it is first asked."""
         linear = cache(lambda: self.restore(read(), shape))
         return lambda first, last: linear()[first * shape[1] : last * shape[1]]
 

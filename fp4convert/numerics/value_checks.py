@@ -11,7 +11,7 @@ from fp4convert.numerics.matrices import Quantized, Weights, row_panels
 
 
 def find_not_finite_values(weights: Weights) -> str:
-    """Count values that are NaN or Inf, and find the first, in words; "" without any."""
+    """Describe values that are NaN or Inf, and the first; "" without any."""
     count, place, what = 0, [0, 0], ""
     for first, last in row_panels(weights.shape):
         values = np.frombuffer(weights.rows(first, last).data, FLOAT_DTYPES[weights.dtype])
@@ -26,7 +26,7 @@ def find_not_finite_values(weights: Weights) -> str:
 
 
 def check_range(q: Quantized, dtype: str) -> None:
-    """Raise NumericError where a value is beyond the range of a dtype, by safetensors' name."""
+    """Raise NumericError where a value is beyond the range of a dtype."""
     if dtype == "F32" or _largest(block_steps(q)) * E2M1_MAX <= FLOAT_TYPES[dtype].largest:
         return
     largest, widest = _largest(dequantize(q)), FLOAT_TYPES["F32"].largest

@@ -75,8 +75,9 @@ class Backend(Protocol):
         rule: str,
         given: Given = OWN,
     ) -> Iterator[tuple[int, Quantized]]:
-        """Quantize the members of a scale group under one amax; equals codec.quantize.
+        """Quantize the members of a scale group under one amax.
 
+        Equals codec.quantize.
         measured  whose largest magnitude is the group's: the members, and what shares their scale
                   elsewhere
         Yields    (number of the member, its next panel), member by member; panels are compared with
@@ -94,8 +95,9 @@ class Backend(Protocol):
         """
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
-        """Read the values in order, as bytes of `dtype`; equals codec.dequantize, rounded once.
+        """Read the values in order, as bytes of `dtype`.
 
+        Equals codec.dequantize, rounded once.
         Yields    panels that are valid until the next is asked for
         Raises    NumericError where a value is beyond the range of F16 or BF16
         """
@@ -104,17 +106,17 @@ class Backend(Protocol):
         """Lend what rounds this matrix; it may be kept there meanwhile."""
 
     def descend(self, x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
-        """Find codes and block scales that cost less under H; equals descent.descend.
+        """Find codes and scales that cost less; equals descent.descend.
 
         Raises  DeviceError where a GPU has no memory for H and a few rows
         """
 
     def held_nbytes(self, threads: int, widest: int) -> int:
-        """Count the host memory that it holds for callers of rows of so many elements."""
+        """Count the host memory held for callers; `widest` of their rows."""
 
 
 def expected_device(word: str) -> str:
-    """Return the devices that --device takes, with the one that a word may mean."""
+    """Return what --device takes, with the device that a word may mean."""
     meant = re.fullmatch(r"(cpu|cuda|gpu|nvidia)?[ :_-]*([0-9]{1,9})?", word.strip().lower())
     near = ""
     if meant and any(meant.groups()):

@@ -343,7 +343,7 @@ class Cpu:
         self._call(call[0], *call[1])
 
     def _call(self, name: str, *arguments: Array | int) -> None:
-        """Call an entry point; the library keeps what getattr finds, an item is made anew."""
+        # The library keeps what getattr finds; an item is made anew.
         native = (
             ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data)
             for a in arguments
@@ -356,7 +356,7 @@ def _panels(weights: Weights) -> Iterator[Matrix]:
 
 
 def _values(x: Matrix) -> Values:
-    """Return the values, a copy where a header left them unaligned; ValueError as _held."""
+    """Return the values; a copy where a header left them unaligned."""
     values = np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).reshape(x.shape)
     return Values(x.dtype, values if values.flags.aligned else values.copy(), x.shape)
 
@@ -367,7 +367,7 @@ def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
 
 
 def _codes(q: Quantized) -> Codes:
-    """Return codes, block scales and global scale; ValueError where they do not fit."""
+    """Return the parts of a matrix; ValueError where they do not fit."""
     rows, columns = q.shape
     block_scales = _held(q.block_scales, (rows, columns // q.format.block_size))
     stored = np.array([q.global_scale or 0], np.float32)
@@ -375,7 +375,7 @@ def _codes(q: Quantized) -> Codes:
 
 
 def native_grid(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.int64]]:
-    """Return scales that cover every block of `shape`, and what kernels call a grid."""
+    """Return scales for every block, and what kernels call a grid."""
     scales = _checked(grid.scales, grid_shape((grid.first_row + shape[0], shape[1]), grid.block))
     return scales, np.array([*shape, *grid.block, grid.first_row], np.int64)
 
@@ -389,7 +389,7 @@ def _in_tiles(values: Float32s) -> Float32s:
 
 
 def _checked(scales: Float32s, shape: tuple[int, ...]) -> Float32s:
-    """Return the scales, contiguous; ValueError for fewer rows or other columns than `shape`."""
+    """Return the scales, contiguous; ValueError where they do not fit."""
     if scales.shape[0] < shape[0] or scales.shape[1:] != shape[1:]:
         raise ValueError(f"scales of shape {scales.shape}; expected {shape}")
     return np.ascontiguousarray(scales, np.float32)

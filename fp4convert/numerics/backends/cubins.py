@@ -75,7 +75,7 @@ def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Return major and minor of the NVRTC that CuPy found; any error of CuPy without one."""
+    """Return major and minor of the NVRTC that CuPy found, or raise."""
     from cupy_backends.cuda.libs import nvrtc
 
     major, minor = nvrtc.getVersion()
@@ -153,14 +153,14 @@ def cache_folder() -> Path:
 
 @cache
 def _own_folder() -> Path:
-    """Make a folder for this process alone, in the place of a cache that takes no files."""
+    """Make a folder for this process, where a cache takes no files."""
     folder = Path(tempfile.mkdtemp(prefix="fp4convert-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether an ELF file is as long as its tables say: a crash may have cut it."""
+    """Return whether an ELF file is as long as its tables say."""
     if not path.is_file():
         return False
     cubin = path.read_bytes()

@@ -92,7 +92,7 @@ class Fp8Lane(Lane):
         return one_behind(start(*panel) for panel in panels)
 
     def _grids(self, weights: Weights, block: tuple[int, int]) -> list[tuple[int, int, int]]:
-        """Cut a matrix into panels: first row, last + 1, address of their grid on the GPU."""
+        """Cut a matrix into panels: first row, last + 1, address of a grid."""
         rows, columns = weights.shape
         cuts = list(even_panels((rows, columns), columns + ROW_NBYTES))
         grids = np.zeros((len(cuts), 6), np.int64)  # six, so that each begins at whole 16 bytes

@@ -1,4 +1,4 @@
-"""Load the compiled kernels of a GPU, start them, and hold memory for them."""
+"""Load the kernels of a GPU, start them, and hold memory for them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ Part = memoryview | NDArray[np.generic]
 
 
 class Lane:
-    """The way of one caller's panels through one GPU; methods run with `device` current."""
+    """The way of panels through one GPU, whose `device` must be current."""
 
     def __init__(self, kernels: Kernels) -> None:
         cupy = kernels.cupy
@@ -205,7 +205,7 @@ class Lane:
         return check_finite(self.amax()) if self._is_measured else self.amax()
 
     def _give_scale(self, rule: str) -> float:
-        """Put the global scale of the amax on the device, for work that starts from now on."""
+        """Put the global scale on the device, for work that starts later."""
         stored = float(global_scale_of(self._check_amax(), rule))
         self._scale_buffer.copied.synchronize()
         self._scale_buffer.host[:4] = np.float32(stored).tobytes()
@@ -213,7 +213,7 @@ class Lane:
         return stored
 
     def _give_weights(self, weights: Float32s) -> tuple[int, int]:
-        """Put weights of columns on the device, as above; return address and number."""
+        """Put weights of columns on the device; return address and number."""
         buffer = self._weights_buffer
         buffer.used.record(self._work)
         buffer.hold(weights.nbytes)
@@ -320,7 +320,7 @@ class Lane:
 
     @contextmanager
     def _parts(self, parts: Sequence[Part]) -> Iterator[list[int]]:
-        """Put tables on the device for the work that is started meanwhile; yield addresses."""
+        """Put tables on the device for work started meanwhile; yield places."""
         places = lay_out(*(part.nbytes for part in parts))
         buffer = self._free_arrival(places[-1].stop)
         for place, part in zip(places, parts, strict=True):
@@ -339,7 +339,7 @@ class Lane:
 
     @contextmanager
     def _uploaded(self, buffer: Buffer, nbytes: int, place: Any = None) -> Iterator[None]:
-        """Upload a buffer for the work that is started meanwhile, until that is done."""
+        """Upload a buffer for the work that is started meanwhile."""
         self._up.wait_event(buffer.used)
         buffer.upload(nbytes, self._up, place)
         self._work.wait_event(buffer.copied)

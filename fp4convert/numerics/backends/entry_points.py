@@ -1,4 +1,4 @@
-"""Name the entry points of kernels: their arguments; of kernels/*.cu also files and grids.
+"""Name the entry points of kernels: arguments, files and grids.
 
 The CPU library has most under the same names. Addresses are whatever the caller has: of a GPU's
 memory, or arrays of NumPy where kernels run on the host.

@@ -1,4 +1,4 @@
-"""Make values beside the ties of the four-bit formats, for the check of a GPU."""
+"""Make values beside the ties of four-bit formats."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _difference(found: Output, expected: Output) -> str:
 
 
 def _fp4_outputs(backend: Cuda | Cpu) -> Iterator[Output]:
-    """Measure and round values of every float type to four bits, and read four bits."""
+    """Round values of every float type to four bits, and read them."""
     for dtype, float_type in FLOAT_TYPES.items():
         for fmt, amax in ((NVFP4, EVEN_AMAX), (NVFP4, ODD_AMAX), (MXFP4, 0.0)):
             values = hard_values(dtype, fmt, amax)
