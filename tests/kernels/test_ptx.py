@@ -1,7 +1,7 @@
 """PTX on the host: what ptx.py makes of it computes as the ISA says, and wrong PTX is noticed.
 
 The kernels' own tests run on NVRTC's PTX in test_cuda_kernels.py, test_kernels.py, test_gemv.py,
-test_search_hostile.py, test_cuda_decode.py and test_error_sums.py, as the builds ptx-90 and
+test_search_hostile.py, test_fp8_int.py, test_descend.py and test_error_sums.py, as ptx-90 and
 ptx-120a.
 """
 
