@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from ctypes import CDLL
 
+# The copies of the CPU library's kernels.
+LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 WAKE_SECONDS = 0.05
 # Ends a wait and does nothing else; ignored where nobody listens to it. None on Windows, which has
 # no signal for a thread: there a stop may wait until the main thread waits no more.
@@ -201,6 +203,11 @@ def cpu_library() -> CDLL:
             "the CPU library is not installed with the package; reinstall fp4convert"
         )
     return CDLL(str(found[0]))
+
+
+def instruction_set() -> str:
+    """Name the copy of the library's kernels that fits this processor."""
+    return LEVELS[cpu_library().fp4_level(0)]
 
 
 @cache

@@ -118,7 +118,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
 
 @pytest.fixture(scope="session")
 def simt_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    """Every .cu file for the host, as lazy_cuda.Machine takes them."""
+    """Every .cu file for the host, as simt_gpu.Machine takes them."""
     folder = tmp_path_factory.mktemp("simt")
     stems = [Path(source).stem for source in entry_points.SOURCES]
     return {stem: compile_for_host(KERNELS / f"{stem}.cu", folder) for stem in stems}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cpu import compiled_libraries
 from cpu.kernels import KINDS, NAMED, Kernels, Memory
-from fp4convert.numerics.cpu_library import LEVELS
+from fp4convert.process import LEVELS
 from harness.measure import ROOT, in_turn, median_ratio
 from harness.sections import Row, Section
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.cpu_library import LEVELS
+from fp4convert.process import LEVELS
 from fp4convert.storage.shard_writer import WRITE_NBYTES
 from harness.checkpoints import HIDDEN, MLP, make_checkpoint
 from harness.disk import file_system, files_of, make_cold, make_warm

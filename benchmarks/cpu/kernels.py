@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from cpu import compiled_libraries
-from fp4convert.numerics.cpu_library import LEVELS
+from fp4convert.process import LEVELS
 from harness.measure import in_turn, median_ratio
 from harness.sections import Row, Section
 

@@ -57,7 +57,7 @@ def results(name: str, kind: str) -> Path:
     cpu-avx2.md.
     """
     from fp4convert.numerics.backends.cpu import Cpu
-    from fp4convert.numerics.cpu_library import LEVELS
+    from fp4convert.process import LEVELS
 
     words = {LEVELS[4]: "", LEVELS[3]: "-avx2", LEVELS[2]: "-sse4"}
     return RESULTS / f"{name}{words.get(Cpu().instruction_set, f'-{platform.machine()}')}.{kind}"

@@ -303,7 +303,7 @@ def _round(x: Float32s, fmt: Format) -> Float32s:
         return Cpu().values(Cpu().quantize(as_matrix(x), fmt, fmt.default_rule, amax, None))
     weights, block = InMemory(as_matrix(x)), (1, fmt.block_size or x.shape[1])
     scales = find_scales(weights, block, fmt, fmt.default_rule)
-    return np.concatenate([part.values for part in round_to_fp8(weights, scales, block)])
+    return round_to_fp8(weights, scales, block)
 
 
 def predictions_of(

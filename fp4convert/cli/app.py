@@ -23,7 +23,7 @@ from fp4convert.cli.help import WIDEST
 from fp4convert.cli.options import flags_of
 from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted, OutputError, shell_line
-from fp4convert.process import Stopped, sturdy_streams, uncovered
+from fp4convert.process import Stopped, instruction_set, sturdy_streams, uncovered
 
 # Options that would mean nothing without a word; others refuse an empty one themselves.
 NOT_EMPTY = ("--source", "--output", "-o", "--revision", "--subfolder", "--report", "--sarif")
@@ -39,7 +39,6 @@ fp4convert verify ./Qwen3-8B-NVFP4 --source Qwen/Qwen3-8B
 def _print_version(wanted: bool) -> None:
     """Print the version, and which copy of the kernels runs here."""
     if wanted:
-        from fp4convert.numerics.cpu_library import instruction_set
         from fp4convert.version import __version__
 
         try:

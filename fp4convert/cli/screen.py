@@ -70,8 +70,7 @@ class Screen:
         if self.is_quiet:
             detail = "--quiet and --verbose are given; expected one of them"
             raise InputError("usage", detail, "Leave one of them out.")
-        from fp4convert.numerics.cpu_library import instruction_set
-        from fp4convert.process import processors
+        from fp4convert.process import instruction_set, processors
         from fp4convert.version import __version__
 
         python = ".".join(map(str, sys.version_info[:3]))

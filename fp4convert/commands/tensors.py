@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fp4convert.errors import InputError, NumericError
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
+from fp4convert.numerics.codec import FLOAT_DTYPES, LEAVE, Float32s
 from fp4convert.numerics.formats import (
     FLOAT_TYPES,
     FP4_FORMATS,
@@ -32,6 +32,7 @@ from fp4convert.numerics.formats import (
     format_named,
 )
 from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
+from fp4convert.numerics.value_checks import find_not_finite_values
 
 if TYPE_CHECKING:
     import torch

@@ -18,6 +18,7 @@ wins, then the lower one; so a block of zeros, all of whose costs are 0, keeps c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import ml_dtypes
@@ -30,14 +31,13 @@ from fp4convert.numerics.formats import (
     E4M3_MAX,
     E4M3_MIN,
     E8M0_STORED_MAX,
-    FLOAT_TYPES,
     GLOBAL_SCALE_MIN,
     IMPORTANCE,
     Format,
     check_rule,
     global_range,
 )
-from fp4convert.numerics.matrices import Matrix, Quantized, Weights, row_panels
+from fp4convert.numerics.matrices import Matrix, Quantized
 
 Float32s = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -66,10 +66,7 @@ FLOAT_DTYPES: dict[str, np.dtype[np.generic]] = {
 
 
 def as_floats(x: Matrix) -> Float32s:
-    """Return (rows, columns) float32 values of stored weights.
-
-    Exact; a copy.
-    """
+    """Return (rows, columns) float32 values of stored weights, exact; a copy."""
     return np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).reshape(x.shape).astype(np.float32)
 
 
@@ -80,22 +77,17 @@ def as_doubles(x: Matrix) -> NDArray[np.float64]:
 
 def as_matrix(values: Float32s) -> Matrix:
     """Return (rows, columns) float32 values as stored weights."""
-    return Matrix(
-        np.ascontiguousarray(values).reshape(-1).view(np.uint8).data,
-        "F32",
-        (values.shape[0], values.shape[1]),
-    )
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    return Matrix(data, "F32", (values.shape[0], values.shape[1]))
 
 
 def encode_e2m1(q: Float32s) -> Bytes:
-    """Encode `q` as E2M1: half to even, saturating at 6.
+    """Encode `q` as E2M1 codes 0-15: half to even, saturating at 6.
 
-    Returns codes 0-15; the sign bit is set iff q < 0, so -0.0 gives code 0.
+    The sign bit is set iff q < 0, so -0.0 gives code 0.
     """
-    saturated = np.minimum(np.abs(q), f32(E2M1_MAX))
-    magnitude = np.bitwise_and(
-        saturated.astype(ml_dtypes.float4_e2m1fn).view(np.uint8), np.uint8(7)
-    )
+    saturated = np.minimum(np.abs(q), f32(E2M1_MAX)).astype(ml_dtypes.float4_e2m1fn)
+    magnitude = np.bitwise_and(saturated.view(np.uint8), np.uint8(7))
     return np.where(q < 0, np.bitwise_or(magnitude, np.uint8(8)), magnitude)
 
 
@@ -105,10 +97,7 @@ def decode_e2m1(codes: Bytes) -> Float32s:
 
 
 def pack(codes: Bytes) -> Bytes:
-    """Pack (rows, columns) codes into (rows, columns / 2) bytes.
-
-    Element 2i lies in bits 0-3.
-    """
+    """Pack (rows, columns) codes, two to a byte: element 2i in bits 0-3."""
     return np.bitwise_or(codes[:, 0::2], np.left_shift(codes[:, 1::2], 4))
 
 
@@ -133,10 +122,7 @@ def _widen(stored: Bytes, kind: type[np.generic]) -> Float32s:
 
 
 def global_scale_of(amax: float, rule: str = "amax") -> np.float32:
-    """Compute the multiplier for a scale group of that amax.
-
-    1 for a group of zeros.
-    """
+    """Compute the multiplier for a scale group; 1 for a group of zeros."""
     narrow = f32(amax)
     return f32(1) if narrow == 0 else max(narrow / f32(global_range(rule)), f32(GLOBAL_SCALE_MIN))
 
@@ -148,9 +134,8 @@ def quantize(
     group_amax: float | None = None,
     importance: Float32s | None = None,
 ) -> Quantized:
-    """Return the codes and scales of a matrix.
+    """Return the codes and scales of a matrix; all backends give these.
 
-    Equal bit for bit on every backend.
     x           (rows, columns) float32, finite; columns % fmt.block_size == 0
     rule        one of fmt.scale_rules
     group_amax  largest |x| of the tensor or of its scale group (default: of x); sets the NVFP4
@@ -168,16 +153,14 @@ def quantize(
     blocks = x.reshape(-1, fmt.block_size)
     check_rule(fmt, rule)
     check_importance(rule, importance)
-    weights = (
-        None
-        if importance is None
-        else np.tile(weigh(importance, x.shape[1], fmt).reshape(-1, fmt.block_size), (len(x), 1))
-    )
+    weights = None
+    if importance is not None:
+        own = weigh(importance, x.shape[1], fmt).reshape(-1, fmt.block_size)
+        weights = np.tile(own, (len(x), 1))
     with np.errstate(under="ignore", over="ignore"):
         if fmt.has_global_scale:
-            global_scale = global_scale_of(
-                float(np.abs(x).max(initial=0)) if group_amax is None else group_amax, rule
-            )
+            amax = float(np.abs(x).max(initial=0)) if group_amax is None else group_amax
+            global_scale = global_scale_of(amax, rule)
             block_scales = _nvfp4_scales(blocks, global_scale, rule, weights)
             step = decode_e4m3(block_scales) * global_scale
         else:
@@ -198,35 +181,18 @@ def not_finite() -> NumericError:
     return NumericError("not-finite", "the matrix holds NaN or Inf; weights must be finite", LEAVE)
 
 
-def find_not_finite_values(weights: Weights) -> str:
-    """Count values that are NaN or Inf, and find the first, in words.
-
-    "" where all are finite.
-    """
-    count, place, what = 0, [0, 0], ""
-    for first, last in row_panels(weights.shape):
-        values = np.frombuffer(weights.rows(first, last).data, FLOAT_DTYPES[weights.dtype])
-        bad = np.flatnonzero(~np.isfinite(values))
-        if bad.size and not count:
-            row, column = divmod(int(bad[0]), weights.shape[1])
-            place, what = [first + row, column], "NaN" if np.isnan(values[bad[0]]) else "Inf"
-        count += bad.size
-    if count == 1:
-        return f"1 value that is {what}, at {place}"
-    return f"{count} values that are NaN or Inf, the first {what} at {place}" if count else ""
+def check_finite(amax: float) -> float:
+    """Return the amax of a matrix; NumericError where it is no number."""
+    if not math.isfinite(amax):
+        raise not_finite()
+    return amax
 
 
 def check_importance(rule: str, importance: Float32s | None) -> None:
-    """Raise InputError where rule importance has none.
-
-    ValueError where another rule has some.
-    """
+    """Raise where rule importance has none, or another rule has some."""
     if rule == IMPORTANCE and importance is None:
-        raise InputError(
-            "no-importance",
-            "scale rule importance needs second moments of the inputs",
-            "Give --calibration FILE, or importance=.",
-        )
+        detail = "scale rule importance needs second moments of the inputs"
+        raise InputError("no-importance", detail, "Give --calibration FILE, or importance=.")
     if rule != IMPORTANCE and importance is not None:
         raise ValueError(f"importance for scale rule {rule}, which does not use it")
 
@@ -234,51 +200,36 @@ def check_importance(rule: str, importance: Float32s | None) -> None:
 def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
     """Return weights of the squares of columns, as the searches take them.
 
-    (columns,) float32; only ratios within a block matter.
     importance  (columns,) second moments of the inputs, finite and not negative
-    Returns     each block's over the power of two at or below its largest, so that all are below 2,
-                and at least WEIGHT_MIN: columns that were never seen decide between scales that
-                serve the others equally well. Blocks of zeros become ones, so that rule importance
-                is mse there.
-    Raises      InputError for another number of columns, for NaN, infinity and negative values,
-                naming the first
+    Returns     (columns,) float32. Each block is divided by the power of two at or below its
+                largest, so that all are below 2, and raised to WEIGHT_MIN: columns that were never
+                seen decide between scales that serve the others equally well. Blocks of zeros
+                become ones, so that rule importance is mse there.
     """
     if importance.shape != (columns,):
         detail = f"importance of shape {importance.shape}; expected {(columns,)}, one to a column"
-        raise InputError(
-            "importance-shape",
-            detail,
-            f"Give one array of {columns} numbers, the mean of x^2 of every column.",
-        )
+        next_step = f"Give one array of {columns} numbers, the mean of x^2 of every column."
+        raise InputError("importance-shape", detail, next_step)
     is_bad = ~((importance >= 0) & np.isfinite(importance))
     if is_bad.any():
         first = int(is_bad.argmax())
-        detail = (
-            f"importance holds {importance[first]} at column {first}; expected second moments,"
-            " finite and not negative"
-        )
-        raise InputError(
-            "importance-value",
-            detail,
-            "Give the mean of x^2 of every column, from inputs that are finite.",
-        )
+        detail = f"importance holds {importance[first]} at column {first}"
+        detail += "; expected second moments, finite and not negative"
+        next_step = "Give the mean of x^2 of every column, from inputs that are finite."
+        raise InputError("importance-value", detail, next_step)
     blocks = importance.astype(np.float32).reshape(-1, fmt.block_size)
     largest = blocks.max(axis=-1, keepdims=True)
-    exponents = np.frexp(largest)[1] - 1
     with np.errstate(under="ignore"):
-        weights: Float32s = np.where(
-            largest == 0, f32(1), np.maximum(np.ldexp(blocks, -exponents), f32(WEIGHT_MIN))
-        )
+        scaled = np.maximum(np.ldexp(blocks, 1 - np.frexp(largest)[1]), f32(WEIGHT_MIN))
+    weights: Float32s = np.where(largest == 0, f32(1), scaled)
     return weights.ravel()
 
 
 def _costs(q: Float32s, factor: Float32s, weights: Float32s | None) -> Float32s:
-    """Compute the cost of each block of quotients.
+    """Compute factor * sum of squared errors of each block, by halves.
 
-    Formula  factor * the sum of squared errors, by halves as the head of this module says
     q        (blocks, elements) float32, x / step
-    factor   of the sum: the square of the block scale, or a power of 4
-    weights  as q has them; None for 1
+    factor   the square of the block scale, or a power of 4
     """
     terms = np.square(q - decode_e2m1(encode_e2m1(q)))
     if weights is not None:
@@ -295,8 +246,7 @@ def _nvfp4_scales(
 ) -> Bytes:
     """Choose the E4M3 code of every block's scale.
 
-    Formula  rule amax: e4m3(block_amax / (6 * global_scale)); four-over-six: that, or of 1.5 times
-             as much, whichever costs less; mse, importance: the code of least cost
+    Rule four-over-six takes the code of rule amax, or of 1.5 times as much, whichever costs less.
     """
     r = np.abs(blocks).max(axis=-1, initial=0) / (f32(E2M1_MAX) * global_scale)
     amax_codes = _encode_block_scales(r)
@@ -321,7 +271,6 @@ def _encode_block_scales(r: Float32s) -> Bytes:
 def _nvfp4_costs(
     blocks: Float32s, codes: Bytes, global_scale: np.float32, weights: Float32s | None
 ) -> Float32s:
-    """Compute what each block costs under the block scale of its code."""
     values = decode_e4m3(codes)
     return _costs(blocks / (values * global_scale)[:, None], values * values, weights)
 
@@ -331,8 +280,8 @@ def _nvfp4_search(
 ) -> Bytes:
     """Find the code of least cost among 1 to 126, from the highest down.
 
-    A code is not tried where it cannot be the best: above the bound of _nvfp4_last, or where
-    clipping one element alone costs more than the best so far.
+    A code is not tried above the bound of _nvfp4_last, and where clipping one element alone costs
+    more than the best so far.
     """
     c0 = amax_codes.astype(np.int64)
     best, least = c0.copy(), np.full(len(c0), np.inf, f32)
@@ -348,9 +297,8 @@ def _nvfp4_search(
         clipped = np.maximum(heaviest / (value * global_scale) - f32(E2M1_MAX), 0)
         clipping = its_weight * np.square(clipped) * np.square(value)
         tried = np.flatnonzero((code <= last) & (clipping <= least))
-        costs = _nvfp4_costs(
-            blocks[tried], codes[tried], global_scale, None if weights is None else weights[tried]
-        )
+        own = None if weights is None else weights[tried]
+        costs = _nvfp4_costs(blocks[tried], codes[tried], global_scale, own)
         wins = _wins(costs, codes[tried].astype(np.int64), least[tried], best[tried], c0[tried])
         best[tried[wins]], least[tried[wins]] = code, costs[wins]
     return best.astype(np.uint8)
@@ -359,10 +307,7 @@ def _nvfp4_search(
 def _wins(
     costs: Float32s, codes: Integers, least: Float32s, best: Integers, c0: Integers
 ) -> NDArray[np.bool_]:
-    """Tell whether codes are better than the best of the higher ones.
-
-    On equal cost the code nearer to c0 wins, then the lower one.
-    """
+    """Return whether codes are better than the best of the higher ones."""
     is_as_near = np.abs(codes - c0) <= np.abs(best - c0)
     wins: NDArray[np.bool_] = (costs < least) | ((costs == least) & is_as_near)
     return wins
@@ -373,7 +318,7 @@ def _nvfp4_last(
 ) -> Integers:
     """Return the highest code to try: min(max(c0 + 7, 15), 126).
 
-    It is 126 where a square or a step may be subnormal (below 2^-126).
+    It is 126 where a square or a step may be subnormal.
     """
     # Why no code above can be the best: from 16 on code c is worth twice code c - 8, and E2M1's
     # values up to 3, doubled, are E2M1 values. So where every q is at most 3.5 under c, it is 2q
@@ -382,9 +327,8 @@ def _nvfp4_last(
     # q <= 3.5, and c - 8 is nearer to c0. This holds after every rounding, too, while nothing is
     # subnormal. (The same bound, and c0 - 3 as the lower one, which need not be relied on here:
     # arXiv 2606.07618, ScaleSweep.)
-    is_tiny = (blocks != 0) & (
-        np.abs(blocks) <= global_scale * f32(TINY_WEIGHTED if has_weights else TINY)
-    )
+    tiny = f32(TINY_WEIGHTED if has_weights else TINY)
+    is_tiny = (blocks != 0) & (np.abs(blocks) <= global_scale * tiny)
     is_unsound = is_tiny.any(axis=-1) | (global_scale < LEAST_GLOBAL_SCALE)
     last = np.minimum(np.maximum(c0 + CODES_PER_BINADE - 1, ALL_CODES_BELOW - 1), LARGEST_CODE)
     return np.where(is_unsound, LARGEST_CODE, last)
@@ -408,10 +352,7 @@ def _mxfp4_scales(blocks: Float32s, rule: str, weights: Float32s | None) -> Byte
 
 
 def _mxfp4_search(blocks: Float32s, e0: Integers, weights: Float32s | None) -> Integers:
-    """Find the exponent of least cost: e0 + 1, e0 or e0 - 1.
-
-    With weights from e0 + 1 down to e0 - 40.
-    """
+    """Find the exponent of least cost, from e0 + 1 down."""
     # No other exponent is better. The block's largest is 4 to 8 times 2^e0 (less where e0 is 0).
     # From e0 + 2 on it is at most 3.5 steps, so that the exponent below is as good, as in
     # _nvfp4_last. From e = e0 - 2 down its clipping costs at least 84 * 4^e more than under e + 1,
@@ -428,10 +369,7 @@ def _mxfp4_search(blocks: Float32s, e0: Integers, weights: Float32s | None) -> I
 
 
 def dequantize(q: Quantized) -> Float32s:
-    """Return (rows, columns) float32 values.
-
-    e2m1(code) * fl(block_scale * multiplier), or * fl(block_scale / divisor)
-    """
+    """Return (rows, columns) float32: e2m1(code) * step of the block."""
     rows, columns = q.shape
     codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, columns // 2))
     step = block_steps(q).reshape(rows, -1, 1)
@@ -441,9 +379,8 @@ def dequantize(q: Quantized) -> Float32s:
 
 
 def block_steps(q: Quantized) -> Float32s:
-    """Return what one code unit is worth in each block.
+    """Return what one code unit is worth in each block: float32, flat.
 
-    Float32, flat; NaN where a scale byte is NaN.
     fl(scales * multiplier) or fl(scales / divisor): the order in which engines compute.
     """
     stored = np.frombuffer(q.block_scales, np.uint8)
@@ -466,38 +403,3 @@ def nearest_values(x: NDArray[np.floating], q: Quantized) -> Float32s:
         quotients = np.nan_to_num(x.reshape(steps.size, -1).astype(np.float32) / steps)
         values = decode_e2m1(encode_e2m1(quotients)) * steps
     return np.where(np.isfinite(values), values, f32(0)).reshape(x.shape)
-
-
-def check_range(q: Quantized, dtype: str) -> None:
-    """Raise NumericError where a value is beyond the range of `dtype`.
-
-    dtype  safetensors' name
-    """
-    if dtype == "F32" or _largest(block_steps(q)) * E2M1_MAX <= FLOAT_TYPES[dtype].largest:
-        return
-    largest, widest = _largest(dequantize(q)), FLOAT_TYPES["F32"].largest
-    if largest > widest:
-        detail = f"its scales make values beyond {widest:g}, the largest of fp32"
-        next_step = "Start from the original weights; see: fp4convert inspect."
-        raise NumericError("scale-not-finite", detail, next_step)
-    check_largest(largest, dtype)
-
-
-def check_largest(largest: float, dtype: str) -> None:
-    """Raise NumericError where a magnitude is beyond the range of `dtype`.
-
-    dtype  safetensors' name
-    """
-    kind = FLOAT_TYPES[dtype]
-    if largest > kind.largest and dtype != "F32":
-        detail = f"the value {largest:g} is beyond {kind.largest:g}, the largest of {kind.word}"
-        raise NumericError(
-            f"{kind.word}-overflow",
-            detail,
-            f"Choose the dtype {'bf16 or ' * (dtype == 'F16')}fp32.",
-        )
-
-
-def _largest(values: Float32s) -> float:
-    """Find the largest magnitude; NaN does not hide it."""
-    return float(np.fmax.reduce(np.abs(values), axis=None, initial=0))

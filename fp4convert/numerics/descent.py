@@ -77,10 +77,7 @@ def check_shapes(x: Float32s, q: Quantized, h: Float32s) -> None:
 
 
 def aligned(h: Float32s, columns: int, fmt: Format) -> Float32s:
-    """Join blocks of H until none ends within a block of the format.
-
-    h  (k, n, n), the blocks along the diagonal, as `descend` takes them but for their n
-    """
+    """Join blocks of H until none ends within a block of the format."""
     count, width, _ = h.shape
     if count == 1:
         return h[:, :columns, :columns]
@@ -161,23 +158,16 @@ class _Descent:
                         changes[:, here] = self._choose(first, pulls, h[here, here], reach)
             cost = self._costs(moved)
         is_less = (cost < 0)[:, None]
-        found = self._codes, self._scales
-        codes, scales = (
-            np.where(is_less, after, before)
-            for after, before in zip(found, self._before, strict=True)
-        )
-        return codes, scales
+        codes, scales = self._before
+        return np.where(is_less, self._codes, codes), np.where(is_less, self._scales, scales)
 
     def _choose(self, first: int, pulls: Float32s, h: Float32s, reach: int) -> NDArray[np.float64]:
-        """Choose scale and codes of a block in every row.
-
-        Returns  the columns' values before less those after
-        """
+        """Choose scale and codes of a block; return how its values change."""
         here, block = slice(first, first + len(h)), first // len(h)
         values, own = self._values[:, here].copy(), self._scales[:, block].astype(np.int64)
         least = np.zeros(len(values), np.float32)
         lowest, highest = SCALE_BYTES[self._fmt]
-        for offset in _offsets(reach):
+        for offset in [0, *(sign * far for far in range(1, reach + 1) for sign in (-1, 1))]:
             candidate = own + offset
             steps = self._table[candidate & 0xFF]
             cost, codes = _sweep(values, pulls, h, steps)
@@ -198,10 +188,6 @@ class _Descent:
         return cost
 
 
-def _offsets(neighbours: int) -> list[int]:
-    return [0, *(sign * far for far in range(1, neighbours + 1) for sign in (-1, 1))]
-
-
 def _move(
     moved: NDArray[np.float64], changes: NDArray[np.float64], h: Float32s, columns: range
 ) -> None:
@@ -214,10 +200,7 @@ def _move(
 def _sweep(
     values: Float32s, pulls: Float32s, h: Float32s, steps: Float32s
 ) -> tuple[Float32s, Bytes]:
-    """Round every column in turn under these steps; return cost and codes.
-
-    The cost is what that adds to the row's.
-    """
+    """Round every column in turn; return the cost that adds, and codes."""
     p, cost = pulls.copy(), np.zeros(len(values), np.float32)
     codes, inverse = np.empty(values.shape, np.uint8), np.float32(1) / np.diagonal(h)
     for j in range(len(h)):

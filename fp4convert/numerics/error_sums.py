@@ -8,7 +8,7 @@ business of checkpoint/error_report.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,11 +19,8 @@ from fp4convert.numerics.codec import Float32s, block_steps, dequantize
 from fp4convert.numerics.formats import CODES, E2M1_MAX
 from fp4convert.numerics.matrices import Compared, Quantized
 
-GROUP, LANES, QUARTERS = (
-    256,
-    16,
-    4,
-)  # elements that are added in float32, by lanes; lanes that remain of those
+# Elements that are added in float32, by lanes; lanes that remain of those.
+GROUP, LANES, QUARTERS = 256, 16, 4
 FINE, COARSE = 2.0**-70, 2.0**100  # sums whose squares float32 holds
 SMALLEST_STEP = 2.0**-50
 COLUMNS = ("signal", "noise", "output", "max_abs", "clipped")  # of the sums of a row
@@ -61,30 +58,15 @@ class Sums:
         own = [[self.signal, self.noise, self.output]]
         signal, noise, output = np.add.accumulate(np.concatenate((own, rows[:, :3])))[-1].tolist()
         counts = np.frombuffer(compared.counts, np.int64).tolist()
-        histogram = tuple(
-            before + more
-            for before, more in zip(self.histogram or (0,) * len(counts), counts, strict=True)
-        )
+        histogram = _added(self.histogram, counts)
         most = float(np.maximum.reduce(rows[:, 3], initial=self.max_abs))
-        return Sums(
-            self.elements + elements,
-            signal,
-            noise,
-            output,
-            most,
-            self.clipped + int(rows[:, 4].sum()),
-            histogram,
-        )
+        clipped = self.clipped + int(rows[:, 4].sum())
+        return Sums(self.elements + elements, signal, noise, output, most, clipped, histogram)
 
     def with_all(self, other: Sums) -> Sums:
         """Add what another tensor lost."""
         signal, noise, output = (getattr(self, name) + getattr(other, name) for name in COLUMNS[:3])
-        histogram = tuple(
-            map(
-                sum,
-                zip(self.histogram or (0,) * len(other.histogram), other.histogram, strict=True),
-            )
-        )
+        histogram = _added(self.histogram, other.histogram)
         most, clipped = max(self.max_abs, other.max_abs), self.clipped + other.clipped
         return Sums(self.elements + other.elements, signal, noise, output, most, clipped, histogram)
 
@@ -94,7 +76,7 @@ class Sums:
 
     @property
     def nmse(self) -> float | None:
-        """Return noise by signal; None where the values are zero."""
+        """Return noise / signal; None where the values are zero."""
         return self.noise / self.signal if self.signal > 0 else None
 
     @property
@@ -108,12 +90,10 @@ class Sums:
 
         Their product is half of signal + output - noise.
         """
+        if not (self.signal > 0 and self.output > 0):
+            return None
         product = (self.signal + self.output - self.noise) / 2
-        return (
-            product / math.sqrt(self.signal * self.output)
-            if self.signal > 0 and self.output > 0
-            else None
-        )
+        return product / math.sqrt(self.signal * self.output)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -128,6 +108,11 @@ class Sums:
         if counts[0] < 1 or min(*counts, *histogram) < 0 or len(histogram) not in (0, CODES):
             raise ValueError("no sums of a tensor")
         return Sums(counts[0], signal, noise, output, max_abs, counts[1], histogram)
+
+
+def _added(histogram: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
+    """Add counts to a histogram, which is empty before the first."""
+    return tuple(map(sum, zip(histogram or (0,) * len(counts), counts, strict=True)))
 
 
 def summarise(tensors: Iterable[tuple[str, Sums]]) -> dict[str, Any]:
@@ -203,10 +188,7 @@ class Account:
 
 
 def summarise_adapter(accounts: Iterable[Account]) -> dict[str, Any] | None:
-    """Summarise what is left of an adapter: mean and least dB, the worst.
-
-    None where no module has one that could be measured.
-    """
+    """Summarise what is left of an adapter, in dB; None without one."""
     known = [(db, one.name) for one in accounts if (db := one.adapter_db) is not None]
     if not known:
         return None
@@ -216,10 +198,7 @@ def summarise_adapter(accounts: Iterable[Account]) -> dict[str, Any] | None:
 
 
 def summarise_exact(accounts: Iterable[Account]) -> dict[str, Any] | None:
-    """Summarise weights from fake quantization: how many blocks came back.
-
-    None where there are none.
-    """
+    """Summarise blocks of fake quantization that came back; None without any."""
     known = [(one.exact, one.name) for one in accounts if one.exact]
     if not known:
         return None
@@ -230,10 +209,7 @@ def summarise_exact(accounts: Iterable[Account]) -> dict[str, Any] | None:
 
 
 def compare(x: Float32s, q: Quantized) -> Compared:
-    """Compare a matrix with its codes, bit for bit as kernels/compare.*.
-
-    x  (rows, columns) float32, finite
-    """
+    """Compare a finite matrix with its codes, as kernels/compare.* do."""
     step = block_steps(q).reshape(len(x), -1)
     rows = compare_values(x, dequantize(q), np.repeat(step, q.format.block_size, axis=1))
     return Compared(rows.reshape(-1).view(np.uint8).data, count_codes(q.packed).view(np.uint8).data)
@@ -284,7 +260,6 @@ def _quarters(values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
 
 def count_codes(packed: memoryview) -> NDArray[np.int64]:
     """Count how often each of the 16 codes occurs."""
-    pairs = np.bincount(np.frombuffer(packed, np.uint8), minlength=CODES * CODES).reshape(
-        CODES, CODES
-    )
+    pairs = np.bincount(np.frombuffer(packed, np.uint8), minlength=CODES * CODES)
+    pairs = pairs.reshape(CODES, CODES)
     return np.asarray(pairs.sum(axis=0) + pairs.sum(axis=1), np.int64)

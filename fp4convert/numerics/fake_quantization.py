@@ -39,10 +39,10 @@ def half_units(x: Doubles, dtype: str) -> Doubles:
 
 
 def find_steps(blocks: Float32s, dtype: str) -> tuple[Doubles, Doubles]:
-    """Find the step whose E2M1 multiples each block is, from and to.
+    """Find the range of the smallest step whose E2M1 multiples each block is.
 
-    Of several the smallest; NaN where there is none, and for blocks of zeros.
-    blocks  (count, block_size), as they are stored in `dtype`
+    blocks   (count, block_size), as they are stored in `dtype`
+    Returns  lowest and highest; NaN where there is none, and for blocks of zeros
     """
     x = np.abs(blocks).astype(np.float64)
     slack, top = half_units(x, dtype), x.max(axis=1, initial=0)
@@ -77,10 +77,7 @@ def count_on_grid(x: Float32s, dtype: str, fmt: Format) -> tuple[int, int]:
 
 
 def find_telling(x: Float32s, fmt: Format) -> tuple[int, Float32s]:
-    """Count blocks that tell; return those with no more magnitudes than E2M1.
-
-    No other block can be E2M1 values times a step.
-    """
+    """Count blocks that tell; return those that may lie on a grid."""
     blocks = x.reshape(-1, fmt.block_size)
     ordered = np.sort(np.abs(blocks), axis=1)
     magnitudes = (np.diff(ordered, axis=1) > 0).sum(axis=1) + (ordered[:, 0] > 0)
@@ -101,8 +98,7 @@ def find_amaxes(blocks: Float32s, dtype: str, amax: float) -> Iterator[float]:
     the training ended.
     """
     yield amax
-    found = [values[~np.isnan(values)] for values in find_steps(blocks, dtype)]
-    low, high = found
+    low, high = (values[~np.isnan(values)] for values in find_steps(blocks, dtype))
     near = 2 * float(half_units(np.array([amax]), dtype)[0]) / amax
     best, most = amax, 0
     # The largest weight is 6 or 4 times a step, which is one of 8 mantissas times the global scale.
@@ -138,10 +134,7 @@ def _most_shared(begin: Doubles, end: Doubles) -> tuple[float, int]:
 
 
 def count_exact(x: NDArray[np.generic], values: Float32s, block_size: int) -> tuple[int, int]:
-    """Count blocks that are not zero, and those that come back.
-
-    A block comes back where its values, rounded to the dtype of x, are x; zeros have no sign.
-    """
+    """Count blocks that are not zero, and those that come back as x."""
     with np.errstate(over="ignore", under="ignore"):
         same = (values.astype(x.dtype) == x).reshape(-1, block_size).all(axis=1)
     counted = (x != 0).reshape(-1, block_size).any(axis=1)

@@ -20,9 +20,8 @@ E4M3_NORMAL = 2.0**-6  # smallest one with all four bits
 E8M0_STORED_MAX = 252  # 6 * 2**(252 - 127) is still finite in float32
 MXFP8_STORED_MAX = 246  # 448 * 2**(246 - 127) is
 GLOBAL_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the amax that a global scale of 1 stands for
-FOUR_OVER_SIX_RANGE = (
-    E2M1_MAX * 256.0
-)  # the same under that rule, which has to represent 1.5 times the largest scale, 384
+# The same under that rule, which has to represent 1.5 times the largest scale, 384.
+FOUR_OVER_SIX_RANGE = E2M1_MAX * 256.0
 GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
 
 CODES = 16  # of four bits
@@ -50,8 +49,8 @@ class Format:
     scale_dtype: str
     scale_rules: tuple[str, ...]
     default_rule: str
-    has_global_scale: bool
     element_dtype: str = FP4_CODES
+    has_global_scale: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -68,42 +67,20 @@ class Format:
 
 
 # Rules stand in the order that kernels/fp4.h numbers them in.
-NVFP4 = Format(
-    "nvfp4",
-    16,
-    "fp8_e4m3",
-    ("amax", "mse", "four-over-six", IMPORTANCE),
-    "mse",
-    has_global_scale=True,
-)
-MXFP4 = Format(
-    "mxfp4", 32, "e8m0", ("floor", "even", "ceil", "mse", IMPORTANCE), "mse", has_global_scale=False
-)
-FP8 = Format(
-    "fp8", 0, "fp32", ("amax", "mse"), "amax", has_global_scale=False, element_dtype=FP8_CODES
-)
-MXFP8 = Format(
-    "mxfp8",
-    32,
-    "e8m0",
-    ("floor", "even", "ceil", "mse"),
-    "mse",
-    has_global_scale=False,
-    element_dtype=FP8_CODES,
-)
-INT4 = Format("int4", 0, "bf16", ("amax",), "amax", has_global_scale=False, element_dtype="int4")
+_NVFP4_RULES = ("amax", "mse", "four-over-six", IMPORTANCE)
+_POWERS = ("floor", "even", "ceil", "mse")
+NVFP4 = Format("nvfp4", 16, "fp8_e4m3", _NVFP4_RULES, "mse", has_global_scale=True)
+MXFP4 = Format("mxfp4", 32, "e8m0", (*_POWERS, IMPORTANCE), "mse")
+FP8 = Format("fp8", 0, "fp32", ("amax", "mse"), "amax", FP8_CODES)
+MXFP8 = Format("mxfp8", 32, "e8m0", _POWERS, "mse", FP8_CODES)
+INT4 = Format("int4", 0, "bf16", ("amax",), "amax", "int4")
 FP4_FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 FORMATS = {**FP4_FORMATS, FP8.name: FP8, MXFP8.name: MXFP8}  # that a module can become
 STORED_FORMATS = {**FORMATS, INT4.name: INT4}  # that a module can be found in
 
 
 class FloatType(NamedTuple):
-    """A type of unquantized weights.
-
-    word         of users for it; config_name: config.json's
-    nbytes       of an element
-    largest      finite value
-    """
+    """A type of unquantized weights, with its largest finite value."""
 
     word: str
     config_name: str
@@ -128,10 +105,7 @@ def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
 
 
 def dtype_named(word: str) -> str:
-    """Translate a user's word for a float type to safetensors' name.
-
-    Raises InputError, which names the known ones.
-    """
+    """Translate a user's word for a float type to safetensors' name."""
     known = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
     if isinstance(word, str) and word in known:
         return known[word]
@@ -145,37 +119,25 @@ def dtype_named(word: str) -> str:
 
 
 def check_rule(fmt: Format, rule: str) -> str:
-    """Check that `fmt` has that rule; return it.
-
-    Raises InputError, which names the rules it has.
-    """
+    """Return the rule; InputError where `fmt` has no such rule."""
     if not isinstance(rule, str) or rule not in fmt.scale_rules:
         known = ", ".join(fmt.scale_rules)
         detail = f"scale rule {rule!r} does not belong to {fmt.name}; expected one of {known}"
-        raise InputError(
-            "unknown-scale-rule",
-            detail + did_you_mean(rule, fmt.scale_rules),
-            f"Choose one of these, or leave it out for {fmt.default_rule}.",
-        )
+        detail += did_you_mean(rule, fmt.scale_rules)
+        next_step = f"Choose one of these, or leave it out for {fmt.default_rule}."
+        raise InputError("unknown-scale-rule", detail, next_step)
     return rule
 
 
 def kernel_of(fmt: Format, rule: str) -> str:
-    """Name the kernel for a rule, less its dtype.
-
-    Raises InputError for a rule of another format.
-    """
+    """Name the kernel for a rule, less its dtype."""
     is_searched = check_rule(fmt, rule) in ("mse", "four-over-six")
-    return (
-        f"{'weigh' if rule == IMPORTANCE else 'search' if is_searched else 'quantize'}_{fmt.name}"
-    )
+    kind = "weigh" if rule == IMPORTANCE else "search" if is_searched else "quantize"
+    return f"{kind}_{fmt.name}"
 
 
 def rule_number(fmt: Format, rule: str) -> tuple[int, ...]:
-    """Return the number of a rule where its kernel has a choice.
-
-    As in kernels/fp4.h.
-    """
+    """Return the number that kernels/fp4.h has for a rule, or nothing."""
     is_lone = rule in ("amax", IMPORTANCE) or (rule == "mse" and not fmt.has_global_scale)
     return () if is_lone else (fmt.scale_rules.index(rule),)
 

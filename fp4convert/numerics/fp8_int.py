@@ -49,20 +49,14 @@ def grid_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int
 
 
 def each_scale(grid: Grid, shape: tuple[int, int]) -> Float32s:
-    """Return the scale of every element of `shape`.
-
-    Broadcast over a block's columns where it has one block column.
-    """
+    """Return the scale of every element of `shape`."""
     return grid.scales[_places(shape, grid)]
 
 
 def decode_fp8(
     codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
 ) -> Float32s:
-    """Return (rows, columns) float32 values fl(code * scale).
-
-    NaN codes stay NaN.
-    """
+    """Return (rows, columns) float32 fl(code * scale); NaN stays NaN."""
     values = np.frombuffer(codes, FP8_DTYPES[dtype]).reshape(shape).astype(np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values * each_scale(grid, shape)
@@ -71,18 +65,12 @@ def decode_fp8(
 def amax_fp8(
     codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
 ) -> float:
-    """Find the largest magnitude of decode_fp8's values, exact.
-
-    Not finite where one of them is not.
-    """
+    """Find the largest magnitude of decode_fp8's values, also Inf or NaN."""
     return float(np.abs(decode_fp8(codes, shape, grid, dtype)).max(initial=0))
 
 
 def unpack_integers(packed: memoryview, shape: tuple[int, int], bits: int) -> Bytes:
-    """Unpack (rows, columns) codes 0..2**bits - 1.
-
-    Little-endian int32 items along each row, the first code in the lowest bits.
-    """
+    """Unpack (rows, columns) codes of int32 items, lowest bits first."""
     stored = np.frombuffer(packed, np.uint8).reshape(shape[0], -1)
     if bits == 4:
         stored = np.stack([stored & 15, stored >> 4], axis=-1).reshape(shape[0], -1)
@@ -96,7 +84,7 @@ def decode_integers(
     bits: int = 4,
     zero_points: Float32s | None = None,
 ) -> Float32s:
-    """Decode integers: (rows, columns) float32.
+    """Return (rows, columns) float32 values.
 
     fl((code - 2**(bits - 1) - zero_point) * scale)
     packed       rows of whole int32 items, which hold 32 / bits codes each; what a row has beyond
@@ -113,10 +101,7 @@ def decode_integers(
 
 
 def read_zero_points(packed: memoryview, shape: tuple[int, int], bits: int = 4) -> Float32s:
-    """Read (rows, groups) zero points, packed down the columns.
-
-    An int32 item holds those of 32 / bits rows.
-    """
+    """Read (rows, groups) zero points, packed down the columns."""
     rows, groups = shape
     items = np.frombuffer(packed, "<i4").reshape(-1, groups)
     codes = unpack_integers(np.ascontiguousarray(items.T).view(np.uint8).data, (groups, rows), bits)
@@ -124,10 +109,7 @@ def read_zero_points(packed: memoryview, shape: tuple[int, int], bits: int = 4) 
 
 
 def grid_amax(x: Matrix, grid: Grid) -> None:
-    """Raise each scale of a grid to the largest magnitude of its block.
-
-    Exact; Inf or NaN where the block holds one.
-    """
+    """Raise scales to the largest magnitudes of blocks, also Inf or NaN."""
     np.maximum.at(grid.scales, _places(x.shape, grid), np.abs(as_floats(x)))
 
 
@@ -138,10 +120,7 @@ def _places(shape: tuple[int, int], grid: Grid) -> tuple[Integers, Integers]:
 
 
 def fp8_scales_of(amax: Float32s) -> Float32s:
-    """Compute what one unit of E4M3 is worth under that amax.
-
-    amax / 448 of a block, and 1 where that is 0
-    """
+    """Compute the scales amax / 448, and 1 where that is 0."""
     with np.errstate(under="ignore"):
         quotients = np.asarray(amax, np.float32) / f32(E4M3_MAX)
     return np.where(quotients == 0, f32(1), quotients)
@@ -172,16 +151,13 @@ def encode_e8m0(scales: Float32s) -> Bytes:
 
 
 def quantize_fp8(x: Matrix, grid: Grid) -> Bytes:
-    """Encode x / scale as (rows, columns) E4M3 codes.
+    """Encode x / scale, finite, as (rows, columns) E4M3 codes.
 
     Half to even, saturating at 448, the sign kept, also of zero.
-    x     finite
     """
     with np.errstate(over="ignore", under="ignore"):
-        q = as_floats(x) / each_scale(grid, x.shape)
-    codes: Bytes = (
-        np.clip(q, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    )
+        q = np.clip(as_floats(x) / each_scale(grid, x.shape), -f32(E4M3_MAX), f32(E4M3_MAX))
+    codes: Bytes = q.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return codes
 
 
@@ -206,9 +182,8 @@ def fp8_costs(x: Matrix, grid: Grid, costs: Float64s) -> None:
 
 
 def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:
-    """Round x to FP8 under one scale for each block; return the values.
+    """Return fl(e4m3(x / scale) * scale), scale = amax / 448 of a block.
 
-    fl(e4m3(x / scale) * scale), scale = amax / 448
     x  (rows, columns), from the first row of a block on; blocks at the edges may be cut
     """
     rows, columns = x.shape
@@ -218,18 +193,13 @@ def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:
     blocks = padded.reshape(height, block[0], width, block[1])
     scales = fp8_scales_of(np.abs(blocks).max(axis=(1, 3)))[:, None, :, None]
     with np.errstate(over="ignore", under="ignore"):
-        codes = np.clip(blocks / scales, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(
-            ml_dtypes.float8_e4m3fn
-        )
-        values: Float32s = codes.astype(np.float32) * scales
+        q = np.clip(blocks / scales, -f32(E4M3_MAX), f32(E4M3_MAX))
+        values: Float32s = q.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
     return np.ascontiguousarray(values.reshape(padded.shape)[:rows, :columns])
 
 
 def transpose(stored: Matrix, columns: range) -> Matrix:
-    """Return columns of a stored matrix as rows of its transpose.
-
-    stored  of any dtype of one, two or four bytes an element
-    """
+    """Return columns of a stored matrix of any dtype as rows."""
     rows, width = stored.shape
     raw = np.frombuffer(stored.data, np.uint8)
     values = raw.reshape(rows, width, -1)[:, columns.start : columns.stop : columns.step]

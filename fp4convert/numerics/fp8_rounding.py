@@ -15,17 +15,14 @@ while all others save 2^-10 of a unit at most; and above twice it nothing was cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import numpy as np
 
 from fp4convert.numerics.backends.base import Fp8Passes
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import Bytes, Float32s, not_finite
+from fp4convert.numerics.codec import Float32s, not_finite
 from fp4convert.numerics.formats import FP8, MXFP8_STORED_MAX, Format, check_rule
 from fp4convert.numerics.fp8_int import Grid, fp8_scales_of, mxfp8_scales_of
-from fp4convert.numerics.matrices import Matrix, Weights, row_panels
+from fp4convert.numerics.matrices import Weights, row_panels
 
 # E4M3's steps double with every power of two, so that one octave holds all that differs but for
 # subnormals; below 1 the largest values would be clipped.
@@ -33,18 +30,6 @@ FACTORS = tuple(1 + eighths / 8 for eighths in range(8))
 MXFP8_LARGEST = np.float32(2.0 ** (MXFP8_STORED_MAX - 127))
 Block = tuple[int, int]
 f32 = np.float32
-
-
-class Fp8Rows(NamedTuple):
-    """Rows as they were, their codes, and what the codes stand for.
-
-    first  of the rows in their matrix
-    """
-
-    first: int
-    x: Matrix
-    codes: Bytes
-    values: Float32s
 
 
 def find_scales(
@@ -79,13 +64,14 @@ def _candidates(amax: Float32s, fmt: Format, rule: str) -> list[Float32s]:
     return [own, np.minimum(2 * own, MXFP8_LARGEST)] if rule == "mse" else [own]
 
 
-def round_to_fp8(weights: Weights, scales: Float32s, block: Block) -> Iterator[Fp8Rows]:
-    """Round a matrix to E4M3 panel by panel, from the first row on.
+def round_to_fp8(weights: Weights, scales: Float32s, block: Block) -> Float32s:
+    """Round a matrix to E4M3; return its values, (rows, columns) float32.
 
     scales  of every block; as they are stored, for engines divide by no others
     """
-    cpu = Cpu()
+    cpu, parts = Cpu(), []
     for first, last in row_panels(weights.shape):
         x, grid = weights.rows(first, last), Grid(scales, block, first)
         codes = cpu.quantize_fp8(x, grid)
-        yield Fp8Rows(first, x, codes, cpu.decode_fp8(codes.reshape(-1).data, x.shape, grid))
+        parts.append(cpu.decode_fp8(codes.reshape(-1).data, x.shape, grid))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -46,10 +46,7 @@ StoredReader = Callable[[int, int], StoredRows]
 
 
 class RowReader(Protocol):
-    """What reads whole rows.
-
-    A kind of weights replaces a body here where it knows a faster way.
-    """
+    """What reads whole rows; some weights know a faster way."""
 
     def rows(self, first: int, last: int) -> Matrix:
         """Read rows first..last-1; read-only, valid while their source is open."""
@@ -59,26 +56,19 @@ class RowReader(Protocol):
         buffer[:] = self.rows(first, last).data
 
     def amaxes(self) -> Iterator[float] | None:
-        """Find amaxes of parts of the whole.
-
-        None where reading rows is as fast.
-        """
+        """Find amaxes of parts of the whole; None where reading rows is as fast."""
         return None
 
     def stored_reader(self) -> StoredReader | None:
-        """Return what reads rows as they are stored.
-
-        None where a GPU cannot decode them: it is given what `copy_rows` copies.
-        """
+        """Return what reads stored rows; None where no GPU can decode them."""
         return None
 
 
 class Weights(RowReader, Protocol):
     """A matrix somewhere, read by whole rows as often as is wanted.
 
-    Two are equal where they are the same matrix of the same source.
-    dtype and shape stand apart from the bodies: a dataclass would take an inherited property for
-    the default of its field of that name.
+    Two are equal where they are the same matrix of the same source. A dataclass would take an
+    inherited property for the default of its field of that name: dtype and shape stand apart.
     """
 
     @property
@@ -104,11 +94,8 @@ class InMemory(RowReader):
 
     def rows(self, first: int, last: int) -> Matrix:
         width = self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
-        return Matrix(
-            self.matrix.data[first * width : last * width],
-            self.dtype,
-            (last - first, self.shape[1]),
-        )
+        data = self.matrix.data[first * width : last * width]
+        return Matrix(data, self.dtype, (last - first, self.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +142,7 @@ Part = TypeVar("Part")
 class Canonical(Generic[Part]):
     """One matrix, or some whole rows of one, in canonical form.
 
-    Wherever its bytes are: row-major, low nibble first, linear scales.
+    Row-major, low nibble first, linear scales.
     packed        rows * columns / 2 bytes; element 2i in bits 0-3, element 2i+1 in bits 4-7
     block_scales  rows * columns / block_size bytes, E4M3 or E8M0
     global_scale  the stored float32, as an exact Python float; None where the format has none
@@ -188,16 +175,11 @@ class Quantized(Canonical[memoryview]):
     def rows(self, first: int, last: int) -> Quantized:
         """Return rows first..last-1, sharing the same bytes."""
         columns = self.shape[1]
+        blocks = columns // self.format.block_size
         packed = self.packed[first * columns // 2 : last * columns // 2]
-        scales_per_row = columns // self.format.block_size
-        block_scales = self.block_scales[first * scales_per_row : last * scales_per_row]
-        return replace(
-            self,
-            shape=(last - first, columns),
-            packed=packed,
-            block_scales=block_scales,
-            compared=None,
-        )
+        block_scales = self.block_scales[first * blocks : last * blocks]
+        shape = last - first, columns
+        return replace(self, shape=shape, packed=packed, block_scales=block_scales, compared=None)
 
     def scales(self, first: int, last: int) -> memoryview:
         return self.rows(first, last).block_scales
@@ -231,16 +213,12 @@ def _revived(
     global_scale: float | None,
     kind: Kind,
 ) -> Quantized:
-    return Quantized(
-        FP4_FORMATS[format], shape, memoryview(bits[0]), memoryview(bits[1]), global_scale, kind
-    )
+    packed, block_scales = (memoryview(part) for part in bits)
+    return Quantized(FP4_FORMATS[format], shape, packed, block_scales, global_scale, kind)
 
 
 class Blocks(Protocol):
-    """A four-bit matrix somewhere, read by whole rows.
-
-    As often as is wanted; a Quantized is one.
-    """
+    """A four-bit matrix, read by whole rows as often as is wanted."""
 
     @property
     def format(self) -> Format: ...
@@ -258,10 +236,7 @@ class Blocks(Protocol):
         """Read rows first..last-1 in canonical form."""
 
     def scales(self, first: int, last: int) -> memoryview:
-        """Read the block scales of rows first..last-1, linear.
-
-        Without their codes where these lie elsewhere.
-        """
+        """Read the block scales alone of rows first..last-1, linear."""
 
 
 class Fetched(NamedTuple):
@@ -284,24 +259,15 @@ class Fetched(NamedTuple):
     def rows(self, first: int, last: int) -> Quantized:
         packed, block_scales = self.fetch(first, last)
         global_scale = self.scale_of(first) if self.scale_of else self.global_scale
-        return Quantized(
-            self.format,
-            (last - first, self.shape[1]),
-            packed,
-            block_scales,
-            global_scale,
-            self.kind,
-        )
+        shape = last - first, self.shape[1]
+        return Quantized(self.format, shape, packed, block_scales, global_scale, self.kind)
 
     def scales(self, first: int, last: int) -> memoryview:
         return self.fetch_scales(first, last) if self.fetch_scales else self.fetch(first, last)[1]
 
 
 def row_panels(shape: tuple[int, int], elements: int = PANEL_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Cut a matrix into ranges of whole rows, (first, last + 1).
-
-    elements  of each range, about
-    """
+    """Cut a matrix into (first, last + 1) rows of about so many elements."""
     rows, columns = shape
     height = max(1, elements // columns)
     return ((first, min(first + height, rows)) for first in range(0, rows, height))

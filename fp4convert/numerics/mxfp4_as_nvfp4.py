@@ -32,10 +32,9 @@ class Recast(NamedTuple):
 
 
 def largest_exponent(q: Quantized) -> int:
-    """Find the largest e of block scales 2^e that scale a value.
+    """Find the largest e of scales 2^e of blocks that are not all zeros.
 
-    A value other than zero; NOTHING where none does.
-    Raises NumericError where a scale is NaN, which E4M3 with a global scale of 2^k has no place for
+    Raises  NumericError where a scale is NaN, for which a global scale of 2^k leaves no place
     """
     exponents = _exponents(q)
     if nans := int(np.count_nonzero(exponents == NAN_BYTE - BIAS)):
@@ -44,10 +43,7 @@ def largest_exponent(q: Quantized) -> int:
 
 
 def global_exponent(largest: int) -> int:
-    """Return k of the global scale 2^k for a scale group.
-
-    largest  exponent of the group
-    """
+    """Return k of the global scale 2^k, for the group's largest exponent."""
     return max(largest - HIGHEST, -126) if largest > NOTHING else 0
 
 

@@ -51,10 +51,7 @@ class Layout(NamedTuple):
 
     def padded(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the shape with its padding."""
-        rows, blocks = (
-            -(-size // multiple) * multiple
-            for size, multiple in zip(shape, self.padding, strict=True)
-        )
+        rows, blocks = (-(-size // by) * by for size, by in zip(shape, self.padding, strict=True))
         return rows, blocks
 
     def arrange(self, block_scales: memoryview, shape: tuple[int, int]) -> memoryview:
@@ -67,10 +64,7 @@ class Layout(NamedTuple):
         return np.ascontiguousarray(axes).reshape(-1).data
 
     def restore(self, stored: memoryview, shape: tuple[int, int]) -> memoryview:
-        """Restore the linear bytes of (rows, blocks) that `arrange` stored.
-
-        Raises InputError where their number is not that.
-        """
+        """Restore the linear bytes of (rows, blocks) that `arrange` stored."""
         import numpy as np
 
         return np.ascontiguousarray(self.restore_rows(stored, shape, 0, *shape)).reshape(-1).data
@@ -80,17 +74,14 @@ class Layout(NamedTuple):
     ) -> NDArray[np.uint8]:
         """Restore the first blocks of rows (first, last + 1), as a matrix.
 
-        Only the tiles that hold them are copied. Raises as restore does.
+        Only the tiles that hold them are copied. Raises InputError for another number of bytes.
         """
         import numpy as np
 
         padded = self.padded(shape)
         if stored.nbytes != math.prod(padded):
-            detail = (
-                f"{stored.nbytes} scale bytes; expected {math.prod(padded)}, as {self.name} has"
-                f" them for {shape[0]} x {shape[1]}"
-            )
-            raise InputError("scale-layout", detail)
+            detail = f"{stored.nbytes} scale bytes; expected {math.prod(padded)}, as {self.name}"
+            raise InputError("scale-layout", f"{detail} has them for {shape[0]} x {shape[1]}")
         split = self._split(padded)
         stored_axes = np.frombuffer(stored, np.uint8).reshape([split[axis] for axis in self.order])
         tiles = stored_axes.transpose(np.argsort(self.order))
@@ -103,21 +94,13 @@ class Layout(NamedTuple):
     def restore_lazily(
         self, read: Callable[[], memoryview], shape: tuple[int, int]
     ) -> Callable[[int, int], memoryview]:
-        """Return a function that reads linear bytes of rows (first, last + 1).
-
-        It restores them all when it is first asked.
-        """
+        """Return a reader of rows, which restores all when it is first asked."""
         linear = cache(lambda: self.restore(read(), shape))
         return lambda first, last: linear()[first * shape[1] : last * shape[1]]
 
     def _split(self, padded: tuple[int, ...]) -> tuple[int, ...]:
-        rows, blocks = padded
-        return (
-            rows // math.prod(self.rows),
-            *self.rows,
-            blocks // math.prod(self.blocks),
-            *self.blocks,
-        )
+        down, across = padded[0] // math.prod(self.rows), padded[1] // math.prod(self.blocks)
+        return down, *self.rows, across, *self.blocks
 
 
 LINEAR = Layout("linear", (), (), (0, 1), (1, 1))
@@ -149,13 +132,8 @@ def interleave(*parts: tuple[memoryview, int]) -> memoryview:
     """Interleave parts: runs of so many bytes of each in turn."""
     import numpy as np
 
-    return (
-        np.concatenate(
-            [np.frombuffer(part, np.uint8).reshape(-1, nbytes) for part, nbytes in parts], axis=-1
-        )
-        .reshape(-1)
-        .data
-    )
+    runs = [np.frombuffer(part, np.uint8).reshape(-1, nbytes) for part, nbytes in parts]
+    return np.concatenate(runs, axis=-1).reshape(-1).data
 
 
 def split_runs(interleaved: memoryview, *sizes: int) -> list[memoryview]:
@@ -163,11 +141,8 @@ def split_runs(interleaved: memoryview, *sizes: int) -> list[memoryview]:
     import numpy as np
 
     runs = np.frombuffer(interleaved, np.uint8).reshape(-1, sum(sizes))
-    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    return [
-        np.ascontiguousarray(runs[:, end - size : end]).reshape(-1).data
-        for end, size in zip(ends, sizes, strict=True)
-    ]
+    parts = np.split(runs, np.cumsum(sizes)[:-1], axis=1)
+    return [np.ascontiguousarray(part).reshape(-1).data for part in parts]
 
 
 def swap_nibbles(packed: memoryview) -> memoryview:

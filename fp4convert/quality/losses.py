@@ -164,8 +164,7 @@ def through_fp8(weights: Weights, fmt: Format, rule: str, is_whole: bool) -> Flo
     rows, columns = weights.shape
     block = (rows if is_whole and not fmt.block_size else 1, fmt.block_size or columns)
     scales = find_scales(weights, block, fmt, rule)
-    parts = [part.values for part in round_to_fp8(weights, scales, block)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return round_to_fp8(weights, scales, block)
 
 
 class RowSample(NamedTuple):

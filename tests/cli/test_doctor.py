@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from checkpoints import run
-from lazy_cuda import Machine
+from simt_gpu import Machine
 
 from fp4convert.numerics.backends import cubins, gpu_choice, gpus, self_check
 

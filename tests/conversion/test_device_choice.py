@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checkpoints import run, write_llama
-from lazy_cuda import Machine
+from simt_gpu import Machine
 
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import Floats
@@ -171,9 +171,7 @@ def test_the_line_is_told_and_stands_in_the_dry_run(cores, tmp_path):
 
 def test_auto_takes_a_gpu_that_wins(simt_libraries, tmp_path, monkeypatch):
     made = Machine(simt_libraries)
-    monkeypatch.setitem(sys.modules, "cupy", made.module())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
-    monkeypatch.setattr(self_check, "check", lambda gpu: None)
+    made.install(monkeypatch)
     for name in ("LEAST_WEIGHTS", "BEGIN_SECONDS", "COPY_SECONDS", "LINK_SECONDS"):
         monkeypatch.setattr(device_choice, name, 0)
     words = ("quantize", write_llama(tmp_path / "m"), "--format", "nvfp4", "-o", tmp_path / "q")
@@ -192,8 +190,7 @@ def test_a_target_size_is_measured_where_the_plan_says(simt_libraries, tmp_path,
     monkeypatch.setitem(sys.modules, "cupy", None)
     small = run(*words, "-o", tmp_path / "cpu")
     assert small.err.count("weights are too few") == 1
-    monkeypatch.setitem(sys.modules, "cupy", made.module())
-    monkeypatch.setattr(self_check, "check", lambda gpu: None)
+    made.install(monkeypatch)
     for name in ("LEAST_WEIGHTS", "BEGIN_SECONDS", "COPY_SECONDS", "LINK_SECONDS"):
         monkeypatch.setattr(device_choice, name, 0)
     large = run(*words, "-o", tmp_path / "gpu")
@@ -204,9 +201,7 @@ def test_a_target_size_is_measured_where_the_plan_says(simt_libraries, tmp_path,
 
 def test_several_gpus_are_named_as_a_backend_is(monkeypatch):
     made = Machine({}, count=4)
-    monkeypatch.setitem(sys.modules, "cupy", made.module())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
-    monkeypatch.setattr(self_check, "check", lambda gpu: None)
+    made.install(monkeypatch)
     assert open_backend("cuda:1,cuda:3").name == "cuda:1,cuda:3"
     with pytest.raises(DeviceError, match="'cuda:7' is not there"):
         open_backend("cuda:1,cuda:7")

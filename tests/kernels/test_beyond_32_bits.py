@@ -6,19 +6,16 @@ memory that is there where it is touched; on a GPU all of them (`make gpu`).
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from adversarial import generator, importance_for, matrix
-from numpy_cuda import Gpu
 from ptx import compile_ptx
 from simt import KERNELS
+from simt_gpu import ELF, Machine
 
 from fp4convert.numerics import codec, fp8_int
 from fp4convert.numerics.backends import cubins, gpus
@@ -48,9 +45,9 @@ DEVICE_NBYTES = 12 * N
     scope="module",
 )
 def device(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Device]:
+    made = request.getfixturevalue("simt_libraries") if request.param != "gpu" else {}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(device_module, "BUSY_NBYTES", 1 << 10)
         if request.param == "gpu":
@@ -61,21 +58,12 @@ def device(
                 pytest.skip(f"no room: {DEVICE_NBYTES >> 30} GiB of device memory are wanted")
             yield Device(found.gpus[0], 600)
             return
-        folder = tmp_path_factory.mktemp("large")
-        simt_libraries = request.getfixturevalue("simt_libraries")
-        made = dict(simt_libraries)
-
-        def build(cubin: Path) -> ctypes.CDLL:
-            stem = cubin.name.partition("-")[0]
-            if request.param == "ptx" and made[stem] is simt_libraries[stem]:
-                made[stem] = compile_ptx(KERNELS / f"{stem}.cu", folder)
-            return made[stem]
-
-        patched.setitem(sys.modules, "cupy", Gpu(build, (9, 0), LAST).module())
-        patched.setattr(cubins, "compile_cubin", lambda *_: (b"\x7fELF" + bytes(60), ""))
-        patched.setenv("XDG_CACHE_HOME", str(folder))
-        target = cubins.Target("sm_90", has_cvt=False)
-        yield Device(gpus.Gpu(0, "NumPy GPU", (9, 0), 1 << 37, target), 600)
+        folder, libraries = tmp_path_factory.mktemp("large"), dict(made)
+        if request.param == "ptx":
+            libraries = {stem: compile_ptx(KERNELS / f"{stem}.cu", folder) for stem in made}
+        Machine(libraries, is_eager=True, last=LAST).install(patched, folder)
+        patched.setattr(cubins, "compile_cubin", lambda *_: (ELF, ""))
+        yield Device(gpus.survey().gpus[0], 600)
 
 
 def zeros(device: Device, nbytes: int, tail: Any = b"") -> Any:

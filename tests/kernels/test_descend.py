@@ -4,63 +4,26 @@ byte beside descent.py.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 from adversarial import around_midpoints, block_amaxes
-from cpu_levels import every_level, unaligned_bytes
-from ptx import compile_ptx
-from simt import KERNELS, aligned, codes_of, compile_for_host, guarded, is_intact, launch
+from cpu_levels import unaligned_bytes
+from ptx import SOURCE_OR_PTX, every_backend
 
 from fp4convert.numerics import codec, descent
 from fp4convert.numerics.backends import cpu
-from fp4convert.numerics.backends.entry_points import Codes, descend_call, grid_of
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.matrices import Quantized
 
 BOTH = pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
 
 
-class OnHost:
-    """kernels/descend.cu, all rows of a matrix in one launch."""
-
-    def __init__(self, build: Callable[[Path, Path], ctypes.CDLL], folder: Path) -> None:
-        self._library = build(KERNELS / "descend.cu", folder)
-
-    def descend(self, x, q, h, passes):
-        descent.check_shapes(x, q, h)
-        (rows, columns), width = x.shape, h.shape[1]
-        given, codes = [aligned(part.reshape(-1).data) for part in (x, h)], codes_of(q)
-        sizes = aligned(np.array([rows, columns, width, passes, 0]).data)
-        written = [guarded(codes.packed.size), guarded(codes.block_scales.size)]
-        room = guarded(descent.gpu_room_nbytes(rows, width))
-        name, arguments = descend_call((*given, sizes), codes, Codes(q.format, *written), room)
-        launch(self._library, name, grid_of(name, rows), [a.ctypes.data for a in arguments])
-        assert all(map(is_intact, arguments)), f"{name}: written beside a buffer"
-        found = (part.data for part in written)
-        return Quantized(q.format, q.shape, *found, q.global_scale, q.kind)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "cpu",
-        pytest.param(compile_for_host, id="cuda"),
-        pytest.param(compile_ptx, id="ptx-90", marks=pytest.mark.slow),
-        pytest.param(partial(compile_ptx, has_cvt=True), id="ptx-120a", marks=pytest.mark.slow),
-    ],
-)
+@pytest.fixture(scope="module", params=SOURCE_OR_PTX)
 def levels(request, tmp_path_factory):
     """Backends by what they are."""
-    folder = tmp_path_factory.mktemp("levels")
-    if request.param == "cpu":
-        return every_level(folder)
-    return {"cuda": OnHost(request.param, folder)}
+    return every_backend(tmp_path_factory.mktemp("levels"), request.param, (False,))
 
 
 def second_moments(count, width, seed):
@@ -180,6 +143,6 @@ def test_blocks_of_h_that_do_not_fit_are_refused(fmt, levels):
         with pytest.raises(ValueError, match="expected blocks of n columns that cover 64"):
             levels[max(levels)].descend(x, q, np.ones(shape, np.float32), 1)
     with pytest.raises(ValueError, match="multiplier"):
-        levels[max(levels)].descend(
+        levels[min(levels)].descend(
             x, replace(q, kind="divisor"), np.ones((1, 64, 64), np.float32), 1
         )

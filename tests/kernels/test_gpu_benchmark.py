@@ -1,11 +1,11 @@
-"""benchmarks/gpu runs to its end, over arrays of NumPy and kernels on the host; it measures nothing
-here.
+"""benchmarks/gpu runs to its end over simt_gpu.py, kernels on the host; it measures nothing here.
 
 A slip of the pen in it would cost the first minutes on a GPU that is lent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import run
-from numpy_cuda import Gpu
 from paths import ROOT
 from simt import KERNELS
-from stand_in import Builds, compile_source, shrink, site, torch_without_dlpack
+from stand_in import Bench, compile_source, shrink, site, torch_without_dlpack
 
 from fp4convert.numerics.backends import cubins, gpus
 from gpu import beside_quantizers, kernels, variants
@@ -32,24 +31,24 @@ FIRST_RUN = ROOT / "benchmarks" / "gpu" / "first_run"
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
-    return Builds(tmp_path_factory.mktemp("builds"))
+def builds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bytes, ctypes.CDLL]]:
+    """A folder, and what was compiled there."""
+    return tmp_path_factory.mktemp("builds"), {}
 
 
 @pytest.fixture
 def gpu(
     request: pytest.FixtureRequest,
-    builds: Builds,
+    builds: tuple[Path, dict[bytes, ctypes.CDLL]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Gpu:
+) -> Bench:
     """A GPU with (12.0) or without E2M1 instructions, and a benchmark of few and small inputs."""
-    found = Gpu(builds, request.param)
-    monkeypatch.setitem(sys.modules, "cupy", found.module())
+    folder, made = builds
+    found = Bench(folder, request.param, made)
+    found.install(monkeypatch, tmp_path / "cache")
     monkeypatch.setitem(sys.modules, "torch", torch_without_dlpack())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
     monkeypatch.setattr(cubins, "compile_cubin", compile_source)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shrink(monkeypatch)
     return found
 
@@ -66,7 +65,6 @@ def test_the_benchmark_runs_to_its_end(gpu, tmp_path, capsys):
     assert page.count("bytes equal") > 30
     peers = len(beside_quantizers.AMAXES) + len(beside_quantizers.QUANTIZERS)
     assert page.count("has no attribute 'from_dlpack'") == peers
-    gpu.check_margins()
 
 
 @pytest.mark.slow
@@ -85,8 +83,7 @@ def test_every_entry_point_is_touched(gpu, capsys):
     expected |= {f"gemv_{fmt}_{x}" for fmt in ("nvfp4", "mxfp4") for x in ("bf16", "fp16", "nvfp4")}
     expected |= set(touch.DECODERS) | {"add_costs", "descend_nvfp4", "descend_mxfp4"}
     expected |= {f"{kind}_{word}" for kind in touch.FP8 for word in words}
-    assert expected <= gpu.launched
-    gpu.check_margins()
+    assert expected <= {name for _, name in gpu.launches}
 
 
 PARTS = ("first", "bytes", "whole", "variants", "page")
@@ -308,7 +305,7 @@ def test_the_first_run_from_beginning_to_end(builds, tmp_path):
     for name in ("nvidia-smi", "nvcc"):
         tool(folder, name, f"echo {name} was asked")
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(site(builds.folder))
+    (tmp_path / "site" / "sitecustomize.py").write_text(site(builds[0]))
     small = f"--gigabytes 0.001 --hidden 128 --folder {tmp_path}"
     left = first_run(tmp_path, folder, LIMIT="1000", WHOLE=small)
     ends = {
@@ -322,7 +319,7 @@ def test_the_first_run_from_beginning_to_end(builds, tmp_path):
     assert "DIFFERS" not in left["variants.log"]
     assert left["variants.md"].count("bytes equal") == 3 * 3 + 3 * 2 + 3  # forms times kernels
     assert "every digest is equal" in left["whole.txt"]
-    page = json.loads(left["gpu-numpy-gpu.json"])
+    page = json.loads(left["gpu-imaginary-gpu.json"])
     verdicts = {what: verdict for what, (_, verdict) in page["bars"].items()}
     assert verdicts.pop("whole conversions: digests on both devices") == "met"
     assert verdicts.pop("memcheck, racecheck, initcheck, synccheck") == "met"

@@ -1,7 +1,7 @@
 """PTX on the host: what ptx.py makes of it computes as the ISA says, and wrong PTX is noticed.
 
 The kernels' own tests run on NVRTC's PTX in test_cuda_kernels.py, test_kernels.py, test_gemv.py,
-test_search_hostile.py, test_cuda_decode.py and test_error_sums.py, as the builds ptx-90 and
+test_search_hostile.py, test_fp8_int.py, test_descend.py and test_error_sums.py, as ptx-90 and
 ptx-120a.
 """
 
@@ -10,14 +10,13 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lazy_cuda import Machine
 from ptx import UnknownPtxError, compile_ptx, compile_text, translate
 from simt import KERNELS, launch
+from simt_gpu import ELF, Machine
 
 from fp4convert.numerics.backends import gpus, self_check
 
@@ -63,62 +62,35 @@ mov.b32 %r5, {high, low};}
 }
 """
 # Wrong PTX: (stem, with the instructions for E2M1, a pattern, what stands in its place).
-TWO, THREE = r"(%f\d+), (%f\d+);", r"(%f\d+), (%f\d+), (%f\d+);"
+F, R = r"(%f\d+)", r"(%r\d+)"
+CVT_E2M1 = rf"(cvt.rn.satfinite.e2m1x2.f32 \w+), {F}, {F};"
+TWO_SWAPPED, FIRST_SWAPPED = r"\1, \3, \2;", r"\1, \3, \2,"
+PRMT = rf"(prmt.b32 \s*%r\d+), {R}, {R},"
 SWAPPED = {
-    "halves of e2m1x2": (
-        "quantize",
-        True,
-        rf"(cvt.rn.satfinite.e2m1x2.f32 \w+), {TWO}",
-        r"\1, \3, \2;",
+    "halves of e2m1x2": ("quantize", True, CVT_E2M1, TWO_SWAPPED),
+    "halves of bf16x2": (
+        *("dequantize", False, rf"(cvt.rn.bf16x2.f32 %r\d+), {F}, {F};", TWO_SWAPPED),
     ),
-    "halves of bf16x2": ("dequantize", False, rf"(cvt.rn.bf16x2.f32 %r\d+), {TWO}", r"\1, \3, \2;"),
-    "halves of f16x2": ("dequantize", True, rf"(cvt.rn.f16x2.f32 %r\d+), {TWO}", r"\1, \3, \2;"),
+    "halves of f16x2": ("dequantize", True, rf"(cvt.rn.f16x2.f32 %r\d+), {F}, {F};", TWO_SWAPPED),
     "bytes of four codes": ("quantize", True, r"\{a, b, c, d\};\}", "{b, a, c, d};}"),
-    "a quotient": ("search", False, rf"(div.rn.f32 \s*%f\d+), {TWO}", r"\1, \3, \2;"),
-    "a difference": ("compare", False, rf"(sub.rn.f32 \s*%f\d+), {TWO}", r"\1, \2, \2;"),
+    "a quotient": ("search", False, rf"(div.rn.f32 \s*%f\d+), {F}, {F};", TWO_SWAPPED),
+    "a difference": ("compare", False, rf"(sub.rn.f32 \s*%f\d+), {F}, {F};", r"\1, \2, \2;"),
     "factor and summand": (
-        "quantize",
-        False,
-        rf"(fma.rn.f32 \s*%f\d+), {THREE}",
-        r"\1, \2, \4, \3;",
+        *("quantize", False, rf"(fma.rn.f32 \s*%f\d+), {F}, {F}, {F};", r"\1, \2, \4, \3;"),
     ),
-    "sources of prmt": (
-        "quantize",
-        False,
-        r"(prmt.b32 \s*%r\d+), (%r\d+), (%r\d+),",
-        r"\1, \3, \2,",
-    ),
+    "sources of prmt": ("quantize", False, PRMT, FIRST_SWAPPED),
     "the partner of a shuffle": (
-        "quantize",
-        False,
-        r"(shfl.sync.bfly.b32 [^,]*, %r\d+), %r\d+,",
-        r"\1, 2,",
+        *("quantize", False, r"(shfl.sync.bfly.b32 [^,]*, %r\d+), %r\d+,", r"\1, 2,"),
     ),
-    "sides of a choice": (
-        "search",
-        False,
-        r"(selp.f32 \s*%f\d+), (%f\d+), (%f\d+),",
-        r"\1, \3, \2,",
-    ),
+    "sides of a choice": ("search", False, rf"(selp.f32 \s*%f\d+), {F}, {F},", FIRST_SWAPPED),
     "an integer's origin": (
-        "decode",
-        False,
-        r"add.rn.f32 \s*(%f\d+), (%f\d+), %f\d+;",
-        r"mov.b32 \1, \2;",
+        *("decode", False, rf"add.rn.f32 \s*{F}, {F}, %f\d+;", r"mov.b32 \1, \2;"),
     ),
-    "halves of a square": (
-        "decode",
-        True,
-        r"(prmt.b32 \s*%r\d+), (%r\d+), (%r\d+),",
-        r"\1, \3, \2,",
-    ),
+    "halves of a square": ("decode", True, PRMT, FIRST_SWAPPED),
     "-0.0 kept": (
-        "quantize",
-        False,
-        r"fma.rn.bf16x2 (%r\d+), (%r\d+), %r\d+, %r\d+;",
-        r"mov.b32 \1, \2;",
+        *("quantize", False, rf"fma.rn.bf16x2 {R}, {R}, %r\d+, %r\d+;", r"mov.b32 \1, \2;"),
     ),
-    "a maximum": ("quantize", True, r"max.u32 \s*(%r\d+), (%r\d+), %r\d+;", r"mov.b32 \1, \2;"),
+    "a maximum": ("quantize", True, rf"max.u32 \s*{R}, {R}, %r\d+;", r"mov.b32 \1, \2;"),
 }
 REFUSED = {
     "a sum that may be contracted": ("add.rn.f32", "add.f32"),
@@ -164,14 +136,9 @@ def test_an_operand_that_is_not_known_is_refused(wrong):
 
 def differences(machine: Machine, monkeypatch: pytest.MonkeyPatch, cache: Path) -> str:
     """What the self-check finds of the machine's kernels."""
-    monkeypatch.setitem(sys.modules, "cupy", machine.module())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    machine.install(monkeypatch, cache)
     monkeypatch.setattr("fp4convert.numerics.backends.cubins.compile_cubin", lambda *_: (ELF, ""))
     return self_check.find_difference(gpus.survey().gpus[0])
-
-
-ELF = b"\x7fELF" + bytes(60)  # without any table
 
 
 @pytest.mark.slow

@@ -25,10 +25,9 @@ from adversarial import (
     rounded,
     scattered_importance,
 )
-from cpu_levels import every_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ptx import SOURCE_OR_PTX, ptx_kernels
+from ptx import SOURCE_OR_PTX, every_backend
 from scale_search import (
     E4M3,
     GRID,
@@ -76,13 +75,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module", params=SOURCE_OR_PTX)
 def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Backends:
-    folder = tmp_path_factory.mktemp("kernels")
-    if request.param:
-        return {**ptx_kernels(folder)}
-    return {
-        **{f"level {level}": cpu for level, cpu in every_level(folder).items()},
-        "simt": SimtKernels(folder),
-    }
+    return every_backend(tmp_path_factory.mktemp("kernels"), request.param, (False,))
 
 
 @st.composite

@@ -244,9 +244,7 @@ def test_fp16_holds_65504_and_nothing_beyond(cpus: Cpus, fmt: Format) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scales", "stored"),
-    [(b"\x7f\x7e", 1e6), (b"\xfe\x38", 100.0)],
-    ids=["nan", "negative"],
+    ("scales", "stored"), [(b"\x7f\x7e", 1e6), (b"\xfe\x38", 100.0)], ids=["nan", "negative"]
 )
 def test_nothing_hides_an_overflow_of_fp16(cpus: Cpus, scales: bytes, stored: float) -> None:
     """A NaN scale beside it, a negative block scale."""

@@ -1,5 +1,5 @@
 """backends/cuda.py without a GPU: the real kernels and the real pipeline, over streams that put
-everything off (lazy_cuda.py).
+everything off (simt_gpu.py).
 
 Decides that panels meet the right kernels in the right order, whatever the timing; what kernels
 give is decided elsewhere.
@@ -30,7 +30,7 @@ from made_up_inputs import calibrate
 
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.numerics import codec, descent
-from fp4convert.numerics.backends import cuda, cuda_buffers, cuda_stream, open_backend
+from fp4convert.numerics.backends import cuda, cuda_kernels, cuda_stream, open_backend
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FP4_FORMATS, NVFP4, Format
@@ -202,7 +202,7 @@ def test_no_more_memory_is_pinned_than_the_plan_says(machine, dtype, shape, monk
     weights = Recorded(gaussian(dtype, *shape), dtype)
     own = importance_for("importance", shape[1])
     list(backend.quantize_group([weights], [weights], NVFP4, "importance", Given(importance=[own])))
-    scalars = 2 * cuda_buffers.ALIGNMENT
+    scalars = 2 * cuda_kernels.ALIGNMENT
     assert pinned
     assert sum(pinned) <= backend.held_nbytes(1, shape[1]) + scalars
 

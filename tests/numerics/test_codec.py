@@ -69,11 +69,8 @@ def test_the_sixteen_e2m1_codes() -> None:
     decoded = codec.decode_e2m1(every)
     assert decoded.tolist() == E2M1 + [-value for value in E2M1]
     assert np.signbit(decoded[8])
-    assert codec.encode_e2m1(decoded).tolist() == [
-        *range(8),
-        0,
-        *range(9, 16),
-    ]  # -0.0 is not below zero
+    # -0.0 is not below zero.
+    assert codec.encode_e2m1(decoded).tolist() == [*range(8), 0, *range(9, 16)]
 
 
 @pytest.mark.parametrize("midpoint", TIES)
@@ -82,11 +79,8 @@ def test_e2m1_ties_go_to_the_even_code_and_neighbours_to_the_nearer(midpoint: fl
     tie = f32(midpoint)
     q = np.array([np.nextafter(tie, f32(0)), tie, np.nextafter(tie, f32(9))], f32)
     assert codec.encode_e2m1(q).tolist() == [below, TIES[midpoint], below + 1]
-    assert codec.encode_e2m1(-q).tolist() == [
-        below + 8,
-        TIES[midpoint] + 8,
-        below + 9,
-    ]  # -0.25 is below zero: code 8
+    # -0.25 is below zero: code 8.
+    assert codec.encode_e2m1(-q).tolist() == [below + 8, TIES[midpoint] + 8, below + 9]
 
 
 def test_e2m1_zero_subnormals_and_saturation() -> None:
@@ -160,18 +154,10 @@ def test_an_all_zero_tensor() -> None:
 
 
 def test_zero_and_underflowing_blocks_store_one() -> None:
-    x = np.concatenate(
-        [
-            block(NVFP4, -0.0),
-            block(NVFP4, 2.0**-149, -(2.0**-149)),
-            block(NVFP4, 2.0**-20),
-            block(NVFP4, 1e30),
-        ]
-    )
-    q = codec.quantize(x, NVFP4, "amax")
-    assert (
-        bytes(q.block_scales) == b"\x38\x38\x01\x7e"
-    )  # fl(2^-149 / 6e26) is 0, fl(2^-20 / 6e26) is not: smallest scale
+    rows = ((-0.0,), (2.0**-149, -(2.0**-149)), (2.0**-20,), (1e30,))
+    q = codec.quantize(np.concatenate([block(NVFP4, *row) for row in rows]), NVFP4, "amax")
+    # fl(2^-149 / 6e26) is 0, fl(2^-20 / 6e26) is not: smallest scale.
+    assert bytes(q.block_scales) == b"\x38\x38\x01\x7e"
     assert codes(q)[16:18] == [0, 0]  # the quotient of the negative one is -0.0, not below zero
 
 
@@ -312,14 +298,8 @@ def test_dequantize_multiplies_or_divides_as_stored(kind: Kind, expected: float)
     another one.
     """
     stored = float(f32(0.3))
-    q = Quantized(
-        NVFP4,
-        (1, 16),
-        memoryview(bytes(range(0x10, 0x100, 0x22))),
-        memoryview(b"\x3b"),
-        stored,
-        kind,
-    )
+    packed = memoryview(bytes(range(0x10, 0x100, 0x22)))
+    q = Quantized(NVFP4, (1, 16), packed, memoryview(b"\x3b"), stored, kind)
     step = f32(1.375) * f32(stored) if kind == "multiplier" else f32(1.375) / f32(stored)
     assert step == pytest.approx(1.375 * expected)
     values = codec.dequantize(q)

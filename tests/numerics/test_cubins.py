@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import product
 
 import pytest
-from sass import Listing, Loops, disassemble, fast_instructions
+from ptx import Listing, Loops, disassemble, fast_instructions
 
 from fp4convert.errors import DeviceError, InputError
 from fp4convert.numerics.backends import cubins, entry_points
@@ -38,24 +38,15 @@ BLOCKS = {  # to a multiprocessor
     **{"fp8": 3},  # of compare_values, and 4 of all others
     "descend": 2,
 }
-REGISTERS, THREADS = (
-    65536,
-    256,
-)  # of a multiprocessor, of a block; a warp's registers come in eights a thread
-UNIT, ELEMENTS = (
-    16,
-    32,
-)  # of a thread of the elementwise kernels, which has two units: kernels/device.h
+# Of a multiprocessor, of a block; a warp's registers come in eights a thread.
+REGISTERS, THREADS = 65536, 256
+# Of a thread of the elementwise kernels, which has two units: kernels/device.h.
+UNIT, ELEMENTS = 16, 32
 UNITS_IN_CODE = {"quantize": 2, "search": 1, "weigh": 1}  # the latter two loop over them
-DIVISION = {
-    "FADD.FTZ": 2,
-    "FSETP.GTU.FTZ.AND": 2,
-    "FSETP.NEU.FTZ.AND": 4,
-}  # NVRTC's routines, one of each to a kernel
-RECIPROCAL, INVERSION = (
-    {"FADD.FTZ": 2, "FSETP.NEU.FTZ.AND": 1},
-    {"FADD.FTZ": 1},
-)  # the routine, and every place that may call it
+# NVRTC's routines, one of each to a kernel; of reciprocals also every place that may call it.
+DIVISION = {"FADD.FTZ": 2, "FSETP.GTU.FTZ.AND": 2, "FSETP.NEU.FTZ.AND": 4}
+RECIPROCAL = {"FADD.FTZ": 2, "FSETP.NEU.FTZ.AND": 1}
+INVERSION = {"FADD.FTZ": 1}
 REMAINDER = {"F2I.FTZ.U32.TRUNC.NTZ": 1}
 # Instructions that almost every thread issues for an element, at most: what they were. An H200 has
 # about 20 issue slots for an element of bf16 at the rate of its memory.
@@ -127,10 +118,8 @@ class Kernel:
 
     def wide_nbytes(self, opcode: str) -> int:
         """Bytes that a thread moves by 128-bit and 256-bit instructions."""
-        widths = [
-            re.fullmatch(rf"{opcode}\.E\.(?:ENL2\.)?(128|256)(\..*)?", line.split()[0])
-            for line in self.code
-        ]
+        wide = rf"{opcode}\.E\.(?:ENL2\.)?(128|256)(\..*)?"
+        widths = [re.fullmatch(wide, line.split()[0]) for line in self.code]
         return sum(int(match[1]) // 8 for match in widths if match)
 
 
@@ -177,13 +166,9 @@ def promised(source: str) -> set[str]:
     """The entry points of a head comment, which writes D, W and X for types."""
     head = (cubins.kernels_folder() / source).read_text().partition("*/")[0]
     names = set()
-    for words in (
-        name.split("_") for name in re.findall(r"^ \*   ([a-z]\w*)\(", head, re.MULTILINE)
-    ):
-        names |= {
-            "_".join(choice)
-            for choice in product(*(STANDS_FOR.get(word, (word,)) for word in words))
-        }
+    for name in re.findall(r"^ \*   ([a-z]\w*)\(", head, re.MULTILINE):
+        types = [STANDS_FOR.get(word, (word,)) for word in name.split("_")]
+        names |= {"_".join(choice) for choice in product(*types)}
     return names
 
 
@@ -208,23 +193,16 @@ def test_entry_points_are_those_of_the_head_comment(built, source, count):
 
 
 def test_entry_points_are_those_of_the_cpu_library(built):
-    both, _, rest = (
-        (cubins.kernels_folder() / "cpu.c").read_text().partition("that CUDA has no kernels for")
-    )
+    source = (cubins.kernels_folder() / "cpu.c").read_text()
+    both, _, rest = source.partition("that CUDA has no kernels for")
     text = both + rest[rest.index("#define ENTRIES") :]
-    stems, dtypes = (
-        re.findall(r"E\((\w+)_##d,", text),
-        re.findall(r"FOR_DTYPE\(E, (\w+), \w*(?:_t|float)\)", text),
-    )
+    stems = re.findall(r"E\((\w+)_##d,", text)
+    dtypes = re.findall(r"FOR_DTYPE\(E, (\w+), \w*(?:_t|float)\)", text)
     expected = {f"{stem}_{dtype}" for stem, dtype in product(stems, dtypes)}
     assert len(expected) == 33
     expected |= set(re.findall(r"E\((count_codes|descend_\w+),", text))
-    assert {
-        kernel.name
-        for kernel in built.of(
-            "amax", "quantize", "search", "weigh", "dequantize", "compare", "count", "descend"
-        )
-    } == expected
+    kinds = ("amax", "quantize", "search", "weigh", "dequantize", "compare", "count", "descend")
+    assert {kernel.name for kernel in built.of(*kinds)} == expected
 
 
 # One register, of a kernel that compares FP8 with its source.
@@ -279,11 +257,9 @@ def test_e2m1_instructions_are_used_where_the_target_has_them(built):
 def test_elements_are_on_their_way_before_the_global_scale_is_waited_for(built):
     for kernel in built.of("quantize"):
         lines = [line.split()[0] for line in kernel.code]
-        last = max(
-            at for at, opcode in enumerate(lines) if re.match(r"LDG\.E\..*(128|256)", opcode)
-        )
-        checks = [at for at, opcode in enumerate(lines) if opcode == "FCHK"]
-        assert last < min(checks, default=len(lines)), kernel.name
+        loads = [at for at, code in enumerate(lines) if re.match(r"LDG\.E\..*(128|256)", code)]
+        checks = [at for at, code in enumerate(lines) if code == "FCHK"]
+        assert max(loads) < min(checks, default=len(lines)), kernel.name
 
 
 def test_elements_are_read_by_wide_loads(built):
@@ -441,23 +417,17 @@ def test_the_fast_way_leaves_out_loops_and_calls_and_takes_the_longer_branch():
 
 
 def flushing(kernel: Kernel) -> Counter[str]:
-    """What flushes to zero: instructions of the compiler's own routines for quotients, and no
-    others.
+    """What flushes to zero: instructions of the compiler's own routines for quotients alone.
 
     Those give IEEE's quotients (-prec-div): they look for NaN and infinity, or turn a sign, where
-    nothing is subnormal.  FP8 divides
-    by its scales; of FP4 NVFP4 alone divides,
-    for block scales (quantize and the searches) or by a stored divisor (dequantize,
-    compare); fp32 has its steps
+    nothing is subnormal.  FP8 divides by its scales; of FP4 NVFP4 alone divides, for block scales
+    (quantize and the searches) or by a stored divisor (dequantize, compare); fp32 has its steps
     inverted too, in the code of every unit, and gemv its divisor.  weigh takes a remainder of
-    64-bit integers, in whose short
-    way a quotient from 1 to 2^32 becomes an integer.
+    64-bit integers, in whose short way a quotient from 1 to 2^32 becomes an integer.
     """
     parts = [REMAINDER] if kernel.kind == "weigh" else []
-    if kernel.kind in (
-        "decode",
-        "fp8",
-    ):  # quotients of integers alone, as many as the loop is unrolled for
+    # Quotients of integers alone, as many as the loop is unrolled for.
+    if kernel.kind in ("decode", "fp8"):
         parts += [REMAINDER] * kernel.opcodes["F2I.FTZ.U32.TRUNC.NTZ"]
     if kernel.name.startswith(("quantize_fp8", "row_costs")):
         parts += [DIVISION]
@@ -473,10 +443,8 @@ def flushing(kernel: Kernel) -> Counter[str]:
 
 def test_subnormals_are_not_flushed(built):
     for kernel in built.kernels:
-        found = Counter(
-            {opcode: count for opcode, count in kernel.opcodes.items() if "FTZ" in opcode}
-        )
-        assert found == flushing(kernel), kernel.name
+        found = {opcode: count for opcode, count in kernel.opcodes.items() if "FTZ" in opcode}
+        assert Counter(found) == flushing(kernel), kernel.name
 
 
 def test_negative_zero_loses_its_sign_in_every_element(built):
@@ -490,11 +458,7 @@ def test_negative_zero_loses_its_sign_in_every_element(built):
 def test_nan_wins_in_every_maximum_of_halves(built):
     """Without .NAN the larger number would win, and amax would not tell of NaN."""
     for kernel in built.of("amax", "quantize"):
-        maxima = {
-            opcode
-            for opcode in kernel.opcodes
-            if "HMNMX2" in opcode or re.match(r"V?HMNMX\.", opcode)
-        }
+        maxima = {code for code in kernel.opcodes if re.match(r".*HMNMX2|V?HMNMX\.", code)}
         assert bool(maxima) == (kernel.dtype != "fp32"), kernel.name
         assert all(".NAN" in opcode for opcode in maxima), kernel.name
 
@@ -509,12 +473,8 @@ def test_target_is_exact_where_nvrtc_knows_it(capability):
     target = cubins.target_for(capability, KNOWN)
     assert target == Target(arch, has_cvt=arch.endswith("a"))
     defines = ("-DFP4_CVT",) if target.has_cvt else ()
-    assert target.options == (
-        f"-arch={arch}",
-        "-std=c++17",
-        "--fmad=false",
-        *defines,
-    )  # no -ftz, no -use_fast_math
+    # No -ftz, no -use_fast_math.
+    assert target.options == (f"-arch={arch}", "-std=c++17", "--fmad=false", *defines)
 
 
 def test_thor_has_the_instructions_where_nvrtc_knows_its_number():
@@ -554,9 +514,8 @@ def test_old_gpu_is_refused(capability):
 )
 def test_gpu_beyond_nvrtc_is_refused(capability, known):
     version = ".".join(map(str, cubins.nvrtc_version()))
-    expected = (
-        f"NVRTC {version} cannot compile for compute capability {capability[0]}.{capability[1]}"
-    )
+    number = ".".join(map(str, capability))
+    expected = f"NVRTC {version} cannot compile for compute capability {number}"
     with pytest.raises(InputError, match=re.escape(expected)) as caught:
         cubins.target_for(capability, known)
     assert caught.value.code == "no-target"

@@ -1,6 +1,6 @@
 """One matrix that lies on a GPU: the CPU's bytes, on the caller's stream, without a copy.
 
-The GPU is lazy_cuda.Machine: what a stream was not made to wait for has not happened.
+The GPU is simt_gpu.Machine: what a stream was not made to wait for has not happened.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_tensors import CudaTensor, Exported, cupy_array
-from lazy_cuda import Array, Machine, Stream
+from simt_gpu import Array, Machine, Stream
 
 from fp4convert import (
     DeviceError,

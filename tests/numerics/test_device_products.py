@@ -1,7 +1,7 @@
 """multiply_tensor() on a GPU: gemv.cu on the caller's arrays and stream, against float64 products
 of the values that ModelOpt reads, and torch of torchao's codes.
 
-The GPU is lazy_cuda.Machine: what a stream was not made to wait for has not happened.
+The GPU is simt_gpu.Machine: what a stream was not made to wait for has not happened.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from gpu_tensors import Exported
-from lazy_cuda import Array, Machine, Stream
 from paths import GOLDEN
 from safetensors.torch import load_file
+from simt_gpu import Array, Machine, Stream
 from torch_formulas import mxfp4_weight
 
 from fp4convert import DeviceQuantized, InputError, multiply_tensor, quantize_tensor

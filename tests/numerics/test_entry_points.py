@@ -13,10 +13,7 @@ TOLD = {  # in the head of a file, a kernel, and what it says of its grid
     "amax_bf16": ("device.h", r"32 elements a thread, so grid = ceil\(n / 8192\)"),
     "decode_fp8": ("decode.cu", r"decode grid = ceil\(rows \* columns / 8192\)"),
     "compare_nvfp4_bf16": ("compare.cu", r"compare grid = ceil\(rows / 8\)"),
-    "grid_amax_bf16": (
-        "fp8.cu",
-        r"grid_amax, quantize_fp8 grid = ceil\(rows \* columns / 8192\)",
-    ),
+    "grid_amax_bf16": ("fp8.cu", r"grid_amax, quantize_fp8 grid = ceil\(rows \* columns / 8192\)"),
     "quantize_fp8_bf16": ("grid.cuh", r"grid = ceil\(rows \* columns / 8192\)"),
     "row_costs_fp32": ("fp8.cu", r"row_costs grid = ceil\(rows \* blocks across / 32\)"),
     "add_costs": ("fp8.cu", r"add_costs grid = ceil\(blocks that the rows lie in / 256\)"),

@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from adversarial import PLAIN, Values, gaussian, generator, matrix, rounded
-from cpu_levels import EVERY_DTYPE, every_level
-from ptx import SOURCE_OR_PTX, ptx_kernels
+from cpu_levels import EVERY_DTYPE
+from ptx import SOURCE_OR_PTX, every_backend
 from simt import SimtKernels, survives, walled
 
 from fp4convert.numerics import codec
@@ -43,12 +43,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @pytest.fixture(scope="module", params=SOURCE_OR_PTX)
 def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Backends:
-    """The C kernels by level; the CUDA kernels on the host."""
-    folder = tmp_path_factory.mktemp("kernels")
-    if request.param:
-        return {**ptx_kernels(folder)}
-    levels = {f"level {level}": cpu for level, cpu in every_level(folder).items()}
-    return {**levels, "simt": SimtKernels(folder)}
+    return every_backend(tmp_path_factory.mktemp("kernels"), request.param, (False,))
 
 
 def check(backends: Backends, values: Values, dtype: str, q: Quantized) -> Sums:

@@ -1,6 +1,6 @@
 """FP8 and MXFP8 on an imaginary GPU: the artifacts of the CPU.
 
-lazy_cuda.py stands in for CuPy, and kernels run on the host.
+simt_gpu.py stands in for CuPy, and kernels run on the host.
 """
 
 from __future__ import annotations
@@ -91,8 +91,5 @@ def test_what_is_not_finite_is_refused(machine, bad):
     values = generator(1).standard_normal((70, 96)).astype(np.float32)
     values[69, 95] = bad
     weights = InMemory(matrix(values, "F32"))
-    with (
-        open_backend("cuda").fp8_passes(weights) as passes,
-        pytest.raises(NumericError),
-    ):
+    with open_backend("cuda").fp8_passes(weights) as passes, pytest.raises(NumericError):
         find_scales(weights, (64, 64), FP8, "amax", passes)

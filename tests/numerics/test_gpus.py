@@ -9,10 +9,10 @@ import sys
 
 import pytest
 from checkpoints import run, write_llama
-from lazy_cuda import CUDARuntimeError, Machine
+from simt_gpu import CUDARuntimeError, Machine
 
 from fp4convert.errors import DeviceError
-from fp4convert.numerics.backends import gpu_choice, gpus, open_backend, self_check
+from fp4convert.numerics.backends import gpu_choice, gpus, open_backend
 
 DRIVER = ((13, 0), 1, "")
 
@@ -20,9 +20,7 @@ DRIVER = ((13, 0), 1, "")
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine({})
-    monkeypatch.setitem(sys.modules, "cupy", made.module())
-    monkeypatch.setattr(self_check, "check", lambda gpu: None)
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
+    made.install(monkeypatch)
     return made
 
 

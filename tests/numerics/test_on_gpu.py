@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from adversarial import (
-    DTYPES,
     PLAIN,
     Values,
     around_midpoints,
@@ -25,6 +24,7 @@ from adversarial import (
     matrix,
 )
 from checkpoints import bf16, run, write_checkpoint
+from cpu_levels import EVERY_DTYPE, EVERY_RULE
 from scale_grids import same, some_scales
 
 from fp4convert import DeviceQuantized, multiply_tensor
@@ -35,7 +35,7 @@ from fp4convert.numerics.backends.cuda_kernels import Kernels
 from fp4convert.numerics.backends.cuda_stream import Lane
 from fp4convert.numerics.backends.gpus import survey
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import CODES, FP4_FORMATS, MXFP4, NVFP4
+from fp4convert.numerics.formats import CODES, FP4_FORMATS, NVFP4
 from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
 from fp4convert.numerics.matrices import InMemory, Quantized, StoredRows
 
@@ -47,7 +47,6 @@ COLUMNS = 4096
 LAYERS = 4  # of whole conversions
 DESCENT_SHAPE = (1025, 2048)
 PRODUCTS = ((33, 64, 1), (1000, 2112, 3), (4096, 4096, 8))  # rows, columns, vectors
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
 @pytest.fixture(scope="module")
@@ -106,29 +105,18 @@ def test_amax(gpu, dtype):
         assert gpu.amax(matrix(values, dtype)) == Cpu().amax(matrix(values, dtype))
 
 
-@pytest.mark.parametrize("rule", NVFP4.scale_rules)
+@EVERY_RULE
 @EVERY_DTYPE
-def test_nvfp4(gpu, dtype, rule):
+def test_quantize(gpu, dtype, fmt, rule):
     for number, values in enumerate(chunks(dtype)):
         x, importance = matrix(values, dtype), importance_for(rule, values.shape[1])
-        amax = amax_of(values, number)
+        amax = amax_of(values, number) if fmt.has_global_scale else 0.0
         found, expected = (
-            backend.quantize(x, NVFP4, rule, amax, importance) for backend in (gpu, Cpu())
+            backend.quantize(x, fmt, rule, amax, importance) for backend in (gpu, Cpu())
         )
         assert_same_bytes(
             found, expected, values, f"{dtype}, chunk {number}, {rule}, amax {amax.hex()}"
         )
-
-
-@pytest.mark.parametrize("rule", MXFP4.scale_rules)
-@EVERY_DTYPE
-def test_mxfp4(gpu, dtype, rule):
-    for number, values in enumerate(chunks(dtype)):
-        x, importance = matrix(values, dtype), importance_for(rule, values.shape[1])
-        found, expected = (
-            backend.quantize(x, MXFP4, rule, 0.0, importance) for backend in (gpu, Cpu())
-        )
-        assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, {rule}")
 
 
 @pytest.mark.parametrize("fmt", FP4_FORMATS.values(), ids=FP4_FORMATS)

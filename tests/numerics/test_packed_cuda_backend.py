@@ -1,6 +1,6 @@
 """Packed sources on an imaginary GPU: decoded there, with the CPU's bytes.
 
-FP8, integers and transposed stacks; lazy_cuda.py stands in for CuPy, and kernels run on the host.
+FP8, integers and transposed stacks; simt_gpu.py stands in for CuPy, and kernels run on the host.
 """
 
 from __future__ import annotations

@@ -1,24 +1,23 @@
 """A GPU is checked before its first work: right kernels pass, wrong ones are named.
 
-The kernels run on the host, as lazy_cuda.py has them; some are broken on purpose.
+The kernels run on the host, as simt_gpu.py has them; some are broken on purpose.
 """
 
 from __future__ import annotations
 
 import ctypes
 import shutil
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 from checkpoints import run, write_llama
-from lazy_cuda import Machine
 from simt import KERNELS, compile_for_host
+from simt_gpu import ELF, Machine
 
 from fp4convert.conversion import device_choice
 from fp4convert.errors import DeviceError
-from fp4convert.numerics.backends import cubins, gpu_choice, gpus, open_backend, self_check
+from fp4convert.numerics.backends import cubins, gpu_choice, open_backend, self_check
 from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS
 
 COMPILE = cubins.compile_cubin
@@ -41,119 +40,98 @@ ENTRIES = {
         )
     ),
 }
-ELF = b"\x7fELF" + bytes(60)  # without any table
-EVERYWHERE = pytest.mark.slow
 # A wrong line, and the kernel whose bytes must tell: (file, what is there, what is put there).
 BROKEN = {
-    "a reciprocal without its correction": pytest.param(
+    "a reciprocal without its correction": (
         *("codes.cuh", "__fmaf_rn(v, b.inverse, __fmul_rn(v, b.rest))", "__fmul_rn(v, b.inverse)"),
         "quantize_nvfp4_bf16",
     ),
-    "an E4M3 ulp": pytest.param(
+    "an E4M3 ulp": (
         *("fp4.h", "(bits + 0x7FFFFu + ((bits >> 20) & 1u))", "(bits + 0x80000u)"),
         "quantize_nvfp4_bf16",
-        marks=EVERYWHERE,
     ),
-    "a zero block's scale": pytest.param(
+    "a zero block's scale": (
         *("fp4.h", "return r == 0.0f ? 0x38u : scale;", "return scale;"),
         "quantize_nvfp4_bf16",
-        marks=EVERYWHERE,
     ),
-    "-0.0 keeps its sign": pytest.param(
+    "-0.0 keeps its sign": (
         *("device.h", "return fma2_bf16(w, 0x3F803F80u, 0);", "return w;"),
         "quantize_nvfp4_bf16",
-        marks=EVERYWHERE,
     ),
-    "ceil as floor": pytest.param(
+    "ceil as floor": (
         *("fp4.h", "if (rule == FP4_CEIL) exponent", "if (rule < 0) exponent"),
         "quantize_mxfp4_bf16",
-        marks=EVERYWHERE,
     ),
-    "an amax that loses NaN": pytest.param(
-        *(
-            "device.h",
-            "return fp4_bits(T::low(T::max2(m, m >> 16)));",
-            "return fp4_bits(T::low(m));",
-        ),
+    "an amax that loses NaN": (
+        "device.h",
+        "return fp4_bits(T::low(T::max2(m, m >> 16)));",
+        "return fp4_bits(T::low(m));",
         "amax_bf16",
-        marks=EVERYWHERE,
     ),
-    "a search that stops early": pytest.param(
+    "a search that stops early": (
         *("screening.cuh", "i < TRIED_CODES; i++) open.add", "i < 4; i++) open.add"),
         "search_nvfp4_bf16",
-        marks=EVERYWHERE,
     ),
-    "a step in the wrong order": pytest.param(
-        *(
-            "device.h",
-            "? block_scale / stored_global",
-            "? block_scale * (1.0f / stored_global)",
-        ),
+    "a step in the wrong order": (
+        *("device.h", "? block_scale / stored_global", "? block_scale * (1.0f / stored_global)"),
         "dequantize_nvfp4_fp32, divisor",
     ),
-    "a code that is counted as another": pytest.param(
+    "a code that is counted as another": (
         *("compare.cu", "(k & 8 ? bits[3] : ~bits[3])", "(k & 8 ? bits[3] : bits[3])"),
         "count_codes",
-        marks=EVERYWHERE,
     ),
-    "a zero point with the wrong sign": pytest.param(
+    "a zero point with the wrong sign": (
         *("decode.cu", "__fadd_rn(middle, zero_points[block])", "middle - zero_points[block]"),
         "decode_int4",
     ),
-    "the scale of another row": pytest.param(
+    "the scale of another row": (
         *("grid.cuh", "(i64)((u64)(first_row + row) / height) * across + block}", "block}"),
         "decode_fp8",
-        marks=EVERYWHERE,
     ),
-    "a block's amax that is another's": pytest.param(
+    "a block's amax that is another's": (
         *("fp8.cu", "if (m > amax_bits[block]) atomicMax", "if (m > *amax_bits) atomicMax"),
         "grid_amax_bf16",
-        marks=EVERYWHERE,
     ),
-    "FP8 by a reciprocal": pytest.param(
+    "FP8 by a reciprocal": (
         *("fp8.cu", "e4m3_encode_signed(v[i] / step)", "e4m3_encode_signed(v[i] * (1 / step))"),
         "quantize_fp8_bf16",
-        marks=EVERYWHERE,
     ),
-    "costs in another order": pytest.param(
+    "costs in another order": (
         *("fp8.cu", "half = COST_LANES / 2; half; half /= 2", "half = 1; half < 8; half *= 2"),
         "row_costs_bf16",
     ),
-    "rows of costs from the last on": pytest.param(
-        *(
-            "fp8.cu",
-            "row_costs[row * across + block]",
-            "row_costs[(end + begin - 1 - row) * across + block]",
-        ),
+    "rows of costs from the last on": (
+        "fp8.cu",
+        "row_costs[row * across + block]",
+        "row_costs[(end + begin - 1 - row) * across + block]",
         "row_costs_bf16",
-        marks=EVERYWHERE,
     ),
-    "a tail's values left out": pytest.param(
+    "a tail's values left out": (
         *("compare.cu", "(n % GROUP_LANES || !(is_coarse && is_held))", "!(is_coarse && is_held)"),
         "compare_values_bf16",
-        marks=EVERYWHERE,
     ),
-    "every second column, the wrong one": pytest.param(
+    "every second column, the wrong one": (
         *("decode.cu", "keep = odd ? 0x7632u", "keep = !odd ? 0x7632u"),
         "transpose_2",
-        marks=EVERYWHERE,
     ),
-    "a block scale that is not kept": pytest.param(
+    "a block scale that is not kept": (
         *("descend.cu", "if (lane == 0) room.scales[first / BLOCK] = (u8)best,", "if (lane == 0)"),
         "descend_nvfp4",
     ),
-    "a cost in float32": pytest.param(
-        *("descend.cu", "double term = (", "float term = ("), "descend_mxfp4", marks=EVERYWHERE
-    ),
-    "sums in another order": pytest.param(
-        *(
-            "compare.cu",
-            "total += __shfl_xor_sync(ALL_LANES, total, 2);",
-            "total += __shfl_xor_sync(ALL_LANES, total, 3);",
-        ),
+    "a cost in float32": ("descend.cu", "double term = (", "float term = (", "descend_mxfp4"),
+    "sums in another order": (
+        "compare.cu",
+        "total += __shfl_xor_sync(ALL_LANES, total, 2);",
+        "total += __shfl_xor_sync(ALL_LANES, total, 3);",
         "compare_nvfp4_bf16",
-        marks=EVERYWHERE,
     ),
+}
+IN_GATE = {
+    "a reciprocal without its correction",
+    "a step in the wrong order",
+    "a zero point with the wrong sign",
+    "costs in another order",
+    "a block scale that is not kept",
 }
 
 
@@ -164,10 +142,8 @@ def machine(
     """One imaginary GPU that was never used before, and a compiler that takes no time."""
     made = Machine(dict(simt_libraries))
     monkeypatch.setattr(cubins, "compile_cubin", lambda *_: (ELF, ""))
-    monkeypatch.setitem(sys.modules, "cupy", made.module())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
     monkeypatch.setattr(self_check, "DRIVER", tmp_path / "driver")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made.install(monkeypatch, tmp_path / "cache", is_checked=True)
     return made
 
 
@@ -204,9 +180,12 @@ def test_right_kernels_pass_and_are_not_checked_twice(machine, tmp_path, monkeyp
             open_backend("cuda")
 
 
-@pytest.mark.parametrize(("file", "before", "after", "kernel"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(
+    "case", [pytest.param(k, marks=() if k in IN_GATE else pytest.mark.slow) for k in BROKEN]
+)
 @pytest.mark.sweep(3)
-def test_a_wrong_kernel_is_named(machine, tmp_path, file, before, after, kernel):
+def test_a_wrong_kernel_is_named(machine, tmp_path, case):
+    file, before, after, kernel = BROKEN[case]
     break_kernels(machine, tmp_path, file, before, after)
     with pytest.raises(DeviceError) as caught:
         open_backend("cuda")
@@ -219,7 +198,7 @@ def test_a_wrong_kernel_is_named(machine, tmp_path, file, before, after, kernel)
 def test_auto_warns_and_takes_the_cpu(machine, tmp_path, monkeypatch):
     for name in ("LEAST_WEIGHTS", "BEGIN_SECONDS", "COPY_SECONDS", "LINK_SECONDS"):
         monkeypatch.setattr(device_choice, name, 0)  # any GPU wins
-    _, before, after, _ = BROKEN["a reciprocal without its correction"].values
+    _, before, after, _ = BROKEN["a reciprocal without its correction"]
     break_kernels(machine, tmp_path, "codes.cuh", before, after)
     source = write_llama(tmp_path / "source")
     options = ("--format", "nvfp4", "--scale-rule", "amax", "--json")

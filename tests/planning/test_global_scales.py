@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,12 @@ from checkpoints import (
     write_llama,
 )
 from diffusion import write_wan
-from lazy_cuda import Machine
 from safetensors.torch import load_file, save_file
+from simt_gpu import Machine
 
 from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.makers.methods import returning
-from fp4convert.numerics.backends import cuda_stream, gpus, self_check
+from fp4convert.numerics.backends import cuda_stream
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.global_scales import Stored, amax_of
 from fp4convert.storage.local import LocalSource
@@ -163,12 +162,8 @@ def test_no_shard_is_read_for_the_amax_of_members_elsewhere(
 
 def test_the_stand_in_of_a_gpu_makes_the_same_bytes(source, tmp_path, monkeypatch, simt_libraries):
     expected = digest(source, tmp_path / "cpu")
-    machine = Machine(simt_libraries)
-    monkeypatch.setitem(sys.modules, "cupy", machine.module())
-    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
-    monkeypatch.setattr(self_check, "check", lambda gpu: None)
+    Machine(simt_libraries).install(monkeypatch, tmp_path / "cache")
     monkeypatch.setattr(cuda_stream, "GPU_PANEL_ELEMENTS", 2048)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scales = {module: one / 4 for module, one in multipliers(source, tmp_path / "m").items()}
     small = written(tmp_path / "small.json", scales)
     found = [

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adversarial import (
-    DTYPES,
-)
+from adversarial import DTYPES
 
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import FP4_FORMATS

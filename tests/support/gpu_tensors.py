@@ -1,4 +1,4 @@
-"""Arrays that say they lie on a GPU of lazy_cuda.Machine, as other packages have them.
+"""Arrays that say they lie on a GPU of simt_gpu.Machine, as other packages have them.
 
 Their bytes come from torch's own DLPack export, of which only the device is changed. What they hold
 is written by a stream of their producer, which only an event that is waited for shows to others.
@@ -10,7 +10,7 @@ import ctypes
 
 import numpy as np
 import torch
-from lazy_cuda import Array, Event, Machine, Stream
+from simt_gpu import Array, Event, Machine, Stream
 
 GPU = 2  # kDLCUDA
 
@@ -32,7 +32,7 @@ class Exported:
 
     def __dlpack__(self, *, stream: int) -> object:
         self.asked.append(stream)
-        event = Event()
+        event = Event(self.machine)
         event.record(self.producer)
         self.machine.stream(stream).wait_event(event)
         capsule = self.tensor.__dlpack__()

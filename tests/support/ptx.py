@@ -1,24 +1,29 @@
-"""What NVRTC makes of the CUDA kernels, run on the host: each PTX instruction is a function of
-ptx.h.
+"""What the compiler makes of the CUDA kernels: NVRTC's PTX, run on the host, and ptxas's listing.
 
 Decides how PTX becomes C++, statement by statement; what an instruction means is ptx.h's business.
-An instruction that ptx.h lacks does not compile. Nothing is known here of how ptxas goes on.
+An instruction that ptx.h lacks does not compile. Of what ptxas goes on to make, cuobjdump lists the
+instructions, and the way that almost every thread takes through them is counted. No GPU is used.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
+from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import count
+from importlib import metadata
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
+from cpu_levels import every_level
 from paths import SUPPORT
 from simt import KERNELS, SimtKernels, compile_for_host
 
+from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.cubins import HEADERS, Target
 
 PLAIN, WITH_CVT = Target("compute_90", has_cvt=False), Target("compute_120a", has_cvt=True)
@@ -37,6 +42,15 @@ SPECIAL = {
     "%ctaid.y": "blockIdx.y",
     "%ctaid.z": "blockIdx.z",
 }
+
+
+# (address, instruction with its predicate, such as "@!P0 LDG.E.128 R36, desc[UR6][R6.64]")
+Listing = list[tuple[int, str]]
+LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+ +)?[A-Z][^;]*?) *;", re.MULTILINE)
+BRANCH = re.compile(r"(?:@!?U?P\w+ +)?BRA\S*\s.*?(0x[0-9a-f]+)$")
+INSTRUCTION_NBYTES = 16
+IS_CONDITIONAL = re.compile(r"@|BRA\S*\s+!?U?P")
+IS_CALL = re.compile(r"CALL|\bRET\b")
 
 
 class UnknownPtxError(Exception):
@@ -98,12 +112,22 @@ SOURCE_OR_PTX = [
 ]
 
 
-def ptx_kernels(folder: Path) -> dict[str, SimtKernels]:
-    """The elementwise kernels as NVRTC makes them of either kind of target."""
-    return {
-        target.arch: SimtKernels(folder, KERNELS, target.has_cvt, compile_ptx)
-        for target in (PLAIN, WITH_CVT)
-    }
+def every_backend(
+    folder: Path, is_ptx: bool, cvts: tuple[bool, ...] = (False, True)
+) -> dict[str, Cpu | SimtKernels]:
+    """The C kernels by level, and the CUDA kernels; or these as NVRTC makes them.
+
+    cvts  without and with the instructions for E2M1
+    """
+    if is_ptx:
+        targets = (PLAIN, WITH_CVT)
+        made = {one.arch: SimtKernels(folder, KERNELS, one.has_cvt, compile_ptx) for one in targets}
+        return {**made}
+    levels = {f"level {level}": cpu for level, cpu in every_level(folder).items()}
+    if "LIBCPU" in os.environ:  # sanitized_cpu.py looks at that library alone
+        return {**levels}
+    simt = {f"simt{', cvt' * cvt}": SimtKernels(folder, has_cvt=cvt) for cvt in cvts}
+    return {**levels, **simt}
 
 
 def translate(ptx: str) -> str:
@@ -216,3 +240,125 @@ def _word(operand: str) -> str:
     if match := re.fullmatch(r"%?([A-Za-z_]\w*)", operand):
         return match[1]
     raise UnknownPtxError(operand)
+
+
+def disassemble(cubin: Path) -> dict[str, Listing]:
+    """The instructions of each entry point; cuobjdump finds nvdisasm, which does the work, beside
+    itself.
+    """
+    (tool,) = [
+        file for file in metadata.files("nvidia-cuda-cuobjdump") or () if file.name == "cuobjdump"
+    ]
+    text = subprocess.run(
+        [tool.locate(), "-sass", cubin], check=True, capture_output=True, text=True
+    ).stdout
+    parts = re.split(r"Function : (\w+)", text)[1:]
+    return {
+        name: [(int(address, 16), line) for address, line in LINE.findall(body)]
+        for name, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def fast_instructions(listing: Listing) -> int:
+    """Instructions of the longest way to the end without a loop and without a call.
+
+    In the elementwise kernels what is rare is rolled up (the exact way) or called (the compiler's
+    routine for quotients); everything else is straight.
+    """
+    ways = _all_ways(listing)
+    looped: set[int] = set()
+    for address, line in listing:
+        match = BRANCH.fullmatch(line)
+        if match and int(match[1], 16) <= address:
+            looped |= {one for one in ways if int(match[1], 16) <= one <= address}
+    longest: dict[int, int] = {}  # to the end; absent where there is no such way
+    for address, line in reversed(listing):
+        if address in looped or IS_CALL.search(line):
+            continue
+        lengths = [longest[way] for way in ways[address] if way in longest]
+        if lengths or "EXIT" in line:
+            longest[address] = 1 + max(lengths) if lengths else 1
+    return longest[listing[0][0]]
+
+
+def _all_ways(listing: Listing) -> dict[int, list[int]]:
+    """Where each instruction may go on."""
+    following = {address: after for (address, _), (after, _) in pairwise(listing)}
+    return {address: _ways(line, following.get(address)) for address, line in listing}
+
+
+class Loops:
+    """The way through a kernel that is one loop, over units, with others in it.
+
+    What is rolled up in fewer instructions than `small` is rare and left out, and so are calls.
+    """
+
+    def __init__(self, listing: Listing, small: int = 60) -> None:
+        self._ways = _all_ways(listing)
+        back = [
+            (target, address)
+            for address, line in listing
+            if not IS_CALL.search(line)
+            for target in self._ways[address]
+            if target < address
+        ]
+        self._start = listing[0][0]
+        self.outer = max(back, key=lambda loop: loop[1] - loop[0])
+        inner = sorted(loop for loop in back if loop != self.outer)
+        rare = [loop for loop in inner if loop[1] - loop[0] < small * INSTRUCTION_NBYTES]
+        self.inner = [loop for loop in inner if loop not in rare]
+        self._barred = {
+            address for address in self._ways for low, high in rare if low <= address <= high
+        }
+        self._back = {(high, low) for low, high in back}
+
+    def before(self) -> int:
+        """Instructions before the first unit."""
+        return self._shortest(self._start, self.outer[0])
+
+    def once(self, *loops: tuple[int, int]) -> int:
+        """Instructions of a unit that goes through these loops in order, without those in them."""
+        at, count = self.outer[0], 0
+        for low, high in loops:
+            count += self._shortest(at, low)
+            (at,) = [way for way in self._ways[high] if way != low]
+        return count + self._shortest(at, self.outer[1]) + 1
+
+    def longest(self, loop: tuple[int, int]) -> int:
+        """Instructions of one turn of a loop, at most."""
+        found = {loop[1]: 1}
+        for address in sorted((a for a in self._ways if loop[0] <= a < loop[1]), reverse=True):
+            counts = [found[way] for way in self._ways[address] if way in found and way > address]
+            if counts:
+                found[address] = 1 + max(counts)
+        return found[loop[0]]
+
+    def _shortest(self, start: int, end: int) -> int:
+        """Instructions from one address to another, without the latter's."""
+        found, queue = {start: 0}, deque([start])
+        while queue:
+            address = queue.popleft()
+            for way in self._ways[address]:
+                if (
+                    way not in found
+                    and way not in self._barred
+                    and (address, way) not in self._back
+                ):
+                    found[way] = found[address] + 1
+                    queue.append(way)
+        return found[end]
+
+
+def _ways(line: str, following: int | None) -> list[int]:
+    """Where an instruction may go on; nowhere after a call, which is rare.
+
+    A call that is guarded is passed by: ptxas 12.9 leaves loops so for sm_80.
+    """
+    if IS_CALL.search(line):
+        return [following] if line.startswith("@") and following is not None else []
+    match = BRANCH.fullmatch(line)
+    is_last = "EXIT" in line and not line.startswith("@")
+    ways = [int(match[1], 16)] if match else []
+    if following is not None and not is_last and (not match or IS_CONDITIONAL.match(line)):
+        ways.append(following)
+    return ways

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from adversarial import (
-    MIDPOINTS,
-    Values,
-    generator,
-)
+from adversarial import MIDPOINTS, Values, generator
 from numpy.typing import NDArray
 
 from fp4convert.numerics import codec

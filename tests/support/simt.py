@@ -21,19 +21,13 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from paths import ROOT, SUPPORT
 
-from fp4convert.numerics.backends.entry_points import (
-    Call,
-    Codes,
-    Values,
-    amax_call,
-    compare_call,
-    count_call,
-    dequantize_call,
-    entry_of,
-    quantize_call,
-)
-from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, global_scale_of, weigh
+from fp4convert.numerics.backends import entry_points
+from fp4convert.numerics.backends.cpu import native_grid
+from fp4convert.numerics.backends.entry_points import Call, Codes, Values, entry_of
+from fp4convert.numerics.codec import FLOAT_DTYPES, Bytes, Float32s, global_scale_of, weigh
+from fp4convert.numerics.descent import check_shapes, gpu_room_nbytes
 from fp4convert.numerics.formats import CODES, ROW_SUMS, Format
+from fp4convert.numerics.fp8_int import Float64s, Grid
 from fp4convert.numerics.matrices import Compared, Matrix, Quantized
 
 KERNELS = ROOT / "kernels"
@@ -138,7 +132,7 @@ def is_intact(buffer: Array) -> bool:
 
 def aligned(data: Array | memoryview) -> Array:
     """A copy of the bytes, guarded."""
-    raw = np.frombuffer(data, np.uint8)
+    raw = np.ascontiguousarray(np.asarray(data)).reshape(-1).view(np.uint8)
     copy = guarded(raw.size)
     copy[:] = raw
     return copy
@@ -174,8 +168,16 @@ def codes_of(q: Quantized) -> Codes:
     return Codes(q.format, aligned(q.packed), aligned(q.block_scales), stored, q.kind)
 
 
+def grid_of(shape: tuple[int, int], grid: Grid) -> tuple[Array, Array]:
+    scales, layout = native_grid(grid, shape)
+    return aligned(scales), aligned(layout)
+
+
 class SimtKernels:
-    """The elementwise kernels with a backend's methods, so that tests of backends fit."""
+    """The CUDA kernels with the methods of backends.cpu.Cpu, so that tests of these fit.
+
+    widened  how many times as many elements as shipped a block of the elementwise kernels takes
+    """
 
     name = "simt"
 
@@ -185,14 +187,16 @@ class SimtKernels:
         kernels: Path = KERNELS,
         has_cvt: bool = False,
         build: Callable[[Path, Path, bool], ctypes.CDLL] = compile_for_host,
+        widened: float = 1,
     ) -> None:
         # Each file when one of its kernels is launched first.
         self._library = cache(lambda file: build(kernels / file, folder, has_cvt))
+        self._widened = widened
 
     def amax(self, x: Matrix, so_far: float = 0.0) -> float:
         found = aligned(np.array([so_far], np.float32))
         values = values_of(x)
-        self.call(values.n, amax_call(values, found))
+        self.call(entry_points.amax_call(values, found), values.n)
         return float(found.view(np.float32)[0])
 
     def quantize(
@@ -207,37 +211,115 @@ class SimtKernels:
         packed, block_scales = guarded(values.n // 2), guarded(values.n // fmt.block_size)
         columns = x.shape[1]
         weights = () if importance is None else (aligned(weigh(importance, columns, fmt)), columns)
-        amax = aligned(np.array([group_amax], np.float32))
-        call = quantize_call(values, Codes(fmt, packed, block_scales), rule, amax, weights)
-        self.call(values.n, call)
+        amax, codes = aligned(np.array([group_amax], np.float32)), Codes(fmt, packed, block_scales)
+        self.call(entry_points.quantize_call(values, codes, rule, amax, weights), values.n)
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
         n = q.shape[0] * q.shape[1]
         values = guarded(n * FLOAT_DTYPES[dtype].itemsize)
-        self.call(n, dequantize_call(codes_of(q), Values(dtype, values, q.shape)))
+        self.call(entry_points.dequantize_call(codes_of(q), Values(dtype, values, q.shape)), n)
         return values.data
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
         rows, codes = x.shape[0], codes_of(q)
         sums, counts = guarded(rows * 8 * ROW_SUMS), aligned(np.zeros(CODES, np.int64))
-        launched = -(-rows // 8) * ELEMENTS_PER_BLOCK
-        self.call(launched, compare_call(values_of(x), codes, sums))
-        launched = -(-codes.packed.size // 65536) * ELEMENTS_PER_BLOCK
-        self.call(launched, count_call(codes.packed, codes.packed.size, counts))
+        self.call(entry_points.compare_call(values_of(x), codes, sums), rows)
+        nbytes = codes.packed.size
+        self.call(entry_points.count_call(codes.packed, nbytes, counts), 2 * nbytes)
         return Compared(sums.data, counts.data)
 
-    def call(self, n: int, call: Call) -> None:
-        """Launch a kernel for n elements; nothing may be written beside what `guarded` made."""
-        name, arguments = call
-        launch(
-            self._library(entry_of(name).file),
-            name,
-            (-(-n // ELEMENTS_PER_BLOCK), 1),
-            [a if isinstance(a, int) else a.ctypes.data for a in arguments],
+    def compare_values(self, x: Matrix, y: Float32s) -> Compared:
+        rows = x.shape[0]
+        sums = guarded(8 * ROW_SUMS * rows)
+        self.call(entry_points.compare_values_call(values_of(x), aligned(y), sums), rows)
+        return Compared(sums.data, memoryview(b""))
+
+    def grid_amax(self, x: Matrix, grid: Grid) -> None:
+        values, (amaxes, layout) = values_of(x), grid_of(x.shape, grid)
+        self.call(entry_points.grid_amax_call(values, layout, amaxes), values.n)
+        grid.scales[...] = amaxes.view(np.float32).reshape(grid.scales.shape)
+
+    def quantize_fp8(self, x: Matrix, grid: Grid) -> Bytes:
+        values, (scales, layout) = values_of(x), grid_of(x.shape, grid)
+        codes = guarded(values.n)
+        self.call(entry_points.quantize_fp8_call(values, scales, layout, codes), values.n)
+        return codes.reshape(x.shape)
+
+    def fp8_costs(self, x: Matrix, grid: Grid, costs: Float64s) -> None:
+        (rows, _), across, height = x.shape, costs.shape[1], grid.block[0]
+        scales, layout = grid_of(x.shape, grid)
+        row_costs, sums = guarded(8 * rows * across), aligned(costs)
+        call = entry_points.row_costs_call(values_of(x), scales, layout, row_costs)
+        self.call(call, rows * across)
+        first, last = grid.first_row // height, (grid.first_row + rows - 1) // height
+        self.call(("add_costs", (row_costs, layout, sums)), (last - first + 1) * across)
+        costs[...] = sums.view(np.float64).reshape(costs.shape)
+
+    def decode_fp8(self, codes: memoryview, shape: tuple[int, int], grid: Grid) -> Float32s:
+        scales, layout = native_grid(grid, shape)
+        return self._decode("decode_fp8", shape, codes, scales, layout)
+
+    def decode_integers(
+        self,
+        packed: memoryview,
+        shape: tuple[int, int],
+        grid: Grid,
+        bits: int = 4,
+        zero_points: Float32s | None = None,
+    ) -> Float32s:
+        scales, layout = native_grid(grid, shape)
+        zeros = 0 if zero_points is None else zero_points
+        return self._decode(f"decode_int{bits}", shape, packed, scales, zeros, layout)
+
+    def _decode(
+        self, name: str, shape: tuple[int, int], *given: Array | memoryview | int
+    ) -> Float32s:
+        n = shape[0] * shape[1]
+        return self._written(name, 4 * n, (n,), *given).view(np.float32).reshape(shape)
+
+    def transpose(self, stored: Matrix, columns: range) -> Matrix:
+        rows, width = stored.shape
+        numbers = rows, width, columns.start, columns.step, len(columns)
+        nbytes = len(stored.data) // (rows * width)
+        counts = rows, len(columns)
+        turned = self._written(
+            f"transpose_{nbytes}", nbytes * rows * len(columns), counts, stored.data, *numbers
         )
+        return Matrix(turned.data, stored.dtype, (len(columns), rows))
+
+    def descend(self, x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
+        """All rows of a matrix in one launch."""
+        check_shapes(x, q, h)
+        (rows, columns), width = x.shape, h.shape[1]
+        codes, sizes = codes_of(q), aligned(np.array([rows, columns, width, passes, 0]))
+        written = [guarded(codes.packed.size), guarded(codes.block_scales.size)]
+        given, room = (aligned(x), aligned(h), sizes), guarded(gpu_room_nbytes(rows, width))
+        self.call(entry_points.descend_call(given, codes, Codes(q.format, *written), room), rows)
+        found = (part.data for part in written)
+        return Quantized(q.format, q.shape, *found, q.global_scale, q.kind)
+
+    def _written(
+        self, name: str, nbytes: int, counts: tuple[int, ...], *given: Array | memoryview | int
+    ) -> Array:
+        """What a kernel writes behind its arguments; nothing into what it reads."""
+        held = [a if isinstance(a, int) else aligned(a) for a in given]
+        y = guarded(nbytes)
+        self.call((name, (*held, y)), *counts)
+        for before, own in zip(given, held, strict=True):
+            assert isinstance(before, int) or own.tobytes() == aligned(before).tobytes()
+        return y
+
+    def call(self, call: Call, first: int, second: int = 1) -> None:
+        """Launch a kernel, as grid_of counts; nothing may be written beside its arguments."""
+        name, arguments = call
+        entry = entry_of(name)
+        wide = self._widened if entry.across == ELEMENTS_PER_BLOCK else 1
+        grid = (-(-first // round(entry.across * wide)), -(-second // entry.down))
+        places = [a if isinstance(a, int) else a.ctypes.data for a in arguments]
+        launch(self._library(entry.file), name, grid, places)
         for argument in arguments:
             assert isinstance(argument, int) or is_intact(argument), (
-                f"{name}, n = {n}: written beside a buffer"
+                f"{name}, n = {first}: written beside a buffer"
             )

@@ -1,7 +1,6 @@
 """A stand-in for a GPU in programs of their own, small enough for the host.
 
-`sitecustomize` calls `install` when Python starts; the benchmark's programs get the CuPy of
-numpy_cuda.py, others that of lazy_cuda.py. Decides how much smaller everything is.
+`sitecustomize` calls `install` when Python starts. Decides how much smaller everything is.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from lazy_cuda import Machine
-from numpy_cuda import Gpu
 from simt import KERNELS, compile_for_host
+from simt_gpu import ELF, Machine
 
-from fp4convert.numerics.backends import cubins, cuda_stream, entry_points, gpus, self_check
+from fp4convert.numerics.backends import cubins, cuda_stream, entry_points
 
-ELF = b"\x7fELF" + bytes(60)  # without any table
 BENCHMARKS = ("bench.py", "touch.py")
 FEW = {"quantize.cu": "FP4_UNITS", "decode.cu": "THREADS", "compare.cu": "THREADS"}  # forms
 SITE = """import sys
@@ -35,14 +32,19 @@ def compile_source(source: Path, target: cubins.Target, *_: object) -> tuple[byt
     return ELF + bytes([target.has_cvt]) + source.read_bytes(), ""
 
 
-class Builds:
-    """Kernels for the host, of what `compile_source` has made; kept in a folder."""
+class Bench(Machine):
+    """A GPU for the benchmark, which puts nothing off; runs what `compile_source` has made.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.made: dict[bytes, ctypes.CDLL] = {}
+    made  of each content; many may share it
+    """
 
-    def __call__(self, cubin: Path) -> ctypes.CDLL:
+    def __init__(
+        self, folder: Path, capability: tuple[int, int], made: dict[bytes, ctypes.CDLL]
+    ) -> None:
+        super().__init__({}, capability=capability, is_eager=True)
+        self.folder, self.made = folder, made
+
+    def library_of(self, cubin: Path) -> ctypes.CDLL:
         content = cubin.read_bytes()[len(ELF) :]
         has_cvt, text = bool(content[0]), content[1:]
         if content not in self.made:
@@ -111,18 +113,16 @@ def site(kernels: Path) -> str:
 def install(folder: str) -> None:
     """Put a stand-in into the place of CuPy, for this program."""
     patched = pytest.MonkeyPatch()  # never undone
-    patched.setattr(gpus, "ask_driver", lambda: ((13, 0), 1, ""))
     patched.setattr(cubins, "compile_cubin", compile_source)
     names = {Path(word).name for word in sys.orig_argv}
     if names & set(BENCHMARKS):
-        patched.setitem(sys.modules, "cupy", Gpu(Builds(Path(folder)), (9, 0)).module())
+        Bench(Path(folder), (9, 0), {}).install(patched)
         patched.setitem(sys.modules, "torch", torch_without_dlpack())
         shrink(patched)
         return
     stems = [Path(source).stem for source in entry_points.SOURCES]
     libraries = {stem: compile_for_host(KERNELS / f"{stem}.cu", Path(folder)) for stem in stems}
-    patched.setitem(sys.modules, "cupy", Machine(libraries).module())
-    patched.setattr(self_check, "check", lambda gpu: None)
+    Machine(libraries).install(patched)
     patched.setattr(cuda_stream, "GPU_PANEL_ELEMENTS", 1 << 16)
 
 

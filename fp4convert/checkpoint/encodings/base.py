@@ -12,10 +12,11 @@ import numpy as np
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.errors import InputError, NumericError
-from fp4convert.numerics.codec import Float32s, find_not_finite_values
+from fp4convert.numerics.codec import Float32s
 from fp4convert.numerics.error_sums import SOURCE
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.numerics.matrices import Blocks, Weights
+from fp4convert.numerics.value_checks import find_not_finite_values
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef, total_nbytes

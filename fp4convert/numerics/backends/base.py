@@ -77,11 +77,11 @@ class Backend(Protocol):
     ) -> Iterator[tuple[int, Quantized]]:
         """Quantize the members of a scale group under one amax.
 
-        Equals codec.quantize. Yields (number of the member, its next panel), member by
-        member.
+        Equals codec.quantize.
         measured  whose largest magnitude is the group's: the members, and what shares their scale
                   elsewhere
-        Yields    panels, compared with their weights; each is valid until the next is asked for
+        Yields    (number of the member, its next panel), member by member; panels are compared with
+                  their weights, and each is valid until the next is asked for
         Raises    NumericError where anything measured holds Inf or NaN, before the first panel of a
                   format with a global scale, or under a given amax before the panel itself;
                   InputError for a rule of another format, and for importance that does not fit
@@ -95,7 +95,7 @@ class Backend(Protocol):
         """
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
-        """Read the values in order, as bytes of `dtype` (safetensors' name).
+        """Read the values in order, as bytes of `dtype`.
 
         Equals codec.dequantize, rounded once.
         Yields    panels that are valid until the next is asked for
@@ -106,21 +106,17 @@ class Backend(Protocol):
         """Lend what rounds this matrix; it may be kept there meanwhile."""
 
     def descend(self, x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
-        """Find codes and block scales that cost less under H.
+        """Find codes and scales that cost less; equals descent.descend.
 
-        Equals descent.descend, which says what x, q and h are.
         Raises  DeviceError where a GPU has no memory for H and a few rows
         """
 
     def held_nbytes(self, threads: int, widest: int) -> int:
-        """Count the host memory that it holds for so many callers.
-
-        widest  elements of the longest rows
-        """
+        """Count the host memory held for callers; `widest` of their rows."""
 
 
 def expected_device(word: str) -> str:
-    """Tell what --device takes, and which of it a word for another means."""
+    """Return what --device takes, with the device that a word may mean."""
     meant = re.fullmatch(r"(cpu|cuda|gpu|nvidia)?[ :_-]*([0-9]{1,9})?", word.strip().lower())
     near = ""
     if meant and any(meant.groups()):

@@ -6,7 +6,6 @@ Calls release the interpreter's lock, so threads run side by side.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,20 +13,20 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.numerics.backends import entry_points
 from fp4convert.numerics.backends.base import OWN, Given
+from fp4convert.numerics.backends.entry_points import Codes, Values
 from fp4convert.numerics.codec import (
     FLOAT_DTYPES,
     Bytes,
     Float32s,
+    check_finite,
     check_importance,
-    check_range,
     global_scale_of,
-    not_finite,
     weigh,
 )
-from fp4convert.numerics.cpu_library import instruction_set
 from fp4convert.numerics.descent import check_shapes, panel_rows, room_nbytes
-from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
+from fp4convert.numerics.formats import CODES, ROW_SUMS, Format
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8, grid_shape
 from fp4convert.numerics.low_rank import Pulls
 from fp4convert.numerics.matrices import (
@@ -40,20 +39,17 @@ from fp4convert.numerics.matrices import (
     Weights,
     row_panels,
 )
-from fp4convert.process import cpu_library, processors
+from fp4convert.numerics.value_checks import check_range
+from fp4convert.process import cpu_library, instruction_set, processors
 
-PANEL_ELEMENT_NBYTES = (
-    4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
-)
-READ_ELEMENTS = (
-    2 << 20
-)  # in a panel: 4 MB of bf16; larger ones take less time, but would all lie across streamed pieces
-PERIODS, CELL_WIDTHS = (
-    (128, 64, 32, 16, 8, 4, 2, 1),
-    (1, 2, 4, 8, 16, 32, 64),
-)  # must equal the enum in kernels/scale_variance.c
-
-TILE_ROWS = 16  # must equal ROWS in kernels/low_rank.c
+# Of a panel's codes and scales, and of a copy of it where a shard leaves it unaligned.
+PANEL_ELEMENT_NBYTES = 4
+# In a panel: 4 MB of bf16. Larger ones take less time, but would all lie across streamed pieces.
+READ_ELEMENTS = 2 << 20
+# The enum in kernels/scale_variance.c, and ROWS in kernels/low_rank.c.
+PERIODS = (128, 64, 32, 16, 8, 4, 2, 1)
+CELL_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+TILE_ROWS = 16
 
 Array = NDArray[np.generic]
 Doubles = NDArray[np.float64]
@@ -97,22 +93,17 @@ class Cpu:
             importance = given.importance[number] if given.importance else None
             for panel in _panels(weights):
                 if is_in_one_pass and not given.is_own:
-                    given.note(number, _finite(self.amax(panel)))
+                    given.note(number, check_finite(self.amax(panel)))
                 q = self.quantize(panel, fmt, rule, group_amax, importance)
                 yield number, replace(q, compared=self.compare(panel, q))
 
     def group_amax(self, measured: Sequence[Weights]) -> float:
-        """Find the largest magnitude of a scale group.
-
-        Raises  NumericError where there is Inf or NaN
-        """
-        found = 0.0
+        amax = 0.0
         for weights in measured:
             known = weights.amaxes()
-            amaxes = map(self.amax, _panels(weights)) if known is None else known
-            for amax in amaxes:
-                found = max(found, _finite(amax))
-        return found
+            for one in map(self.amax, _panels(weights)) if known is None else known:
+                amax = max(amax, check_finite(one))
+        return amax
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         for first, last in row_panels(q.shape):
@@ -148,9 +139,8 @@ class Cpu:
 
     def amax(self, x: Matrix) -> float:
         """Find the largest magnitude, exact; Inf or NaN where there is one."""
-        values = _aligned(x)
         bits = np.zeros(1, np.uint32)
-        self._call(f"amax_{FLOAT_TYPES[x.dtype].word}", values, values.size, bits)
+        self._run(entry_points.amax_call(_values(x), bits))
         return float(bits.view(np.float32)[0])
 
     def quantize(
@@ -162,44 +152,21 @@ class Cpu:
         importance: Float32s | None = None,
     ) -> Quantized:
         """Quantize the rows; equals codec.quantize."""
-        values = _aligned(x)
-        packed = np.empty(values.size // 2, np.uint8)
-        block_scales = np.empty(values.size // fmt.block_size, np.uint8)
+        values = _values(x)
+        packed = np.empty(values.n // 2, np.uint8)
+        block_scales = np.empty(values.n // fmt.block_size, np.uint8)
         check_importance(rule, importance)
-        amax = (np.array([group_amax], np.float32),) if fmt.has_global_scale else ()
-        choice = () if importance is None else (weigh(importance, x.shape[1], fmt), x.shape[1])
-        kernel = f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}"
-        self._call(
-            kernel,
-            values,
-            values.size,
-            *amax,
-            *rule_number(fmt, rule),
-            *choice,
-            packed,
-            block_scales,
-        )
+        weights = () if importance is None else (weigh(importance, x.shape[1], fmt), x.shape[1])
+        amax, codes = np.array([group_amax], np.float32), Codes(fmt, packed, block_scales)
+        self._run(entry_points.quantize_call(values, codes, rule, amax, weights))
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
-        """Read the values as bytes of `dtype`; equals codec.dequantize.
-
-        Raises NumericError where one is beyond its range.
-        """
+        """Read the values as bytes of `dtype`; equals codec.dequantize."""
         check_range(q, dtype)
         values = np.empty(q.shape[0] * q.shape[1], FLOAT_DTYPES[dtype])
-        packed, block_scales = _parts_of(q)
-        stored = np.array([q.global_scale or 0], np.float32)
-        extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
-        self._call(
-            f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}",
-            packed,
-            block_scales,
-            values.size,
-            *extra,
-            values,
-        )
+        self._run(entry_points.dequantize_call(_codes(q), Values(dtype, values, q.shape)))
         return values.view(np.uint8).data
 
     def values(self, q: Quantized) -> Float32s:
@@ -208,13 +175,10 @@ class Cpu:
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
         """Measure what rows lost by their codes; equals error_sums.compare."""
-        packed, block_scales = _parts_of(q)
+        codes = _codes(q)
         sums, counts = np.empty((x.shape[0], ROW_SUMS)), np.zeros(CODES, np.int64)
-        stored = np.array([q.global_scale or 0], np.float32)
-        extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
-        name = f"compare_{q.format.name}_{FLOAT_TYPES[x.dtype].word}"
-        self._call(name, _aligned(x), *x.shape, packed, block_scales, *extra, sums)
-        self._call("count_codes", packed, packed.size, counts)
+        self._run(entry_points.compare_call(_values(x), codes, sums))
+        self._run(entry_points.count_call(codes.packed, codes.packed.size, counts))
         return Compared(sums.reshape(-1).view(np.uint8).data, counts.view(np.uint8).data)
 
     def compare_values(self, x: Matrix, y: Float32s) -> Compared:
@@ -223,13 +187,7 @@ class Cpu:
         Equals error_sums.compare_values.
         """
         sums = np.empty((x.shape[0], ROW_SUMS))
-        self._call(
-            f"compare_values_{FLOAT_TYPES[x.dtype].word}",
-            _aligned(x),
-            *x.shape,
-            _checked(y, x.shape),
-            sums,
-        )
+        self._run(entry_points.compare_values_call(_values(x), _checked(y, x.shape), sums))
         return Compared(sums.reshape(-1).view(np.uint8).data, memoryview(b""))
 
     def decode_fp8(
@@ -245,10 +203,7 @@ class Cpu:
     def amax_fp8(
         self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
     ) -> float:
-        """Find the largest magnitude of those values, exact.
-
-        Not finite where one of them is not.
-        """
+        """Find the largest magnitude of those values; equals fp8_int.amax_fp8."""
         if dtype != "F8_E4M3":
             return amax_fp8(codes, shape, grid, dtype)
         bits = np.zeros(1, np.uint32)
@@ -274,50 +229,36 @@ class Cpu:
     def grid_amax(self, x: Matrix, grid: Grid) -> None:
         """Raise scales to amaxes of blocks; equals fp8_int.grid_amax."""
         amaxes, layout = native_grid(grid, x.shape)
-        self._call(f"grid_amax_{FLOAT_TYPES[x.dtype].word}", _aligned(x), layout, amaxes)
+        self._run(entry_points.grid_amax_call(_values(x), layout, amaxes))
 
     def quantize_fp8(self, x: Matrix, grid: Grid) -> Bytes:
         """Return (rows, columns) E4M3 codes; equals fp8_int.quantize_fp8."""
         codes = np.empty(x.shape, np.uint8)
-        kernel = f"quantize_fp8_{FLOAT_TYPES[x.dtype].word}"
-        self._call(kernel, _aligned(x), *native_grid(grid, x.shape), codes)
+        self._run(entry_points.quantize_fp8_call(_values(x), *native_grid(grid, x.shape), codes))
         return codes
 
     def fp8_costs(self, x: Matrix, grid: Grid, costs: Doubles) -> None:
         """Add costs of blocks; equals fp8_int.fp8_costs."""
         if costs.shape != grid.scales.shape or not costs.flags.c_contiguous:
             raise ValueError(f"costs of shape {costs.shape}; expected {grid.scales.shape}")
-        kernel = f"fp8_costs_{FLOAT_TYPES[x.dtype].word}"
-        self._call(kernel, _aligned(x), *native_grid(grid, x.shape), costs)
+        values, tables = _values(x), native_grid(grid, x.shape)
+        self._call(f"fp8_costs_{values.word}", values.address, *tables, costs)
 
     def transpose(self, stored: Matrix, columns: range) -> Matrix:
-        """Return columns of a stored matrix as rows.
-
-        Equals fp8_int.transpose.
-        """
+        """Return columns of a stored matrix as rows; equals fp8_int.transpose."""
         raw, (rows, width) = np.frombuffer(stored.data, np.uint8), stored.shape
         nbytes = raw.size // (rows * width)
         if columns and not 0 <= columns[0] <= columns[-1] < width:
             raise ValueError(f"columns {columns} of a matrix of {width}")
         turned = np.empty(len(columns) * rows * nbytes, np.uint8)
-        self._call(
-            f"transpose_{nbytes}",
-            raw,
-            rows,
-            width,
-            columns.start,
-            columns.step,
-            len(columns),
-            turned,
-        )
+        numbers = rows, width, columns.start, columns.step, len(columns)
+        self._call(f"transpose_{nbytes}", raw, *numbers, turned)
         return Matrix(turned.data, stored.dtype, (len(columns), rows))
 
     def count_bytes(self, stored: memoryview | Bytes) -> NDArray[np.int64]:
-        """Count how often each byte occurs: (256,) int64.
+        """Count how often each byte of contiguous data occurs: (256,) int64.
 
         Defined by tests/kernels/test_scale_variance.py, and so in no Backend.
-        stored  contiguous, of any dtype: its bytes are counted
-        Raises  ValueError where it is not contiguous
         """
         counts, flat = np.zeros(256, np.int64), np.frombuffer(stored, np.uint8)
         self._call("count_bytes", flat, flat.size, counts)
@@ -326,10 +267,10 @@ class Cpu:
     def sum_cells(
         self, codes: Bytes, values: Doubles, runs: Sequence[int]
     ) -> tuple[Doubles, float]:
-        """Sum the cells of a matrix: (runs and PERIODS, CELL_WIDTHS, 3).
+        """Sum the cells of a matrix: (runs and PERIODS, CELL_WIDTHS, 3) float64.
 
-        Float64; and the squares of the sums of rows. kernels/scale_variance.c says how; defined by
-        tests/kernels/test_scale_variance.py, and so in no Backend.
+        kernels/scale_variance.c says how. Defined by tests/kernels/test_scale_variance.py, and so
+        in no Backend.
         codes    (rows, blocks) uint8, each of which stands for one of the values less their mean,
                  or for 0 where it is not finite
         values   (256,) float64
@@ -337,16 +278,12 @@ class Cpu:
         Returns  for the runs, then PERIODS, and each of CELL_WIDTHS, added up: the squares of the
                  sums of cells, all elements in cells, the squares of these; and the squares of the
                  sums of rows
-        Raises   ValueError for other shapes, dtypes and runs
         """
         if codes.ndim != 2 or codes.dtype != np.uint8:
-            raise ValueError(
-                f"codes of shape {codes.shape}, {codes.dtype}; expected (rows, blocks), uint8"
-            )
+            raise ValueError(f"codes of shape {codes.shape}, {codes.dtype}; expected 2 axes, uint8")
         if values.shape != (256,) or values.dtype != np.float64:
-            raise ValueError(
-                f"values of shape {values.shape}, {values.dtype}; expected (256,), float64"
-            )
+            detail = f"values of shape {values.shape}, {values.dtype}"
+            raise ValueError(f"{detail}; expected (256,), float64")
         if min(runs, default=1) < 1:
             raise ValueError(f"runs {tuple(runs)}; expected rows, 1 or more")
         rows, blocks = codes.shape
@@ -354,48 +291,26 @@ class Cpu:
         room = np.empty(
             rows * (blocks + 1) + (rows + 1 + PERIODS[0]) * 3 * min(blocks, CELL_WIDTHS[-1])
         )
-        stored, table = np.ascontiguousarray(codes), np.ascontiguousarray(values)
+        tables = np.ascontiguousarray(codes), np.ascontiguousarray(values)
         self._call(
-            "sum_cells",
-            stored,
-            table,
-            rows,
-            blocks,
-            np.array(runs, np.int64),
-            len(runs),
-            room,
-            sums,
+            "sum_cells", *tables, rows, blocks, np.array(runs, np.int64), len(runs), room, sums
         )
         return sums[:-1].reshape(-1, len(CELL_WIDTHS), 3), float(sums[-1])
 
     def descend(self, x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
         """Find codes and scales that cost less; equals descent.descend."""
-        rows, columns = x.shape
-        width = h.shape[1]
         check_shapes(x, q, h)
+        (rows, columns), width = x.shape, h.shape[1]
         room = np.empty(room_nbytes(width) + 64, np.uint8)
         room = room[-room.ctypes.data % 64 :]
-        packed, block_scales = _parts_of(q)
-        found_packed, found_scales = np.empty_like(packed), np.empty_like(block_scales)
-        stored = (np.array([q.global_scale], np.float32),) if q.format.has_global_scale else ()
-        self._call(
-            f"descend_{q.format.name}",
-            _checked(x, q.shape),
-            _checked(h.reshape(-1, width), (h.shape[0] * width, width)),
-            np.array([rows, columns, width, passes, panel_rows(width)], np.int64),
-            *stored,
-            packed,
-            block_scales,
-            found_packed,
-            found_scales,
-            room,
-        )
-        return replace(
-            q,
-            packed=found_packed.reshape(-1).data,
-            block_scales=found_scales.reshape(-1).data,
-            compared=None,
-        )
+        codes = _codes(q)
+        found = np.empty_like(codes.packed), np.empty_like(codes.block_scales)
+        inputs = _checked(h.reshape(-1, width), (h.shape[0] * width, width))
+        sizes = np.array([rows, columns, width, passes, panel_rows(width)], np.int64)
+        given = _checked(x, q.shape), inputs, sizes
+        self._run(entry_points.descend_call(given, codes, Codes(q.format, *found), room))
+        packed, block_scales = (part.reshape(-1) for part in found)
+        return replace(q, packed=packed.data, block_scales=block_scales.data, compared=None)
 
     def to_bf16(self, values: Float32s) -> memoryview:
         """Round values to bytes of bf16, half to even; NaN stays NaN."""
@@ -424,29 +339,26 @@ class Cpu:
         found, left = (part.swapaxes(1, 2).reshape(-1, part.shape[1]) for part in (values, sums))
         return found[:rows], left[:rows]
 
+    def _run(self, call: entry_points.Call) -> None:
+        self._call(call[0], *call[1])
+
     def _call(self, name: str, *arguments: Array | int) -> None:
-        native = [
+        # The library keeps what getattr finds; an item is made anew.
+        native = (
             ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data)
             for a in arguments
-        ]
-        getattr(self._library, name)(*native)  # kept by the library, where an item is made anew
-
-
-def _finite(amax: float) -> float:
-    """Return the amax; NumericError where it is no number."""
-    if not math.isfinite(amax):
-        raise not_finite()
-    return amax
+        )
+        getattr(self._library, name)(*native)
 
 
 def _panels(weights: Weights) -> Iterator[Matrix]:
     return (weights.rows(first, last) for first, last in row_panels(weights.shape, READ_ELEMENTS))
 
 
-def _aligned(x: Matrix) -> Array:
-    """Return the values, flat; a copy where a header left them unaligned."""
-    values = np.frombuffer(x.data, FLOAT_DTYPES[x.dtype])
-    return values if values.flags.aligned else values.copy()
+def _values(x: Matrix) -> Values:
+    """Return the values; a copy where a header left them unaligned."""
+    values = np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).reshape(x.shape)
+    return Values(x.dtype, values if values.flags.aligned else values.copy(), x.shape)
 
 
 def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
@@ -454,27 +366,18 @@ def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
     return np.frombuffer(stored, np.uint8).reshape(shape)
 
 
-def _parts_of(q: Quantized) -> tuple[Array, Array]:
-    """Return packed and block scales; ValueError where they do not fit."""
+def _codes(q: Quantized) -> Codes:
+    """Return the parts of a matrix; ValueError where they do not fit."""
     rows, columns = q.shape
-    widths = (columns // 2, columns // q.format.block_size)
-    packed, block_scales = (
-        _held(part, (rows, width))
-        for part, width in zip((q.packed, q.block_scales), widths, strict=True)
-    )
-    return packed, block_scales
+    block_scales = _held(q.block_scales, (rows, columns // q.format.block_size))
+    stored = np.array([q.global_scale or 0], np.float32)
+    return Codes(q.format, _held(q.packed, (rows, columns // 2)), block_scales, stored, q.kind)
 
 
 def native_grid(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.int64]]:
-    """Return scales and what kernels call a grid.
-
-    The scales cover every block of `shape`.
-    """
-    height, width = grid.block
-    scales = _checked(
-        grid.scales, (-(-(grid.first_row + shape[0]) // height), -(-shape[1] // width))
-    )
-    return scales, np.array([*shape, height, width, grid.first_row], np.int64)
+    """Return scales for every block, and what kernels call a grid."""
+    scales = _checked(grid.scales, grid_shape((grid.first_row + shape[0], shape[1]), grid.block))
+    return scales, np.array([*shape, *grid.block, grid.first_row], np.int64)
 
 
 def _in_tiles(values: Float32s) -> Float32s:
@@ -486,10 +389,7 @@ def _in_tiles(values: Float32s) -> Float32s:
 
 
 def _checked(scales: Float32s, shape: tuple[int, ...]) -> Float32s:
-    """Return the scales, contiguous; ValueError for a shape that is none.
-
-    They have at least as many rows as `shape`, and as many columns.
-    """
+    """Return the scales, contiguous; ValueError where they do not fit."""
     if scales.shape[0] < shape[0] or scales.shape[1:] != shape[1:]:
         raise ValueError(f"scales of shape {scales.shape}; expected {shape}")
     return np.ascontiguousarray(scales, np.float32)

@@ -26,9 +26,8 @@ from fp4convert.errors import DeviceError, InputError, OutputError
 HEADERS = ("fp4.h", "device.h", "codes.cuh", "grid.cuh", "screening.cuh")
 ELF_HEADER_NBYTES = 64
 OLDEST = (8, 0)  # the first with packed bf16 arithmetic
-WITH_CVT = frozenset(
-    {(10, 0), (10, 3), (11, 0), (12, 0), (12, 1)}
-)  # cvt to and from e2m1x2, under their own targets alone
+# cvt to and from e2m1x2, under their own targets alone.
+WITH_CVT = frozenset({(10, 0), (10, 3), (11, 0), (12, 0), (12, 1)})
 
 
 class Target(NamedTuple):
@@ -47,12 +46,8 @@ class Target(NamedTuple):
 
         Kernels say where they fuse. NVRTC's defaults keep subnormals and IEEE division.
         """
-        return (
-            f"-arch={self.arch}",
-            "-std=c++17",
-            "--fmad=false",
-            *(["-DFP4_CVT"] if self.has_cvt else []),
-        )
+        defined = ("-DFP4_CVT",) if self.has_cvt else ()
+        return (f"-arch={self.arch}", "-std=c++17", "--fmad=false", *defined)
 
 
 def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
@@ -65,33 +60,22 @@ def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
     """
     major, minor = capability
     if capability < OLDEST:
-        raise InputError(
-            "no-target",
-            f"compute capability {major}.{minor} is too old; expected 8.0 or newer",
-            "Use --device cpu.",
-        )
+        detail = f"compute capability {major}.{minor} is too old; expected 8.0 or newer"
+        raise InputError("no-target", detail, "Use --device cpu.")
     if 10 * major + minor in known:
         has_cvt = capability in WITH_CVT
         return Target(f"sm_{major}{minor}{'a' * has_cvt}", has_cvt)
     older = [number for number in known if number // 10 == major and number % 10 < minor]
     if not older:
-        detail = (
-            f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for compute capability"
-            f" {major}.{minor}"
-        )
-        raise InputError(
-            "no-target",
-            f"{detail}; it knows {', '.join(map(str, sorted(known)))}",
-            "Install a newer NVRTC.",
-        )
+        version = ".".join(map(str, nvrtc_version()))
+        detail = f"NVRTC {version} cannot compile for compute capability {major}.{minor}"
+        detail += f"; it knows {', '.join(map(str, sorted(known)))}"
+        raise InputError("no-target", detail, "Install a newer NVRTC.")
     return Target(f"sm_{max(older)}", has_cvt=False)
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Return major and minor of the NVRTC that CuPy found.
-
-    Raises ImportError or another of CuPy's errors where there is none.
-    """
+    """Return major and minor of the NVRTC that CuPy found, or raise."""
     from cupy_backends.cuda.libs import nvrtc
 
     major, minor = nvrtc.getVersion()
@@ -113,19 +97,12 @@ def kernels_folder() -> Path:
 def compile_cubin(
     source: Path, target: Target, extra_options: tuple[str, ...] = ()
 ) -> tuple[bytes, str]:
-    """Compile one .cu file; return an ELF file, and the compiler's log.
-
-    Raises DeviceError with the first error of that log where it fails.
-    """
+    """Compile one .cu file; return an ELF file, and the compiler's log."""
     from cupy_backends.cuda.libs import nvrtc
 
     headers = [(kernels_folder() / name).read_bytes() for name in HEADERS]
-    program = nvrtc.createProgram(
-        source.read_text(encoding="utf-8"),
-        source.name,
-        headers,
-        [name.encode() for name in HEADERS],
-    )
+    names, text = [name.encode() for name in HEADERS], source.read_text(encoding="utf-8")
+    program = nvrtc.createProgram(text, source.name, headers, names)
     try:
         nvrtc.compileProgram(program, (*target.options, *extra_options))
         return nvrtc.getCUBIN(program) + b"\0", _log(program)  # CuPy cuts the last byte of the file
@@ -160,9 +137,8 @@ def cubin_path(source: Path, target: Target) -> Path:
             store(path := folder() / name, cubin)
             return path
     detail = f"neither {cache_folder()} nor {tempfile.gettempdir()} takes a compiled kernel"
-    raise OutputError(
-        "no-cache", detail, "Set XDG_CACHE_HOME or TMPDIR to a folder that can be written."
-    )
+    next_step = "Set XDG_CACHE_HOME or TMPDIR to a folder that can be written."
+    raise OutputError("no-cache", detail, next_step)
 
 
 def cache_folder() -> Path:
@@ -177,30 +153,22 @@ def cache_folder() -> Path:
 
 @cache
 def _own_folder() -> Path:
-    """Make a folder for this process alone, gone with the process.
-
-    It takes the place of a cache that takes no files.
-    """
+    """Make a folder for this process, where a cache takes no files."""
     folder = Path(tempfile.mkdtemp(prefix="fp4convert-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether an ELF file is as long as its tables say.
-
-    One that a crash or a disk cut short is compiled again.
-    """
+    """Return whether an ELF file is as long as its tables say."""
     if not path.is_file():
         return False
     cubin = path.read_bytes()
     if len(cubin) < ELF_HEADER_NBYTES or not cubin.startswith(b"\x7fELF"):
         return False
-    programs_at, sections_at, _, _, program_nbytes, programs, section_nbytes, sections = (
-        struct.unpack_from("<QQIHHHHH", cubin, 32)
-    )
-    end: int = max(programs_at + programs * program_nbytes, sections_at + sections * section_nbytes)
-    return len(cubin) >= end
+    programs_at, sections_at, _, _, *counts = struct.unpack_from("<QQIHHHHH", cubin, 32)
+    ends = programs_at + counts[0] * counts[1], sections_at + counts[2] * counts[3]
+    return bool(len(cubin) >= max(ends))
 
 
 def discard(path: Path) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.numerics.backends import cuda_stream
-from fp4convert.numerics.backends.cuda_buffers import ALIGNMENT, lay_out, refuse_memory
+from fp4convert.numerics.backends.cuda_kernels import ALIGNMENT, lay_out, refuse_memory
 from fp4convert.numerics.backends.cuda_stream import Lane, even_panels, one_behind
 from fp4convert.numerics.backends.entry_points import (
     compare_values_call,
@@ -33,23 +33,15 @@ T = TypeVar("T", bound=np.generic)
 ROW_NBYTES = 8 * ROW_SUMS + ALIGNMENT  # of a panel's result, beside a byte for an element
 
 
-class Panel(NamedTuple):
-    """Some rows, and where the GPU has their grid."""
-
-    first: int
-    last: int
-    grid: int
-
-
 class Fp8Lane(Lane):
     """A lane that makes the passes of Fp8Passes, too."""
 
     def block_amaxes(self, weights: Weights, block: tuple[int, int]) -> Float32s:
         found = np.zeros(grid_shape(weights.shape, block), np.float32)
         amaxes = self._zeros(found.nbytes)
-        for panel in self._grids(weights, block):
-            with self._panel(weights, panel.first, panel.last, may_stay=True) as x:
-                self._start(x.n, grid_amax_call(x, panel.grid, amaxes.ptr))
+        for first, last, grid in self._grids(weights, block):
+            with self._panel(weights, first, last, may_stay=True) as x:
+                self._start(x.n, grid_amax_call(x, grid, amaxes.ptr))
         return self._fetch(amaxes, found)
 
     def block_costs(
@@ -59,7 +51,7 @@ class Fp8Lane(Lane):
         found = np.zeros((len(candidates), down, across))
         scales = [self._send(own) for own in candidates]
         costs, panels = self._zeros(found.nbytes), self._grids(weights, block)
-        rows = max(panel.last - panel.first for panel in panels)
+        rows = max(last - first for first, last, _ in panels)
         row_costs = self._memory(8 * rows * across)
         for first, last, grid in panels:
             blocks = ((last - 1) // block[0] - first // block[0] + 1) * across
@@ -76,10 +68,9 @@ class Fp8Lane(Lane):
     ) -> Iterator[Fp8Panel]:
         held, panels = self._send(scales), self._grids(weights, block)
         columns = weights.shape[1]
-        values = self._memory(4 * columns * max(panel.last - panel.first for panel in panels))
+        values = self._memory(4 * columns * max(last - first for first, last, _ in panels))
 
-        def start(panel: Panel) -> Callable[[], Fp8Panel]:
-            first, last, grid = panel
+        def start(first: int, last: int, grid: int) -> Callable[[], Fp8Panel]:
             shape, result = (last - first, columns), next(self._results)
             sums, codes = lay_out(8 * ROW_SUMS * shape[0], shape[0] * columns)
             result.hold(codes.stop)
@@ -98,17 +89,17 @@ class Fp8Lane(Lane):
 
             return take
 
-        return one_behind(start(panel) for panel in panels)
+        return one_behind(start(*panel) for panel in panels)
 
-    def _grids(self, weights: Weights, block: tuple[int, int]) -> list[Panel]:
-        """Cut a matrix into panels, whose grids are put on the GPU."""
+    def _grids(self, weights: Weights, block: tuple[int, int]) -> list[tuple[int, int, int]]:
+        """Cut a matrix into panels: first row, last + 1, address of a grid."""
         rows, columns = weights.shape
         cuts = list(even_panels((rows, columns), columns + ROW_NBYTES))
         grids = np.zeros((len(cuts), 6), np.int64)  # six, so that each begins at whole 16 bytes
         for grid, (first, last) in zip(grids, cuts, strict=True):
             grid[:5] = last - first, columns, *block, first
         at, pitch = self._send(grids).ptr, grids.strides[0]
-        return [Panel(*cut, at + pitch * number) for number, cut in enumerate(cuts)]
+        return [(*cut, at + pitch * number) for number, cut in enumerate(cuts)]
 
     def _memory(self, nbytes: int) -> Any:
         """Take memory on the GPU, until `finish`, for work may still use it."""

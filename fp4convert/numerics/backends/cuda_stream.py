@@ -12,7 +12,6 @@ there is not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle
@@ -21,14 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.numerics.backends.cuda_buffers import (
+from fp4convert.numerics.backends.cuda_kernels import (
     ALIGNMENT,
     Buffer,
-    aligned,
+    Kernels,
     lay_out,
     refuse_memory,
 )
-from fp4convert.numerics.backends.cuda_kernels import Kernels
 from fp4convert.numerics.backends.entry_points import (
     Call,
     Codes,
@@ -41,10 +39,9 @@ from fp4convert.numerics.backends.entry_points import (
 )
 from fp4convert.numerics.codec import (
     Float32s,
+    check_finite,
     check_importance,
-    check_range,
     global_scale_of,
-    not_finite,
     weigh,
 )
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format
@@ -56,13 +53,13 @@ from fp4convert.numerics.matrices import (
     Weights,
     row_panels,
 )
+from fp4convert.numerics.value_checks import check_range
 
 # To a GPU at most: callers that read and write side by side, 2.8 GB/s of bf16 a core
 # (benchmarks/results/host.md: read, write and lock).
 LANES = 16
-GPU_PANEL_ELEMENTS = (
-    8 << 20
-)  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs
+# 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs.
+GPU_PANEL_ELEMENTS = 8 << 20
 MAX_ELEMENT_NBYTES = 4  # float32
 RESULT_NBYTES = 1  # for an element, with the sums of its row where that has NARROW elements or more
 NARROW = 128
@@ -73,9 +70,7 @@ Part = memoryview | NDArray[np.generic]
 
 
 class Lane:
-    """The way of one caller's panels through one GPU.
-
-    Its methods run with `device` current."""
+    """The way of panels through one GPU, whose `device` must be current."""
 
     def __init__(self, kernels: Kernels) -> None:
         cupy = kernels.cupy
@@ -118,10 +113,6 @@ class Lane:
             self._resident.clear()
             self._tables.clear()
 
-    def _hold_scalars(self) -> None:
-        for buffer in (self._amax_buffer, self._scale_buffer):
-            buffer.hold(ALIGNMENT)
-
     def give_amax(self, amax: float) -> None:
         """Set the amax that `quantize` uses."""
         self._hold_scalars()
@@ -139,6 +130,10 @@ class Lane:
                     self._start(x.n, amax_call(x, self._amax_buffer.device.ptr))
         self._amax_buffer.download(4, self._down, after=self._work)
         self._is_measured = True
+
+    def _hold_scalars(self) -> None:
+        for buffer in (self._amax_buffer, self._scale_buffer):
+            buffer.hold(ALIGNMENT)
 
     def amax(self) -> float:
         """Wait for the amax."""
@@ -160,7 +155,9 @@ class Lane:
         Yields      panels, each valid until the next is asked for
         Raises      NumericError where a measured amax is no number; InputError as codec.quantize
         """
-        weighed = _weighed(members, fmt, rule, importance)
+        check_importance(rule, importance[0] if importance else None)
+        pairs = zip(importance, members, strict=bool(importance))
+        weighed = [weigh(own, weights.shape[1], fmt) for own, weights in pairs]
         group_amax, group_scale = self._amax_buffer, self._scale_buffer
         scale: list[float] = []  # of the group, as soon as it is known
 
@@ -191,7 +188,9 @@ class Lane:
                 result.copied.synchronize()
                 self._check_amax()
                 if note:
-                    note(number, _finite(result.host[own]))
+                    note(
+                        number, check_finite(float(np.frombuffer(result.host[own], np.float32)[0]))
+                    )
                 host, stored = result.host, scale[0] if scale else None
                 parts, lost = (host[packed], host[block_scales]), Compared(host[sums], host[counts])
                 return number, Quantized(fmt, shape, *parts, stored, compared=lost)
@@ -203,16 +202,10 @@ class Lane:
 
     def _check_amax(self) -> float:
         """Wait for the amax; NumericError where it is measured and no number."""
-        amax = self.amax()
-        if self._is_measured and not math.isfinite(amax):
-            raise not_finite()
-        return amax
+        return check_finite(self.amax()) if self._is_measured else self.amax()
 
     def _give_scale(self, rule: str) -> float:
-        """Put the global scale on the device, as the amax sets it.
-
-        It is there for work that is started from now on.
-        """
+        """Put the global scale on the device, for work that starts later."""
         stored = float(global_scale_of(self._check_amax(), rule))
         self._scale_buffer.copied.synchronize()
         self._scale_buffer.host[:4] = np.float32(stored).tobytes()
@@ -220,10 +213,7 @@ class Lane:
         return stored
 
     def _give_weights(self, weights: Float32s) -> tuple[int, int]:
-        """Put weights of columns on the device; return address and number.
-
-        They are there for work that is started from now on.
-        """
+        """Put weights of columns on the device; return address and number."""
         buffer = self._weights_buffer
         buffer.used.record(self._work)
         buffer.hold(weights.nbytes)
@@ -241,8 +231,9 @@ class Lane:
             n = part.shape[0] * part.shape[1]
             nbytes = n * FLOAT_TYPES[dtype].nbytes
             result.hold(nbytes)
-            with self._parts(_matrix_parts(part)) as (packed, block_scales, stored_global):
-                codes = Codes(part.format, packed, block_scales, stored_global, part.kind)
+            stored = np.array([part.global_scale or 0], np.float32).view(np.uint8).data
+            with self._parts([part.packed, part.block_scales, stored]) as places:
+                codes = Codes(part.format, places[0], places[1], places[2], part.kind)
                 y = Values(dtype, result.device.ptr, part.shape)
                 self._start(n, dequantize_call(codes, y))
             result.download(nbytes, self._down, after=self._work)
@@ -329,21 +320,15 @@ class Lane:
 
     @contextmanager
     def _parts(self, parts: Sequence[Part]) -> Iterator[list[int]]:
-        """Put tables on the device for the work that is started meanwhile.
-
-        Yields their addresses
-        """
-        starts, nbytes = [], 0
-        for part in parts:
-            starts.append(nbytes)
-            nbytes += aligned(part.nbytes)
-        buffer = self._free_arrival(nbytes)
-        for start, part in zip(starts, parts, strict=True):
-            place = np.frombuffer(buffer.host, np.uint8, part.nbytes, start)
+        """Put tables on the device for work started meanwhile; yield places."""
+        places = lay_out(*(part.nbytes for part in parts))
+        buffer = self._free_arrival(places[-1].stop)
+        for place, part in zip(places, parts, strict=True):
             table = np.asarray(part)
-            place.view(table.dtype).reshape(table.shape)[...] = table
-        with self._uploaded(buffer, nbytes):
-            yield [buffer.device.ptr + start for start in starts]
+            held = np.frombuffer(buffer.host[place], table.dtype).reshape(table.shape)
+            held[...] = table
+        with self._uploaded(buffer, places[-1].stop):
+            yield [buffer.device.ptr + place.start for place in places]
 
     def _free_arrival(self, nbytes: int) -> Buffer:
         """Take a buffer whose pinned side is not being copied any more."""
@@ -354,10 +339,7 @@ class Lane:
 
     @contextmanager
     def _uploaded(self, buffer: Buffer, nbytes: int, place: Any = None) -> Iterator[None]:
-        """Upload a buffer before the work that is started meanwhile.
-
-        It stays on the device until that work is done.
-        """
+        """Upload a buffer for the work that is started meanwhile."""
         self._up.wait_event(buffer.used)
         buffer.upload(nbytes, self._up, place)
         self._work.wait_event(buffer.copied)
@@ -366,10 +348,10 @@ class Lane:
 
 
 def held_nbytes(widest: int) -> int:
-    """Count the pinned memory of a lane; CuPy takes powers of two.
+    """Count the pinned memory of a lane for rows of so many elements.
 
-    Two buffers of float32 weights, two of results, one of weights of columns.
-    widest  elements of the longest rows
+    Two buffers of float32 weights, two of results, one of weights of columns; CuPy takes powers of
+    two.
     """
     elements = max(GPU_PANEL_ELEMENTS, widest)
     sizes = 2 * [elements * MAX_ELEMENT_NBYTES] + 2 * [elements * RESULT_NBYTES] + [4 * widest]
@@ -397,28 +379,3 @@ def one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:
         previous = take
     if previous:
         yield previous()
-
-
-def _matrix_parts(q: Quantized) -> list[memoryview]:
-    """Return codes, block scales and the stored global scale as bytes."""
-    stored = np.array([1.0 if q.global_scale is None else q.global_scale], np.float32)
-    return [q.packed, q.block_scales, stored.view(np.uint8).data]
-
-
-def _weighed(
-    members: Sequence[Weights], fmt: Format, rule: str, importance: Sequence[Float32s]
-) -> list[Float32s]:
-    """Return the weights of columns of each member, under that rule."""
-    check_importance(rule, importance[0] if importance else None)
-    return [
-        weigh(own, weights.shape[1], fmt)
-        for own, weights in zip(importance, members, strict=bool(importance))
-    ]
-
-
-def _finite(stored: memoryview) -> float:
-    """Return an amax; NumericError where it is no number."""
-    amax = float(np.frombuffer(stored, np.float32)[0])
-    if not math.isfinite(amax):
-        raise not_finite()
-    return amax

@@ -18,8 +18,7 @@ import numpy as np
 
 from fp4convert.errors import DeviceError, InputError
 from fp4convert.numerics.backends import gpus
-from fp4convert.numerics.backends.cuda_buffers import ALIGNMENT
-from fp4convert.numerics.backends.cuda_kernels import Kernels, as_device_error
+from fp4convert.numerics.backends.cuda_kernels import ALIGNMENT, Kernels, as_device_error
 from fp4convert.numerics.backends.entry_points import (
     Codes,
     Values,
@@ -30,15 +29,10 @@ from fp4convert.numerics.backends.entry_points import (
     quantize_call,
 )
 from fp4convert.numerics.backends.gpu_choice import usable_gpus
-from fp4convert.numerics.codec import (
-    Float32s,
-    check_importance,
-    check_range,
-    global_scale_of,
-    weigh,
-)
+from fp4convert.numerics.codec import Float32s, check_importance, global_scale_of, weigh
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.numerics.matrices import Canonical, Quantized
+from fp4convert.numerics.value_checks import check_range
 
 CUDA, CUDA_MANAGED = 2, 13  # DLDeviceType
 LEGACY_STREAM = 1  # as DLPack calls the default stream, which CUDA calls 0
@@ -238,15 +232,12 @@ class DeviceWork:
         stored = self._upload(np.array([q.global_scale or 0], np.float32))
         packed_at, scales_at = (part.address for part in parts)
         codes = Codes(fmt, packed_at, scales_at, stored.ptr, q.kind)
-        self._kernels.launch(
-            dequantize_call(codes, Values(dtype, values.data.ptr, q.shape)), self._stream, n
-        )
+        call = dequantize_call(codes, Values(dtype, values.data.ptr, q.shape))
+        self._kernels.launch(call, self._stream, n)
         # What was rounded to the largest may have been beyond it: the host looks at such a matrix.
         if dtype != "F32" and not self.amax(dtype, n, values.data.ptr) < float_type.largest:
-            packed, block_scales = (self.copy_to_host(part.address, part.nbytes) for part in parts)
-            check_range(
-                Quantized(fmt, q.shape, packed, block_scales, q.global_scale, q.kind), dtype
-            )
+            packed, scales = (self.copy_to_host(part.address, part.nbytes) for part in parts)
+            check_range(Quantized(fmt, q.shape, packed, scales, q.global_scale, q.kind), dtype)
         return values
 
     def multiply(
@@ -285,10 +276,8 @@ class DeviceWork:
         first, nbytes = parts[0], parts[0].nbytes
         if all(part.address == first.address + z * nbytes for z, part in enumerate(parts)):
             return first
-        place, direction = (
-            self._cupy.cuda.alloc(nbytes * len(parts)),
-            self._runtime.memcpyDeviceToDevice,
-        )
+        place = self._cupy.cuda.alloc(nbytes * len(parts))
+        direction = self._runtime.memcpyDeviceToDevice
         for z, part in enumerate(parts):
             to = place.ptr + z * nbytes
             self._runtime.memcpyAsync(to, part.address, nbytes, direction, self._stream.ptr)
@@ -326,10 +315,8 @@ class DeviceWork:
         except (AttributeError, BufferError, NotImplementedError):  # CuPy, of bf16
             return None
         address_of = ctypes.pythonapi.PyCapsule_GetPointer
-        address_of.restype, address_of.argtypes = (
-            ctypes.c_void_p,
-            (ctypes.py_object, ctypes.c_char_p),
-        )
+        address_of.restype = ctypes.c_void_p
+        address_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
         tensor = _Tensor.from_address(address_of(capsule, b"dltensor"))
         shape, strides = (
             tuple(numbers[axis] for axis in range(tensor.dimensions)) if numbers else None

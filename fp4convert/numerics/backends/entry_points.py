@@ -1,7 +1,7 @@
-"""Name the entry points of kernels/*.cu: files, grids and arguments.
+"""Name the entry points of kernels: arguments, files and grids.
 
-Addresses are whatever the caller has: of a GPU's memory, or arrays of NumPy where kernels run on
-the host.
+The CPU library has most under the same names. Addresses are whatever the caller has: of a GPU's
+memory, or arrays of NumPy where kernels run on the host.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def quantize_call(x: Values, q: Codes, rule: str, amax: Any, weights: tuple[Any,
     amax     of a float32; nothing reads it where the format has no global scale
     weights  address and number, under rule importance
     """
+    name = f"{kernel_of(q.format, rule)}_{x.word}"
     group = (amax,) if q.format.has_global_scale else ()
     choice = (*group, *rule_number(q.format, rule), *weights)
-    name = f"{kernel_of(q.format, rule)}_{x.word}"
     return name, (x.address, x.n, *choice, q.packed, q.block_scales)
 
 

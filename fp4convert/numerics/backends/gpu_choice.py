@@ -34,11 +34,8 @@ def usable_gpus(device: str) -> list[Gpu]:
     if chosen and (numbers is None or not missing):
         return chosen
     first = min(missing)
-    there = (
-        f"expected {' or '.join(f'cuda:{gpu.number}' for gpu in found.gpus)}"
-        if found.gpus
-        else found.problem
-    )
+    names = [f"cuda:{gpu.number}" for gpu in found.gpus]
+    there = f"expected {' or '.join(names)}" if names else found.problem
     refused = next((reason for name, reason in found.refused if name == first), None)
     next_step = f"See: fp4convert doctor. {found.next_step}".strip()
     raise DeviceError("no-device", f"device {first!r} is not there: {refused or there}", next_step)
@@ -60,10 +57,8 @@ def survey_sound() -> Survey:
             refused.append((f"cuda:{gpu.number}", error.message))
     if sound or not found.gpus:
         return replace(found, gpus=tuple(sound), refused=tuple(refused))
-    reason = refused[-1][1]
-    return replace(
-        found, gpus=(), refused=tuple(refused), problem=reason, next_step="Use --device cpu."
-    )
+    found = replace(found, gpus=(), refused=tuple(refused), problem=refused[-1][1])
+    return replace(found, next_step="Use --device cpu.")
 
 
 def unused(device: str) -> list[str]:

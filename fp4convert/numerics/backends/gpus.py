@@ -59,23 +59,14 @@ def survey(wanted: Sequence[int] | None = None) -> Survey:
     CuPy is imported only where the driver shows a GPU.
     wanted  the only ones to be opened, where the driver shows them
     """
-
     driver, count, problem = ask_driver()
     if driver is None or problem:
-        return Survey(
-            driver,
-            count,
-            problem=problem,
-            next_step="Install NVIDIA's driver, or use --device cpu.",
-        )
+        next_step = "Install NVIDIA's driver, or use --device cpu."
+        return Survey(driver, count, problem=problem, next_step=next_step)
     install = install_line(f"cuda{12 if driver[0] < 13 else 13}")
     if importlib.util.find_spec("cupy") is None:
-        return Survey(
-            driver,
-            count,
-            problem="CuPy is not installed",
-            next_step=f"Use --device cpu, or install it: {install}",
-        )
+        next_step = f"Use --device cpu, or install it: {install}"
+        return Survey(driver, count, problem="CuPy is not installed", next_step=next_step)
     from fp4convert.numerics.backends import cubins
 
     try:
@@ -83,29 +74,19 @@ def survey(wanted: Sequence[int] | None = None) -> Survey:
 
         nvrtc = cubins.nvrtc_version()
     except Exception as error:  # CuPy raises many kinds where a library of CUDA is missing
-        return Survey(
-            driver,
-            count,
-            problem=f"CuPy or its NVRTC does not load: {_first_line(error)}",
-            next_step=f"Install them again: {install}",
-        )
+        problem = f"CuPy or its NVRTC does not load: {_first_line(error)}"
+        return Survey(driver, count, problem=problem, next_step=f"Install them again: {install}")
     if nvrtc[0] > driver[0]:
-        detail = f"NVRTC {dotted(nvrtc)} is newer than the driver, which runs CUDA {dotted(driver)}"
-        return Survey(
-            driver,
-            count,
-            cupy.__version__,
-            nvrtc,
-            problem=detail,
-            next_step=f"Uninstall that NVRTC, then: {install}",
-        )
+        problem = f"NVRTC {dotted(nvrtc)} is newer than the driver"
+        problem += f", which runs CUDA {dotted(driver)}"
+        next_step = f"Uninstall that NVRTC, then: {install}"
+        return Survey(driver, count, cupy.__version__, nvrtc, (), (), problem, next_step)
     gpus, refused = [], []
     for number in range(count) if wanted is None or max(wanted) >= count else wanted:
         try:
             gpus.append(_gpu(cupy, number))
-        except (
-            Exception
-        ) as error:  # ours, or any that CUDA has for a GPU in exclusive use, without memory, lost
+        # Ours, or any that CUDA has for a GPU in exclusive use, without memory, lost.
+        except Exception as error:
             refused.append((f"cuda:{number}", _first_line(error)))
     problem, next_step = ("", "") if gpus else (refused[0][1], "Use --device cpu.")
     return Survey(
@@ -147,10 +128,7 @@ def ask_driver() -> tuple[Version | None, int, str]:
 
 
 def _gpu(cupy: ModuleType, number: int) -> Gpu:
-    """Open a GPU, which must take work.
-
-    Raises InputError or any of CuPy's errors where it does not.
-    """
+    """Open a GPU; any error of CuPy where it does not take work."""
     from fp4convert.numerics.backends import cubins
 
     properties = cupy.cuda.runtime.getDeviceProperties(number)
@@ -158,6 +136,5 @@ def _gpu(cupy: ModuleType, number: int) -> Gpu:
     target = cubins.target_for(capability, cubins.known_targets())
     with cupy.cuda.Device(number) as device:
         _ = device.mem_info  # starts a context
-    return Gpu(
-        number, properties["name"].decode(), capability, int(properties["totalGlobalMem"]), target
-    )
+    name, nbytes = properties["name"].decode(), int(properties["totalGlobalMem"])
+    return Gpu(number, name, capability, nbytes, target)
