@@ -105,15 +105,6 @@ def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | N
     return math.sqrt(math.fsum(weights * error * error for weights, error in known) / total)
 
 
-class Outputs(NamedTuple):
-    """The inputs by which errors of outputs are measured.
-
-    calibration  None for Gaussians of unit variance
-    """
-
-    calibration: Calibration | None = None
-
-
 class Pair(NamedTuple):
     """One linear layer, as the artifact stores it and as the source does."""
 
@@ -203,9 +194,11 @@ def _without_factors(
 class SourcePairs(NamedTuple):
     """An artifact paired with its source, before a weight is read.
 
-    originals  the linear layers of the source, under the folds of the artifact
-    pairs      layers that the artifact stores in another form
-    findings   on linear layers that the source lacks
+    originals    the linear layers of the source, under the folds of the artifact
+    pairs        layers that the artifact stores in another form
+    findings     on linear layers that the source lacks
+    calibration  inputs of layers; None for Gaussians of unit variance
+    has_outputs  errors of outputs are measured
     """
 
     artifact: Artifact
@@ -213,7 +206,8 @@ class SourcePairs(NamedTuple):
     originals: Linears
     pairs: list[Pair]
     findings: list[Finding]
-    outputs: Outputs | None
+    calibration: Calibration | None
+    has_outputs: bool
 
     def compare(
         self, phases: Phases, verb: str = "compare"
@@ -275,8 +269,8 @@ class SourcePairs(NamedTuple):
 
     def _measure(self, pair: Pair) -> Distance:
         inputs = None
-        if self.outputs and pair.ours.coding.is_packed:
-            inputs = Inputs.of(self.outputs.calibration, pair.theirs.module)
+        if self.has_outputs and pair.ours.coding.is_packed:
+            inputs = Inputs.of(self.calibration, pair.theirs.module)
         return measure(self.artifact, self.source, pair, inputs)
 
     def _check_kept(self, ref: TensorRef) -> Finding | None:
@@ -347,10 +341,11 @@ def _values(source: Source, ref: TensorRef, first: int, last: int) -> Doubles:
 
 
 def pair_with_source(
-    artifact: Artifact, source: Source, outputs: Outputs | None = None
+    artifact: Artifact, source: Source, calibration: Calibration | None, has_outputs: bool
 ) -> SourcePairs:
     """Match every changed linear layer with its original.
 
+    calibration, has_outputs  as SourcePairs has them
     Raises  InputError for a packed source that cannot be read, a calibration of another source, and
             an artifact with an adapter that --lora does not name
     """
@@ -374,8 +369,8 @@ def pair_with_source(
         detail = f"expected a matrix of {list(ours.shape)}; "
         detail += f"the source holds {list(theirs.shape)}" if theirs else "it is not in the source"
         findings.append(Finding("error", "source-differs", module, detail))
-    if outputs and outputs.calibration:
+    if calibration:
         packed = [pair.theirs for pair in pairs if pair.ours.coding.is_packed]
         adapter = artifact.adapter.key if artifact.adapter else None
-        check_source(outputs.calibration, source, packed, adapter)
-    return SourcePairs(artifact, source, originals, pairs, findings, outputs)
+        check_source(calibration, source, packed, adapter)
+    return SourcePairs(artifact, source, originals, pairs, findings, calibration, has_outputs)

@@ -96,8 +96,7 @@ def match_source(
     }
     if not known:
         detail = f"{source.name} holds none of the artifact's modules in its shape"
-        next_step = "Give the weights that it was made from: --source SOURCE."
-        raise InputError("source-differs", detail, next_step)
+        raise InputError("source-differs", detail)
     chosen = list(known)[:: max(1, len(known) // COMPARED_MODULES)]
     phases = phases or Phases()
     phases.begin("sample", len(chosen), lambda count: f"{count:.0f} modules")

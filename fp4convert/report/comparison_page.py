@@ -15,10 +15,16 @@ from fp4convert.errors import InputError
 from fp4convert.progress import size_text
 from fp4convert.quality import comparison
 from fp4convert.quality.source_compare import mean_output_error
-from fp4convert.report.datasheet import count_levels, explain_findings, make_visible, round_figure
+from fp4convert.report.datasheet import find_places, reading_order, round_figure
 from fp4convert.report.html import COMPARISON, PAGE, check_page, make_page
-from fp4convert.report.model_map import find_places, reading_order
-from fp4convert.report.text import Document, escape, fold_findings
+from fp4convert.report.text import (
+    Document,
+    count_levels,
+    escape,
+    explain_findings,
+    fold_findings,
+    make_visible,
+)
 from fp4convert.report.user_files import Paper, check_apart, check_place, write_papers
 from fp4convert.version import __version__
 
@@ -100,7 +106,7 @@ def make_sheet(found: Document) -> Document:
     """Return the keys that page/comparison.js reads."""
     sides, rows = found["artifacts"], found["tensors"]
     findings = [
-        each._replace(lead=f"{letter}: {each.lead}")
+        {**each, "lead": f"{letter}: {each['lead']}"}
         for letter, side in sides.items()
         for each in fold_findings(side["findings"])
     ]

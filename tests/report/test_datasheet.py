@@ -17,8 +17,14 @@ from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.matrices import InMemory
 from fp4convert.quality.verification import Gate, verify, verify_judged
-from fp4convert.report.datasheet import make_datasheet
-from fp4convert.report.histograms import BINS, MOST_PANELS, PANEL, _count, count_values
+from fp4convert.report.datasheet import (
+    BINS,
+    MOST_PANELS,
+    PANEL,
+    _count,
+    count_values,
+    make_datasheet,
+)
 from fp4convert.storage.local import LocalSource
 from fp4convert.storage.open import open_source
 
@@ -279,12 +285,12 @@ def test_histograms_count_the_values_of_both(source, artifact, tmp_path):
     x, y = (values_of(read_folder(folder)[name]) for folder in (source, tmp_path / "plain"))
     (found,) = count_values(open_artifact(str(artifact)), open_source(str(source)), [name]).values()
     limit = max(np.abs(x).max(), np.abs(y).max())
-    assert (found.limit, found.share) == (limit, 1)
+    assert (found["limit"], found["share"]) == (limit, 1)
     near = [
-        np.abs(np.subtract(found.source, counted(x, limit))),
-        np.abs(np.subtract(found.artifact, counted(y, limit))),
+        np.abs(np.subtract(found["source"], counted(x, limit))),
+        np.abs(np.subtract(found["artifact"], counted(y, limit))),
     ]
-    assert sum(found.source) == sum(found.artifact) == x.size
+    assert sum(found["source"]) == sum(found["artifact"]) == x.size
     assert max(part.sum() for part in near) <= 4  # a value on an edge may round to either side
 
 
@@ -293,7 +299,12 @@ def test_values_beyond_the_largest_of_the_source_are_counted():
         InMemory(as_matrix(np.full((4, 16), value, np.float32))) for value in (1.0, 1.5)
     )
     found = _count(theirs, ours)
-    assert (found.limit, sum(found.source), sum(found.artifact), found.artifact[-1]) == (
+    assert (
+        found["limit"],
+        sum(found["source"]),
+        sum(found["artifact"]),
+        found["artifact"][-1],
+    ) == (
         1.5,
         64,
         64,
@@ -310,8 +321,11 @@ def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
     (found,) = count_values(
         open_artifact(str(tmp_path / "q")), open_source(str(source)), ["o_proj.weight"]
     ).values()
-    assert found.share == 0.5
-    assert (found.source[BINS // 2], found.source[-1]) == (rows * columns // 4, rows * columns // 4)
+    assert found["share"] == 0.5
+    assert (found["source"][BINS // 2], found["source"][-1]) == (
+        rows * columns // 4,
+        rows * columns // 4,
+    )
 
 
 def test_a_card_tells_what_stays_and_where_it_comes_from(source, artifact):
