@@ -152,7 +152,7 @@ def check_losses(report: Recorded, distances: Mapping[str, Distance]) -> Iterato
 
 
 def _compare_losses(entry: Entry, sums: Sums) -> str:
-    """Describe how the losses of a tensor differ from the report's; "" for equal."""
+    """Describe how losses differ from the report's; "" if they are equal."""
     # A distance moves by no more than the values do.
     moved = STORED * math.sqrt(sums.output)
     recorded, lost = math.sqrt(max(entry.mse, 0) * sums.elements), math.sqrt(sums.noise)

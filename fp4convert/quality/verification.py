@@ -344,7 +344,7 @@ def _check_tensors(
 def _check_gates(
     error: TensorError, distance: Distance, gate: Gate
 ) -> Iterator[tuple[float, Finding]]:
-    """Check a tensor against the gates; yield findings, larger numbers for worse."""
+    """Check a tensor against the gates; worse findings have larger numbers."""
     sums, name = distance.sums, error.name
     if not math.isfinite(sums.noise):
         return

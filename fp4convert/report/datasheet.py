@@ -283,7 +283,7 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
 
 
 def find_places(names: Sequence[str]) -> list[Place]:
-    """Find the places of tensors by their names; NAME and NAME.weight share one.
+    """Find the places of tensors by name; NAME and NAME.weight share one.
 
     Numbers in a name are places in lists. The innermost list with several tensors in a member is
     that of layers, but for experts: `blocks.0.attentions.1.to_out.0` is the module `to_out.0` of

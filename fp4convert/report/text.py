@@ -46,8 +46,7 @@ def spell(character: str) -> str:
 def badness(sqnr_db: float | None, mse: float | None) -> float:
     """Return a key that sorts tensors, the worst first.
 
-    Tensors without an mse (not measurable) or a ratio (the source is zero) come first, exact ones
-    last.
+    First: without an mse (not measurable) or a ratio (the source is zero); last: exact ones.
     """
     if mse == 0:
         return math.inf
@@ -63,19 +62,13 @@ def fidelity_text(summary: Document) -> str:
 
 
 def adapter_text(summary: Document) -> str:
-    """Say in a line how much of an adapter is left.
-
-    summary  `adapter` of the summary of a report
-    """
+    """Say in a line how much of an adapter is left, by a report's summary."""
     kept = f"{summary['db_mean']:.1f} dB on average of {summary['modules']} modules"
     return f"adapter kept: {kept}, lowest {summary['db_min']:.1f} dB ({summary['worst']})"
 
 
 def fake_quantized_text(summary: Document) -> str:
-    """Say in a line how much came back of weights from fake quantization.
-
-    summary  `fake_quantized` of the summary of a report
-    """
+    """Say in a line how many blocks of fake-quantized weights are exact."""
     share = 100 * summary["exact"] / max(summary["blocks"], 1)
     counted = f"{summary['modules']} modules, {summary['blocks']:,} blocks"
     text = f"trained with fake quantization ({counted}): {share:.4g} % of blocks come back exact"
@@ -164,17 +157,14 @@ def _form_text(form: Document) -> str:
 
 
 def most_lines(verdict: str | None) -> int:
-    """Return the most lines for alike findings: few beside a verdict."""
+    """Return the most lines for findings of a code: few beside a verdict."""
     return 1 if verdict else MOST_ALIKE
 
 
 def fold_findings(
     findings: Iterable[Document], of: int = 0, most: int = MOST_ALIKE
 ) -> list[Document]:
-    """Write findings in few lines, for people.
-
-    Equal findings on several tensors share a line, under the pattern of their names. Many findings
-    of one code share a line, too, with the worst of them.
+    """Write findings in few lines: equal ones share a line.
 
     of       number of measured tensors, if known
     most     lines of findings of one code
@@ -215,7 +205,7 @@ def _share_lines(findings: Sequence[Document]) -> Iterator[tuple[str, str]]:
 
 
 def _fold_all(code: str, findings: Sequence[Document], of: int) -> tuple[str, str, str]:
-    """Return the number of findings in words, and tensor and text of the first."""
+    """Return the number of findings in words, then tensor and text of one."""
     is_measured = code in _MEASURED
     first = findings[0]
     count = f"{len(findings)} of {of}" if is_measured and of else str(len(findings))
