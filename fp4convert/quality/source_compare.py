@@ -153,12 +153,7 @@ def measure(
                 answered_wrongly += output_power(difference, inputs)
     histogram = tuple(map(int, counts))
     sums = Sums(
-        math.prod(weights.shape),
-        places.signal,
-        places.noise,
-        output,
-        max_abs,
-        histogram=histogram,
+        math.prod(weights.shape), places.signal, places.noise, output, max_abs, histogram=histogram
     )
     stem = artifact.modules[module].stem if module in artifact.modules else module
     answers = (answered, answered_wrongly) if inputs else None

@@ -17,13 +17,7 @@ from fp4convert.engines.versions import Version
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.error_sums import summarise
 from fp4convert.progress import Phases
-from fp4convert.quality.checks import (
-    Judged,
-    check_headers,
-    choose_modules,
-    is_healthy,
-    judge,
-)
+from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
 from fp4convert.quality.engine_check import check_engine
 from fp4convert.quality.kept_values import check_all_finite
 from fp4convert.quality.record_checks import (

@@ -339,11 +339,7 @@ def _worst(
     names = [errors[at].name for at in worst]
     found = count_values(artifact, source, names) if source and names else {}
     return [
-        {
-            "tensor": at,
-            "codes": errors[at].histogram,
-            "values": found.get(name),
-        }
+        {"tensor": at, "codes": errors[at].histogram, "values": found.get(name)}
         for at, name in zip(worst, names, strict=True)
     ]
 

@@ -107,11 +107,7 @@ def test_both_are_what_numpy_says_they_are(source, nvfp4, mxfp4, tmp_path):
         document["artifacts"]["a"]["formats"],
         document["artifacts"]["a"]["dialect"],
         document["artifacts"]["a"]["scale_rule"],
-    ) == (
-        ["nvfp4"],
-        "modelopt",
-        "mse",
-    )
+    ) == (["nvfp4"], "modelopt", "mse")
     assert (document["artifacts"]["b"]["formats"], document["artifacts"]["b"]["scale_rule"]) == (
         ["mxfp4"],
         "floor",

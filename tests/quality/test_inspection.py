@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from artifacts import quantize
 from checkpoints import LLAMA, run, weight, write_llama, write_single
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
@@ -437,7 +438,7 @@ def findings_of(folder: Path) -> dict[str, tuple[str, str | None]]:
 
 def test_weights_beside_an_index_are_left_out_by_engines(tmp_path):
     out = tmp_path / "q"
-    assert run("quantize", write_llama(tmp_path / "m"), "--format", "nvfp4", "-o", out).code == 0
+    quantize(write_llama(tmp_path / "m"), out)
     write_single(tmp_path / "beside", {"model.norm.weight": weight(1)})
     (tmp_path / "beside" / "model.safetensors").rename(out / "model-00009-of-00009.safetensors")
     assert findings_of(out)["weights-beside"] == ("warning", None)
@@ -461,7 +462,7 @@ def test_what_is_not_finite_beside_the_layers(kind, stored, shape, level, tmp_pa
     kept = (kind, shape, stored * 64)
     source = write_single(tmp_path / "m", {"x.o_proj.weight": weight(1), "x.bias": kept})
     out = tmp_path / "q"
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    quantize(source, out)
     found = findings_of(out).get("kept-not-finite")
     assert found == ((level, "x.bias") if level else None)
     verified = run("verify", out, "--json").json["findings"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from artifacts import quantize
 from checkpoints import LAYER, read_folder, run, values_of, weight, write_llama, write_single
 from rewriting import rewrite
 
@@ -157,7 +158,7 @@ def test_experts_have_their_number_and_one_place(tmp_path):
         {name: weight(seed) for seed, name in enumerate(names)},
         {"model_type": "mixtral"},
     )
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    quantize(source, tmp_path / "q")
     shown = sheet_of(tmp_path / "q")
     assert shown["stacks"][0]["modules"] == ["mlp.experts.*.gate_proj", "mlp.experts.*.down_proj"]
     assert sorted(shown["places"][3::4]) == [0, 0, 1, 1, 7, 7]
@@ -171,7 +172,7 @@ def test_the_tensors_of_the_smaller_of_many_stacks_stand_together_by_their_names
     ]
     tensors = {name: weight(seed) for seed, name in enumerate(names)}
     source = write_single(tmp_path / "m", tensors, {"model_type": "unheard_of"})
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    quantize(source, tmp_path / "q")
     stacks = sheet_of(tmp_path / "q")["stacks"]
     assert [stack["name"] for stack in stacks] == [*(f"part{x}.layers" for x in "bcefghij"), ""]
     assert (stacks[0]["layers"], stacks[0]["modules"]) == (["0", "1", "2"], ["up"])
@@ -249,7 +250,7 @@ def test_a_tensor_of_a_source_that_is_zero_stands_first(tmp_path):
         tmp_path / "source",
         {name: exact if at < 5 else weight(at) for at, name in enumerate(names)},
     )
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q").code == 0
+    quantize(source, tmp_path / "out")
     rewrite(source, "model.safetensors", names[7], bytes(2 * 32 * 64))
     shown = sheet_of(tmp_path / "out", source, is_verified=True)
     assert shown["tensors"]["name"][shown["worst"][0]["tensor"]] == names[7]
@@ -269,7 +270,7 @@ def test_no_path_of_this_machine_is_told(source, artifact, tmp_path):
 def test_hidden_signs_are_shown_as_what_they_are(tmp_path):
     name = "a\u202eb\x07.o_proj.weight"
     source = write_single(tmp_path / "m", {name: weight(1)})
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    quantize(source, tmp_path / "q")
     assert sheet_of(tmp_path / "q", source)["tensors"]["name"] == [r"a\u202eb\x07.o_proj.weight"]
 
 
@@ -304,12 +305,7 @@ def test_values_beyond_the_largest_of_the_source_are_counted():
         sum(found["source"]),
         sum(found["artifact"]),
         found["artifact"][-1],
-    ) == (
-        1.5,
-        64,
-        64,
-        64,
-    )
+    ) == (1.5, 64, 64, 64)
 
 
 def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
@@ -317,7 +313,7 @@ def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
     data = np.zeros((rows, columns), np.float32)
     data[: rows // 2] = 1
     source = write_single(tmp_path / "m", {"o_proj.weight": ("F32", data.shape, data.tobytes())})
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    quantize(source, tmp_path / "q")
     (found,) = count_values(
         open_artifact(str(tmp_path / "q")), open_source(str(source)), ["o_proj.weight"]
     ).values()

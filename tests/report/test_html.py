@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from artifacts import quantize
 from checkpoints import run, weight, write_llama, write_single
 from hostile import NAMES, make_hostile, name_of
 
@@ -56,10 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifact(source: Path) -> Path:
-    assert (
-        run("quantize", source, "--format", "nvfp4", "-o", source.parent / "artifact", "-q").code
-        == 0
-    )
+    quantize(source, source.parent / "artifact")
     return source.parent / "artifact"
 
 
@@ -166,20 +164,7 @@ def test_a_source_on_the_hub_is_read_for_histograms(hub, source, artifact, tmp_p
         "-q",
     )
     assert run(*command).code == 0
-    assert (
-        run(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "-o",
-            tmp_path / "local",
-            "--report",
-            tmp_path / "l.html",
-            "-q",
-        ).code
-        == 0
-    )
+    quantize(source, tmp_path / "local", "--report", tmp_path / "l.html")
     remote, local = document_of(tmp_path / "q.html"), document_of(tmp_path / "l.html")
     assert remote["about"] == f"made from org/model at {commit}"
     assert remote["worst"] == local["worst"]

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from artifacts import quantize
 from checkpoints import (
     FIRST,
     LAYER,
@@ -112,7 +113,7 @@ def source(tmp_path_factory) -> Path:
 def damaged(source, tmp_path) -> Path:
     """An artifact with a block scale that is NaN, and a file that its record does not name."""
     folder = tmp_path / "artifact"
-    assert run("quantize", source, "--format", "nvfp4", "-o", folder, "-q").code == 0
+    quantize(source, folder)
     held = read_shard(folder / SECOND)
     dtype, shape, data = held[f"{DOWN}.weight_scale"]
     (folder / SECOND).write_bytes(
@@ -166,7 +167,7 @@ def test_what_has_no_tensor_stands_at_the_record_and_a_source_name_at_its_module
 
 def test_a_kept_tensor_stands_at_its_shard(source, tmp_path):
     folder = tmp_path / "artifact"
-    assert run("quantize", source, "--format", "nvfp4", "-o", folder, "-q").code == 0
+    quantize(source, folder)
     (file,) = (name for name in (FIRST, SECOND) if "lm_head.weight" in read_shard(folder / name))
     _, _, data = read_shard(folder / file)["lm_head.weight"]
     rewrite(folder, file, "lm_head.weight", bytes(reversed(data)))
@@ -191,7 +192,7 @@ def test_rules_say_what_the_page_says(damaged, tmp_path):
 
 def test_a_sound_artifact_has_no_results_and_a_run_again_writes_over_it(source, tmp_path):
     folder, file = tmp_path / "artifact", tmp_path / "found.sarif"
-    assert run("quantize", source, "--format", "mxfp4", "-o", folder, "-q").code == 0
+    quantize(source, folder, "--format", "mxfp4")
     assert run("verify", folder, "--source", source, "--min-sqnr", 90, "--sarif", file).code == 6
     assert len(read(file)["results"]) == 7
     assert run("verify", folder, "--sarif", file).code == 0
@@ -202,7 +203,7 @@ def test_a_sound_artifact_has_no_results_and_a_run_again_writes_over_it(source, 
 def test_names_are_made_visible(tmp_path):
     name = "layers.0.\u202eevil\x1b[2J.down_proj"
     source = write_single(tmp_path / "m", {f"{name}.weight": weight()})
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "-q").code == 0
+    quantize(source, tmp_path / "a")
     assert (
         run(
             "verify",
