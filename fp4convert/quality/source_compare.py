@@ -52,7 +52,7 @@ class Distance(NamedTuple):
     dtype    of the source's tensor
     odd      rows and blocks of packed values that are not the source's, in words; "" for none
     is_lost  values that differ were too small for their scales
-    answers  mean power of W x over the layer's inputs x, and of (W - V) x; None if not asked for
+    answers  mean power of W x over the layer's inputs x, and of (W - V) x; None without inputs
     """
 
     sums: Sums
@@ -74,22 +74,16 @@ class Distance(NamedTuple):
         return math.sqrt(found) if math.isfinite(found) else None
 
     def check(self, name: str) -> Finding | None:
-        """Check that the values are the source's, rounded to its format.
-
-        name  of the tensor
-        """
+        """Check that a tensor's values are the source's, rounded to its format."""
         if not math.isfinite(self.sums.noise):
             detail = "its values or the source's are not finite"
             return Finding("error", "not-measurable", name, detail)
         if self.is_lost:
             return underflow(name)
+        detail = f"its values are the source's, but for {self.odd}" if self.odd else ""
         if self.sums.noise > DIFFERENT * self.sums.signal:
             detail = "its values are not the source's, rounded to its format"
-            return Finding("error", "source-differs", name, detail)
-        if self.odd:
-            detail = f"its values are the source's, but for {self.odd}"
-            return Finding("error", "source-differs", name, detail)
-        return None
+        return Finding("error", "source-differs", name, detail) if detail else None
 
 
 def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | None:
@@ -117,8 +111,8 @@ def measure(
 ) -> Distance:
     """Measure the distance between a layer of the artifact and the source's.
 
-    The source of a kept layer is rounded to its dtype before.
-    inputs  of the layer, if its answers are asked for
+    The source of a kept layer is rounded to its dtype first.
+    inputs  of the layer, to measure its answers
     """
     weights = pair.theirs.coding.weights(pair.theirs, source)
     coding = pair.ours.coding
@@ -207,9 +201,9 @@ class SourcePairs(NamedTuple):
     def compare(
         self, phases: Phases, verb: str = "compare"
     ) -> tuple[dict[str, Distance], list[Finding]]:
-        """Measure every quantized module, and check all that was kept.
+        """Measure every quantized module, and check all kept tensors.
 
-        phases  learns how far that is, as the phase `verb`
+        phases  receives the progress, as the phase `verb`
         """
         findings = list(self.findings)
         # Tensors of the source that the artifact holds as they are: all that no pair replaces.
@@ -231,12 +225,15 @@ class SourcePairs(NamedTuple):
             return finding
 
         def measure_pair(pair: Pair) -> Distance:
-            distance = self._measure(pair)
+            inputs = None
+            if self.has_outputs and pair.ours.coding.is_packed:
+                inputs = Inputs.of(self.calibration, pair.theirs.module)
+            distance = measure(self.artifact, self.source, pair, inputs)
             phases.report(pair.theirs.name, pair.theirs.nbytes)
             return distance
 
-        # File by file: first what was kept, then every pair.  Folded columns have the nearest codes
-        # of what was rounded, not of an original of that.
+        # File by file: first kept tensors, then pairs. Folded columns have the nearest codes of the
+        # rounded weights, not of an original of them.
         folded = {pair.ours.module for pair in self.pairs if pair.theirs.coding.foldings}
         folded &= self.artifact.modules.keys()
         dtypes = source_dtypes(self.artifact) if folded else {}
@@ -261,12 +258,6 @@ class SourcePairs(NamedTuple):
                         findings.append(Finding("error", "kept-differs", name, detail))
         names = [pair.theirs.name for pair in self.pairs]
         return {name: found[name] for name in names if name in found}, findings
-
-    def _measure(self, pair: Pair) -> Distance:
-        inputs = None
-        if self.has_outputs and pair.ours.coding.is_packed:
-            inputs = Inputs.of(self.calibration, pair.theirs.module)
-        return measure(self.artifact, self.source, pair, inputs)
 
     def _check_kept(self, ref: TensorRef) -> Finding | None:
         """Check that the artifact holds a tensor as the source does."""
