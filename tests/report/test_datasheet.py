@@ -40,18 +40,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def artifact(source: Path, tmp_path: Path) -> Path:
-    command = (
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--scale-rule",
-        "amax",
-        "-o",
-        tmp_path / "artifact",
-        "-q",
-    )
-    assert run(*command).code == 0
+    quantize(source, tmp_path / "artifact", "--scale-rule", "amax")
     return tmp_path / "artifact"
 
 
@@ -96,11 +85,8 @@ def test_the_page_says_that_codes_were_counted_where_they_were(hub, artifact):
         "on the Hub": sheet_of("org/artifact", is_verified=True),
     }
     assert {shown["evidence"]["how"] for shown in told.values()} == {"recorded"}
-    assert [
-        name
-        for name, shown in told.items()
-        if "counted the codes again" in shown["evidence"]["words"]
-    ] == ["verified"]
+    words = {name: shown["evidence"]["words"] for name, shown in told.items()}
+    assert [name for name in words if "counted the codes again" in words[name]] == ["verified"]
 
 
 def test_without_a_source_the_numbers_are_those_that_were_recorded(artifact):
@@ -122,12 +108,7 @@ def test_where_nothing_is_known_the_sheet_says_so(artifact):
     shown = sheet_of(artifact)
     assert shown["evidence"]["how"] is None
     assert "verify ARTIFACT --source SOURCE" in shown["evidence"]["words"]
-    assert (shown["tensors"]["name"], shown["stacks"], shown["places"], shown["worst"]) == (
-        [],
-        [],
-        [],
-        [],
-    )
+    assert not any((shown["tensors"]["name"], shown["stacks"], shown["places"], shown["worst"]))
     assert not [word for _, word in shown["tiles"] if "SQNR" in word]
 
 
@@ -327,11 +308,8 @@ def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
 def test_a_card_tells_what_stays_and_where_it_comes_from(source, artifact):
     shown = sheet_of(artifact, source)
     facts = dict(shown["facts"])
-    assert (facts["dialect"], facts["scale rule"], facts["method"]) == (
-        "compressed-tensors",
-        "amax",
-        "rtn",
-    )
+    told = (facts["dialect"], facts["scale rule"], facts["method"])
+    assert told == ("compressed-tensors", "amax", "rtn")
     assert re.search(r"\blm_head\b", facts["kept"])
     assert re.search(r"\bmodel\.embed_tokens\b", facts["kept"])
     assert "layernorm" not in facts["kept"]
