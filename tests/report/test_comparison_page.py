@@ -92,6 +92,10 @@ def test_means_are_ranked_where_each_has_every_layer_alone(source, nvfp4, mxfp4,
     pair = compare((nvfp4, mxfp4), source)
     best = {word: places for word, _, places in make_sheet(pair)["rows"]}
     assert (best["output error"], best["bits per weight"], best["SQNR, mean dB"]) == ([0], [1], [0])
+    pair["tensors"][0]["held"]["b"]["output_error"] = None
+    sheet = make_sheet(pair)
+    assert "not every artifact has a figure" in sheet["fairness"]
+    assert all(places == [] for _, _, places in sheet["rows"])
     part = tmp_path / "part"
     quantize(source, part, "--format", "mxfp4", "--exclude", "*.down_proj")
     held = read_shard(part / SECOND)
