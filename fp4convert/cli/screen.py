@@ -317,9 +317,10 @@ def draw_findings(
     """
     folded = fold_findings(findings, of, most)
     for one in folded:
-        named = f"{one.lead}{one.tensor}: " if one.tensor else one.lead
-        screen.line(f"{named}{one.detail}", _COLOURS[one.level], f"{one.level} {one.code}: ")
-    if any(one.is_folded for one in folded):
+        named = f"{one['lead']}{one['tensor']}: " if one["tensor"] else one["lead"]
+        prefix = f"{one['level']} {one['code']}: "
+        screen.line(f"{named}{one['detail']}", _COLOURS[one["level"]], prefix)
+    if any(one["is_folded"] for one in folded):
         screen.line("--json lists every tensor", "dim")
 
 

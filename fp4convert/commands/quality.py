@@ -64,7 +64,6 @@ def verify(options: VerifyOptions) -> Verified:
     """
     from fp4convert.calibration.calibration_file import open_calibration
     from fp4convert.quality import verification
-    from fp4convert.quality.source_compare import Outputs
     from fp4convert.report.html import PAGE, check_page, save_page
     from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
     from fp4convert.report.user_files import check_apart
@@ -81,10 +80,9 @@ def verify(options: VerifyOptions) -> Verified:
     phases = _begin(options)
     artifact = _with_adapter(_open_first(options, options.artifact), options)
     original = _original(options, artifact)
-    outputs = Outputs(known) if known else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
     gate = verification.Gate(*errors, engine, as_path(options.public_key))
-    verified, judged = verification.verify_judged(artifact, original, gate, outputs, phases)
+    verified, judged = verification.verify_judged(artifact, original, gate, known, phases)
     if page:
         shown = save_page(page, artifact, original, verified=verified, judged=judged)
         options.tell(shown)
@@ -108,7 +106,6 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     from fp4convert.checkpoint.record import PADDING
     from fp4convert.commands.calibration import feed_of, has_text
     from fp4convert.quality import comparison
-    from fp4convert.quality.source_compare import Outputs
 
     given = tuple(options.artifacts)
     if not 2 <= len(given) <= len(comparison.LETTERS):
@@ -121,7 +118,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
         check_comparison(page, [options.folder_of(one) for one in given])
     feed = feed_of(options, "compare --text") if has_text(options) else None
     calibration = as_path(options.calibration)
-    outputs = Outputs(None if calibration is None else open_calibration(calibration))
+    known = None if calibration is None else open_calibration(calibration)
     phases = _begin(options)
     with uncollected():
         opened = _with_adapters([_open_first(options, each) for each in given], options)
@@ -132,7 +129,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
                 detail = f"{given[0]} and {given[at]} have zeros for different ranks"
                 detail = f"{detail} of tensor parallelism"
                 raise InputError("pad-differs", f"{detail}; expected artifacts of the same sizes")
-        paired, compared = comparison.pair_all(opened, source, outputs)
+        paired, compared = comparison.pair_all(opened, source, known)
     predictions: list[dict[str, Any]] = []
     if feed is not None:
         from fp4convert.commands.evaluation import predictions_of
@@ -140,7 +137,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
         predictions = predictions_of(options, feed, phases)
         phases.begin("headers")
     with uncollected():
-        found = comparison.compare(paired, compared, outputs, phases, predictions)
+        found = comparison.compare(paired, compared, phases, predictions)
     if page:
         from fp4convert.report.comparison_page import save_comparison
 

@@ -95,8 +95,8 @@ def analyze(
     linears_by_kind = kinds_of(_find_quantizable(source, options))
     if not linears_by_kind:
         detail = f"{source.name}: the recipe quantizes no matrix; expected some to analyze"
-        next_step = advise_on_types(source.checkpoint.tensors, NAME_SOME)
-        raise InputError("no-linears", detail, next_step)
+        step = advise_on_types(source.checkpoint.tensors, NAME_SOME)
+        raise InputError("no-linears", detail, step)
     linears = [linear for own in linears_by_kind.values() for linear in own]
     if calibration:
         check_source(calibration, source, linears)
@@ -113,10 +113,10 @@ def analyze(
     weights = sum(kind.weights for kind in kinds)
     warnings = []
     if packed := [linear for linear in linears if linear.coding.is_packed]:
-        warning = f"{len(packed)} matrices are {packed[0].coding.word} or otherwise packed already"
-        warning += ": losses are against what they hold now"
+        warning = f"{len(packed)} matrices are {packed[0].coding.word} or otherwise packed already:"
+        warning += " losses are against what they hold now"
         warnings = [f"{warning}, not against the weights that they were made from"]
-    found = ((way, mean_loss(kinds, way)) for way in kinds[0].losses)
+    losses_of_all = ((way, mean_loss(kinds, way)) for way in kinds[0].losses)
     return {
         "source": source.name,
         **describe_inputs(calibration),
@@ -126,7 +126,9 @@ def analyze(
         "matrices": sum(len(kind.linears) for kind in kinds),
         "sampled_matrices": sum(len(kind.samples) for kind in kinds),
         "ways": [
-            _describe_way(way, loss, bits_per_weight(kinds, way)) for way, loss in found if loss
+            _describe_way(way, loss, bits_per_weight(kinds, way))
+            for way, loss in losses_of_all
+            if loss
         ],
         "kinds": [_describe_kind(kind) for kind in kinds],
         "recommendation": advise(kinds),
@@ -139,8 +141,7 @@ def nbytes_to_sample(gigabytes: float | None) -> int | None:
     if gigabytes is None:
         return None
     if not 0 < gigabytes * 1e9 < math.inf:
-        detail = f"--sample {gigabytes:g} GB; expected a positive number"
-        raise InputError("sample-size", detail, "Leave it out for 0.02.")
+        raise InputError("sample-size", f"--sample {gigabytes:g} GB; expected a positive number")
     return int(gigabytes * 10**9)
 
 

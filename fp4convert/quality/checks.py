@@ -33,12 +33,7 @@ from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
-from fp4convert.recipes.unread_modules import (
-    EMBEDDING,
-    HEADS,
-    TIED_HEAD,
-    find_unread_modules,
-)
+from fp4convert.recipes.unread_modules import EMBEDDING, HEADS, TIED_HEAD, find_unread_modules
 from fp4convert.storage.checkpoint_files import INDEXES, SINGLES, WEIGHTS
 from fp4convert.storage.safetensors import WEIGHT, SafetensorsFrame
 from fp4convert.storage.source import Source

@@ -15,6 +15,7 @@ from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 from fp4convert.calibration.input_power import describe_inputs
+from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import linears_stored
@@ -23,7 +24,6 @@ from fp4convert.progress import Phases
 from fp4convert.quality.checks import is_healthy
 from fp4convert.quality.source_compare import (
     Distance,
-    Outputs,
     SourcePairs,
     mean_output_error,
     pair_with_source,
@@ -91,15 +91,15 @@ class _Side(NamedTuple):
 
 
 def pair_all(
-    artifacts: Sequence[Artifact], source: Source, outputs: Outputs
+    artifacts: Sequence[Artifact], source: Source, calibration: Calibration | None
 ) -> tuple[list[SourcePairs], list[Linear]]:
     """Pair artifacts with their source, without reading a weight.
 
-    artifacts  at most one for each of LETTERS
-    outputs    the inputs for output errors
-    Returns    the pairs, and the source's layers that an artifact has quantized
-    Raises     InputError for an artifact that is not sound, artifacts without a quantized layer,
-               or a calibration of another source
+    artifacts    at most one for each of LETTERS
+    calibration  inputs of layers; None for Gaussians of unit variance
+    Returns      the pairs, and the source's layers that an artifact has quantized
+    Raises       InputError for an artifact that is not sound, artifacts without a quantized layer,
+                 or a calibration of another source
     """
     paired = []
     for artifact in artifacts:
@@ -107,7 +107,7 @@ def pair_all(
             artifact.refuse_unsound()
     for artifact in artifacts:
         with named(artifact.source.name):
-            paired.append(pair_with_source(artifact, source, outputs))
+            paired.append(pair_with_source(artifact, source, calibration, True))
     compared = {
         pair.theirs.module: pair.theirs
         for one in paired
@@ -117,21 +117,19 @@ def pair_all(
     if not compared:
         names = one_of(artifact.source.name for artifact in artifacts)
         detail = f"none of {names} has quantized a linear layer of {source.name}"
-        next_step = "Give the weights that they were made from: --source SOURCE."
-        raise InputError("nothing-in-common", detail, next_step)
+        raise InputError("nothing-in-common", detail)
     return paired, list(compared.values())
 
 
 def compare(
     paired: Sequence[SourcePairs],
     compared: Sequence[Linear],
-    outputs: Outputs,
     phases: Phases,
     predictions: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Make the document of `compare --json`.
 
-    paired, compared  from pair_all, with these outputs
+    paired, compared  from pair_all
     phases            receives the progress
     predictions       figures of each artifact on a text
     Returns           `passed` is False if a finding is an error, else None: there is no gate
@@ -150,7 +148,7 @@ def compare(
             side["artifact"] += f" ({letter})"
     return {
         "source": _full_name(paired[0].source),
-        **describe_inputs(outputs.calibration),
+        **describe_inputs(paired[0].calibration),
         "artifacts": artifacts,
         "tensors": rows,
         "totals": _describe_totals(rows, list(sides)),

@@ -43,18 +43,14 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
     """Return the facts of an artifact that engine rows ask about."""
     modules = artifact.packed
     errors = (one for one in findings if one.level == "error" and one.code not in OF_SOURCE)
-    parts = {
-        # rows on experts of the dialect mlx are about those that stand one by one
-        (
-            packed.form.word,
-            packed.form.activations,
-            EXPERTS in module and MLX_STACKS not in packed.stem,
-        )
-        for module, packed in modules.items()
-    }
+    parts = set[tuple[str, int, bool]]()
+    for module, packed in modules.items():
+        # Rows on experts of the dialect mlx are about those that stand one by one.
+        is_expert = EXPERTS in module and MLX_STACKS not in packed.stem
+        parts.add((packed.form.word, packed.form.activations, is_expert))
     contents = Contents(
         artifact.dialect,
-        frozenset(Part(word, bits, is_expert) for word, bits, is_expert in parts),
+        frozenset(Part(*part) for part in parts),
         is_sharded=len(artifact.source.checkpoint.shards) > 1,
         cache=artifact.forms[0].kv_cache,
         findings=frozenset(finding.code for finding in findings),
@@ -133,10 +129,9 @@ def _finding(found: list[Uneven]) -> Finding:
 
 
 def names_fused(artifact: Artifact) -> bool:
-    """Tell whether records treat fused matrices like their parts.
+    """Tell whether records treat qkv_proj and gate_up_proj like their parts.
 
-    Engines without the parts look up qkv_proj and gate_up_proj.  True for patterns that cannot be
-    read, which is another finding.
+    True for patterns that cannot be read, which is another finding.
     """
     is_broken = any(finding.code == "ignore-pattern" for finding in artifact.findings)
     if is_broken or not artifact.spelling.TRAITS.ignores_by_name:

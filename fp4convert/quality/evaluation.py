@@ -60,7 +60,7 @@ class Evaluated:
     kl       KL(source || artifact) of a token in nats: mean, p999 (the 99.9th percentile), max
     top1     share of tokens with the same likeliest prediction
     ppl      perplexity of source and artifact
-    activations, kv_cache  that the artifact was run with: 16 or 4; "fp8", "nvfp4", None
+    activations, kv_cache  of the artifact's run: 16 or 4; "fp8", "nvfp4", None
     by_layer mean KL of one layer of the artifact alone, and with all layers before it
     passed   None without a gate
     """
@@ -70,11 +70,11 @@ class Evaluated:
     kl: dict[str, float]
     top1: float
     ppl: dict[str, float]
+    activations: int
+    kv_cache: str | None
     by_layer: tuple[dict[str, Any], ...]
     findings: tuple[Finding, ...]
     passed: bool | None
-    activations: int = 16
-    kv_cache: str | None = None
 
     def __repr__(self) -> str:
         """Say the verdict in a line, for the end of a notebook's cell."""
@@ -85,16 +85,8 @@ class Evaluated:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "tokens": self.tokens,
-            "windows": self.windows,
-            "kl": self.kl,
-            "top1": self.top1,
-            "ppl": self.ppl,
-            "activations": self.activations,
-            "kv_cache": self.kv_cache,
-            "by_layer": list(self.by_layer),
-            "findings": [asdict(finding) for finding in self.findings],
-            "passed": self.passed,
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
         }
 
 

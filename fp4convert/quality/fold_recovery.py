@@ -83,11 +83,8 @@ class _FactorFinder:
         """Return the factors of a fold; 1 if unknown."""
         with self._lock:
             if fold.name not in self._found:
-                made = (
-                    self._find_by_norm(fold, source)
-                    if fold.weight
-                    else self._find_by_rows(fold, source)
-                )
+                find = self._find_by_norm if fold.weight else self._find_by_rows
+                made = find(fold, source)
                 made = np.where(np.isfinite(made) & (made > 0), made, 1).astype(np.float32)
                 self._found[fold.name] = Factors(fold.by_column(made).astype(np.float32), made)
             return self._found[fold.name]
@@ -167,12 +164,8 @@ def _choose_powers(
     powers = np.exp2(guess + np.arange(-2, 3)[:, None, None]).astype(np.float32)
     with np.errstate(all="ignore"):
         values = dequantize(q)
-        noises = np.stack(
-            [
-                np.square(values - nearest_values(x * each, q), dtype=np.float64).sum(axis=axis)
-                for each in powers
-            ]
-        )
+        errors = (values - nearest_values(x * power, q) for power in powers)
+        noises = np.stack([np.square(each, dtype=np.float64).sum(axis=axis) for each in errors])
     is_best = noises == noises.min(axis=0)
     best = np.take_along_axis(powers.reshape(noises.shape), is_best.argmax(axis=0)[None], 0)[0]
     found: Doubles = np.where(is_best.sum(axis=0) == 1, best, np.nan)
@@ -195,8 +188,8 @@ def check_vector(artifact: Artifact, linear: Linear, source: Source) -> Finding 
     if not linear.coding.foldings:
         detail = f"its values are not the source's, {linear.coding.change}"
         return Finding("error", "kept-differs", ref.name, detail)
-    detail = f"{np.count_nonzero(~is_same)} of its values match the source under no factor"
-    detail += ", or under another than its readers have"
+    detail = f"{np.count_nonzero(~is_same)} of its values match the source under no factor, or"
+    detail += " under another than its readers have"
     return Finding("error", "fold-differs", ref.name, detail)
 
 

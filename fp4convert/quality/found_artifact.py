@@ -72,7 +72,10 @@ class FoundArtifact(NamedTuple):
         alone  the answer for a record without files
         """
         if self.folder:
-            return _hash_of(self.folder / file)
+            try:
+                return hash_file(self.folder / file)
+            except OSError:
+                return None
         if not self.source:
             return alone
         return hash_in(self.source, file) if self.source.has_file(file) else None
@@ -148,14 +151,6 @@ def hash_in(source: Source, file: str) -> str:
         return known
     with source.open_file(file) as stream:
         return hash_stream(stream)
-
-
-def _hash_of(path: Path) -> str | None:
-    """Hash a file of the artifact; None if it is missing."""
-    try:
-        return hash_file(path)
-    except OSError:
-        return None
 
 
 def first_difference(made: Path, there: Path) -> str | None:

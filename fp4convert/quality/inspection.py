@@ -49,9 +49,8 @@ def inspect(
     scale_layout: "declared" is of our record (None without one), "detected" None if unknown.  The
     "forms" of a mixed artifact say more; keys in which they differ are None.
     """
-    phases = phases or Phases()
     chosen = choose_modules(artifact, is_full)
-    judged = judge(artifact, source, chosen, chosen, phases)
+    judged = judge(artifact, source, chosen, chosen, phases or Phases())
     headers = check_headers(artifact) if is_full else ()
     return describe_judged(artifact, judged, headers, source, engine)
 
@@ -93,6 +92,7 @@ def describe(artifact: Artifact, judged: Judged) -> dict[str, Any]:
     bits = common.get("bits_per_weight") if len(forms) == 1 else None
     cache, shared = _describe_cache(artifact), common.get("granularity")
     recorded, _ = read_recorded(artifact)
+    words = [(module, each.form.word) for module, each in packed.items()]
     return {
         "format": common.get("format") or MIXED,
         "dialect": artifact.dialect,
@@ -106,20 +106,14 @@ def describe(artifact: Artifact, judged: Judged) -> dict[str, Any]:
             "quantized": len(packed),
             "other": len(artifact.tensors) - len(_stored_tensors(packed.values())),
         },
-        "patterns": _join_modules(artifact),
+        "patterns": [
+            {"pattern": pattern, "modules": len(held), "form": words[held[0]][1]}
+            for pattern, held in join_names(words)
+        ],
         "bits_per_weight": bits or _bits_per_weight(artifact, packed.values()),
         "share_read": round(read_nbytes / whole if whole else float(bool(packed)), 4),
         **({"fidelity": recorded.summary} if recorded else {}),
     }
-
-
-def _join_modules(artifact: Artifact) -> list[dict[str, object]]:
-    """Describe modules by patterns of names, one form to a pattern."""
-    words = [(module, each.form.word) for module, each in artifact.packed.items()]
-    return [
-        {"pattern": pattern, "modules": len(held), "form": words[held[0]][1]}
-        for pattern, held in join_names(words)
-    ]
 
 
 def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:

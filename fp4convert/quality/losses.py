@@ -132,10 +132,9 @@ class Weighed(NamedTuple):
 
 def _power_of(matrix: Float32s, inputs: Inputs) -> Loss:
     """Return the power of a matrix, and of its outputs."""
-    columns = column_power(matrix)
-    if inputs.gram is None:
-        return Loss(weighted(columns, None), weighted(columns, inputs.moments))
-    return Loss(weighted(columns, None), output_power(matrix, inputs))
+    columns, is_full = column_power(matrix), inputs.gram is not None
+    outputs = output_power(matrix, inputs) if is_full else weighted(columns, inputs.moments)
+    return Loss(weighted(columns, None), outputs)
 
 
 def through_form(x: Float32s, way: Way, importance: Float32s | None = None) -> Float32s:
@@ -229,7 +228,7 @@ def draw_sample(
     if left > nbytes:
         detail = f"--sample {nbytes / 1e9:g} GB does not hold a row of each of {len(kinds)} kinds"
         detail += f" of modules; expected at least {left / 1e9:.3g} GB"
-        raise InputError("sample-size", detail, "Take more, or leave kinds out: --exclude PATTERN.")
+        raise InputError("sample-size", detail)
     # Every kind gets its smallest row, then the same share of the rest as far as it can use it.
     most = {kind: sum(map(_whole_nbytes, linears)) for kind, linears in kinds.items()}
     shares, left = dict(least), nbytes - left

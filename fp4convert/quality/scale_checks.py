@@ -26,6 +26,7 @@ from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import read_each, stored_float
 
+ONLY_ONE = "; engines that fuse them use only one"
 MOST_LABEL_NBYTES = 1 << 12  # of a module's label, which is JSON
 LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
 SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
@@ -94,11 +95,6 @@ def _read_scalars(artifact: Artifact, modules: list[str], ending: str) -> dict[s
     return scales
 
 
-def read_group_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, float]:
-    """Read the global scales of modules and of their scale groups."""
-    return read_global_scales(artifact, _modules_with_groups(artifact, modules))
-
-
 def _modules_with_groups(artifact: Artifact, modules: Sequence[str]) -> list[str]:
     """Return the modules to read scalars of: all on a disk."""
     if not artifact.source.is_streamed:
@@ -143,14 +139,13 @@ def check_scales(
     traits = artifact.spelling.TRAITS
     level: Level = "error" if traits.shares_scales else "warning"
     # Global scales: each by itself, then those of a group beside each other.
-    stored = read_group_scales(artifact, modules)
+    stored = read_global_scales(artifact, _modules_with_groups(artifact, modules))
     for module, scale in stored.items():
         if finding := _judge_global_scale(module, scale, traits.scalars.kind == "divisor"):
             findings.append(finding)
     for scales in () if traits.correction else find_shared_scales(artifact, stored):
         if not are_equal(scales):
-            detail = f"{', '.join(scales)} have different global scales"
-            detail += "; engines that fuse them use only one"
+            detail = f"{', '.join(scales)} have different global scales{ONLY_ONE}"
             findings.append(Finding(level, "group-scales-differ", next(iter(scales)), detail))
     findings += [*check_other_scales(artifact), *_check_cache(artifact)]
     findings += _check_labels(artifact, modules)
@@ -162,8 +157,7 @@ def check_scales(
             findings.append(Finding("error", "input-scale", module, detail))
     for scales in find_shared_scales(artifact, inputs):
         if not are_equal(scales):
-            detail = f"{', '.join(scales)} have different input scales"
-            detail += "; engines that fuse them use only one"
+            detail = f"{', '.join(scales)} have different input scales{ONLY_ONE}"
             findings.append(Finding(level, "group-inputs-differ", next(iter(scales)), detail))
     return findings, stored
 
@@ -343,10 +337,9 @@ def _check_cache(artifact: Artifact) -> Iterator[Finding]:
             yield Finding("error", "cache-scale", name, detail)
     for attention, names in found.items():
         if len(names) != 2:
-            detail = f"its cache has the scale {names[0]} and not the other"
-            detail += ": engines take 1 for that"
+            detail = f"its cache has the scale {names[0]} and not the other: engines take 1 for it"
             yield Finding("warning", "cache-scale-missing", attention, detail)
     if (cache := artifact.forms[0].kv_cache) and not found:
-        detail = f"the record asks for an {cache.upper()} KV cache"
-        detail += ", and there are no scales of it: engines take 1"
+        detail = f"the record asks for an {cache.upper()} KV cache, and there are no scales of it:"
+        detail += " engines take 1"
         yield Finding("note", "cache-scale-missing", None, detail)

@@ -52,13 +52,6 @@ class Statement(NamedTuple):
     shard_nbytes: float | None
 
 
-class Checked(NamedTuple):
-    """The result for a signature: "valid", "not checked", "refused"; None."""
-
-    word: str | None
-    findings: tuple[Finding, ...]
-
-
 def sign_folder(folder: Path, key: Path) -> bytes:
     """Return the signature of all files of a folder.
 
@@ -167,19 +160,20 @@ def read_statement(data: bytes) -> Statement:
 
 def check_signature(
     artifact: Artifact, verifier: Any, hashes: Mapping[str, str], phases: Phases
-) -> Checked:
+) -> tuple[str | None, list[Finding]]:
     """Check the signature of an artifact, if it has one.
 
-    verifier  of open_verifier; None without a key
+    verifier  from open_verifier; None without a key
     hashes    sha256 of files that were read already
+    Returns   "valid", "not checked", "refused", or None without a signature; and the findings
     """
     source = artifact.source
     if not source.has_file(SIGNATURE):
-        return Checked(None, ())
+        return None, []
     try:
         statement = read_statement(read_whole(source, SIGNATURE))
     except InputError as error:
-        return Checked("refused", (Finding("error", "signature-refused", None, error.message),))
+        return "refused", [Finding("error", "signature-refused", None, error.message)]
     differing = list(_find_differing(source, statement, hashes, phases))
     if verifier is None:
         compared = "its hashes were compared with the files, which does not tell who signed"
@@ -187,14 +181,14 @@ def check_signature(
             compared = f"its hashes are {statement.algorithm} of {statement.method}: not compared"
         detail = f"signed, not checked: give --public-key FILE ({compared})"
         note = Finding("note", "signature-unchecked", None, detail)
-        return Checked("refused" if differing else "not checked", (*differing, note))
+        return "refused" if differing else "not checked", [*differing, note]
     words = _ask(verifier, source, statement)
     if words is None:  # the package has read every file, too
-        return Checked("valid", ())
+        return "valid", []
     if not (words.startswith(MISMATCH) and differing):
         detail = f"{SIGNATURE} is not by this key, or not of these files: {words[:300]}"
         differing.insert(0, Finding("error", "signature-refused", None, detail))
-    return Checked("refused", tuple(differing))
+    return "refused", differing
 
 
 def _find_differing(

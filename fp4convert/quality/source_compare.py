@@ -52,7 +52,7 @@ class Distance(NamedTuple):
     dtype    of the source's tensor
     odd      rows and blocks of packed values that are not the source's, in words; "" for none
     is_lost  values that differ were too small for their scales
-    answers  mean power of W x over the layer's inputs x, and of (W - V) x; None if not asked for
+    answers  mean power of W x over the layer's inputs x, and of (W - V) x; None without inputs
     """
 
     sums: Sums
@@ -74,22 +74,16 @@ class Distance(NamedTuple):
         return math.sqrt(found) if math.isfinite(found) else None
 
     def check(self, name: str) -> Finding | None:
-        """Check that the values are the source's, rounded to its format.
-
-        name  of the tensor
-        """
+        """Check that a tensor's values are the source's, rounded to its format."""
         if not math.isfinite(self.sums.noise):
             detail = "its values or the source's are not finite"
             return Finding("error", "not-measurable", name, detail)
         if self.is_lost:
             return underflow(name)
+        detail = f"its values are the source's, but for {self.odd}" if self.odd else ""
         if self.sums.noise > DIFFERENT * self.sums.signal:
             detail = "its values are not the source's, rounded to its format"
-            return Finding("error", "source-differs", name, detail)
-        if self.odd:
-            detail = f"its values are the source's, but for {self.odd}"
-            return Finding("error", "source-differs", name, detail)
-        return None
+        return Finding("error", "source-differs", name, detail) if detail else None
 
 
 def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | None:
@@ -105,15 +99,6 @@ def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | N
     return math.sqrt(math.fsum(weights * error * error for weights, error in known) / total)
 
 
-class Outputs(NamedTuple):
-    """The inputs by which errors of outputs are measured.
-
-    calibration  None for Gaussians of unit variance
-    """
-
-    calibration: Calibration | None = None
-
-
 class Pair(NamedTuple):
     """One linear layer, as the artifact stores it and as the source does."""
 
@@ -126,8 +111,8 @@ def measure(
 ) -> Distance:
     """Measure the distance between a layer of the artifact and the source's.
 
-    The source of a kept layer is rounded to its dtype before.
-    inputs  of the layer, if its answers are asked for
+    The source of a kept layer is rounded to its dtype first.
+    inputs  of the layer, to measure its answers
     """
     weights = pair.theirs.coding.weights(pair.theirs, source)
     coding = pair.ours.coding
@@ -162,12 +147,7 @@ def measure(
                 answered_wrongly += output_power(difference, inputs)
     histogram = tuple(map(int, counts))
     sums = Sums(
-        math.prod(weights.shape),
-        places.signal,
-        places.noise,
-        output,
-        max_abs,
-        histogram=histogram,
+        math.prod(weights.shape), places.signal, places.noise, output, max_abs, histogram=histogram
     )
     stem = artifact.modules[module].stem if module in artifact.modules else module
     answers = (answered, answered_wrongly) if inputs else None
@@ -203,9 +183,11 @@ def _without_factors(
 class SourcePairs(NamedTuple):
     """An artifact paired with its source, before a weight is read.
 
-    originals  the linear layers of the source, under the folds of the artifact
-    pairs      layers that the artifact stores in another form
-    findings   on linear layers that the source lacks
+    originals    the linear layers of the source, under the folds of the artifact
+    pairs        layers that the artifact stores in another form
+    findings     on linear layers that the source lacks
+    calibration  inputs of layers; None for Gaussians of unit variance
+    has_outputs  errors of outputs are measured
     """
 
     artifact: Artifact
@@ -213,14 +195,15 @@ class SourcePairs(NamedTuple):
     originals: Linears
     pairs: list[Pair]
     findings: list[Finding]
-    outputs: Outputs | None
+    calibration: Calibration | None
+    has_outputs: bool
 
     def compare(
         self, phases: Phases, verb: str = "compare"
     ) -> tuple[dict[str, Distance], list[Finding]]:
-        """Measure every quantized module, and check all that was kept.
+        """Measure every quantized module, and check all kept tensors.
 
-        phases  learns how far that is, as the phase `verb`
+        phases  receives the progress, as the phase `verb`
         """
         findings = list(self.findings)
         # Tensors of the source that the artifact holds as they are: all that no pair replaces.
@@ -242,12 +225,15 @@ class SourcePairs(NamedTuple):
             return finding
 
         def measure_pair(pair: Pair) -> Distance:
-            distance = self._measure(pair)
+            inputs = None
+            if self.has_outputs and pair.ours.coding.is_packed:
+                inputs = Inputs.of(self.calibration, pair.theirs.module)
+            distance = measure(self.artifact, self.source, pair, inputs)
             phases.report(pair.theirs.name, pair.theirs.nbytes)
             return distance
 
-        # File by file: first what was kept, then every pair.  Folded columns have the nearest codes
-        # of what was rounded, not of an original of that.
+        # File by file: first kept tensors, then pairs. Folded columns have the nearest codes of the
+        # rounded weights, not of an original of them.
         folded = {pair.ours.module for pair in self.pairs if pair.theirs.coding.foldings}
         folded &= self.artifact.modules.keys()
         dtypes = source_dtypes(self.artifact) if folded else {}
@@ -272,12 +258,6 @@ class SourcePairs(NamedTuple):
                         findings.append(Finding("error", "kept-differs", name, detail))
         names = [pair.theirs.name for pair in self.pairs]
         return {name: found[name] for name in names if name in found}, findings
-
-    def _measure(self, pair: Pair) -> Distance:
-        inputs = None
-        if self.outputs and pair.ours.coding.is_packed:
-            inputs = Inputs.of(self.outputs.calibration, pair.theirs.module)
-        return measure(self.artifact, self.source, pair, inputs)
 
     def _check_kept(self, ref: TensorRef) -> Finding | None:
         """Check that the artifact holds a tensor as the source does."""
@@ -347,10 +327,11 @@ def _values(source: Source, ref: TensorRef, first: int, last: int) -> Doubles:
 
 
 def pair_with_source(
-    artifact: Artifact, source: Source, outputs: Outputs | None = None
+    artifact: Artifact, source: Source, calibration: Calibration | None, has_outputs: bool
 ) -> SourcePairs:
     """Match every changed linear layer with its original.
 
+    calibration, has_outputs  as SourcePairs has them
     Raises  InputError for a packed source that cannot be read, a calibration of another source, and
             an artifact with an adapter that --lora does not name
     """
@@ -374,8 +355,8 @@ def pair_with_source(
         detail = f"expected a matrix of {list(ours.shape)}; "
         detail += f"the source holds {list(theirs.shape)}" if theirs else "it is not in the source"
         findings.append(Finding("error", "source-differs", module, detail))
-    if outputs and outputs.calibration:
+    if calibration:
         packed = [pair.theirs for pair in pairs if pair.ours.coding.is_packed]
         adapter = artifact.adapter.key if artifact.adapter else None
-        check_source(outputs.calibration, source, packed, adapter)
-    return SourcePairs(artifact, source, originals, pairs, findings, outputs)
+        check_source(calibration, source, packed, adapter)
+    return SourcePairs(artifact, source, originals, pairs, findings, calibration, has_outputs)

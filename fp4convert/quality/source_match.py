@@ -96,8 +96,7 @@ def match_source(
     }
     if not known:
         detail = f"{source.name} holds none of the artifact's modules in its shape"
-        next_step = "Give the weights that it was made from: --source SOURCE."
-        raise InputError("source-differs", detail, next_step)
+        raise InputError("source-differs", detail)
     chosen = list(known)[:: max(1, len(known) // COMPARED_MODULES)]
     phases = phases or Phases()
     phases.begin("sample", len(chosen), lambda count: f"{count:.0f} modules")
@@ -260,13 +259,8 @@ def is_underflow(panels: Iterable[tuple[Doubles, Quantized]]) -> bool:
             return False
         shape = (-1, q.format.block_size)
         least = replace(q, block_scales=memoryview(bytes([LEAST_SCALE]) * len(q.block_scales)))
-        x, y, nearest, best = (
-            each.reshape(shape).astype(np.float64)
-            for each in (
-                *(values, dequantize(q)),
-                *(nearest_values(values, q), nearest_values(values, least)),
-            )
-        )
+        found = (values, dequantize(q), nearest_values(values, q), nearest_values(values, least))
+        x, y, nearest, best = (each.reshape(shape).astype(np.float64) for each in found)
         noise, least_noise = (((x - other) ** 2).sum(axis=1) for other in (y, best))
         is_lost = noise > LOST * (x**2).sum(axis=1)
         is_due = (noise <= EXCESS * least_noise) & (y == nearest).all(axis=1)

@@ -3,57 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fp4convert.calibration.input_power import describe_inputs
+from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.error_report import Entry, Recorded, read_recorded, shares
+from fp4convert.checkpoint.error_report import read_recorded, shares
 from fp4convert.engines.files import Engine
 from fp4convert.engines.versions import Version
 from fp4convert.errors import Finding, InputError
-from fp4convert.numerics.error_sums import SOURCE, Sums, count_codes, summarise
-from fp4convert.numerics.formats import CODES
-from fp4convert.numerics.matrices import row_panels
-from fp4convert.process import processors
+from fp4convert.numerics.error_sums import summarise
 from fp4convert.progress import Phases
-from fp4convert.quality.checks import (
-    Judged,
-    check_headers,
-    choose_modules,
-    is_healthy,
-    judge,
-)
+from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
 from fp4convert.quality.engine_check import check_engine
 from fp4convert.quality.kept_values import check_all_finite
+from fp4convert.quality.record_checks import (
+    check_codes,
+    check_hashes,
+    check_losses,
+    digested_hashes,
+)
 from fp4convert.quality.signature import check_signature, open_verifier
 from fp4convert.quality.source_compare import (
     Distance,
-    Outputs,
     SourcePairs,
     mean_output_error,
     pair_with_source,
 )
-from fp4convert.storage.checkpoint_files import (
-    RECORD,
-    REPORT,
-    SIGNATURE,
-    UNDIGESTED,
-    recorded_hashes,
-)
-from fp4convert.storage.disk import hash_stream
 from fp4convert.storage.safetensors import WEIGHT
-from fp4convert.storage.source import Source, stopping
+from fp4convert.storage.source import Source
 
-AGREEMENT = 1e-6  # of an error; sums of float32 squares are off by less
-# Of a value: what a global scale stored as its reciprocal moves it, and float32 differences.
-STORED = 2.0**-22
 OUTPUT_GATE = "--max-output-error"
 MOST_NAMED = 3  # findings, in a line
 NO_FAULT = "no fault found, no gate was set"
@@ -69,8 +51,8 @@ class TensorError:
     max_abs  largest |x - y|
     cosine   of x and y as vectors; None if one of them is zero
     saturated, zero, histogram  of its codes, by error_report.shares
-    output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None if it is no
-                  number, or not asked for
+    output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None if it is
+                  not finite or was not measured
     """
 
     name: str
@@ -85,10 +67,10 @@ class TensorError:
 
 
 class Gate(NamedTuple):
-    """What `passed` asks of every tensor; None asks nothing.
+    """The limits and demands of `verify`; None for no limit.
 
-    engine      that is to load it
-    public_key  of whoever must have signed it
+    engine      that has to load the artifact
+    public_key  of the signer
     """
 
     min_sqnr_db: float | None = None
@@ -104,17 +86,13 @@ class Gate(NamedTuple):
     @property
     def given(self) -> dict[str, float]:
         """Return the limits by option."""
-        asked = {
-            "--min-sqnr": self.min_sqnr_db,
-            "--max-nmse": self.max_nmse,
-            OUTPUT_GATE: self.max_output_error,
-        }
-        return {option: value for option, value in asked.items() if value is not None}
+        limits = zip(("--min-sqnr", "--max-nmse", OUTPUT_GATE), self, strict=False)
+        return {option: value for option, value in limits if isinstance(value, float | int)}
 
     def check(self, has_source: bool, has_inputs: bool) -> None:
-        """Raise InputError for a gate without a source, or an idle number.
+        """Raise InputError for a gate without a source, or an impossible limit.
 
-        has_inputs  of layers, of a calibration
+        has_inputs  a calibration gives the inputs of layers
         """
         if self.given and not has_source:
             verb = "needs" if len(self.given) == 1 else "need"
@@ -123,19 +101,16 @@ class Gate(NamedTuple):
         for option, value in self.given.items():
             if not math.isfinite(value):
                 detail = f"{option} {value} is no limit; expected a finite number"
-                next_step = f"Give a finite number, or leave {option} out."
-                raise InputError("bad-gate", detail, next_step)
+                step = f"Give a finite number, or leave {option} out."
+                raise InputError("bad-gate", detail, step)
             if option != "--min-sqnr" and value < 0:
                 detail = f"{option} {value:g}: an error is never negative; expected 0 or more"
                 raise InputError("bad-gate", detail, "Give 0 or more.")
             if option == OUTPUT_GATE and value > 1:
-                detail = f"{option} {value:g} is {100 * value:g} %"
-                detail += "; expected a fraction from 0 to 1"
+                detail = f"{option} {value:g} is {100 * value:g} %; expected a fraction from 0 to 1"
                 raise InputError("bad-gate", detail, f"For {value:g} %: {option} {value / 100:g}")
         if not has_inputs and self.max_output_error is not None:
-            detail = f"{OUTPUT_GATE} needs the inputs of the layers"
-            step = "Add --calibration FILE; or --min-sqnr instead."
-            raise InputError("no-calibration", detail, step)
+            raise InputError("no-calibration", f"{OUTPUT_GATE} needs the inputs of the layers")
         if has_inputs and not has_source:
             detail = "--calibration needs the original weights"
             raise InputError("no-source", detail, "Add --source SOURCE.")
@@ -145,12 +120,11 @@ class Gate(NamedTuple):
 class Verified:
     """The document of `verify --json`.
 
-    recorded  the summary of quantization_report.json; None where the artifact has none
-    inputs, calibration  by which outputs were measured, as describe_inputs tells it; None where
-                         they were not
-    checked  how many files were hashed, modules' scales read and tensors compared; the source,
-             what became of the signature, and whether a gate was set
-    verdict  a sentence, where the source is another model's
+    recorded  the summary of quantization_report.json; None without the file
+    inputs, calibration  of describe_inputs, if errors of outputs were measured
+    checked  counts of hashed files, modules with scales, and compared tensors; the source, the
+             result for the signature, and whether a gate was set
+    verdict  a sentence, if the source is another model's
     """
 
     tensors: tuple[TensorError, ...]
@@ -182,37 +156,30 @@ class Verified:
         return "passed" if self.checked.get("gated") else NO_FAULT
 
     def as_json(self) -> dict[str, Any]:
-        tensors = [asdict(error) for error in self.tensors]
-        if not self.inputs:
-            for tensor in tensors:
-                del tensor["output_error"]
-        by = {"inputs": self.inputs, "calibration": self.calibration} if self.inputs else {}
-        return {
-            **by,
-            "tensors": tensors,
-            "summary": self.summary,
-            "findings": [asdict(finding) for finding in self.findings],
-            "passed": self.passed,
-            "recorded": self.recorded,
-            "checked": self.checked,
-            "verdict": self.verdict,
-        }
+        document = asdict(self)
+        document |= {key: list(document[key]) for key in ("tensors", "findings")}
+        by = {key: document.pop(key) for key in ("inputs", "calibration")}
+        if self.inputs:
+            return by | document
+        for tensor in document["tensors"]:
+            del tensor["output_error"]
+        return document
 
 
 def verify(
     artifact: Artifact,
     source: Source | None,
     gate: Gate,
-    outputs: Outputs | None = None,
+    calibration: Calibration | None = None,
     phases: Phases | None = None,
 ) -> Verified:
     """Verify every file and scale, and with a source every tensor.
 
-    outputs  the inputs for output errors; None without them
-    phases   receives the progress
-    Raises   InputError for gates without a source, or for a calibration of another model
+    calibration  the inputs of layers, to measure errors of outputs
+    phases       receives the progress
+    Raises       InputError for gates without a source, or for a calibration of another model
     """
-    verified, _ = verify_judged(artifact, source, gate, outputs, phases)
+    verified, _ = verify_judged(artifact, source, gate, calibration, phases)
     return verified
 
 
@@ -220,67 +187,61 @@ def verify_judged(
     artifact: Artifact,
     source: Source | None,
     gate: Gate,
-    outputs: Outputs | None = None,
+    calibration: Calibration | None = None,
     phases: Phases | None = None,
 ) -> tuple[Verified, Judged]:
     """Verify an artifact; return its judgement by records and scales, too."""
-    phases = phases or Phases()
-    gate.check(source is not None, outputs is not None)
+    phases, has_inputs = phases or Phases(), calibration is not None
+    gate.check(source is not None, has_inputs)
     verifier = open_verifier(artifact.source, gate.public_key) if gate.public_key else None
-    pairs = pair_with_source(artifact, source, outputs) if source else None
+    pairs = pair_with_source(artifact, source, calibration, has_inputs) if source else None
     # 1. Records, names and scales; a source that has the modules decides what scales alone cannot.
     known = {pair.ours.module for pair in pairs.pairs} if pairs else set()
     related = source if known & artifact.modules.keys() else None
     sampled = choose_modules(artifact, is_full=False)
     judged = judge(artifact, related, list(artifact.modules), sampled, phases)
     findings = [*judged.findings, *check_headers(artifact)]
-    findings += check_engine(artifact, findings, gate.engine)  # to which hashes are nothing
+    findings += check_engine(artifact, findings, gate.engine)  # which reads no hashes
     # 2. The hashes of files, the signature, and the tensors that were kept.
-    findings += _check_hashes(artifact, hashes := dict[str, str](), phases)
-    signed = check_signature(artifact, verifier, hashes, phases)
-    findings += [*signed.findings, *check_all_finite(artifact, phases, source is not None)]
-    # 3. Every tensor against the source, and what the report says against what was measured.
-    recorded, damages = read_recorded(artifact)
+    findings += check_hashes(artifact, hashes := dict[str, str](), phases)
+    signature, signed = check_signature(artifact, verifier, hashes, phases)
+    findings += [*signed, *check_all_finite(artifact, phases, source is not None)]
+    # 3. Every tensor against the source, and the report against codes or measured losses.
+    report, damages = read_recorded(artifact)
     findings += damages
-    found: dict[str, Distance] = {}
+    distances: dict[str, Distance] = {}
     if pairs is not None:
-        found, differences = pairs.compare(phases)
+        distances, differences = pairs.compare(phases)
         findings += differences
-    if recorded is not None and pairs is None:
-        findings += check_codes(artifact, recorded, phases)
-    as_meant = _leave_out_misread(found, judged)
-    if recorded is not None and pairs is not None:
-        findings += check_measured(recorded, as_meant)
-    if any(not each.is_lost and each.check(name) for name, each in found.items()):
+    as_declared = _leave_out_misread(distances, judged)
+    if report is not None and pairs is None:
+        findings += check_codes(artifact, report, phases)
+    elif report is not None:
+        findings += check_losses(report, as_declared)
+    if any(not each.is_lost and each.check(name) for name, each in distances.items()):
         findings += judged.refuted  # the source does not fit, so it refutes nothing
     # 4. The gates: for each tensor, and that there is one to measure.
-    tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
-    findings += _check_tensors(tensors, found, as_meant, gate)
-    findings += _check_measuring(found, gate)
+    tensors = tuple(_tensor_error(name, distance) for name, distance in distances.items())
+    findings += _check_tensors(tensors, distances, as_declared, gate)
+    findings += _check_measuring(distances, gate)
     verified = Verified(
         tensors,
-        _summarise(tensors, found),
+        _summarise(tensors, distances),
         tuple(findings),
         is_healthy(findings),
-        recorded.summary if recorded else None,
-        **(describe_inputs(outputs.calibration) if outputs else {}),
-        checked={**_count_checked(artifact, source, found, gate), "signature": signed.word},
-        verdict=None if pairs is None else _name_other_source(pairs, judged, found),
+        report.summary if report else None,
+        **(describe_inputs(calibration) if calibration else {}),
+        checked={
+            "files": len(digested_hashes(artifact)),
+            "modules": len(artifact.packed),
+            "tensors": len(distances),
+            "source": source.name if source else None,
+            "gated": gate.is_set,
+            "signature": signature,
+        },
+        verdict=None if pairs is None else _name_other_source(pairs, judged, distances),
     )
     return verified, judged
-
-
-def _count_checked(
-    artifact: Artifact, source: Source | None, found: Mapping[str, Distance], gate: Gate
-) -> dict[str, Any]:
-    """Count files, modules and tensors; tell whether a gate was set."""
-    return {
-        "files": len(_recorded_hashes(artifact)),
-        "modules": len(artifact.packed),
-        "tensors": len(found),
-        "source": source.name if source else None,
-        "gated": gate.is_set,
-    }
 
 
 def _name_other_source(
@@ -324,8 +285,8 @@ def _check_measuring(found: Mapping[str, Distance], gate: Gate) -> Iterator[Find
         option for option in gate.given if not (has_answers if option == OUTPUT_GATE else found)
     ]
     if asked:
-        detail = f"{' and '.join(asked)}: no tensor was measured"
-        detail += ", for none of the source's is quantized in the artifact"
+        detail = f"{' and '.join(asked)}: no tensor was measured, for none of the source's is"
+        detail += " quantized in the artifact"
         yield Finding("error", "nothing-measured", None, detail)
 
 
@@ -353,189 +314,45 @@ def _tensor_error(name: str, distance: Distance) -> TensorError:
 
 
 def _check_tensors(
-    tensors: Iterable[TensorError],
-    found: Mapping[str, Distance],
-    as_meant: Mapping[str, Distance],
+    tensors: Sequence[TensorError],
+    distances: Mapping[str, Distance],
+    as_declared: Mapping[str, Distance],
     gate: Gate,
 ) -> list[Finding]:
-    """Check tensors against the gates, then against the source.
+    """Check every tensor against the gates, else against the source.
 
-    Returns  findings, the worst of a code first
+    as_declared  the distances of tensors that are not misread
+    Returns      findings, the worst of a code first
     """
     missed: list[tuple[float, Finding]] = []
     others: list[Finding] = []
     for error in tensors:
-        own = _check_gates(error, found[error.name], gate)
-        missed += own
-        others += [] if own else _check_source(error, as_meant)
+        if own := list(_check_gates(error, distances[error.name], gate)):
+            missed += own
+        elif error.name in as_declared and (doubt := as_declared[error.name].check(error.name)):
+            others.append(doubt)
     missed.sort(key=lambda one: -one[0])
     return [finding for _, finding in missed] + others
 
 
-def _check_gates(error: TensorError, distance: Distance, gate: Gate) -> list[tuple[float, Finding]]:
-    """Check a tensor against the gates.
-
-    Returns  findings with a number, larger for worse
-    """
-    sums = distance.sums
-    missed = []
-    if math.isfinite(sums.noise):
-        least = gate.min_sqnr_db
-        sqnr_db = -math.inf if sums.signal == 0 and sums.noise > 0 else error.sqnr_db
-        if least is not None and sqnr_db is not None and sqnr_db < least:
-            detail = f"SQNR {sqnr_db:.3f} dB, expected at least {least:g} dB"
-            missed.append((-sqnr_db, Finding("error", "sqnr-low", error.name, detail)))
-        if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
-            nmse = math.inf if sums.nmse is None else sums.nmse
-            detail = f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}"
-            missed.append((nmse, Finding("error", "nmse-high", error.name, detail)))
-        most = gate.max_output_error
-        if most is not None and distance.answers:
-            output_error = math.inf if error.output_error is None else error.output_error
-            if not output_error <= most:
-                detail = f"output error {100 * output_error:.4g} %"
-                detail += f", expected at most {100 * most:g} %"
-                finding = Finding("error", "output-error-high", error.name, detail)
-                missed.append((output_error, finding))
-    return missed
-
-
-def _check_source(error: TensorError, as_meant: Mapping[str, Distance]) -> list[Finding]:
-    """Check that a tensor is the source's, unless it is misread."""
-    doubt = as_meant[error.name].check(error.name) if error.name in as_meant else None
-    return [doubt] if doubt else []
-
-
-def _recorded_hashes(artifact: Artifact) -> dict[str, str]:
-    """Return the sha256 that the record has of every file of the digest."""
-    files = recorded_hashes(artifact.record or {})
-    return {file: sha256 for file, sha256 in files.items() if file not in UNDIGESTED}
-
-
-def _check_hashes(artifact: Artifact, found: dict[str, str], phases: Phases) -> Iterator[Finding]:
-    """Check that files are there, unchanged and recorded.
-
-    found  receives the sha256 of every file
-    """
-    if not artifact.record:
-        detail = "the artifact records no hashes, so its files could not be compared with them"
-        yield Finding("note", "no-hashes", None, detail)
+def _check_gates(
+    error: TensorError, distance: Distance, gate: Gate
+) -> Iterator[tuple[float, Finding]]:
+    """Check a tensor against the gates; worse findings have larger numbers."""
+    sums, name = distance.sums, error.name
+    if not math.isfinite(sums.noise):
         return
-    hashes = _recorded_hashes(artifact)
-    phases.begin("hash", sum(_nbytes_there(artifact, file) for file in hashes))
-    for file, sha256 in hashes.items():
-        try:
-            with artifact.source.open_file(file) as stream:
-                found[file] = hash_stream(stream, partial(phases.report, file))
-        except InputError as error:
-            detail = f"{file} is recorded and cannot be read: {error.message}"
-            yield Finding("error", "file-missing", None, detail)
-            continue
-        if found[file] != sha256:
-            detail = f"{file} is not the file that was written: its sha256 differs"
-            yield Finding("error", "hash-mismatch", None, detail)
-    checkpoint = artifact.source.checkpoint
-    for file in (*(shard.file for shard in checkpoint.shards), *checkpoint.left_out):
-        if file not in hashes:
-            detail = f"{file} holds weights, and the record does not name it"
-            yield Finding("error", "file-unrecorded", None, detail)
-    for file in checkpoint.sidecars:
-        if file not in hashes and file not in (RECORD, SIGNATURE, *UNDIGESTED):
-            detail = f"{file} was added later: the record does not name it"
-            yield Finding("warning", "file-unrecorded", None, detail)
-
-
-def _nbytes_there(artifact: Artifact, file: str) -> int:
-    """Return the size of a recorded file; 0 if it is missing."""
-    source = artifact.source
-    try:
-        return source.file_nbytes(file) if source.has_file(file) else 0
-    except InputError:
-        return 0
-
-
-def check_codes(artifact: Artifact, recorded: Recorded, phases: Phases) -> Iterator[Finding]:
-    """Check the codes of tensors against the counts of the report.
-
-    Not on the Hub.
-    """
-    if artifact.source.is_streamed:
-        return
-    held: dict[str, list[str]] = {}
-    for module, packed in artifact.modules.items():
-        held.setdefault(packed.stem, []).append(module)
-    entries = [entry for entry in recorded.entries if entry.histogram]
-    counted = [module for entry in entries for module in held.get(entry.module, [])]
-    phases.begin("codes", sum(math.prod(artifact.modules[each].shape) // 2 for each in counted))
-
-    def count(entry: Entry) -> tuple[int, ...]:
-        total = np.zeros(CODES, np.int64)
-        for module in held.get(entry.module, []):
-            blocks = artifact.decode(module)
-            for panel in row_panels(blocks.shape):
-                packed = blocks.rows(*panel).packed
-                total += count_codes(packed)
-                phases.report(module, len(packed))
-        return tuple(total.tolist())
-
-    with ThreadPoolExecutor(processors()) as pool, stopping(artifact.source):
-        for entry, counts in zip(entries, pool.map(count, entries), strict=True):
-            if finding := compare_codes(entry, counts):
-                yield finding
-
-
-def compare_codes(entry: Entry, counts: tuple[int, ...]) -> Finding | None:
-    """Check the counts of codes in a tensor against the report's."""
-    differing = [
-        code
-        for code, (found, said) in enumerate(zip(counts, entry.histogram, strict=True))
-        if found != said
-    ]
-    if not differing:
-        return None
-    code = differing[0]
-    detail = f"{REPORT} counts code {code} {entry.histogram[code]:,} times"
-    detail += f", and it occurs {counts[code]:,} times"
-    detail += f"; {len(differing)} of {CODES} codes differ"
-    return Finding("error", "report-differs", entry.module, detail)
-
-
-def check_measured(recorded: Recorded, found: Mapping[str, Distance]) -> Iterator[Finding]:
-    """Check the losses of the report against the measured losses.
-
-    A source in another dtype than the rounded one, such as its original, has other losses.
-    """
-    measured: dict[str, Sums] = {}  # of all that lies in one tensor of the artifact
-    dtypes: dict[str, str] = {}
-    others: list[Entry] = []
-    for distance in found.values():
-        dtypes.setdefault(distance.stem, distance.dtype)
-        measured[distance.stem] = measured.get(distance.stem, Sums()).with_all(distance.sums)
-    for entry in recorded.entries:
-        sums = measured.get(entry.module)
-        if sums is None or not math.isfinite(sums.noise) or not sums.elements:
-            continue
-        if entry.histogram and (finding := compare_codes(entry, sums.histogram)):
-            yield finding
-            continue
-        if entry.against != SOURCE:
-            continue
-        # A distance moves by no more than the values do.
-        moved = STORED * math.sqrt(sums.output)
-        said, lost = math.sqrt(max(entry.mse, 0) * sums.elements), math.sqrt(sums.noise)
-        if not abs(said - lost) <= AGREEMENT * lost + moved:
-            detail = f"its mean squared error is {entry.mse:.9g}, and it is {sums.mse:.9g}"
-        elif not abs(entry.max_abs - sums.max_abs) <= AGREEMENT * sums.max_abs + moved:
-            detail = f"it is off by at most {entry.max_abs:.9g}, and it is by {sums.max_abs:.9g}"
-        else:
-            continue
-        if entry.source_dtype not in ("", dtypes[entry.module]):
-            others.append(entry)
-            continue
-        yield Finding("error", "report-differs", entry.module, f"{REPORT} says that {detail}")
-    if others:
-        first = others[0]
-        detail = f"{len(others)} tensors were quantized from another source, such as {first.module}"
-        detail += f", which was {first.source_dtype} there and is {dtypes[first.module]} here"
-        detail += f"; so their errors are not those in {REPORT}"
-        yield Finding("note", "other-source", None, detail)
+    sqnr_db = -math.inf if sums.signal == 0 and sums.noise > 0 else error.sqnr_db
+    if gate.min_sqnr_db is not None and sqnr_db is not None and sqnr_db < gate.min_sqnr_db:
+        detail = f"SQNR {sqnr_db:.3f} dB, expected at least {gate.min_sqnr_db:g} dB"
+        yield -sqnr_db, Finding("error", "sqnr-low", name, detail)
+    if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
+        nmse = math.inf if sums.nmse is None else sums.nmse
+        detail = f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}"
+        yield nmse, Finding("error", "nmse-high", name, detail)
+    if gate.max_output_error is not None and distance.answers:
+        lost, most = error.output_error, gate.max_output_error
+        lost = math.inf if lost is None else lost
+        if lost > most:
+            detail = f"output error {100 * lost:.4g} %, expected at most {100 * most:g} %"
+            yield lost, Finding("error", "output-error-high", name, detail)

@@ -15,10 +15,16 @@ from fp4convert.errors import InputError
 from fp4convert.progress import size_text
 from fp4convert.quality import comparison
 from fp4convert.quality.source_compare import mean_output_error
-from fp4convert.report.datasheet import count_levels, explain_findings, make_visible, round_figure
+from fp4convert.report.datasheet import find_places, reading_order, round_figure
 from fp4convert.report.html import COMPARISON, PAGE, check_page, make_page
-from fp4convert.report.model_map import find_places, reading_order
-from fp4convert.report.text import Document, escape, fold_findings
+from fp4convert.report.text import (
+    Document,
+    count_levels,
+    escape,
+    explain_findings,
+    fold_findings,
+    make_visible,
+)
 from fp4convert.report.user_files import Paper, check_apart, check_place, write_papers
 from fp4convert.version import __version__
 
@@ -99,102 +105,85 @@ def make_table(found: Document) -> str:
 def make_sheet(found: Document) -> Document:
     """Return the keys that page/comparison.js reads."""
     sides, rows = found["artifacts"], found["tensors"]
+    has_failed, unfair = found["passed"] is False, _why_unfair(found)
     findings = [
-        each._replace(lead=f"{letter}: {each.lead}")
+        {**each, "lead": f"{letter}: {each['lead']}"}
         for letter, side in sides.items()
         for each in fold_findings(side["findings"])
     ]
     levels = count_levels([each for side in sides.values() for each in side["findings"]])
     charts = _charts(found)
-    shown = charts[:MOST_CHARTS]
-    more = f" The first {MOST_CHARTS} of {len(charts)} kinds." if len(charts) > len(shown) else ""
-    kl = [_kl_of(side) for side in sides.values()]
-    has_kl = all(each is not None for each in kl)
-    return {
-        key: make_visible(value)
-        for key, value in {
-            "title": f"{len(sides)} artifacts of {found['source']}",
-            "verdict": {
-                "is_good": not _has_failed(found),
-                "words": f"{'failed' if _has_failed(found) else 'of one source'}{levels}",
-            },
-            "about": f"{found['totals']['compared']:,} linear layers; inputs: {found['inputs']}",
-            "artifacts": [
-                {
-                    "letter": letter,
-                    "name": side["artifact"],
-                    "bits": round_figure(side["bits_per_weight"]),
-                    "output_error": round_figure(side["output_error"]),
-                    "kl": round_figure(mean),
-                }
-                for (letter, side), mean in zip(sides.items(), kl, strict=True)
-            ],
-            "rows": _rows(sides, _is_fair(found)),
-            "fairness": _fairness(found),
-            "against": {
-                "key": "kl" if has_kl else "output_error",
-                "word": "mean KL, nats" if has_kl else "output error",
-                "kind": "number" if has_kl else "share",
-            },
-            "charts": shown,
-            "depth": f"The output error of each kind of module, from the first layer to the "
-            f"last; experts of a layer are one.{more}",
-            "metrics": [
-                dict(zip(("key", "word", "kind", "digits", "is_most"), metric, strict=True))
-                for metric in METRICS
-            ],
-            "layers": {
-                "name": [row["name"] for row in rows],
-                "weights": [row["weights"] for row in rows],
-                "best": [[list(sides).index(each) for each in row["best"] or ()] for row in rows],
-                **{key: _columns(found, key) for key, *_ in METRICS},
-            },
-            "findings": explain_findings(findings),
-            "producer": f"fp4convert {__version__}",
-        }.items()
+    more = f" The first {MOST_CHARTS} of {len(charts)} kinds." if len(charts) > MOST_CHARTS else ""
+    kl = [
+        side["predictions"]["kl"]["mean"] if "predictions" in side else None
+        for side in sides.values()
+    ]
+    has_kl = None not in kl
+    sheet = {
+        "title": f"{len(sides)} artifacts of {found['source']}",
+        "verdict": {
+            "is_good": not has_failed,
+            "words": f"{'failed' if has_failed else 'of one source'}{levels}",
+        },
+        "about": f"{found['totals']['compared']:,} linear layers; inputs: {found['inputs']}",
+        "artifacts": [
+            {
+                "letter": letter,
+                "name": side["artifact"],
+                "bits": round_figure(side["bits_per_weight"]),
+                "output_error": round_figure(side["output_error"]),
+                "kl": round_figure(mean),
+            }
+            for (letter, side), mean in zip(sides.items(), kl, strict=True)
+        ],
+        "rows": _rows(sides, not unfair),
+        "fairness": f"No means are ranked: {unfair}." if unfair else "",
+        "against": {
+            "key": "kl" if has_kl else "output_error",
+            "word": "mean KL, nats" if has_kl else "output error",
+            "kind": "number" if has_kl else "share",
+        },
+        "charts": charts[:MOST_CHARTS],
+        "depth": "The output error of each kind of module, from the first layer to the last;"
+        f" experts of a layer are one.{more}",
+        "metrics": [
+            dict(zip(("key", "word", "kind", "digits", "is_most"), metric, strict=True))
+            for metric in METRICS
+        ],
+        "layers": {
+            "name": [row["name"] for row in rows],
+            "weights": [row["weights"] for row in rows],
+            "best": [[list(sides).index(each) for each in row["best"] or ()] for row in rows],
+            **{key: [_column(rows, letter, key) for letter in sides] for key, *_ in METRICS},
+        },
+        "findings": explain_findings(findings),
+        "producer": f"fp4convert {__version__}",
     }
+    return {key: make_visible(value) for key, value in sheet.items()}
 
 
-def _kl_of(side: Document) -> float | None:
-    return side["predictions"]["kl"]["mean"] if "predictions" in side else None
-
-
-def _columns(found: Document, key: str) -> list[list[Any]]:
-    """Return a figure of all layers, one list for an artifact."""
-    columns = []
-    for letter in found["artifacts"]:
-        values = [(row["held"][letter] or {}).get(key) for row in found["tensors"]]
-        columns.append(values if key == "stored" else [round_figure(value) for value in values])
-    if key == "stored":
-        return [[value or "not there" for value in column] for column in columns]
-    return columns
-
-
-def _is_fair(found: Document) -> bool:
-    """Tell whether all artifacts are whole and of the source."""
-    held = [one for row in found["tensors"] for one in row["held"].values()]
-    has_all = all(one and one["output_error"] is not None for one in held)
-    return has_all and not _has_failed(found)
-
-
-def _has_failed(found: Document) -> bool:
-    """Tell whether a finding is an error; without one nothing passed, either."""
-    return found["passed"] is False
-
-
-def _fairness(found: Document) -> str:
+def _why_unfair(found: Document) -> str:
     """Return the reason why no means are ranked; "" if they are."""
-    if _has_failed(found):
-        return "No means are ranked: an artifact has failed, as the findings say."
-    if not _is_fair(found):
-        return "No means are ranked: not every artifact has a figure for each of these layers."
-    return ""
+    if found["passed"] is False:
+        return "an artifact has failed, as the findings say"
+    held = [one for row in found["tensors"] for one in row["held"].values()]
+    if all(one and one["output_error"] is not None for one in held):
+        return ""
+    return "not every artifact has a figure for each of these layers"
+
+
+def _column(rows: list[Document], letter: str, key: str) -> list[Any]:
+    """Return a figure of all layers in one artifact."""
+    values = [(row["held"][letter] or {}).get(key) for row in rows]
+    if key == "stored":
+        return [value or "not there" for value in values]
+    return [round_figure(value) for value in values]
 
 
 def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int]]]:
     """List the properties and losses of artifacts.
 
-    is_fair  whether means can be ranked
+    is_fair  means can be ranked
     Returns  rows of a word, the cells of artifacts, and the places of the best ones
     """
     every = list(sides.values())
@@ -214,7 +203,8 @@ def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int
         places = [
             at for at, value in enumerate(known) if is_ranked and comparison.is_alike(value, best)
         ]
-        cells = ["-" if value is None else _figure(value, form) for value in values]
+        cells = [format(value, form) if value is not None else "-" for value in values]
+        cells = [cell.replace("%", " %") for cell in cells]
         rows.append((word, cells, places if len(places) < len(values) else []))
 
     tell("formats", (", ".join(side["formats"]) or "none" for side in every))
@@ -242,16 +232,8 @@ def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int
     return rows
 
 
-def _figure(value: float, form: str) -> str:
-    """Write a number in a form of Python's; % stands apart."""
-    return format(value, form).replace("%", " %")
-
-
 def _charts(found: Document) -> list[Document]:
-    """Return a chart for every kind of module with several layers.
-
-    It has the values of artifacts by layer.
-    """
+    """Return a chart, artifacts by layer, for every module of several layers."""
     sides, rows = found["artifacts"], found["tensors"]
     held: dict[str, dict[str, dict[Numbers, list[Document]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
@@ -259,9 +241,10 @@ def _charts(found: Document) -> list[Document]:
     for row, place in zip(rows, find_places([row["name"] for row in rows]), strict=True):
         held[place.tower][place.module][place.layer].append(row)
     charts = []
-    if all(_costs(side) for side in sides.values()):
-        names = [row["layer"] for row in _costs(next(iter(sides.values())))]
-        values = [[round_figure(row["alone"]) for row in _costs(side)] for side in sides.values()]
+    costs = [side.get("predictions", {}).get("by_layer") for side in sides.values()]
+    if all(costs):
+        names = [row["layer"] for row in costs[0]]
+        values = [[round_figure(row["alone"]) for row in each] for each in costs]
         title = "KL of the predictions with one layer quantized alone, nats"
         charts.append({"title": title, "layers": names, "values": values, "kind": "number"})
     for tower, modules in held.items():
@@ -282,12 +265,6 @@ def _charts(found: Document) -> list[Document]:
                 }
             )
     return charts
-
-
-def _costs(side: Document) -> list[Document]:
-    """Return the costs of layers by artifact, if measured."""
-    costs: list[Document] = side.get("predictions", {}).get("by_layer", [])
-    return costs
 
 
 def _error_of(rows: list[Document], letter: str) -> float | None:

@@ -11,41 +11,43 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import read_recorded, shares
+from fp4convert.checkpoint.linears import linears_stored
 from fp4convert.checkpoint.module_names import (
+    Numbers,
     join_names,
     join_words,
     reading_rank,
     split_leaf,
     split_numbers,
 )
-from fp4convert.numerics.codec import decode_e2m1
+from fp4convert.numerics.codec import as_doubles, decode_e2m1
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.progress import Phases, count_text, size_text
+from fp4convert.numerics.matrices import Weights, row_panels
+from fp4convert.progress import Phases, size_text
 from fp4convert.quality.checks import Judged, choose_modules, judge
 from fp4convert.quality.evaluation import NO_GATE
+from fp4convert.quality.fold_recovery import fold_originals
 from fp4convert.quality.inspection import describe, describe_judged
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales
 from fp4convert.quality.verification import TensorError, Verified
-from fp4convert.report.histograms import count_values
-from fp4convert.report.model_map import find_places, reading_order
 from fp4convert.report.text import (
     MOST_ALIKE,
     Document,
-    FoldedFinding,
     artifact_rows,
     badness,
-    escape,
+    count_levels,
     evaluation_rows,
-    explanations,
+    explain_findings,
     fold_findings,
+    make_visible,
     most_lines,
 )
 from fp4convert.storage.safetensors import WEIGHT
@@ -53,12 +55,33 @@ from fp4convert.storage.source import Source
 from fp4convert.version import __version__
 
 WORST = 6  # tensors with histograms
-MOST_STACKS = 8  # of layers that are drawn apart; the tensors of more stand together
-MOST_KEPT = 12  # patterns of what stays
+MOST_STACKS = 8  # of layers that are drawn apart
+MOST_KEPT = 12  # patterns of kept matrices
 MOST_DIFFERING = 20  # scale groups that are shown with their scales
 DIGITS = 5  # of a number
 MEASURED, RECORDED = "measured", "recorded"
 COUNTED = "; verify counted the codes again."
+FORM_KEYS = ("format", "block_size", "element_dtype", "scale_dtype", "global_scale")
+BINS = 81  # of a histogram; odd: zero has one of its own
+MOST_PANELS, PANEL = 16, 1 << 18  # of a tensor, evenly spread; elements of each
+ANY = "*"  # stands for a number
+EXPERTS = "expert"  # in the name of a list of them
+ATTENTION = "att"  # stands before the rest of its layer
+
+
+class Place(NamedTuple):
+    """The place of one tensor in a model.
+
+    tower   the path of the layers, with stars for numbers: model.layers; "" outside of layers
+    layer   the numbers of its layer, one for a level of nested lists
+    module  the name in its layer, with a star for the number of an expert
+    expert  this number
+    """
+
+    tower: str
+    layer: Numbers
+    module: str
+    expert: int | None = None
 
 
 def make_datasheet(
@@ -95,19 +118,14 @@ def make_datasheet(
             is_good = is_good and evaluated["passed"]
             words = {None: NO_GATE, True: "passed", False: "failed"}[is_good]
             findings = [*findings, *evaluated["findings"]]
-    words += count_levels(findings)
-    explained = explain_findings(fold_findings(findings, how_many, most))
     document = {
         "title": artifact.source.name,
-        "verdict": {"is_good": is_good, "words": words},
+        "verdict": {"is_good": is_good, "words": f"{words}{count_levels(findings)}"},
         "about": _origin(artifact),
         "tiles": _tiles(artifact, source, described, errors),
         "facts": list(_facts(artifact, source, described).items()),
         "forms": [
-            {
-                key: form.get(key)
-                for key in ("format", "block_size", "element_dtype", "scale_dtype", "global_scale")
-            }
+            {key: form.get(key) for key in FORM_KEYS}
             for form in described.get("forms", [described])
         ],
         "evidence": {"how": how, "words": _evidence(artifact, verified, how)},
@@ -117,36 +135,16 @@ def make_datasheet(
         "magnitudes": [f"{value:g}" for value in decode_e2m1(np.arange(8, dtype=np.uint8))],
         "answers": _answers(evaluated) if evaluated else None,
         "groups": _groups(artifact, judged.scales),
-        "findings": explained,
+        "findings": explain_findings(fold_findings(findings, how_many, most)),
         "producer": f"fp4convert {__version__}",
     }
     return {key: make_visible(value) for key, value in document.items()}
 
 
-def count_levels(findings: Sequence[Mapping[str, Any]]) -> str:
-    """Count errors and warnings, behind a colon; "" without any."""
-    levels = Counter(finding["level"] for finding in findings)
-    counts = [count_text(levels[level], level) for level in ("error", "warning") if levels[level]]
-    return f": {', '.join(counts)}" if counts else ""
-
-
-def explain_findings(findings: Iterable[FoldedFinding]) -> list[Document]:
-    """Add the meaning and the remedy to findings."""
-    known = explanations("findings")
-    explained = []
-    for finding in findings:
-        row = known.get(finding.code, {})
-        told = {key: row.get(key, "") for key in ("meaning", "remedy")}
-        explained.append({**finding._asdict(), **told})
-    return explained
-
-
 def _answers(evaluated: Document) -> Document:
     """Describe how predictions differ: rows of words, and the cost of layers."""
-    layers = [
-        [row["layer"], f"{row['alone']:.4g}", f"{row['cumulated']:.4g}"]
-        for row in evaluated["by_layer"]
-    ]
+    rows = evaluated["by_layer"]
+    layers = [[row["layer"], f"{row['alone']:.4g}", f"{row['cumulated']:.4g}"] for row in rows]
     return {"rows": list(evaluation_rows(evaluated).items()), "layers": layers}
 
 
@@ -191,12 +189,9 @@ def _tiles(
         ("-" if bits is None else f"{bits:.2f}", "bits per quantized weight"),
         (size_text(nbytes), words),
     ]
-    known = [error.sqnr_db for error in errors if error.sqnr_db is not None]
-    if known:
-        tiles += [
-            (f"{math.fsum(known) / len(known):.2f} dB", "SQNR, mean"),
-            (f"{min(known):.2f} dB", "SQNR, least"),
-        ]
+    if known := [error.sqnr_db for error in errors if error.sqnr_db is not None]:
+        tiles.append((f"{math.fsum(known) / len(known):.2f} dB", "SQNR, mean"))
+        tiles.append((f"{min(known):.2f} dB", "SQNR, least"))
     return [*tiles, (f"{described['tensors']['quantized']:,}", "tensors quantized")]
 
 
@@ -231,13 +226,10 @@ def _facts(artifact: Artifact, source: Source | None, described: Document) -> di
 def _evidence(artifact: Artifact, verified: Verified | None, how: str | None) -> str:
     """Say in a sentence who measured the losses."""
     if how == MEASURED:
-        return (
-            "Measured by verify: every value of every quantized tensor compared with the source's."
-        )
+        values = "every value of every quantized tensor compared with the source's"
+        return f"Measured by verify: {values}."
     if how == RECORDED:
-        is_counted = (
-            verified and not artifact.source.is_streamed
-        )  # as verification.check_codes does
+        is_counted = verified and not artifact.source.is_streamed  # by record_checks.check_codes
         measured = "As quantize measured it while it rounded (quantization_report.json)"
         return f"{measured}{COUNTED if is_counted else '.'}"
     again = "To measure it: fp4convert verify ARTIFACT --source SOURCE --report FILE.html"
@@ -249,7 +241,7 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
 
     places  four numbers for a tensor: stack, layer and module in it, and expert or -1
     """
-    # The largest stacks are drawn apart; tensors of the others stand together, by their names.
+    # The largest stacks are drawn apart; tensors of other stacks share one, by their names.
     places = find_places([error.name for error in errors])
     sizes = Counter(place.tower for place in places if place.tower)
     apart = [stack for stack, _ in sizes.most_common(MOST_STACKS)]
@@ -263,40 +255,79 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
         layers[stack].add(layer)
         modules[stack].add(module)
         seats.append((stack, layer, module, -1 if expert is None else expert))
-
-    # Stacks, their layers and their modules have numbers, by which the places are told.
+    # Places are numbers of stacks, and of layers and modules in their stack.
     stacks: list[Document] = []
-    numbers: dict[str, tuple[int, dict[tuple[int, ...], int], dict[str, int]]] = {}
+    number_of: dict[tuple[str, object], int] = {}
     for stack in (*apart, ""):
         if stack in layers:
             rows, columns = sorted(layers[stack]), reading_order(modules[stack])
-            numbers[stack] = (
-                len(stacks),
-                {layer: at for at, layer in enumerate(rows)},
-                {module: at for at, module in enumerate(columns)},
-            )
+            number_of[stack, None] = len(stacks)
+            for members in (rows, columns):
+                number_of |= {(stack, member): at for at, member in enumerate(members)}
             names = [".".join(map(str, layer)) for layer in rows]
             stacks.append({"name": stack, "layers": names, "modules": columns})
     flat: list[int] = []
     for stack, layer, module, expert in seats:
-        at_stack, at_layer, at_module = numbers[stack]
-        flat += at_stack, at_layer[layer], at_module[module], expert
+        flat += (number_of[stack, key] for key in (None, layer, module))
+        flat.append(expert)
 
-    usual = artifact.forms[0].format.name
-    formats = []
-    for error in errors:
-        packed = artifact.packed.get(error.name.removesuffix(WEIGHT))
-        formats.append(packed.form.format.name if packed else usual)
-    columns_of_numbers = {
-        key: [round_figure(getattr(error, key)) for error in errors]
-        for key in ("sqnr_db", "mse", "max_abs", "cosine", "saturated", "zero")
+    usual = artifact.forms[0]
+    packed = (artifact.packed.get(error.name.removesuffix(WEIGHT)) for error in errors)
+    tensors: Document = {
+        "name": [error.name for error in errors],
+        "format": [(each.form if each else usual).format.name for each in packed],
     }
-    names = [error.name for error in errors]
-    return {
-        "stacks": stacks,
-        "places": flat,
-        "tensors": {"name": names, "format": formats, **columns_of_numbers},
-    }
+    for key in ("sqnr_db", "mse", "max_abs", "cosine", "saturated", "zero"):
+        tensors[key] = [round_figure(getattr(error, key)) for error in errors]
+    return {"stacks": stacks, "places": flat, "tensors": tensors}
+
+
+def find_places(names: Sequence[str]) -> list[Place]:
+    """Find the places of tensors by name; NAME and NAME.weight share one.
+
+    Numbers in a name are places in lists. The innermost list with several tensors in a member is
+    that of layers, but for experts: `blocks.0.attentions.1.to_out.0` is the module `to_out.0` of
+    layer 0.1. The outermost list is always one of layers.
+    """
+    split = [split_numbers(name.removesuffix(WEIGHT)) for name in names]
+    held: dict[tuple[tuple[str, ...], Numbers], int] = defaultdict(int)
+    for texts, numbers in split:
+        for depth in range(1, len(numbers) + 1):
+            held[texts[:depth], numbers[:depth]] += 1
+    layered = {texts for (texts, _), count in held.items() if count > 1}
+    places = []
+    for texts, numbers in split:
+        # The first list of experts, and how many lists before it count layers.
+        experts = next((at for at in range(len(numbers)) if EXPERTS in texts[at]), len(numbers))
+        counting = (at + 1 for at in range(experts) if at == 0 or texts[: at + 1] in layered)
+        depth = max(counting, default=0)
+        # The name around the layers, and the rest of it; both without the dots between them.
+        tower = "".join(f"{text}{ANY}" for text in texts[:depth])
+        rest = texts[depth]
+        for at in range(depth, len(numbers)):
+            rest += f"{ANY if at == experts else numbers[at]}{texts[at + 1]}"
+        places.append(
+            Place(
+                tower[:-2],  # without a separator and the star
+                numbers[:depth],
+                rest[1:] if depth else rest,
+                numbers[experts] if experts < len(numbers) else None,
+            )
+        )
+    return places
+
+
+def reading_order(modules: Iterable[str]) -> list[str]:
+    """Sort the modules of a layer as people say them.
+
+    Attention first, q, k, v and o; then gate, up and down.
+    """
+
+    def rank(module: str) -> tuple[bool, str, tuple[int, str, int, str]]:
+        parent, _, leaf = module.rpartition(".")
+        return ATTENTION not in module, parent, reading_rank(leaf)
+
+    return sorted(modules, key=rank)
 
 
 def _worst(
@@ -308,13 +339,45 @@ def _worst(
     names = [errors[at].name for at in worst]
     found = count_values(artifact, source, names) if source and names else {}
     return [
-        {
-            "tensor": at,
-            "codes": errors[at].histogram,
-            "values": asdict(found[name]) if name in found else None,
-        }
+        {"tensor": at, "codes": errors[at].histogram, "values": found.get(name)}
         for at, name in zip(worst, names, strict=True)
     ]
+
+
+def count_values(artifact: Artifact, source: Source, names: Collection[str]) -> dict[str, Document]:
+    """Count the values of tensors that artifact and source hold in one shape.
+
+    names    of the source's tensors
+    Returns  by name: `source` and `artifact`, counts in BINS equal parts of -`limit`..`limit`; the
+             limit is the largest magnitude of both; `share` of the rows that were read
+    """
+    originals, stored = fold_originals(artifact, source).of, linears_stored(artifact)
+    wanted = {linear.name: linear for linear in originals.values() if linear.name in names}
+    found = {}
+    for name, theirs in wanted.items():
+        ours = stored.get(theirs.module)
+        if ours is not None and ours.shape == theirs.shape:
+            found[name] = _count(
+                theirs.coding.weights(theirs, source), ours.coding.weights(ours, artifact.source)
+            )
+    return found
+
+
+def _count(theirs: Weights, ours: Weights) -> Document:
+    """Count the values of at most MOST_PANELS panels from all over a matrix."""
+    panels = list(row_panels(theirs.shape, PANEL))
+    if len(panels) > MOST_PANELS:
+        step = len(panels) / MOST_PANELS
+        panels = [panels[int(number * step)] for number in range(MOST_PANELS)]
+    x, y = (
+        np.concatenate([as_doubles(weights.rows(*panel)) for panel in panels])
+        for weights in (theirs, ours)
+    )
+    largest = (float(np.abs(v[np.isfinite(v)]).max(initial=0)) for v in (x, y))
+    limit = max(largest) or 1.0
+    counts = [np.histogram(values, BINS, (-limit, limit))[0].tolist() for values in (x, y)]
+    share = sum(last - first for first, last in panels) / max(theirs.shape[0], 1)
+    return {"limit": limit, "source": counts[0], "artifact": counts[1], "share": share}
 
 
 def _groups(artifact: Artifact, stored: Mapping[str, float]) -> Document:
@@ -324,7 +387,7 @@ def _groups(artifact: Artifact, stored: Mapping[str, float]) -> Document:
     """
     kinds: dict[str, list[dict[str, float]]] = defaultdict(list)
     for scales in find_shared_scales(artifact, stored):
-        # The members as one name, with a star for every number above them.
+        # One name for the members, with a star for every number above them.
         members = list(scales)
         parent = split_leaf(members[0])[0]
         leaves = sorted((split_leaf(member)[1] for member in members), key=reading_rank)
@@ -349,12 +412,3 @@ def _groups(artifact: Artifact, stored: Mapping[str, float]) -> Document:
 def round_figure(value: float | None) -> float | None:
     """Round to a few digits; None unless the number is finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
-
-
-def make_visible(value: Any) -> Any:
-    """Return the same document with control characters made visible."""
-    if isinstance(value, str):
-        return escape(value)
-    if isinstance(value, dict):
-        return {escape(key): make_visible(each) for key, each in value.items()}
-    return [make_visible(each) for each in value] if isinstance(value, list | tuple) else value

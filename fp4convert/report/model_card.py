@@ -100,12 +100,7 @@ def add_evaluation(path: Path, evaluated: dict[str, Any], source: Source, adapte
     of += ", by `fp4convert evaluate`"
     # All of these words are ours.
     rows = "\n".join(f"| {name} | {words} |" for name, words in evaluation_rows(evaluated).items())
-    parts = [
-        EVALUATION,
-        "## Predictions",
-        f"{of} {__version__}.",
-        f"| | |\n|---|---|\n{rows}",
-    ]
+    parts = [EVALUATION, "## Predictions", f"{of} {__version__}.", f"| | |\n|---|---|\n{rows}"]
     if layers := evaluated["by_layer"]:
         named = [(row["layer"], row["alone"], row["cumulated"]) for row in layers]
         parts += [

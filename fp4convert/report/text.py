@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fp4convert.errors import InputError, did_you_mean, read_catalogue
+from fp4convert.progress import count_text
 from fp4convert.storage.safetensors import WEIGHT
 
 Document = dict[str, Any]  # what --json prints
@@ -24,21 +25,6 @@ _MEASURED = ("sqnr-low", "nmse-high", "output-error-high")  # verify lists the w
 LITTLE_WORDS = frozenset(["a", "and", "from", "holds", "in", "inside", "of", "one", "the", "what"])
 Rows = dict[str, dict[str, Any]]
 """code -> the keys of its row in catalogue.toml"""
-
-
-class FoldedFinding(NamedTuple):
-    """One or several findings, in a line.
-
-    lead    words before the tensor
-    tensor  its name, or a pattern of names and how many they are; "" for none
-    """
-
-    level: str
-    code: str
-    lead: str
-    tensor: str
-    detail: str
-    is_folded: bool = False
 
 
 def escape(text: object) -> str:
@@ -60,8 +46,7 @@ def spell(character: str) -> str:
 def badness(sqnr_db: float | None, mse: float | None) -> float:
     """Return a key that sorts tensors, the worst first.
 
-    Tensors without an mse (not measurable) or a ratio (the source is zero) come first, exact ones
-    last.
+    First: without an mse (not measurable) or a ratio (the source is zero); last: exact ones.
     """
     if mse == 0:
         return math.inf
@@ -77,19 +62,13 @@ def fidelity_text(summary: Document) -> str:
 
 
 def adapter_text(summary: Document) -> str:
-    """Say in a line how much of an adapter is left.
-
-    summary  `adapter` of the summary of a report
-    """
+    """Say in a line how much of an adapter is left, by a report's summary."""
     kept = f"{summary['db_mean']:.1f} dB on average of {summary['modules']} modules"
     return f"adapter kept: {kept}, lowest {summary['db_min']:.1f} dB ({summary['worst']})"
 
 
 def fake_quantized_text(summary: Document) -> str:
-    """Say in a line how much came back of weights from fake quantization.
-
-    summary  `fake_quantized` of the summary of a report
-    """
+    """Say in a line how many blocks of fake-quantized weights are exact."""
     share = 100 * summary["exact"] / max(summary["blocks"], 1)
     counted = f"{summary['modules']} modules, {summary['blocks']:,} blocks"
     text = f"trained with fake quantization ({counted}): {share:.4g} % of blocks come back exact"
@@ -178,33 +157,35 @@ def _form_text(form: Document) -> str:
 
 
 def most_lines(verdict: str | None) -> int:
-    """Return the most lines for alike findings: few beside a verdict."""
+    """Return the most lines for findings of a code: few beside a verdict."""
     return 1 if verdict else MOST_ALIKE
 
 
 def fold_findings(
     findings: Iterable[Document], of: int = 0, most: int = MOST_ALIKE
-) -> list[FoldedFinding]:
-    """Write findings in few lines, for people.
+) -> list[Document]:
+    """Write findings in few lines: equal ones share a line.
 
-    Equal findings on several tensors share a line, under the pattern of their names. Many findings
-    of one code share a line, too, with the worst of them.
-
-    of    number of measured tensors, if known
-    most  lines of findings of one code
+    of       number of measured tensors, if known
+    most     lines of findings of one code
+    Returns  findings with two more keys: `lead`, words before the tensor, and `is_folded`; `tensor`
+             may be a pattern of names with their number, and is "" for none
     """
     alike: dict[tuple[str, str], list[Document]] = defaultdict(list)
     for finding in findings:
         alike[finding["level"], finding["code"]].append(finding)
-    lines: list[FoldedFinding] = []
+    lines = []
     for (level, code), held in alike.items():
-        own = [FoldedFinding(level, code, "", *line) for line in _share_lines(held)]
-        lines += own if len(own) <= most else [_fold_all(level, code, held, of)]
+        own = [("", *line) for line in _share_lines(held)]
+        is_folded = len(own) > most
+        for lead, tensor, detail in [_fold_all(code, held, of)] if is_folded else own:
+            line = {"level": level, "code": code, "lead": lead, "tensor": tensor}
+            lines.append({**line, "detail": detail, "is_folded": is_folded})
     return lines
 
 
 def _share_lines(findings: Sequence[Document]) -> Iterator[tuple[str, str]]:
-    """Return patterns of names with their shared text."""
+    """Yield patterns of names with their shared text."""
     from fp4convert.checkpoint.module_names import join_names
 
     details: dict[str, list[str | None]] = defaultdict(list)
@@ -223,14 +204,21 @@ def _share_lines(findings: Sequence[Document]) -> Iterator[tuple[str, str]]:
             yield f"{pattern}{named[held[0]][1]}{count}", detail
 
 
-def _fold_all(level: str, code: str, findings: Sequence[Document], of: int) -> FoldedFinding:
-    """Return the number of findings, with the first of them."""
+def _fold_all(code: str, findings: Sequence[Document], of: int) -> tuple[str, str, str]:
+    """Return the number of findings in words, then tensor and text of one."""
     is_measured = code in _MEASURED
     first = findings[0]
     count = f"{len(findings)} of {of}" if is_measured and of else str(len(findings))
     how = "the worst" if is_measured else "such as"
     lead = f"{count} {'tensors' if first['tensor'] else 'of them'}, {how} "
-    return FoldedFinding(level, code, lead, first["tensor"] or "", first["detail"], True)
+    return lead, first["tensor"] or "", first["detail"]
+
+
+def count_levels(findings: Sequence[Document]) -> str:
+    """Count errors and warnings, behind a colon; "" without any."""
+    levels = Counter(finding["level"] for finding in findings)
+    counts = [count_text(levels[level], level) for level in ("error", "warning") if levels[level]]
+    return f": {', '.join(counts)}" if counts else ""
 
 
 def evaluation_rows(found: Document) -> dict[str, str]:
@@ -250,6 +238,15 @@ def evaluation_rows(found: Document) -> dict[str, str]:
     return rows
 
 
+def make_visible(value: Any) -> Any:
+    """Return the same document with control characters made visible."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        return {escape(key): make_visible(each) for key, each in value.items()}
+    return [make_visible(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 @cache
 def explanations(kind: Literal["errors", "findings"]) -> Rows:
     """Return the rows of all errors or findings, in the catalogue's order."""
@@ -257,6 +254,15 @@ def explanations(kind: Literal["errors", "findings"]) -> Rows:
     for topic in read_catalogue()[kind]:
         rows |= topic["codes"]
     return rows
+
+
+def explain_findings(findings: Iterable[Document]) -> list[Document]:
+    """Add the meaning and the remedy to findings."""
+    known = explanations("findings")
+    return [
+        {**one, **{key: known.get(one["code"], {}).get(key, "") for key in ("meaning", "remedy")}}
+        for one in findings
+    ]
 
 
 def explain(code: str) -> dict[str, object]:
@@ -269,11 +275,8 @@ def explain(code: str) -> dict[str, object]:
     errors, findings = explanations("errors"), explanations("findings")
     if code not in errors and code not in findings:
         near = did_you_mean(code, [*findings, *errors])
-        raise InputError(
-            "unknown-code",
-            f"{code!r} is not the code of a finding or an error, nor a subject{near}",
-            "See: fp4convert explain",
-        )
+        detail = f"{code!r} is not the code of a finding or an error, nor a subject{near}"
+        raise InputError("unknown-code", detail, "See: fp4convert explain")
     return {"code": code, "finding": findings.get(code), "error": errors.get(code)}
 
 

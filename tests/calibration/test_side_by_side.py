@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from artifacts import quantize
 from checkpoints import Outcome, run
 from families import FAMILIES
 from family import Family, build, load
@@ -44,13 +45,6 @@ def evaluate(artifact: Path, source: Path, text: Path, *options: object) -> Outc
     """The command, in this process, on windows of LENGTH."""
     named = ("--source", source, "--text", text, "--sequence-length", LENGTH)
     return run("evaluate", artifact, *named, *options, "--json")
-
-
-def make_pair(folder: Path, fmt: str, **sizes: int) -> tuple[Path, Path]:
-    """A Llama, and an artifact of it."""
-    source, artifact = make_model(folder / "m", "Llama", **sizes), folder / "a"
-    assert run("quantize", source, "--format", fmt, "-o", artifact).code == 0
-    return source, artifact
 
 
 def judge(family: Family, source: Path, artifact: Path) -> dict[str, float]:
@@ -87,7 +81,7 @@ def test_the_figures_are_those_of_the_whole_models(family: Family, tmp_path: Pat
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     artifact, restored = tmp_path / "a", tmp_path / "r"
-    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    quantize(source, artifact)
     assert run("dequantize", artifact, "-o", restored, "--dtype", "fp32").code == 0
     found = evaluate(artifact, source, text)
     assert found.code == 0, found.err
@@ -108,11 +102,21 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+def make_pair(folder: Path) -> tuple[Path, Path]:
+    """A Llama, and an artifact of it."""
+    source = make_model(folder / "m", "Llama")
+    quantize(source, folder / "a")
+    return source, folder / "a"
+
+
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_gates_that_are_missed_are_in_sarif(is_packed: bool, tmp_path: Path, text: Path) -> None:
     """Of a four-bit artifact, and of the very weights of the source."""
-    source, artifact = make_pair(tmp_path, "mxfp4")
-    artifact = artifact if is_packed else shutil.copytree(source, tmp_path / "twin")
+    source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
+    if is_packed:
+        quantize(source, artifact, "--format", "mxfp4")
+    else:
+        shutil.copytree(source, artifact)
     limits = ("--max-kl", 0, "--min-top1", 1, "--max-ppl-ratio", 0)
     file = tmp_path / "found.sarif"
     found = evaluate(artifact, source, text, *limits, "--sarif", file)
@@ -125,7 +129,7 @@ def test_gates_that_are_missed_are_in_sarif(is_packed: bool, tmp_path: Path, tex
 
 
 def test_the_page_has_the_figures(tmp_path: Path, text: Path) -> None:
-    source, artifact = make_pair(tmp_path, "nvfp4")
+    source, artifact = make_pair(tmp_path)
     page = tmp_path / "page.html"
     found = evaluate(artifact, source, text, "--by-layer", "--max-kl", 0, "--report", page)
     assert found.code == 6
@@ -143,57 +147,9 @@ def test_the_page_has_the_figures(tmp_path: Path, text: Path) -> None:
     assert (plain.code, plain.json["error"]["code"]) == (2, "not-an-artifact")
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_two_artifacts_are_ranked_by_predictions(own: bool, tmp_path: Path, text: Path) -> None:
-    """By the figures that each has alone."""
-    source, paths = make_model(tmp_path / "m", "Llama"), [tmp_path / name for name in "ab"]
-    for path, fmt in zip(paths, ("mxfp4", "nvfp4"), strict=True):
-        assert run("quantize", source, "--format", fmt, "-o", path).code == 0
-    window = ("--sequence-length", LENGTH, "--source", source)
-    feed = ("--self-generate", 2) if own else ("--text", text)
-    compared = run("compare", *paths, *window, *feed, "--json")
-    assert compared.code == 0, compared.err
-    both = {name: side["predictions"] for name, side in compared.json["artifacts"].items()}
-    for name, path in zip("ab", paths, strict=True):
-        alone = run("evaluate", path, *window, *feed, "--json").json
-        few = f"{alone['tokens']} tokens were predicted, too few to rank by"
-        assert both[name].pop("notes") == [few]
-        assert both[name] == {key: alone[key] for key in both[name]}
-    assert both["b"]["kl"]["mean"] < both["a"]["kl"]["mean"]
-    shown = run("compare", *paths, paths[0], *window, *feed)
-    assert "mean KL divergence, least first: b < a = c" in shown.out
-
-
-def test_what_each_layer_costs_is_beside_the_others(tmp_path: Path, text: Path) -> None:
-    source, paths = make_model(tmp_path / "m", "Llama"), [tmp_path / name for name in "ab"]
-    for path, fmt in zip(paths, ("mxfp4", "nvfp4"), strict=True):
-        assert run("quantize", source, "--format", fmt, "-o", path).code == 0
-    words = ("--sequence-length", LENGTH, "--source", source, "--text", text, "--by-layer")
-    page = tmp_path / "page.html"
-    sides = run("compare", *paths, *words, "--report", page, "--json").json["artifacts"]
-    for name, path in zip("ab", paths, strict=True):
-        alone = run("evaluate", path, *words, "--json").json
-        predictions = sides[name]["predictions"]
-        assert predictions["by_layer"] == alone["by_layer"] != []
-    shown = run("compare", *paths, *words).out
-    for row in zip(*(side["predictions"]["by_layer"] for side in sides.values()), strict=True):
-        costs = [f"{each[key]:.4g}" for each in row for key in ("alone", "cumulated")]
-        assert [row[0]["layer"], *costs] in [re.split(r"  +", line) for line in shown.split("\n")]
-    assert "KL of the predictions with one layer quantized alone" in page.read_text()
-
-
-def test_options_of_a_text_need_one(tmp_path: Path) -> None:
-    source, artifact = make_pair(tmp_path, "nvfp4")
-    options = (("--samples", 4), ("--sequence-length", 16), ("--hold", 2), ("--device", "cpu"))
-    for option in (*options, ("--by-layer",)):
-        refused = run("compare", artifact, artifact, "--source", source, *option, "--json")
-        assert (refused.code, refused.json["error"]["code"]) == (2, "idle-option")
-        assert option[0] in refused.json["error"]["message"]
-
-
 def test_the_card_has_the_figures(tmp_path: Path, text: Path) -> None:
     """A section, which a later run replaces; what else is there stays as it is."""
-    source, artifact = make_pair(tmp_path, "nvfp4")
+    source, artifact = make_pair(tmp_path)
     digest = run("inspect", artifact, "--json").json
     card = artifact / "README.md"
     card.write_bytes(b"# Mine\r\n\r\nwords\r\n")
@@ -270,7 +226,7 @@ def test_layers_add_up(tmp_path: Path, text: Path) -> None:
 
     source = make_model(tmp_path / "m", "Llama")
     artifact, restored = tmp_path / "a", tmp_path / "r"
-    assert run("quantize", source, "--format", "mxfp4", "-o", artifact).code == 0
+    quantize(source, artifact, "--format", "mxfp4")
     assert run("dequantize", artifact, "-o", restored, "--dtype", "fp32").code == 0
     document = evaluate(artifact, source, text, "--by-layer").json
     rows = {row["layer"]: row for row in document["by_layer"]}
@@ -294,7 +250,7 @@ def test_the_figures_do_not_depend_on_batches(
     """But for the rounding of float32."""
     from fp4convert.calibration import samples, side_by_side
 
-    source, artifact = make_pair(tmp_path, "nvfp4")
+    source, artifact = make_pair(tmp_path)
     together = evaluate(artifact, source, text).json
     monkeypatch.setattr(samples, "BATCH_TOKENS", LENGTH)
     monkeypatch.setattr(side_by_side, "CHUNK_NBYTES", 8 * 32 * 5)
@@ -307,7 +263,8 @@ def test_the_figures_do_not_depend_on_threads(tmp_path: Path, text: Path) -> Non
     """torch shares a product of this size among its threads; and rounds otherwise with fewer."""
     import torch
 
-    source, artifact = make_pair(tmp_path, "nvfp4", hidden_size=512)
+    source, artifact = make_model(tmp_path / "m", "Llama", hidden_size=512), tmp_path / "a"
+    quantize(source, artifact)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -326,8 +283,7 @@ def test_an_artifact_of_one_file_is_the_model_of_its_source(tmp_path: Path, text
     file = tmp_path / "lone.safetensors"
     file.write_bytes((source / "model.safetensors").read_bytes())
     for place in (source, file):
-        made = run("quantize", place, "--format", "nvfp4", "-o", out / place.stem, "-q")
-        assert made.code == 0, made.err
+        quantize(place, out / place.stem)
     found = evaluate(out / file.stem, source, text)
     assert found.code == 0, found.err
     assert found.json["kl"] == evaluate(out / source.name, source, text).json["kl"]
@@ -347,8 +303,8 @@ def test_another_model_is_refused(tmp_path: Path, text: Path) -> None:
         assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")
         assert "--pad-for-tp" not in refused.json["error"]["next"]
     padded = make_model(tmp_path / "padded", "Llama", intermediate_size=1024)
-    refused = evaluate(padded, source, text)
-    assert "--pad-for-tp, evaluate the artifact" in refused.json["error"]["next"]
+    step = evaluate(padded, source, text).json["error"]["next"]
+    assert "--pad-for-tp, evaluate the artifact" in step
     encoder = make_model(tmp_path / "bert", "Bert")
     refused = evaluate(encoder, encoder, text)
     assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")
@@ -383,7 +339,7 @@ def test_layers_of_neither_stay_in_memory(tmp_path: Path, text: Path) -> None:
     for count in (3, 18):
         source, artifact = tmp_path / f"m{count}", tmp_path / f"a{count}"
         make_model(source, "Llama", num_hidden_layers=count, **sizes)
-        assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+        quantize(source, artifact)
         words = ["evaluate", artifact, "--source", source, "--text", text, "--json"]
         words += ["--sequence-length", LENGTH]
         command = [sys.executable, "-c", MEASURED, *map(str, words)]
@@ -400,9 +356,7 @@ def test_what_is_not_rounded_is_told(tmp_path: Path, text: Path) -> None:
     source, artifact = make_model(tmp_path / "m", "Llama"), tmp_path / "a"
     recipe = tmp_path / "r.toml"
     recipe.write_text('[[format]]\nmodules = ["*down_proj"]\nformat = "fp8"\n')
-    options = ("--format", "nvfp4", "--recipe", recipe, "--activations", 4)
-    made = run("quantize", source, "-o", artifact, *options)
-    assert made.code == 0, made.err
+    quantize(source, artifact, "--recipe", recipe, "--activations", 4)
     named = ("--source", source, "--text", text, "--sequence-length", LENGTH)
     told = run("evaluate", artifact, *named)
     assert told.code == 0
@@ -418,8 +372,7 @@ def test_every_dialect_says_the_same(fmt: str, tmp_path: Path, text: Path) -> No
     dialects += ("modelopt", "comfy") if fmt == "nvfp4" else ("gpt-oss", "mlx")
     for dialect in dialects:
         artifact = tmp_path / dialect
-        made = run("quantize", source, "--format", fmt, "--dialect", dialect, "-o", artifact)
-        assert made.code == 0, made.err
+        quantize(source, artifact, "--format", fmt, "--dialect", dialect)
         found[dialect] = evaluate(artifact, source, text).json["kl"]["mean"]
     first = found["compressed-tensors"]
     assert first > 1e-3

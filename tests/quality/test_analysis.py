@@ -15,6 +15,7 @@ from checkpoints import (
     LAYER,
     SECOND,
     bf16,
+    read_folder,
     run,
     values_of,
     weight,
@@ -54,8 +55,6 @@ def matrix(tmp_path) -> Path:
 
 
 def stored(folder: Path) -> np.ndarray:
-    from checkpoints import read_folder
-
     return values_of(read_folder(folder)[f"{DOWN}.weight"])
 
 
@@ -218,15 +217,8 @@ def test_without_a_calibration_the_output_error_is_that_of_gaussian_inputs(matri
 def test_kinds_have_their_own_rows_and_the_whole_is_weighted_by_their_weights(tmp_path):
     source = write_llama(tmp_path / "m")
     document = study(source)
-    assert document["kinds"][0].keys() >= {
-        "kind",
-        "modules",
-        "matrices",
-        "weights",
-        "sampled_matrices",
-        "sampled_weights",
-        "ways",
-    }
+    keys = "kind modules matrices weights sampled_matrices sampled_weights ways"
+    assert document["kinds"][0].keys() >= set(keys.split())
     assert {kind["kind"]: (kind["matrices"], kind["weights"]) for kind in document["kinds"]} == {
         "q_proj": (1, 2048),
         "k_proj": (1, 1024),
@@ -236,11 +228,8 @@ def test_kinds_have_their_own_rows_and_the_whole_is_weighted_by_their_weights(tm
         "up_proj": (1, 8192),
         "down_proj": (1, 8192),
     }
-    assert (document["weights"], document["sampled_weights"], document["matrices"]) == (
-        30720,
-        30720,
-        7,
-    )
+    assert document["weights"] == document["sampled_weights"] == 30720
+    assert document["matrices"] == 7
     for key, (sqnr, output) in numbers(document["ways"]).items():
         each = [(kind["weights"], *numbers(kind["ways"])[key]) for kind in document["kinds"]]
         nmse = sum(n * 10 ** (-s / 10) for n, s, _ in each if s is not None) / 30720
@@ -279,19 +268,10 @@ def test_bits_per_weight_count_every_scale(tmp_path):
     }
     assert bits["nvfp4", 16] == 4.5 + 32 / 2048
     assert (bits["mxfp4", 32], bits["mxfp4", 64]) == (4.25, 4.125)
-    assert (bits["fp8", "row"], bits["fp8", "tensor"], bits["bf16", None]) == (
-        8 + 32 * 32 / 2048,
-        8 + 32 / 2048,
-        16,
-    )
-    assert {w["block"] for w in document["ways"] if w["for_study"] and w["format"] == "nvfp4"} == {
-        32,
-        64,
-    }
-    assert {w["block"] for w in document["ways"] if w["for_study"] and w["format"] == "mxfp4"} == {
-        16,
-        64,
-    }
+    assert (bits["fp8", "row"], bits["fp8", "tensor"]) == (8 + 32 * 32 / 2048, 8 + 32 / 2048)
+    assert bits["bf16", None] == 16
+    studied = {(w["format"], w["block"]) for w in document["ways"] if w["for_study"]}
+    assert studied == {("nvfp4", 32), ("nvfp4", 64), ("mxfp4", 16), ("mxfp4", 64)}
 
 
 def test_the_advice_says_what_the_numbers_say(tmp_path):
@@ -359,18 +339,12 @@ def test_from_a_hub_the_sampled_rows_alone_are_read(hub, tmp_path):
     folder = write_checkpoint(tmp_path / "m", shards)
     hub.add("org/model", folder)
     document = study("org/model", "--sample", 0.002)
-    assert {k: v for k, v in document.items() if k != "source"} == {
-        k: v for k, v in study(folder, "--sample", 0.002).items() if k != "source"
-    }
-    ranges = {
-        (seen.path.partition("?")[0], seen.range) for seen in hub.seen if seen.where == "storage"
-    }
+    assert document == {**study(folder, "--sample", 0.002), "source": document["source"]}
+    seen = [each for each in hub.seen if each.where == "storage"]
+    ranges = {(each.path.partition("?")[0], each.range) for each in seen}
     heads = 2 * (32 << 10)
-    read = sum(
-        int(last) - int(first) + 1
-        for _, text in ranges
-        for first, last in [text.removeprefix("bytes=").split("-")]
-    )
+    places = [text.removeprefix("bytes=").split("-") for _, text in ranges]
+    read = sum(int(last) - int(first) + 1 for first, last in places)
     assert document["sampled_bytes"] <= read <= document["sampled_bytes"] + heads
     assert 1_900_000 < document["sampled_bytes"] <= 2_000_000
 
@@ -385,10 +359,8 @@ def test_fp8_sources_are_measured_by_the_values_of_their_codes(tmp_path):
     }
     packed = write_single(tmp_path / "fp8", tensors, {"model_type": "llama", **record})
     values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.repeat(scales, 64)
-    plain = write_single(
-        tmp_path / "fp32",
-        {f"{DOWN}.weight": ("F32", (64, 128), values.astype(np.float32).tobytes())},
-    )
+    floats = {f"{DOWN}.weight": ("F32", (64, 128), values.astype(np.float32).tobytes())}
+    plain = write_single(tmp_path / "fp32", floats)
     document = study(packed)
     assert document["ways"] == study(plain)["ways"]
     assert "packed already" in document["warnings"][0]
@@ -437,9 +409,5 @@ def test_weights_that_are_nan_are_named(tmp_path):
     )
     error = refused(source)
     assert (error["code"], error["tensor"]) == ("not-finite", f"{DOWN}.weight")
-    assert (
-        study(source, *error["next"].removeprefix("Leave it out: ").removesuffix(".").split())[
-            "matrices"
-        ]
-        == 1
-    )
+    option = error["next"].removeprefix("Leave it out: ").removesuffix(".").split()
+    assert study(source, *option)["matrices"] == 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from artifacts import quantize
 from checkpoints import INDEX, bf16, run, write_single
 from liars import (
     ARTIFACTS,
@@ -27,6 +30,7 @@ from liars import (
     Lie,
     add_shard,
     from_128x4,
+    lie,
     make,
     split_in_two,
     spoil_norm,
@@ -52,20 +56,18 @@ def artifacts(source, tmp_path_factory) -> dict[str, Folder]:
     return {name: Folder.read(make(source, name, root / name)) for name in ARTIFACTS}
 
 
-def rearrange(order: str, folder: Folder) -> None:
+def rearrange(folder: Folder, order: str) -> None:
     for name in folder.names(".weight_scale"):
         folder.store(name, ORDERS[order](folder.bytes_of(name)))
 
 
-def plain_says(layout: str, folder: Folder) -> None:
+def plain_says(folder: Folder, layout: str) -> None:
     """The scales of dialect plain, in order 8x4 and declared so, or otherwise."""
     for name in folder.names(".block_scale"):
         scales = folder.bytes_of(name)
         folder.put(name, ("U8", (scales.size,), np.ascontiguousarray(to_8x4(scales)).tobytes()))
-    folder.records[OURS] |= {
-        "scale_layout": layout,
-        "scale_padding": {"8x4": [8, 4], "128x4": [128, 4]}.get(layout),
-    }
+    padding = {"8x4": [8, 4], "128x4": [128, 4]}.get(layout)
+    our_record_says(folder, scale_layout=layout, scale_padding=padding)
 
 
 def our_record_says(folder: Folder, **changes: object) -> None:
@@ -103,14 +105,6 @@ def multiply(folder: Folder, name: str, factor: float) -> None:
     folder.set_number(name, folder.number(name) * factor)
 
 
-def set_number(folder: Folder, name: str, value: float) -> None:
-    folder.set_number(name, value)
-
-
-def remove(folder: Folder, name: str) -> None:
-    folder.remove(name)
-
-
 def set_bytes(folder: Folder, name: str, value: int, share: float) -> None:
     scales = folder.bytes_of(name)
     scales.reshape(-1)[: max(1, int(share * scales.size))] = value
@@ -118,21 +112,21 @@ def set_bytes(folder: Folder, name: str, value: int, share: float) -> None:
 
 
 def negate(folder: Folder) -> None:
-    scales = folder.bytes_of(f"{DENSE}.weight_scale")
+    scales = folder.bytes_of(S)
     scales[3] |= 0x80
-    folder.store(f"{DENSE}.weight_scale", scales)
+    folder.store(S, scales)
 
 
-def add(folder: Folder, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    folder.put(name, (dtype, shape, b"\x38" * math.prod(shape)))
+def add_scales(folder: Folder) -> None:
+    folder.put("extra.weight_scale", ("F8_E4M3", (8, 4), b"\x38" * 32))
 
 
-def keep(folder: Folder, module: str, *endings: str) -> None:
+def keep(folder: Folder, *endings: str) -> None:
     """The module is an ordinary one again; no record is told."""
-    rows, columns = folder[f"{module}.{endings[0]}"][1]
+    rows, columns = folder[f"{DENSE}.{endings[0]}"][1]
     for ending in endings:
-        folder.remove(f"{module}.{ending}")
-    folder.put(f"{module}.weight", ("BF16", (rows, columns * 2), bf16(rows, columns * 2)))
+        folder.remove(f"{DENSE}.{ending}")
+    folder.put(W, ("BF16", (rows, columns * 2), bf16(rows, columns * 2)))
 
 
 def ignore(folder: Folder, key: str) -> None:
@@ -154,7 +148,7 @@ def label(folder: Folder, text: bytes) -> None:
 
 def omit_from_index(folder: Folder) -> None:
     split_in_two(folder)
-    del folder.records[INDEX]["weight_map"][f"{DENSE}.weight_scale"]
+    del folder.records[INDEX]["weight_map"][S]
 
 
 def retype(folder: Folder, name: str, dtype: str, shape: tuple[int, ...] | None = None) -> None:
@@ -182,10 +176,10 @@ def forget_config(folder: Folder) -> None:
     del folder.records[CONFIG]["quantization_config"]
 
 
-def without_ours(tell, folder: Folder) -> None:
+def without_ours(folder: Folder, tell: Callable[..., None], *words: object) -> None:
     """Somebody else's artifact, judged by the runtime's record alone."""
     del folder.records[OURS]
-    tell(folder)
+    tell(folder, *words)
 
 
 def w4a4_record(folder: Folder) -> None:
@@ -195,293 +189,107 @@ def w4a4_record(folder: Folder) -> None:
 
 def modelopt_mxfp4(folder: Folder) -> None:
     """MXFP4 as ModelOpt 0.47 names it; engines know no such algorithm."""
-    folder.records[CONFIG]["quantization_config"] = {
-        "quant_method": "modelopt",
-        "quant_algo": "mxfp4",
-        "ignore": [],
-    }
+    record = {"quant_method": "modelopt", "quant_algo": "mxfp4", "ignore": []}
+    folder.records[CONFIG]["quantization_config"] = record
+
+
+def warn(*row: object) -> Lie:
+    """A lie that is a warning."""
+    told = lie(*row)
+    return replace(told, found=("warning", *told.found[1:]))
 
 
 W, S = f"{DENSE}.weight", f"{DENSE}.weight_scale"
-ERROR, WARNING = "error", "warning"
+GLOBALS, INPUTS = f"{W}_global_scale", f"{DENSE}.input_global_scale"
+FORMAT = "mxfp4-pack-quantized"
+PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
+MODELOPT = ("weight", "weight_scale", "weight_scale_2")
 LIES = [
+    *(lie(f"ct {order}", "ct", "scale-layout", None, rearrange, order) for order in ORDERS),
+    *(lie(f"ct mx {order}", "ct-mx", "scale-layout", None, rearrange, order) for order in ORDERS),
+    lie("foreign 128x4", "mo", "scale-layout", None, without_ours, rearrange, "128x4"),
+    lie("comfy linear", "comfy", "scale-layout", None, comfy_linear),
+    lie("plain is 8x4", "plain", "scale-layout", None, plain_says, "128x4"),
+    lie("plain 8x4 says linear", "plain", "tensor-shape", None, plain_says, "linear"),
     *(
-        Lie(f"ct {order}", "ct", partial(rearrange, order), (ERROR, "scale-layout", None))
-        for order in ORDERS
-    ),
-    *(
-        Lie(f"ct mx {order}", "ct-mx", partial(rearrange, order), (ERROR, "scale-layout", None))
-        for order in ORDERS
-    ),
-    Lie(
-        "foreign 128x4",
-        "mo",
-        partial(without_ours, partial(rearrange, "128x4")),
-        (ERROR, "scale-layout", None),
-    ),
-    Lie("comfy linear", "comfy", comfy_linear, (ERROR, "scale-layout", None)),
-    Lie("plain is 8x4", "plain", partial(plain_says, "128x4"), (ERROR, "scale-layout", None)),
-    Lie(
-        "plain 8x4 says linear",
-        "plain",
-        partial(plain_says, "linear"),
-        (ERROR, "tensor-shape", None),
-    ),
-    Lie(
-        "ours says 128x4",
-        "ct",
-        lambda f: our_record_says(f, scale_layout="128x4"),
-        (ERROR, "record-wrong", None),
-    ),
-    Lie(
-        "ours says w4a4",
-        "ct",
-        lambda f: our_record_says(f, activations=4),
-        (ERROR, "record-wrong", None),
-    ),
-    Lie(
-        "ours says high_first",
-        "mo",
-        lambda f: our_record_says(f, nibble_order="high_first"),
-        (ERROR, "record-wrong", None),
-    ),
-    *(
-        Lie(
-            f"reciprocal {key}",
-            key,
-            lambda f, key=key: reciprocal(f, GLOBAL[key]),
-            (ERROR, "global-scale-reciprocal", None),
+        lie(
+            f"ours says {value}", key, "record-wrong", None, partial(our_record_says, **{at: value})
         )
+        for key, at, value in (
+            ("ct", "scale_layout", "128x4"),
+            ("ct", "activations", 4),
+            ("mo", "nibble_order", "high_first"),
+        )
+    ),
+    *(
+        lie(f"reciprocal {key}", key, "global-scale-reciprocal", None, reciprocal, GLOBAL[key])
         for key in GLOBAL
     ),
-    Lie(
-        "reciprocal of one",
-        "mo",
-        lambda f: reciprocal(f, f"{DENSE}.weight_scale_2"),
-        (ERROR, "global-scale-reciprocal", DENSE),
-    ),
-    Lie("e4m3 as e8m0", "ct-mx", e4m3_as_e8m0, (ERROR, "scale-dtype", None)),
-    Lie("e8m0 as e4m3", "ct", e8m0_as_e4m3, (ERROR, "scale-dtype", None)),
-    Lie(
-        "q alone ct",
-        "ct",
-        lambda f: multiply(f, f"{QUERY}.weight_global_scale", 1.01),
-        (ERROR, "group-scales-differ", None),
-    ),
-    Lie(
-        "k alone mo",
-        "mo",
-        lambda f: multiply(f, f"{KEY}.weight_scale_2", 1.01),
-        (ERROR, "group-scales-differ", None),
-    ),
-    Lie(
-        "v alone quark",
-        "quark",
-        lambda f: multiply(f, f"{VALUE}.weight_scale_2", 1.01),
-        (WARNING, "group-scales-differ", None),
-    ),
-    Lie(
-        "inputs ct",
-        "ct-w4a4",
-        lambda f: multiply(f, f"{QUERY}.input_global_scale", 1.1),
-        (ERROR, "group-inputs-differ", None),
-    ),
-    Lie(
-        "inputs mo",
-        "mo-w4a4",
-        lambda f: multiply(f, f"{QUERY}.input_scale", 1.1),
-        (ERROR, "group-inputs-differ", None),
-    ),
-    Lie(
-        "inputs quark",
-        "quark-w4a4",
-        lambda f: multiply(f, f"{KEY}.input_scale_2", 1.1),
-        (WARNING, "group-inputs-differ", None),
-    ),
-    Lie("no block scales", "ct", lambda f: remove(f, S), (ERROR, "tensor-missing", S)),
-    Lie("no block scales mo", "mo", lambda f: remove(f, S), (ERROR, "tensor-missing", S)),
-    Lie(
-        "no global scale",
-        "ct",
-        lambda f: remove(f, f"{W}_global_scale"),
-        (ERROR, "tensor-missing", f"{W}_global_scale"),
-    ),
-    Lie(
-        "no global scale mo",
-        "mo",
-        lambda f: remove(f, f"{S}_2"),
-        (ERROR, "tensor-missing", f"{S}_2"),
-    ),
-    Lie("no codes", "ct", lambda f: remove(f, f"{W}_packed"), (ERROR, "packed-missing", DENSE)),
-    Lie(
-        "scales of nothing",
-        "mo",
-        lambda f: add(f, "extra.weight_scale", "F8_E4M3", (8, 4)),
-        (ERROR, "packed-missing", "extra"),
-    ),
-    Lie("NaN scale", "ct", lambda f: set_bytes(f, S, 0x7F, 0), (ERROR, "scale-not-finite", DENSE)),
-    Lie(
-        "NaN scale mx",
-        "ct-mx",
-        lambda f: set_bytes(f, S, 0xFF, 0),
-        (ERROR, "scale-not-finite", DENSE),
-    ),
-    Lie("negative scales", "mo", negate, (ERROR, "scale-negative", DENSE)),
-    Lie("zeroed scales", "ct", lambda f: set_bytes(f, S, 0, 0.02), (ERROR, "scale-zero", DENSE)),
-    Lie("a zeroed scale", "ct", lambda f: set_bytes(f, S, 0, 0), (WARNING, "scale-zero", DENSE)),
+    lie("reciprocal of one", "mo", "global-scale-reciprocal", DENSE, reciprocal, f"{S}_2"),
+    lie("e4m3 as e8m0", "ct-mx", "scale-dtype", None, e4m3_as_e8m0),
+    lie("e8m0 as e4m3", "ct", "scale-dtype", None, e8m0_as_e4m3),
     *(
-        Lie(
-            f"global {value}",
-            "ct",
-            lambda f, v=value: set_number(f, f"{W}_global_scale", v),
-            (ERROR, "global-scale", DENSE),
+        make_lie(f"{key} alone", key, code, None, multiply, name, factor)
+        for make_lie, key, code, name, factor in (
+            (lie, "ct", "group-scales-differ", f"{QUERY}.weight_global_scale", 1.01),
+            (lie, "mo", "group-scales-differ", f"{KEY}.weight_scale_2", 1.01),
+            (warn, "quark", "group-scales-differ", f"{VALUE}.weight_scale_2", 1.01),
+            (lie, "ct-w4a4", "group-inputs-differ", f"{QUERY}.input_global_scale", 1.1),
+            (lie, "mo-w4a4", "group-inputs-differ", f"{QUERY}.input_scale", 1.1),
+            (warn, "quark-w4a4", "group-inputs-differ", f"{KEY}.input_scale_2", 1.1),
         )
+    ),
+    lie("no block scales", "ct", "tensor-missing", S, Folder.remove, S),
+    lie("no block scales mo", "mo", "tensor-missing", S, Folder.remove, S),
+    lie("no global scale", "ct", "tensor-missing", GLOBALS, Folder.remove, GLOBALS),
+    lie("no global scale mo", "mo", "tensor-missing", f"{S}_2", Folder.remove, f"{S}_2"),
+    lie("no codes", "ct", "packed-missing", DENSE, Folder.remove, f"{W}_packed"),
+    lie("scales of nothing", "mo", "packed-missing", "extra", add_scales),
+    lie("NaN scale", "ct", "scale-not-finite", DENSE, set_bytes, S, 0x7F, 0),
+    lie("NaN scale mx", "ct-mx", "scale-not-finite", DENSE, set_bytes, S, 0xFF, 0),
+    lie("negative scales", "mo", "scale-negative", DENSE, negate),
+    lie("zeroed scales", "ct", "scale-zero", DENSE, set_bytes, S, 0, 0.02),
+    warn("a zeroed scale", "ct", "scale-zero", DENSE, set_bytes, S, 0, 0),
+    *(
+        lie(f"global {value}", "ct", "global-scale", DENSE, Folder.set_number, GLOBALS, value)
         for value in (0.0, -1.0, math.nan, math.inf)
     ),
-    Lie(
-        "global of no weights",
-        "mo",
-        lambda f: set_number(f, f"{S}_2", 1e30),
-        (WARNING, "global-scale-range", DENSE),
+    warn("no global", "mo", "global-scale-range", DENSE, Folder.set_number, f"{S}_2", 1e30),
+    *(
+        lie(f"input {value}", "ct-w4a4", "input-scale", DENSE, Folder.set_number, INPUTS, value)
+        for value in (0.0, math.nan, math.inf)
     ),
     *(
-        Lie(
-            f"input {v}",
-            "ct-w4a4",
-            lambda f, v=v: set_number(f, f"{DENSE}.input_global_scale", v),
-            (ERROR, "input-scale", DENSE),
-        )
-        for v in (0.0, math.nan, math.inf)
+        lie(f"{key} ignores it", key, "ignored-but-quantized", DENSE, ignore, where)
+        for key, where in (("ct", "ignore"), ("mo", "ignore"), ("quark", "exclude"))
     ),
-    Lie(
-        "ct ignores it",
-        "ct",
-        lambda f: ignore(f, "ignore"),
-        (ERROR, "ignored-but-quantized", DENSE),
+    lie("ours ignores it", "comfy", "ignored-but-quantized", DENSE, ignore_in_ours),
+    *(
+        lie(f"the label is {text}", "comfy", "label-differs", DENSE, label, text)
+        for text in (b'{"format":"float8_e4m3fn"}', b"nvfp4")
     ),
-    Lie(
-        "mo ignores it",
-        "mo",
-        lambda f: ignore(f, "ignore"),
-        (ERROR, "ignored-but-quantized", DENSE),
-    ),
-    Lie(
-        "quark ignores it",
-        "quark",
-        lambda f: ignore(f, "exclude"),
-        (ERROR, "ignored-but-quantized", DENSE),
-    ),
-    Lie("ours ignores it", "comfy", ignore_in_ours, (ERROR, "ignored-but-quantized", DENSE)),
-    Lie(
-        "the label is of another format",
-        "comfy",
-        lambda f: label(f, b'{"format":"float8_e4m3fn"}'),
-        (ERROR, "label-differs", DENSE),
-    ),
-    Lie(
-        "the label is none", "comfy", lambda f: label(f, b"nvfp4"), (ERROR, "label-differs", DENSE)
-    ),
-    Lie(
-        "ignore is no pattern",
-        "ct",
-        lambda f: set_record(f, "ignore", ["re:("]),
-        (ERROR, "ignore-pattern", None),
-    ),
-    Lie(
-        "ct ignores it not",
-        "ct",
-        lambda f: keep(f, DENSE, "weight_packed", "weight_scale", "weight_global_scale"),
-        (ERROR, "kept-not-ignored", DENSE),
-    ),
-    Lie(
-        "mo ignores it not",
-        "mo",
-        lambda f: keep(f, DENSE, "weight", "weight_scale", "weight_scale_2"),
-        (ERROR, "kept-not-ignored", DENSE),
-    ),
-    Lie(
-        "quark mx ignores it not",
-        "quark-mx",
-        lambda f: keep(f, DENSE, "weight", "weight_scale"),
-        (ERROR, "kept-not-ignored", DENSE),
-    ),
-    Lie("another shard", "ct", add_shard, (ERROR, "weights-beside", None)),
-    Lie("a norm of NaN", "ct", spoil_norm, (ERROR, "kept-not-finite", NORM)),
-    Lie("not in the index", "ct", omit_from_index, (ERROR, "index-omits", None)),
-    Lie(
-        "another format",
-        "ct",
-        lambda f: set_record(f, "format", "mxfp4-pack-quantized"),
-        (ERROR, "records-disagree", None),
-    ),
-    Lie(
-        "foreign, another format",
-        "ct",
-        partial(without_ours, lambda f: set_record(f, "format", "mxfp4-pack-quantized")),
-        (ERROR, "tensor-shape", S),
-    ),
-    Lie(
-        "another group size",
-        "ct",
-        lambda f: set_weights(f, "group_size", 32),
-        (ERROR, "record-strategy", None),
-    ),
-    Lie(
-        "another strategy",
-        "ct-mx",
-        lambda f: set_weights(f, "strategy", "channel"),
-        (ERROR, "record-strategy", None),
-    ),
-    Lie("no status", "ct", forget_status, (ERROR, "record-status", None)),
-    Lie("no record", "ct", forget_config, (ERROR, "records-disagree", None)),
-    Lie(
-        "two algorithms",
-        "mo",
-        lambda f: hf_says(f, "quant_algo", "NVFP4"),
-        (ERROR, "records-disagree", None),
-    ),
-    Lie(
-        "two ignore lists",
-        "mo",
-        lambda f: hf_says(f, "exclude_modules", ["x"]),
-        (ERROR, "records-disagree", None),
-    ),
-    Lie(
-        "w4a4 without inputs",
-        "ct",
-        partial(without_ours, w4a4_record),
-        (ERROR, "tensor-missing", f"{DENSE}.input_global_scale"),
-    ),
-    Lie(
-        "modelopt mxfp4",
-        "quark-mx",
-        partial(without_ours, modelopt_mxfp4),
-        (WARNING, "record-refused", None),
-    ),
-    Lie(
-        "e8m0 where u8 belongs",
-        "ct-mx",
-        lambda f: retype(f, S, "F8_E8M0"),
-        (ERROR, "tensor-shape", S),
-    ),
-    Lie("u8 where e4m3 belongs", "ct", lambda f: retype(f, S, "U8"), (ERROR, "tensor-shape", S)),
-    Lie(
-        "a scalar",
-        "ct",
-        lambda f: retype(f, f"{W}_global_scale", "F32", ()),
-        (ERROR, "tensor-shape", f"{W}_global_scale"),
-    ),
-    Lie(
-        "codes as a heap",
-        "ct",
-        lambda f: retype(f, f"{W}_packed", "U8", (384 * 768,)),
-        (ERROR, "packed-shape", DENSE),
-    ),
+    lie("ignore is no pattern", "ct", "ignore-pattern", None, set_record, "ignore", ["re:("]),
+    lie("ct ignores it not", "ct", "kept-not-ignored", DENSE, keep, *PACKED),
+    lie("mo ignores it not", "mo", "kept-not-ignored", DENSE, keep, *MODELOPT),
+    lie("quark mx ignores it not", "quark-mx", "kept-not-ignored", DENSE, keep, *MODELOPT[:2]),
+    lie("another shard", "ct", "weights-beside", None, add_shard),
+    lie("a norm of NaN", "ct", "kept-not-finite", NORM, spoil_norm),
+    lie("not in the index", "ct", "index-omits", None, omit_from_index),
+    lie("another format", "ct", "records-disagree", None, set_record, "format", FORMAT),
+    lie("foreign format", "ct", "tensor-shape", S, without_ours, set_record, "format", FORMAT),
+    lie("another group size", "ct", "record-strategy", None, set_weights, "group_size", 32),
+    lie("another strategy", "ct-mx", "record-strategy", None, set_weights, "strategy", "channel"),
+    lie("no status", "ct", "record-status", None, forget_status),
+    lie("no record", "ct", "records-disagree", None, forget_config),
+    lie("two algorithms", "mo", "records-disagree", None, hf_says, "quant_algo", "NVFP4"),
+    lie("two ignore lists", "mo", "records-disagree", None, hf_says, "exclude_modules", ["x"]),
+    lie("w4a4 without inputs", "ct", "tensor-missing", INPUTS, without_ours, w4a4_record),
+    warn("modelopt mxfp4", "quark-mx", "record-refused", None, without_ours, modelopt_mxfp4),
+    lie("e8m0 where u8 belongs", "ct-mx", "tensor-shape", S, retype, S, "F8_E8M0"),
+    lie("u8 where e4m3 belongs", "ct", "tensor-shape", S, retype, S, "U8"),
+    lie("a scalar", "ct", "tensor-shape", GLOBALS, retype, GLOBALS, "F32", ()),
+    lie("codes as a heap", "ct", "packed-shape", DENSE, retype, f"{W}_packed", "U8", (384 * 768,)),
 ]
-
-
-def of_inspect(finding: dict) -> Finding:
-    return Finding(**finding)
 
 
 @pytest.mark.sweep(6)
@@ -492,20 +300,15 @@ def test_a_lie_is_seen_alone(lie: Lie, artifacts, tmp_path):
     artifact = open_artifact(str(folder.write(tmp_path / "liar")))
     document = inspect(artifact, None, False)
     level, code, tensor = lie.found
-    told = [
-        finding
-        for finding in document["findings"]
-        if (finding["level"], finding["code"]) == (level, code)
-    ]
-    assert told, document["findings"]
-    assert tensor is None or tensor in {finding["tensor"] for finding in told}
+    findings = [Finding(**finding) for finding in document["findings"]]
+    told = {one.tensor for one in findings if (one.level, one.code) == (level, code)}
+    assert told, findings
+    assert tensor is None or tensor in told
     assert document["healthy"] == (level == "warning")
     if code == "scale-layout":
         assert document["scale_layout"]["detected"] in lie.name
         assert document["scale_layout"]["detected"] != document["scale_layout"]["declared"]
-    assert set(map(of_inspect, document["findings"])) <= set(
-        verify(artifact, None, Gate()).findings
-    )
+    assert set(findings) <= set(verify(artifact, None, Gate()).findings)
 
 
 def test_at_least_24_kinds():
@@ -514,17 +317,15 @@ def test_at_least_24_kinds():
 
 def test_exit_6_and_the_drawn_line(artifacts, tmp_path):
     folder = artifacts["ct"].copy()
-    rearrange("128x4", folder)
+    rearrange(folder, "128x4")
     outcome = run("inspect", folder.write(tmp_path / "liar"))
     assert outcome.code == 6
     assert "scale layout    linear (declared), 128x4 (detected)" in outcome.out.splitlines()
     assert outcome.out.splitlines()[-1] == "not healthy"
     verified = run("verify", tmp_path / "liar", "--report", tmp_path / "page.html")
     assert (verified.code, verified.out.splitlines()[-1]) == (6, "failed")
-    assert (
-        next(line for line in outcome.out.splitlines() if "scale-layout" in line)
-        in verified.out.splitlines()
-    )
+    (line,) = (line for line in outcome.out.splitlines() if "scale-layout" in line)
+    assert line in verified.out.splitlines()
     assert '"code":"scale-layout"' in (tmp_path / "page.html").read_text()
 
 
@@ -541,42 +342,21 @@ def towers(dialect: str, tmp_path: Path) -> dict[str, str]:
         for at, (name, shape) in enumerate(shapes.items())
     }
     source, out = write_single(tmp_path / "source", tensors), tmp_path / dialect
-    assert (
-        run(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "--dialect",
-            dialect,
-            "--include",
-            "*",
-            "-o",
-            out,
-        ).code
-        == 0
-    )
-    found, verified = (
-        run(command, out, "--json").json["findings"] for command in ("inspect", "verify")
-    )
+    quantize(source, out, "--dialect", dialect, "--include", "*")
+    found, verified = (run(word, out, "--json").json["findings"] for word in ("inspect", "verify"))
     assert all(finding in verified for finding in found)
     return {finding["code"]: finding["level"] for finding in found}
 
 
-def test_a_router_a_tower_and_an_embedding(tmp_path):
-    expected = {
-        "router-quantized": "warning",
-        "tower-quantized": "warning",
-        "embedding-quantized": "warning",
-    }
-    assert towers("modelopt", tmp_path) == expected
-
-
-def test_where_embeddings_may_be_four_bit(tmp_path):
-    assert towers("plain", tmp_path) == {
-        "router-quantized": "warning",
-        "tower-quantized": "warning",
-    }
+@pytest.mark.parametrize(
+    ("dialect", "codes"),
+    [
+        ("modelopt", {"router-quantized", "tower-quantized", "embedding-quantized"}),
+        ("plain", {"router-quantized", "tower-quantized"}),  # where embeddings may be four-bit
+    ],
+)
+def test_a_router_a_tower_and_an_embedding(dialect, codes, tmp_path):
+    assert towers(dialect, tmp_path) == dict.fromkeys(codes, "warning")
 
 
 def test_what_was_changed_is_what_differs(artifacts, tmp_path):
@@ -591,6 +371,5 @@ def test_what_was_changed_is_what_differs(artifacts, tmp_path):
 
 
 def test_docs_say_that_these_lies_are_seen_alone():
-    assert {
-        lie.name for lie in LIES if "alone" not in explanations("findings")[lie.found[1]]["seen"]
-    } == set()
+    known = explanations("findings")
+    assert [one.name for one in LIES if "alone" not in known[one.found[1]]["seen"]] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from artifacts import quantize
 from checkpoints import read_shard, run, values_of, write_checkpoint, write_single
 from liars import (
     ARTIFACTS,
@@ -18,6 +19,7 @@ from liars import (
     OURS,
     Folder,
     Lie,
+    lie,
     make,
     split_in_two,
     write_minilm,
@@ -32,7 +34,6 @@ from fp4convert.storage.checkpoint_files import REPORT
 from fp4convert.storage.open import open_source
 
 PACKED = {"ct": ".weight_packed", "ct-mx": ".weight_packed", "mo": ".weight", "comfy": ".weight"}
-ERROR = "error"
 S = f"{DENSE}.weight_scale"
 
 
@@ -51,22 +52,21 @@ def packed_names(folder: Folder, key: str) -> list[str]:
     return [name for name in folder.names(PACKED[key]) if folder[name][0] == "U8"]
 
 
-def swap_nibbles(key: str, folder: Folder) -> None:
+def swap_nibbles(folder: Folder, key: str) -> None:
     for name in packed_names(folder, key):
-        packed = folder.bytes_of(name)
-        folder.store(name, packed >> 4 | packed << 4)
+        swap_one(folder, name)
 
 
-def swap_one(folder: Folder) -> None:
-    packed = folder.bytes_of(f"{DENSE}.weight_packed")
-    folder.store(f"{DENSE}.weight_packed", packed >> 4 | packed << 4)
+def swap_one(folder: Folder, name: str) -> None:
+    packed = folder.bytes_of(name)
+    folder.store(name, packed >> 4 | packed << 4)
 
 
-def rearrange_one(order: str, folder: Folder) -> None:
+def rearrange_one(folder: Folder, order: str) -> None:
     folder.store(S, ORDERS[order](folder.bytes_of(S)))
 
 
-def multiply(name: str, factor: float, folder: Folder) -> None:
+def multiply(folder: Folder, name: str, factor: float) -> None:
     folder.set_number(name, folder.number(name) * factor)
 
 
@@ -82,11 +82,10 @@ def negate(folder: Folder) -> None:
 def another_model(folder: Folder) -> None:
     """Every layer holds what the next should."""
     before = folder.copy()
-    for name in (
-        name for tensors in before.files.values() for name in tensors if ".layer." in name
-    ):
-        _, _, number, rest = name.split(".", 3)
-        folder.put(f"encoder.layer.{(int(number) + 1) % 6}.{rest}", before[name])
+    for tensors in before.files.values():
+        for name in (name for name in tensors if ".layer." in name):
+            _, _, number, rest = name.split(".", 3)
+            folder.put(f"encoder.layer.{(int(number) + 1) % 6}.{rest}", before[name])
 
 
 def permute_rows(folder: Folder) -> None:
@@ -101,46 +100,25 @@ def flatten(folder: Folder) -> None:
     folder.store(S, np.full_like(scales, np.median(scales)))
 
 
+FACTORS = {
+    ("ct", "weight_global_scale"): (1.25, 1 / 1.05),
+    ("mo", "weight_scale_2"): (1 / 1.25, 1.08),
+}
 LIES = [
+    *(lie(f"swapped {key}", key, "nibble-order", None, swap_nibbles, key) for key in PACKED),
+    lie("swapped in one module", "ct", "nibble-order", DENSE, swap_one, f"{DENSE}.weight_packed"),
+    *(lie(f"one {order}", "ct", "scale-layout", DENSE, rearrange_one, order) for order in ORDERS),
+    lie("one mx 128x4", "ct-mx", "scale-layout", DENSE, rearrange_one, "128x4"),
     *(
-        Lie(f"swapped {key}", key, partial(swap_nibbles, key), (ERROR, "nibble-order", None))
-        for key in PACKED
+        lie(f"factor {factor}", key, "scale-factor", DENSE, multiply, f"{DENSE}.{ending}", factor)
+        for (key, ending), factors in FACTORS.items()
+        for factor in factors
     ),
-    Lie("swapped in one module", "ct", swap_one, (ERROR, "nibble-order", DENSE)),
-    *(
-        Lie(f"one {order}", "ct", partial(rearrange_one, order), (ERROR, "scale-layout", DENSE))
-        for order in ORDERS
-    ),
-    Lie("one mx 128x4", "ct-mx", partial(rearrange_one, "128x4"), (ERROR, "scale-layout", DENSE)),
-    Lie(
-        "factor ct",
-        "ct",
-        partial(multiply, f"{DENSE}.weight_global_scale", 1.25),
-        (ERROR, "scale-factor", DENSE),
-    ),
-    Lie(
-        "factor mo",
-        "mo",
-        partial(multiply, f"{DENSE}.weight_scale_2", 1 / 1.25),
-        (ERROR, "scale-factor", DENSE),
-    ),
-    Lie(
-        "a small factor",
-        "mo",
-        partial(multiply, f"{DENSE}.weight_scale_2", 1.08),
-        (ERROR, "scale-factor", DENSE),
-    ),
-    Lie(
-        "a smaller factor",
-        "ct",
-        partial(multiply, f"{DENSE}.weight_global_scale", 1 / 1.05),
-        (ERROR, "scale-factor", DENSE),
-    ),
-    Lie("twice as large", "ct-mx", next_exponent, (ERROR, "scale-factor", DENSE)),
-    Lie("negated", "ct", negate, (ERROR, "scale-factor", DENSE)),
-    Lie("another model", "ct", another_model, (ERROR, "source-differs", None)),
-    Lie("rows in another order", "ct", permute_rows, (ERROR, "source-differs", DENSE)),
-    Lie("scales all alike", "mo", flatten, (ERROR, "source-differs", DENSE)),
+    lie("twice as large", "ct-mx", "scale-factor", DENSE, next_exponent),
+    lie("negated", "ct", "scale-factor", DENSE, negate),
+    lie("another model", "ct", "source-differs", None, another_model),
+    lie("rows in another order", "ct", "source-differs", DENSE, permute_rows),
+    lie("scales all alike", "mo", "source-differs", DENSE, flatten),
 ]
 
 
@@ -153,22 +131,19 @@ def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(
     folder = honest.copy()
     lie.tell(folder)
     artifact = open_artifact(str(folder.write(tmp_path / "liar")))
-    alone, beside = (
-        inspect(artifact, None, False),
-        inspect(artifact, open_source(str(source)), False),
-    )
-    assert lie.found in {
-        (finding["level"], finding["code"], finding["tensor"]) for finding in beside["findings"]
-    }
+    originals = (None, open_source(str(source)))
+    alone, beside = (inspect(artifact, original, False) for original in originals)
+    found = {Finding(**finding) for finding in beside["findings"]}
+    assert lie.found in {(one.level, one.code, one.tensor) for one in found}
     assert not beside["healthy"]
     assert alone["findings"] == []
     assert alone["nibble_order"] == honest.records[OURS]["nibble_order"]
     assert alone["scale_layout"]["declared"] == honest.records[OURS]["scale_layout"]
     assert alone["scale_layout"]["detected"] in (None, alone["scale_layout"]["declared"])
-    others = {finding["tensor"] for finding in beside["findings"]} - {lie.found[2]}
+    others = {one.tensor for one in found} - {lie.found[2]}
     assert not others, "only who lies is named"
-    verified = verify(artifact, open_source(str(source)), Gate())
-    assert {Finding(**finding) for finding in beside["findings"]} <= set(verified.findings)
+    verified = verify(artifact, originals[1], Gate())
+    assert found <= set(verified.findings)
     assert not verified.passed
 
 
@@ -217,7 +192,7 @@ def test_a_few_rows_or_blocks_are_seen_by_verify_without_hashes(
         folder.records.pop(file, None)
     artifact = open_artifact(str(folder.write(tmp_path / "damaged")))
     verified = verify(artifact, open_source(str(source)), Gate())
-    errors = [finding for finding in verified.findings if finding.level == ERROR]
+    errors = [finding for finding in verified.findings if finding.level == "error"]
     assert [(one.code, one.tensor) for one in errors] == [("source-differs", f"{DENSE}.weight")]
     assert errors[0].detail == f"its values are the source's, but for {words}"
 
@@ -251,7 +226,7 @@ def test_odd_weights_are_their_own(x, format, tmp_path):
     zeros.
     """
     source = write_single(tmp_path / "source", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())})
-    assert run("quantize", source, "--format", format, "-o", tmp_path / "out").code == 0
+    quantize(source, tmp_path / "out", "--format", format)
     done = run("verify", tmp_path / "out", "--source", source)
     assert done.code == 0, done.out
 
@@ -291,16 +266,10 @@ def test_rounding_is_no_wrong_factor(options, tmp_path):
     rng = np.random.default_rng(0)
     for size in (5 / 4, 7.5 / 4):
         x = (size * rng.integers(-1, 2, (64, 128))).astype(np.float32)
-        source = write_single(
-            tmp_path / f"source-{size}", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())}
-        )
+        tensors = {"x.o_proj.weight": ("F32", x.shape, x.tobytes())}
+        source = write_single(tmp_path / f"source-{size}", tensors)
         out = tmp_path / f"out-{size}"
-        assert (
-            run(
-                "quantize", source, "--format", options[0], "--scale-rule", options[1], "-o", out
-            ).code
-            == 0
-        )
+        quantize(source, out, "--format", options[0], "--scale-rule", options[1])
         values = read_values(out, tmp_path / f"plain-{size}")
         assert options[0] == "nvfp4" or np.abs(values).max() == pytest.approx(size, rel=0.35)
         assert run("inspect", out, "--source", source, "--json").json["findings"] == []
@@ -320,16 +289,10 @@ def test_another_source_is_bad_input(artifacts, tmp_path):
 
 
 def errors(folder: Path, source: Path) -> list[dict]:
-    documents = [
-        inspect(open_artifact(str(folder)), beside, False)
-        for beside in (None, open_source(str(source)))
-    ]
-    return [
-        finding
-        for document in documents
-        for finding in document["findings"]
-        if finding["level"] == "error"
-    ]
+    found = []
+    for beside in (None, open_source(str(source))):
+        found += inspect(open_artifact(str(folder)), beside, False)["findings"]
+    return [finding for finding in found if finding["level"] == "error"]
 
 
 HONEST = [
@@ -352,28 +315,18 @@ HONEST = [
 @pytest.mark.parametrize(("format", "dialect", "activations"), HONEST)
 def test_honest_artifacts_are_healthy(format, dialect, activations, source, tmp_path):
     options = ("--format", format, "--dialect", dialect, "--activations", activations)
-    assert run("quantize", source, *options, "-o", tmp_path / "out").code == 0
+    quantize(source, tmp_path / "out", *options)
     assert errors(tmp_path / "out", source) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
 def test_honest_casts_are_healthy(rule, source, tmp_path):
-    assert (
-        run(
-            "quantize", source, "--format", "mxfp4", "--scale-rule", rule, "-o", tmp_path / "mx"
-        ).code
-        == 0
-    )
+    quantize(source, tmp_path / "mx", "--format", "mxfp4", "--scale-rule", rule)
     assert errors(tmp_path / "mx", source) == []
     for dialect in ("compressed-tensors", "modelopt", "comfy"):
-        out = tmp_path / dialect
-        assert (
-            run(
-                "transcode", tmp_path / "mx", "-o", out, "--dialect", dialect, "--format", "nvfp4"
-            ).code
-            == 0
-        )
+        out, options = tmp_path / dialect, ("--dialect", dialect, "--format", "nvfp4")
+        assert run("transcode", tmp_path / "mx", "-o", out, *options).code == 0
         assert errors(out, source) == []
 
 
@@ -383,20 +336,8 @@ def test_honest_casts_are_healthy(rule, source, tmp_path):
 )
 @pytest.mark.parametrize("key", ["ct", "ct-mx"])
 def test_honest_layouts_are_healthy(key, layout, artifacts, source, tmp_path):
-    whole = artifacts[key].source
-    assert (
-        run(
-            "transcode",
-            whole,
-            "-o",
-            tmp_path / "out",
-            "--dialect",
-            "plain",
-            "--scale-layout",
-            layout,
-        ).code
-        == 0
-    )
+    options = ("--dialect", "plain", "--scale-layout", layout)
+    assert run("transcode", artifacts[key].source, "-o", tmp_path / "out", *options).code == 0
     assert errors(tmp_path / "out", source) == []
 
 
@@ -407,8 +348,7 @@ def test_honest_shards_and_exclusions_are_healthy(source, tmp_path):
     sharded = folder.write(tmp_path / "sharded")
     for dialect in ("compressed-tensors", "modelopt", "quark"):
         out = tmp_path / dialect
-        options = ("--format", "nvfp4", "--dialect", dialect, "--exclude", f"{LAYER}.*")
-        assert run("quantize", sharded, *options, "-o", out).code == 0
+        quantize(sharded, out, "--dialect", dialect, "--exclude", f"{LAYER}.*")
         assert errors(out, sharded) == []
 
 
@@ -428,13 +368,9 @@ def test_honest_experts_are_healthy(source, tmp_path):
     gpt_oss = {name: tensor for name, tensor in experts.items() if ".mlp." in name}
     stacked = write_checkpoint(tmp_path / "gpt-oss", {MODEL: gpt_oss}, {})
     for origin, dialect in ((deepseek, "deepseek"), (stacked, "gpt-oss")):
-        assert (
-            run("quantize", origin, "--format", "mxfp4", "-o", tmp_path / f"{dialect}-ct").code == 0
-        )
-        out = tmp_path / f"{dialect}-out"
-        assert (
-            run("transcode", tmp_path / f"{dialect}-ct", "-o", out, "--dialect", dialect).code == 0
-        )
+        ct, out = tmp_path / f"{dialect}-ct", tmp_path / f"{dialect}-out"
+        quantize(origin, ct, "--format", "mxfp4")
+        assert run("transcode", ct, "-o", out, "--dialect", dialect).code == 0
         assert errors(out, origin) == []
 
 
@@ -443,8 +379,5 @@ def test_the_set_is_what_can_be_made():
 
 
 def test_docs_say_that_these_lies_are_seen_with_a_source():
-    assert {
-        lie.name
-        for lie in LIES
-        if "with a source" not in explanations("findings")[lie.found[1]]["seen"]
-    } == set()
+    known = explanations("findings")
+    assert [one.name for one in LIES if "with a source" not in known[one.found[1]]["seen"]] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from artifacts import quantize
 from checkpoints import (
     LAYER,
     SECOND,
@@ -34,7 +35,7 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def artifact(source, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("made") / "artifact"
-    assert run("quantize", source, "--format", "nvfp4", "-o", out, "-q").code == 0
+    quantize(source, out)
     return out
 
 
@@ -91,7 +92,7 @@ def test_analyze_says_the_same_of_a_matrix_that_it_reads_whole(tmp_path):
     values = np.random.default_rng(2).standard_normal((32, 64)).astype(np.float32)
     source = write_single(tmp_path / "m", {f"{DOWN}.weight": ("F32", (32, 64), values.tobytes())})
     file = calibrate(tmp_path / "c.safetensors", source, "full")
-    assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "a", "-q").code == 0
+    quantize(source, tmp_path / "a", "--format", "mxfp4")
     ways = run("analyze", source, "--calibration", file, "--json").json["ways"]
     (expected,) = [
         way["output_error"]
@@ -156,7 +157,7 @@ def test_a_layer_that_was_nothing_and_answers_something_misses_every_gate(tmp_pa
         "x.o_proj.weight": ("F32", (2, 32), bytes(256)),
     }
     source = write_single(tmp_path / "m", tensors)
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "-q").code == 0
+    quantize(source, tmp_path / "a")
     file = calibrate(tmp_path / "c.safetensors", source)
     given = ("--source", source, "--calibration", file, "--max-output-error")
     clean = verify(tmp_path / "a", *given, 0)

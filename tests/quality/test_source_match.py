@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from artifacts import quantize
 from checkpoints import pack_shard, read_shard, run, write_single
 from liars import MODEL
 from rewriting import rewrite
@@ -31,12 +32,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
         x = rng.standard_normal((128, 256), np.float32)
         tensors[f"{name}.weight"] = ("F32", x.shape, x.tobytes())
     source = write_single(root / "source", tensors)
-    assert (
-        run(
-            "quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", root / "out"
-        ).code
-        == 0
-    )
+    quantize(source, root / "out", "--dialect", "modelopt")
     return source, root / "out"
 
 
@@ -110,7 +106,7 @@ def test_scales_that_are_all_alike_lie_as_declared(tmp_path):
     """Every reading is the same; the declared one stands."""
     x = np.where(np.random.default_rng(0).random((128, 256)) < 0.5, -1, 1).astype(np.float32)
     source = write_single(tmp_path / "source", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())})
-    assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out").code == 0
+    quantize(source, tmp_path / "out", "--format", "mxfp4")
     found = match_source(
         open_artifact(str(tmp_path / "out")), open_source(str(source)), ["x.o_proj"]
     )
@@ -123,7 +119,7 @@ def test_zeros_and_nan_are_no_traceback(pair, tmp_path):
     assert ("scale-not-finite", NAMES[0]) in found
     assert ("source-differs", NAMES[0]) in found
     zero = write_single(tmp_path / "zero", {"x.o_proj.weight": ("F32", (64, 64), bytes(16384))})
-    assert run("quantize", zero, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+    quantize(zero, tmp_path / "out")
     assert run("inspect", tmp_path / "out", "--source", zero, "--json").json["findings"] == []
 
 
@@ -138,7 +134,7 @@ def test_modules_of_any_shape_are_compared(tmp_path):
         tensors[f"{name}.weight"] = ("F32", shape, x.tobytes())
     source = write_single(tmp_path / "source", tensors)
     for fmt in ("nvfp4", "mxfp4"):
-        assert run("quantize", source, "--format", fmt, "-o", tmp_path / fmt).code == 0
+        quantize(source, tmp_path / fmt, "--format", fmt)
         assert run("inspect", tmp_path / fmt, "--source", source, "--json").json["findings"] == []
         out = tmp_path / f"plain-{fmt}"
         options = ("--dialect", "plain", "--scale-layout", "128x4")
@@ -162,7 +158,7 @@ def test_some_modules_from_everywhere_are_compared(tmp_path, monkeypatch):
     source = write_single(
         tmp_path / "source", {f"{name}.weight": ("F32", x.shape, x.tobytes()) for name in names}
     )
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+    quantize(source, tmp_path / "out")
     compared: list[str] = []
     artifact = open_artifact(str(tmp_path / "out"))
     decode = type(artifact).decode

