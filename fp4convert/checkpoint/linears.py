@@ -27,6 +27,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
+from fp4convert.recipes.rules import FoldUse
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
@@ -48,6 +49,8 @@ class Linears:
              their names; each as a matrix of one row
     adapter  that changes some of them
     renamed  what the adapter's names begin with, and the model's instead
+    folds    places of factors that weights hold, those of the source first
+    notes    what a person should know of these
     """
 
     of: Mapping[str, Linear]
@@ -56,6 +59,8 @@ class Linears:
     vectors: Mapping[str, Linear] = field(default_factory=dict)
     adapter: Adapter | None = None
     renamed: tuple[str, str] = ("", "")
+    folds: tuple[FoldUse, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def is_packed(self) -> bool:

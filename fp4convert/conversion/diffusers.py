@@ -251,9 +251,9 @@ class PipelineConversion(NamedTuple):
         results: dict[str, Result] = {}
         unsound: list[NumericError] = []
         for name, conversion in self.conversions.items():
+            own = self._within(settings, name)
             try:
                 with named(name):
-                    own = self._within(settings, name)
                     results[name] = conversion.carry_out(
                         replace(own, on_named=partial(hear_name, name))
                     )

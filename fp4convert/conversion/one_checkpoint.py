@@ -90,14 +90,14 @@ class Conversion:
         return begin(self.job, self.options.folder, settings)
 
     def carry_out(self, settings: Settings) -> Result:
-
+        output = self.options.folder
         if self.options.ray is None:
-            return quantize(self.source, self.plan, self.options.folder, settings)
+            return quantize(self.source, self.plan, output, settings)
+        from fp4convert.conversion.ray_workers import options_for_nodes, quantize_together
+
         formats = self.fitted.rules if self.fitted else ()
-
-        from fp4convert.conversion.ray_workers import quantize_together
-
-        return quantize_together(self.options, formats, (self.source, self.plan), settings)
+        order = options_for_nodes(self.options, self.source), formats
+        return quantize_together(self.options.ray, order, self.job, output, settings)
 
     def next_steps(self, is_absolute: bool = False) -> list[str]:
         output, original = self.options.place, self.options.source
@@ -116,9 +116,7 @@ class Conversion:
             for adapter in one_adapter(self.options.lora):
                 words += ["--lora", absolute(adapter) if is_absolute else adapter]
         checkpoint, folder = self.source.checkpoint, str(output)
-        if self.options.no_keep:  # nothing here can be loaded
-            return [shell_line(*words)]
-        if self._server is None:
+        if self.options.no_keep or self._server is None:  # nothing here can be loaded
             return [shell_line(*words)]
         config_words = self._config_words(is_absolute)
         line = serve_line(self._server, self.plan, checkpoint, folder, config_words)

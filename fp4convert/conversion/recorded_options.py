@@ -65,9 +65,7 @@ def options_recorded(
 
 
 def as_recorded(
-    options: QuantizeOptions,
-    calibration: str | None = None,
-    taken: Mapping[str, str] | None = None,
+    options: QuantizeOptions, calibration: str | None = None, taken: Mapping[str, str] | None = None
 ) -> dict[str, object]:
     """Return the options that are not their defaults, without a path.
 

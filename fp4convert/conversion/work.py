@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 from fp4convert.checkpoint.misnamed import refuse_misnamed
@@ -12,7 +13,7 @@ from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.quantize import prepare_quantize
-from fp4convert.conversion.request import padded_as_asked
+from fp4convert.conversion.request import padded_as_asked, take_apart
 from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, named, shell_line
 from fp4convert.execution.folder import OutputFolder
@@ -108,7 +109,6 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         from fp4convert.conversion.weight_losses import removed_if_refused
 
         refusal = removed_if_refused(output)
-
         goal = goal_of(options.target_size, options.target_bits)
     access = options.access(output)
     source, components = open_with_components(os.fspath(options.source), access)
@@ -116,16 +116,19 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         with stopping(source):
             refuse_no_model(source, os.fspath(options.source))
             source = padded_as_asked(source, options)
-        found = None
+        fitted = None
         with refusal:
+            request = take_apart(source, options)
             if goal:
-                found = fit(source, options, goal, phases or Phases(), may_write)
-            plan = prepare_quantize(source, options, found.rules if found else ())
+                settings = Settings(options.device, options.workers, tell=options.tell)
+                settings = replace(settings, phases=phases or Phases())
+                fitted = fit(request, goal, output, settings, may_write)
+            plan = prepare_quantize(request, fitted.rules if fitted else ())
             with stopping(source):
                 refuse_idle([plan.idle])
                 refuse_empty(source.name, [plan])
-                verdict = check_plan(plan, source.checkpoint, options)
-        return Conversion(options, source, plan, found, verdict)
+                verdict = _check_plan(plan, source, options)
+        return Conversion(options, source, plan, fitted, verdict)
     return _prepare_pipeline(options, source, components, bool(goal))
 
 
@@ -136,29 +139,32 @@ def _prepare_pipeline(
     from fp4convert.conversion.diffusers import PipelineConversion, component_options
     from fp4convert.planning.tensor_parallel import OPTION
 
-    for option in filter(None, (options.lora and "--lora", options.pad_for_tp and OPTION)):
-        source.stop()
-        what = f"{options.source} is a pipeline of several checkpoints"
-        step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
-        code = "pad-option" if option == OPTION else "adapter-option"
-        raise InputError(code, f"{what}; expected one, for {option}", step)
-    if is_fitted:
-        source.stop()
-        detail = f"{options.source} is a pipeline of several checkpoints"
-        raise InputError(
-            "target-pipeline",
-            f"{detail}; expected one, for a size that is asked for",
-            f"Name one: {shell_line('--subfolder', next(iter(components)))}",
-        )
+    one = {
+        ("adapter-option", "--lora"): options.lora,
+        ("pad-option", OPTION): options.pad_for_tp,
+        ("target-pipeline", "a size that is asked for"): is_fitted,
+    }
+    for (code, reason), value in one.items():
+        if value:
+            source.stop()
+            detail = f"{options.source} is a pipeline of several checkpoints; expected one"
+            step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
+            raise InputError(code, f"{detail}, for {reason}", step)
     conversions = {}
     for name, component in components.items():
         with named(name):
             refuse_misnamed(component, str(options.source))
             own = component_options(options, source, name)
-            plan = prepare_quantize(component, own)
-            verdict = check_plan(plan, component.checkpoint, own)
+            plan = prepare_quantize(take_apart(component, own))
+            verdict = _check_plan(plan, component, own)
             conversions[name] = Conversion(own, component, plan, verdict=verdict)
     plans = [conversion.plan for conversion in conversions.values()]
     refuse_idle([plan.idle for plan in plans])
     refuse_empty(source.name, plans)
     return PipelineConversion(options, source, conversions)
+
+
+def _check_plan(plan: Plan, source: Source, options: QuantizeOptions) -> Verdict | None:
+    """Judge a plan by the engine of --for."""
+    option = "--target-bits" if options.target_size is None else "--target-size"
+    return check_plan(plan, source.checkpoint, options.engine, option)

@@ -26,8 +26,9 @@ from targets import MEASURED, digits, losses, quantize, shards
 
 from fp4convert.conversion.mixed_precision import Goal, fit
 from fp4convert.conversion.ray_workers import work_on_node
+from fp4convert.conversion.request import take_apart
+from fp4convert.execution.settings import Settings
 from fp4convert.options.writing import QuantizeOptions
-from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 
 
@@ -253,7 +254,8 @@ def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(
 ):
     """What Ray runs on every node; the API by which it is made."""
     options = QuantizeOptions(source, format="nvfp4", output=tmp_path / "sent", target_bits=6)
-    found = fit(open_source(str(source)), options, Goal(bits=6), Phases(), False)
+    request = take_apart(open_source(str(source)), options)
+    found = fit(request, Goal(bits=6), tmp_path / "sent", Settings("cpu"), False)
     monkeypatch.setattr("fp4convert.conversion.weight_losses._losses_of", None)
     result = work_on_node(options, found.rules)
     monkeypatch.undo()
