@@ -78,10 +78,7 @@ def describe_adapter(plan: Plan) -> dict[str, object] | None:
 
 
 def _origin_of(source: Source) -> dict[str, object]:
-    """Say where the weights are from: nothing of a folder.
-
-    One GGUF file of a repository is named, too, for there may be others.
-    """
+    """Return the repository of the weights; of one GGUF file, its name, too."""
     checkpoint = source.checkpoint
     found: dict[str, object] = {"repo": checkpoint.repo, "revision": checkpoint.revision}
     files = [shard.file for shard in checkpoint.shards]
@@ -91,13 +88,10 @@ def _origin_of(source: Source) -> dict[str, object]:
 
 
 def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:
-    """Make the conversion whose result is an artifact.
-
-    It writes shards, then the records that engines read, last our own.
+    """Make the job that writes shards, then the records of engines, last our own.
 
     origin  of the weights; None where it is the source
     """
-
     spelling = dialect_of(plan)
     groups = plan.groups
     named = list(groups)
@@ -145,10 +139,7 @@ def dialect_of(plan: Plan) -> Dialect:
 
 
 def index_text(plan: Plan) -> dict[str, str]:
-    """Write the index of several shards.
-
-    Also of one whose name says that there are others
-    """
+    """Return the index of several shards, also of one whose name tells of more."""
     files = [shard.file for shard in plan.shards]
     is_alone = len(files) == 1 and "-of-" not in files[0]
     return {} if is_alone else {index_file(files): as_text(plan.index)}

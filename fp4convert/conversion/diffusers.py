@@ -133,10 +133,7 @@ class PipelineConversion(NamedTuple):
         return {**whole, **ours, "copied_bytes": copied, "components": components}
 
     def _add_copies(self, seconds: dict[str, Any], copied_nbytes: int) -> dict[str, object]:
-        """Add the times of the copies to estimated ones.
-
-        They are hashed at the same rate: once, and once more as they arrive where they do.
-        """
+        """Add the copies, which are hashed twice where they arrive, to the times."""
         streamed = sum(
             c.source.checkpoint.nbytes for c in self.conversions.values() if c.source.is_streamed
         )
@@ -182,10 +179,7 @@ class PipelineConversion(NamedTuple):
 
     @contextmanager
     def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
-        """Begin every folder with its plan in it, the pipeline's first.
-
-        None is begun, and nothing goes, where one of them refuses.
-        """
+        """Begin every folder with its plan, or none where one of them refuses."""
         self.check_output(settings)
         for name, conversion in self.conversions.items():
             with named(name):
@@ -210,10 +204,7 @@ class PipelineConversion(NamedTuple):
         return self.options.folder / PIPELINE
 
     def _is_reopened(self, conversion: Conversion) -> bool:
-        """Tell whether changed options may go on: the whole is unfinished.
-
-        Then no component counts as finished, so that its plan may be replaced.
-        """
+        """Tell whether the whole is unfinished, so that a component's plan may change."""
         output = conversion.options.folder
         manifest = conversion.job.manifest()
         old = read_manifest(output) if (output / PLAN_FILE).exists() else None
@@ -240,10 +231,7 @@ class PipelineConversion(NamedTuple):
         return self._join_results(results, copied, adopted_nbytes)
 
     def _convert(self, settings: Settings) -> dict[str, Result]:
-        """Convert every component; raise one error for all NaN and Inf.
-
-        Where weights of one are NaN or Inf, the others are converted all the same.
-        """
+        """Convert every component; raise one error for all NaN and Inf at the end."""
 
         def hear_name(component: str, path: Path, file: str, sha256: str) -> None:
             settings.on_named(path, f"{component}/{file}", sha256)
@@ -349,10 +337,7 @@ def _label_entries(name: str, value: object) -> object:
 
 
 def _join_values(key: str, value: object, other: object) -> object:
-    """Join a value of two documents: append lists, add numbers.
-
-    Of memory and threads the larger number stands: components are converted one after another.
-    """
+    """Append lists, add numbers; of memory and threads take the larger number."""
     if isinstance(value, list) and isinstance(other, list):
         return [*value, *other]
     if isinstance(value, dict) and isinstance(other, dict):

@@ -8,7 +8,7 @@ nothing is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -39,15 +39,6 @@ TRIED = tuple(f"--{name}" for name in (*DECIDED, "exclude"))  # for advice
 # Options that may have to go, and their values without them.
 GIVEN_UP: dict[str, Any] = {"kv_cache": None, "exclude": (), "include": ()}
 NO_ADVICE = "Nothing of this model is known to load there; choose another engine."
-
-
-class Candidate(NamedTuple):
-    """What may be made for an engine; keeps_others: as a Preset has it."""
-
-    dialect: str
-    format: str
-    activations: int
-    keeps_others: bool = False
 
 
 class Choices(NamedTuple):
@@ -121,17 +112,14 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
 
 
 def _choose_first(asked: Asked, given: Choices) -> Choices:
-    """Return the options of the first candidate that the engine loads.
+    """Return the first candidate that the engine loads, else one without experts.
 
-    Where it loads none, and everything was left to --for, experts stay as they are.
-    Raises  ChoiceError of the first candidate, where it loads none; InputError for what no other
-            choice mends
+    Raises  ChoiceError of the first; InputError for what no other choice mends
     """
     failures: list[InputError] = []
     kept = given._replace(exclude=(ALL_EXPERTS,))
     for start in (given,) if any(given) else (given, kept):
-        for candidate in _candidates(asked, start):
-            chosen = _with_candidate(start, candidate)
+        for chosen in _candidates(asked, start):
             try:
                 _check_candidate(asked, chosen)
             except InputError as error:
@@ -169,18 +157,20 @@ def _check_candidate(asked: Asked, chosen: Choices) -> None:
             _judge_plan(asked.engine, asked.version, plan, asked.parts[name].checkpoint)
 
 
-def _candidates(asked: Asked, given: Choices) -> Iterator[Candidate]:
-    """Yield what may be made, best first: what is given by hand, in all."""
+def _candidates(asked: Asked, given: Choices) -> list[Choices]:
+    """List what may be made, best first: what is given by hand, in all."""
     engine = asked.engine
     model = str(asked.parts[asked.first].checkpoint.config.get("model_type", ""))
     own = [preset for preset in engine.presets if _fits(preset.models, model)]
     usual = [preset for preset in engine.presets if not preset.models]
-    found: dict[Candidate, None] = {}
+    found: dict[Choices, None] = {}
     for preset in (*own, *usual):
         dialect, fmt = given.dialect or preset.dialect, given.format or preset.format
         is_own = (dialect, fmt) == (preset.dialect, preset.format)
         bits = given.activations or _usual_bits(fmt, dialect, preset.activations)[0]
-        found[Candidate(dialect, fmt, bits, is_own and preset.keeps_others)] = None
+        kept = (NO_EXPERTS,) if is_own and preset.keeps_others else ()
+        chosen = given._replace(dialect=dialect, format=fmt, activations=bits)
+        found[chosen._replace(exclude=(*given.exclude, *kept))] = None
     for dialect in (given.dialect,) if given.dialect else DIALECTS:
         if dialect not in engine.dialects:
             continue
@@ -188,15 +178,13 @@ def _candidates(asked: Asked, given: Choices) -> Iterator[Candidate]:
         bits_of = {fmt: _usual_bits(fmt, dialect, 16, 4) for fmt in formats}
         for number in range(2):
             for fmt, known in bits_of.items():
-                found[Candidate(dialect, fmt, given.activations or known[number])] = None
-    return iter(found)
+                bits = given.activations or known[number]
+                found[given._replace(dialect=dialect, format=fmt, activations=bits)] = None
+    return list(found)
 
 
 def _usual_bits(fmt: str, dialect: str, *bits: int) -> tuple[int, ...]:
-    """Return the bits that activations may have, the usual ones first.
-
-    bits  those of four-bit weights
-    """
+    """Return the usual bits of activations first; `bits` are of four-bit weights."""
     if fmt in FOUR_BIT:
         return bits
     return usual_activations(format_named(fmt), dialect), 16
@@ -206,21 +194,10 @@ def _fits(models: tuple[str, ...], model: str) -> bool:
     return any(fnmatchcase(model, glob) for glob in models)
 
 
-def _with_candidate(given: Choices, candidate: Candidate) -> Choices:
-    """Return the options with a candidate in them."""
-    kept = (NO_EXPERTS,) if candidate.keeps_others else ()
-    return given._replace(
-        dialect=candidate.dialect,
-        format=candidate.format,
-        activations=candidate.activations,
-        exclude=(*given.exclude, *kept),
-    )
-
-
 def _advise(asked: Asked, given: Choices) -> str:
-    """Say which options, most like those, the engine loads; "" for none.
+    """Return the options most like these that the engine loads; "" for none.
 
-    They were planned and judged.  Its newest version comes last.
+    Its newest version is tried last.
     """
     newest = asked._replace(version=asked.engine.version)
     is_newest = asked.version == asked.engine.version
@@ -247,21 +224,17 @@ def _give_up(asked: Asked, given: Choices) -> str:
 
 
 def _find_change(asked: Asked, given: Choices, keeps_experts: bool) -> list[str] | None:
-    """Find the words that make of the options what the engine loads.
+    """Return the fewest changed options with which the engine loads it, or None."""
 
-    As few of those that were given are changed as may be; None where nothing does.
-    """
-
-    def changes(candidate: Candidate) -> list[str]:
-        both = zip(DECIDED, candidate, given, strict=False)
+    def changes(chosen: Choices) -> list[str]:
+        both = zip(DECIDED, chosen, given, strict=False)
         changed = [(name, value) for name, value, before in both if before not in (None, value)]
         return [word for name, value in changed for word in (f"--{name}", str(value))]
 
     relaxed = given._replace(dialect=None, format=None, activations=None)
     seen: Contents | None = None
-    for candidate in sorted(_candidates(asked, relaxed), key=lambda each: len(changes(each))):
-        chosen = _with_candidate(given, candidate)
-        likely = seen and _as_if(seen, candidate, keeps_experts)
+    for chosen in sorted(_candidates(asked, relaxed), key=lambda each: len(changes(each))):
+        likely = seen and _as_if(seen, chosen, keeps_experts)
         if likely and not judge(asked.engine, likely, asked.version).loads:
             continue  # without a plan, which takes its time
         try:
@@ -272,21 +245,21 @@ def _find_change(asked: Asked, given: Choices, keeps_experts: bool) -> list[str]
             _check_candidate(asked, chosen)
         except InputError:
             continue
-        return changes(candidate)
+        return changes(chosen)
     return None
 
 
-def _as_if(contents: Contents, candidate: Candidate, keeps_experts: bool) -> Contents:
-    """Guess the contents of a candidate by those of another."""
+def _as_if(contents: Contents, chosen: Choices, keeps_experts: bool) -> Contents:
+    """Guess the contents under choices by the contents under others."""
+    fmt, bits = str(chosen.format), chosen.activations or 0
+    keeps_others = NO_EXPERTS in chosen.exclude
     parts = [
-        Part(candidate.format, candidate.activations, part.is_expert)
-        if part.format in FOUR_BIT
-        else part
+        Part(fmt, bits, part.is_expert) if part.format in FOUR_BIT else part
         for part in contents.parts
-        if not (part.is_expert and keeps_experts) and (part.is_expert or not candidate.keeps_others)
+        if not (part.is_expert and keeps_experts) and (part.is_expert or not keeps_others)
     ]
     findings = contents.findings - {EXPERTS_IN_PART}  # by the format's blocks, perhaps
-    return contents._replace(dialect=candidate.dialect, parts=frozenset(parts), findings=findings)
+    return contents._replace(dialect=str(chosen.dialect), parts=frozenset(parts), findings=findings)
 
 
 def check_plan(

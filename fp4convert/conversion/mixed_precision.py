@@ -236,10 +236,7 @@ class _Fitting(NamedTuple):
         return [min(options, key=lambda option: option.nbytes) for options in self._forced(parts)]
 
     def _choose(self, parts: Sequence[Sequence[Option]], most: int) -> list[Option]:
-        """Choose with something in the format asked for, within so many bytes.
-
-        Returns  the smallest choice where nothing fits
-        """
+        """Choose with something in the format asked for; else the smallest choice."""
         for tried in (parts, self._forced(parts)):
             if found := choose(tried, most):
                 found = self._with_asked_format(parts, found)
@@ -265,10 +262,7 @@ class _Fitting(NamedTuple):
     def _with_asked_format(
         self, parts: Sequence[Sequence[Option]], chosen: list[Option]
     ) -> list[Option]:
-        """Return the choice, with something in the format that is asked for.
-
-        Where it has nothing in it, the part that loses least becomes it.
-        """
+        """Give the format asked for to the part that loses least, if none has it."""
         name = self.parts.recipe.format.name
         if any(option.word == name for option in chosen):
             return chosen

@@ -180,10 +180,7 @@ def _wait_for(
 
 
 def _report_finished(folder: OutputFolder, left: dict[str, Task], settings: Settings) -> None:
-    """Report and drop the tasks of which the folder has a record now.
-
-    left  by key
-    """
+    """Report and drop the tasks, by key, that have a record in the folder now."""
     for task in list(left.values()):
         done = folder.record_of(TaskFiles.of(task))
         if done is None:
@@ -205,10 +202,7 @@ def _ended(ray: ModuleType, workers: dict[Any, str]) -> list[Any]:
 
 
 def _start(ray: ModuleType, order: Order) -> Iterator[tuple[Any, str]]:
-    """Start a worker on every node that has a processor.
-
-    Yields  (worker, name of its node)
-    """
+    """Start a worker on every node with a processor; yield it and the node's name."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     for node in _nodes(ray):

@@ -219,10 +219,7 @@ def _options_recorded(artifact: Artifact, options: TranscodeOptions) -> dict[str
 
 
 def _cast_to(artifact: Artifact, word: str | None) -> Format | None:
-    """Return the format that four-bit modules are cast to; None for their own.
-
-    Raises  InputError where one of them cannot be, or there are none
-    """
+    """Return the format that four-bit modules are cast to; None for their own."""
     if word is None:
         return None
     made = format_named(word, FP4_FORMATS)
@@ -269,10 +266,7 @@ def _activations(artifact: Artifact, fmt: Format, made: Format | None) -> int:
 
 
 def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Contents:
-    """Find the form of every quantized module in the target's dialect.
-
-    Raises  ChoiceError for a module that it cannot hold, or not beside the others
-    """
+    """Find the form of every quantized module in the target's dialect."""
     traits = dialect_named(str(target.dialect)).TRAITS
     unrecorded = find_fp8(artifact.clues, artifact.packed)
     others = {**unrecorded, **others_of(artifact)}

@@ -238,10 +238,7 @@ def _refuse_kept_head(name: str, recipe: Recipe) -> NoReturn:
 
 
 def _adapter_for(options: QuantizeOptions) -> Adapter | None:
-    """Read the adapter that is merged, if any.
-
-    Raises  InputError for a method that takes weights as they are, too
-    """
+    """Read the adapter, which no method may drown that changes weights, too."""
     adapter = chosen_adapter(options.lora, options.lora_scale, options.access())
     words = {"--method": options.method in FOLDING and options.method, "--via": options.via}
     for option, word in words.items():
@@ -330,10 +327,7 @@ def _check_settings(options: QuantizeOptions) -> None:
 
 
 def _refuse_statistics(options: QuantizeOptions) -> None:
-    """Raise InputError for what has no use beside low-rank corrections.
-
-    They are found by the weights alone, and each matrix has a global scale of its own.
-    """
+    """Refuse data and scales beside low-rank corrections, found by weights alone."""
     given = {
         f"--method {options.method}": options.method != METHODS[0],
         f"--scale-rule {IMPORTANCE}": options.scale_rule == IMPORTANCE,

@@ -238,10 +238,7 @@ def _keep(bench: Bench, key: str, losses: Losses) -> None:
 
 
 def _measure_shard(bench: Bench, own: Sequence[Candidate]) -> Losses:
-    """Measure the losses of the linear layers of one shard, in threads.
-
-    Raises  UnsoundShardError, after all are measured, where weights are NaN or Inf
-    """
+    """Measure the linear layers of one shard in threads; raise NaN and Inf last."""
     groups: dict[tuple[Linear, ...], list[Candidate]] = defaultdict(list)
     for candidate in own:
         groups[candidate.group].append(candidate)
@@ -297,10 +294,7 @@ def _through_fp4(
     fmt: Format,
     amax: float | None,
 ) -> Iterator[Float32s]:
-    """Round members of a scale group, and yield their values.
-
-    read  every member of the group; all set the global scale, unless an amax is given
-    """
+    """Yield the rounded values of modules; all that is read sets an amax not given."""
     members = [read[module] for module in modules]
     measured = list(read.values()) if amax is None else []
     group = Group(measured, members, modules, fmt)

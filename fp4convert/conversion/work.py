@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.checkpoint.whole_model import refuse_no_model
@@ -16,9 +16,7 @@ from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.conversion.request import padded_as_asked, take_apart
 from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, named, shell_line
-from fp4convert.execution.folder import OutputFolder
-from fp4convert.execution.job import Job
-from fp4convert.execution.settings import Result, Settings
+from fp4convert.execution.settings import Settings
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.plan import Plan
@@ -26,73 +24,11 @@ from fp4convert.progress import Phases
 from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Source, stopping
 
+if TYPE_CHECKING:
+    from fp4convert.conversion.diffusers import PipelineConversion
 
-class Work(Protocol):
-    """Everything that one `quantize` does.
-
-    options  what was asked for
-    source   what it is made from, as a person names it
-    plan     of all tensors
-    verdict  of the engine that was asked for, which loads it
-    """
-
-    @property
-    def options(self) -> QuantizeOptions: ...
-
-    @property
-    def source(self) -> Source: ...
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def verdict(self) -> Verdict | None: ...
-
-    @property
-    def warnings(self) -> list[str]:
-        """Return what a person should know before."""
-
-    def jobs(self) -> dict[str, Job]:
-        """Return what writes files, by its folder in the result."""
-
-    def names(self) -> list[str]:
-        """Return every file that it writes."""
-
-    def artifacts(self) -> dict[str, QuantizeOptions]:
-        """Return what makes each artifact, by its folder in the result.
-
-        "" is the result itself.
-        """
-
-    def describe(self, settings: Settings) -> dict[str, object]:
-        """Return the document of a dry run.
-
-        Raises  DeviceError for a device that is not there
-        """
-
-    def check(self, settings: Settings) -> None:
-        """Refuse a device, a cluster or a part that cannot be."""
-
-    def check_output(self, settings: Settings) -> None:
-        """Raise what `begin` raises of the output folder; change nothing."""
-
-    def begin(self, settings: Settings) -> OutputFolder:
-        """Return the output folder with the plan in it.
-
-        Raises  what carry_out raises before it works
-        """
-
-    def carry_out(self, settings: Settings) -> Result:
-        """Convert; raise what `quantize` and `quantize_together` raise."""
-
-    def next_steps(self, is_absolute: bool = False) -> list[str]:
-        """Return commands that a person may run once it is whole.
-
-        is_absolute  in any folder: paths begin at the root
-        """
-
-    def ended_files(self) -> dict[str, str]:
-        """Return the sha256 of every file, once it is done."""
+Work: TypeAlias = "Conversion | PipelineConversion"
+"""Everything that one `quantize` does."""
 
 
 def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: bool = True) -> Work:
