@@ -88,7 +88,7 @@ def _origin_of(source: Source) -> dict[str, object]:
 
 
 def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:
-    """Make the job that writes shards, then the records of engines, last our own.
+    """Make the job of shards, then of engines' records, last of our own.
 
     origin  of the weights; None where it is the source
     """
@@ -139,7 +139,7 @@ def dialect_of(plan: Plan) -> Dialect:
 
 
 def index_text(plan: Plan) -> dict[str, str]:
-    """Return the index of several shards, also of one whose name tells of more."""
+    """Return the index of several shards, or of one named as one of several."""
     files = [shard.file for shard in plan.shards]
     is_alone = len(files) == 1 and "-of-" not in files[0]
     return {} if is_alone else {index_file(files): as_text(plan.index)}

@@ -204,7 +204,7 @@ class PipelineConversion(NamedTuple):
         return self.options.folder / PIPELINE
 
     def _is_reopened(self, conversion: Conversion) -> bool:
-        """Tell whether the whole is unfinished, so that a component's plan may change."""
+        """Tell whether the whole is unfinished: a component's plan may change."""
         output = conversion.options.folder
         manifest = conversion.job.manifest()
         old = read_manifest(output) if (output / PLAN_FILE).exists() else None

@@ -112,7 +112,7 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
 
 
 def _choose_first(asked: Asked, given: Choices) -> Choices:
-    """Return the first candidate that the engine loads, else one without experts.
+    """Return the first candidate that the engine loads; experts stay last.
 
     Raises  ChoiceError of the first; InputError for what no other choice mends
     """
@@ -184,7 +184,7 @@ def _candidates(asked: Asked, given: Choices) -> list[Choices]:
 
 
 def _usual_bits(fmt: str, dialect: str, *bits: int) -> tuple[int, ...]:
-    """Return the usual bits of activations first; `bits` are of four-bit weights."""
+    """Return the bits of activations, usual first; `bits` of four-bit weights."""
     if fmt in FOUR_BIT:
         return bits
     return usual_activations(format_named(fmt), dialect), 16
@@ -224,7 +224,7 @@ def _give_up(asked: Asked, given: Choices) -> str:
 
 
 def _find_change(asked: Asked, given: Choices, keeps_experts: bool) -> list[str] | None:
-    """Return the fewest changed options with which the engine loads it, or None."""
+    """Return the fewest changed options that the engine loads, or None."""
 
     def changes(chosen: Choices) -> list[str]:
         both = zip(DECIDED, chosen, given, strict=False)

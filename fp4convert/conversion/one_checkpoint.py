@@ -63,7 +63,7 @@ class Conversion:
         return [*manifest.files, manifest.last]
 
     def artifacts(self) -> dict[str, QuantizeOptions]:
-        """Return the options of each artifact by its folder; "" is the result itself."""
+        """Return the options of each artifact by folder; "" is the result itself."""
         return {"": self.options}
 
     def describe(self, settings: Settings) -> dict[str, object]:

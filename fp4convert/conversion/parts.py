@@ -247,7 +247,7 @@ class Parts(NamedTuple):
 
 
 def _standing_for(modules: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield the modules to measure, of experts some, with the number of their kind."""
+    """Yield the modules to measure, of experts some, with how many of a kind."""
     for own in _by_kind(modules):
         count = min(len(own), MOST_EXPERTS)
         yield from ((own[number * len(own) // count], count) for number in range(count))
@@ -316,7 +316,7 @@ def choose(parts: Sequence[Sequence[Option]], nbytes: int) -> list[Option] | Non
 
 
 def _exchange(hulls: Sequence[Sequence[Option]], levels: list[int], nbytes: int) -> bool:
-    """Raise the part that gains most where cheaper steps pay for it, or return False."""
+    """Raise the part that gains most, if cheaper steps pay for it."""
     taken = sum(options[level].nbytes for options, level in zip(hulls, levels, strict=True))
     steps = sorted(
         (_price(before, after), part, level, before.nbytes - after.nbytes)

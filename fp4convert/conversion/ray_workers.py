@@ -202,7 +202,7 @@ def _ended(ray: ModuleType, workers: dict[Any, str]) -> list[Any]:
 
 
 def _start(ray: ModuleType, order: Order) -> Iterator[tuple[Any, str]]:
-    """Start a worker on every node with a processor; yield it and the node's name."""
+    """Start a worker on every node with a processor; yield (worker, node)."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     for node in _nodes(ray):

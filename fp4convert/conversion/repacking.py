@@ -206,7 +206,7 @@ def _dialect_of(target: Target) -> Dialect:
 
 
 def _options_recorded(artifact: Artifact, options: TranscodeOptions) -> dict[str, object] | None:
-    """Return the options of the first quantize and of all later transcodes, if known."""
+    """Return the options of quantize and of all later transcodes, if known."""
     known = artifact.record.get(OPTIONS)
     if not isinstance(known, dict):
         return None
@@ -259,7 +259,7 @@ def _target_of(artifact: Artifact, options: TranscodeOptions, made: Format | Non
 
 
 def _activations(artifact: Artifact, fmt: Format, made: Format | None) -> int:
-    """Return the most bits of activations of a format; 16 where modules are cast to it."""
+    """Return the most bits of a format's activations; 16 for a cast."""
     if made and any(packed.form.format is not made for packed in artifact.modules.values()):
         return 16
     return max((form.activations for form in artifact.forms if form.format is fmt), default=16)
@@ -295,7 +295,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
-    """Refuse global scales where llama.cpp reads none for the donor's architecture."""
+    """Refuse global scales if llama.cpp reads none for the architecture."""
     if all(shard.frame.reads_global_scales for shard in donor.checkpoint.shards):
         return
     for module in artifact.modules:
@@ -392,7 +392,7 @@ def _text_in(record: Mapping[str, object], key: str) -> str | None:
 
 
 def _widen_dtypes(config: dict[str, object], dtype: str) -> dict[str, object]:
-    """Widen the dtypes that a config declares, in which engines load all weights."""
+    """Widen the dtypes of a config, in which engines load all weights."""
     known = {kind.config_name for kind in FLOAT_TYPES.values()}
     widened = {
         key: _widen_dtypes(value, dtype) if isinstance(value, dict) else value

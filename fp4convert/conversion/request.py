@@ -327,7 +327,7 @@ def _check_settings(options: QuantizeOptions) -> None:
 
 
 def _refuse_statistics(options: QuantizeOptions) -> None:
-    """Refuse data and scales beside low-rank corrections, found by weights alone."""
+    """Refuse data and scales beside corrections, which weights alone tell."""
     given = {
         f"--method {options.method}": options.method != METHODS[0],
         f"--scale-rule {IMPORTANCE}": options.scale_rule == IMPORTANCE,

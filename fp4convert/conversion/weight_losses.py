@@ -238,7 +238,7 @@ def _keep(bench: Bench, key: str, losses: Losses) -> None:
 
 
 def _measure_shard(bench: Bench, own: Sequence[Candidate]) -> Losses:
-    """Measure the linear layers of one shard in threads; raise NaN and Inf last."""
+    """Measure the layers of one shard in threads; raise NaN and Inf last."""
     groups: dict[tuple[Linear, ...], list[Candidate]] = defaultdict(list)
     for candidate in own:
         groups[candidate.group].append(candidate)
@@ -294,7 +294,7 @@ def _through_fp4(
     fmt: Format,
     amax: float | None,
 ) -> Iterator[Float32s]:
-    """Yield the rounded values of modules; all that is read sets an amax not given."""
+    """Yield the rounded values of modules; all of `read` sets the amax."""
     members = [read[module] for module in modules]
     measured = list(read.values()) if amax is None else []
     group = Group(measured, members, modules, fmt)
