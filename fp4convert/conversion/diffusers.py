@@ -166,7 +166,7 @@ class PipelineConversion(NamedTuple):
         next(iter(self.conversions.values())).check(settings)
 
     def check_output(self, settings: Settings) -> None:
-        self._refuse_links()
+        refuse_linked_folders(self.options.folder, (f"{name}/any" for name in self.conversions))
         check_output(self._copying(), self.options.folder, settings)
         for name, conversion in self.conversions.items():
             is_forced = settings.is_forced or self._is_reopened(conversion)
@@ -188,15 +188,13 @@ class PipelineConversion(NamedTuple):
         with opened(self._copying(), self.options.folder, settings) as folder:
             for name, conversion in self.conversions.items():
                 with named(name), write_errors_at(self.options.folder):
-                    self._reopen(conversion)
+                    output = conversion.options.folder
+                    if self._is_reopened(conversion) and (old := read_manifest(output)):
+                        (output / old.last).unlink(missing_ok=True)  # its record
                     if conversion.begin(self._within(settings, name)).missing():
                         # Done again after it was whole: nothing loads it meanwhile.
                         self._end.unlink(missing_ok=True)
             yield folder
-
-    def _refuse_links(self) -> None:
-        """Raise OutputError where the folder of a component is a link."""
-        refuse_linked_folders(self.options.folder, (f"{name}/any" for name in self.conversions))
 
     @property
     def _end(self) -> Path:
@@ -214,12 +212,6 @@ class PipelineConversion(NamedTuple):
             and old.identity == manifest.identity
             and old.plan_id != manifest.plan_id
         )
-
-    def _reopen(self, conversion: Conversion) -> None:
-        """Remove the record of a component that is reopened."""
-        output = conversion.options.folder
-        if self._is_reopened(conversion) and (old := read_manifest(output)):
-            (output / old.last).unlink(missing_ok=True)
 
     def carry_out(self, settings: Settings) -> Result:
         self.check(settings)

@@ -69,7 +69,6 @@ def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
 
     Raises  what pad_for_ranks raises; InputError for options that need its own sizes
     """
-
     if options.pad_for_tp is None:
         return source
     given = {

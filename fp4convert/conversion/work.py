@@ -37,7 +37,6 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     may_write  what is measured is kept in the output folder
     Raises     what open_source, fit and prepare_quantize raise
     """
-
     goal, output = None, options.folder
     refusal: AbstractContextManager[None] = nullcontext()
     if (options.target_size, options.target_bits) != (None, None):
@@ -57,7 +56,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
             request = take_apart(source, options)
             if goal:
                 settings = Settings(options.device, options.workers, tell=options.tell)
-                settings = replace(settings, phases=phases or Phases())
+                settings = replace(settings, phases=phases) if phases else settings
                 fitted = fit(request, goal, output, settings, may_write)
             plan = prepare_quantize(request, fitted.rules if fitted else ())
             with stopping(source):
